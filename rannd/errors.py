@@ -1,0 +1,99 @@
+"""Every error rannd raises on purpose, in one tree.
+
+=====================  =========  =====================================================
+error                  exit code  when
+=====================  =========  =====================================================
+RanndError             1          root of the tree; never raised itself
+├─ ConfigError         2          a configuration file, item or variable is wrong
+├─ UsageError          2          a command or API call is used in a wrong way
+├─ TraceError          3          the user's model cannot be turned into a graph
+├─ CutError            3          a graph cannot be cut where a plan wants it
+├─ ProfileError        4          a block cannot be measured
+├─ PlanError           4          no plan satisfies what was asked
+│  └─ DoesNotFitError  4          no plan fits the devices' memory
+├─ DeploymentError     5          a stored or loaded deployment does not fit this job
+├─ StepError           5          ranks disagree, or a step is used in a wrong order
+├─ DaemonError         6          the daemon cannot be started or answers with an error
+│  └─ ProtocolError    6          a message breaks the protocol
+└─ LaunchError         7          ranks cannot be started
+=====================  =========  =====================================================
+
+The message of an error says what was wrong, with the value, and what to do. A command
+that ends because of one exits with its ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class RanndError(Exception):
+    """Root of all errors that rannd raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(RanndError):
+    """A configuration file, item or environment variable is wrong."""
+
+    exit_code = 2
+
+
+class UsageError(RanndError):
+    """A command or an API call is used in a way that cannot work."""
+
+    exit_code = 2
+
+
+class TraceError(RanndError):
+    """The user's model cannot be traced to a graph."""
+
+    exit_code = 3
+
+
+class CutError(RanndError):
+    """A graph cannot be cut the way a plan asks for."""
+
+    exit_code = 3
+
+
+class ProfileError(RanndError):
+    """A block of the model cannot be measured."""
+
+    exit_code = 4
+
+
+class PlanError(RanndError):
+    """No plan satisfies what was asked for."""
+
+    exit_code = 4
+
+
+class DoesNotFitError(PlanError):
+    """No plan fits the memory of the devices."""
+
+
+class DeploymentError(RanndError):
+    """A stored or loaded deployment does not belong to this job."""
+
+    exit_code = 5
+
+
+class StepError(RanndError):
+    """Ranks disagree about a step, or a step is used in an impossible order."""
+
+    exit_code = 5
+
+
+class DaemonError(RanndError):
+    """The daemon cannot be started, or it answered with an error."""
+
+    exit_code = 6
+
+
+class ProtocolError(DaemonError):
+    """A message to or from the daemon breaks the protocol."""
+
+
+class LaunchError(RanndError):
+    """The ranks of a job cannot be started."""
+
+    exit_code = 7

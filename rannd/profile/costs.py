@@ -1,0 +1,47 @@
+"""What a model costs on a device: the values that profiling hands to the planner.
+
+No torch in this file: ``rannd.plan`` reads it without loading torch. Times are microseconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rannd.graph.ir import Size
+
+
+class BlockCost(msgspec.Struct, frozen=True, array_like=True):
+    """Cost of one block (a convex set of ops) for one piece, as functions of the piece's rows."""
+
+    forward_us: Size
+    backward_us: Size
+    activation_bytes: Size
+    """Kept from the forward until the backward of the piece, parameters not counted."""
+
+
+class LinkCost(msgspec.Struct, frozen=True, array_like=True):
+    """Latency and bandwidth of the connection between two ranks, and of an all-reduce among them."""
+
+    p2p_latency_us: float
+    p2p_bytes_per_us: float
+    allreduce_latency_us: float
+    allreduce_bytes_per_us: float
+    """Bytes of the reduced buffer per microsecond for two ranks; n ranks move 2(n-1)/n times the buffer each."""
+
+    def p2p_us(self, nbytes: float) -> float:
+        """Time to move `nbytes` from one rank to another."""
+        return self.p2p_latency_us + nbytes / self.p2p_bytes_per_us if nbytes > 0 else 0.0
+
+    def allreduce_us(self, nbytes: float, ranks: int) -> float:
+        """Time of a ring all-reduce of `nbytes` among `ranks` ranks."""
+        if ranks <= 1 or nbytes <= 0:
+            return 0.0
+        steps = 2.0 * (ranks - 1)
+        return steps / 2.0 * self.allreduce_latency_us + steps / ranks * nbytes / self.allreduce_bytes_per_us
+
+
+class CostTable(msgspec.Struct, frozen=True):
+    """Costs of all blocks (in the order of the planner's blocks) and of the links."""
+
+    blocks: tuple[BlockCost, ...]
+    link: LinkCost
