@@ -87,9 +87,11 @@ def decode(data: bytes) -> Deployment:
         raise DeploymentError(f"not a deployment of this version of rannd: {exc}; plan again without it") from exc
     if deployment.format != FORMAT:
         raise DeploymentError(
-            f"the deployment has format {deployment.format}, this version of rannd reads {FORMAT}; plan again without it"
+            f"the deployment has format {deployment.format}, this rannd reads {FORMAT}; plan again without it"
         )
     used = sorted(slot for stage in deployment.stages for slot in stage.slots)
     if used != list(range(len(deployment.slots))):
-        raise DeploymentError(f"the deployment's stages use slots {used} of {len(deployment.slots)}; plan again without it")
+        raise DeploymentError(
+            f"the deployment's stages use slots {used} of {len(deployment.slots)}; plan again without it"
+        )
     return deployment

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from plan_layouts import layouts
+
+from rannd.errors import PlanError
+from rannd.plan.schedule import Action, Kind, Layout, fill_drain, from_text, to_text
+
+TWO_STAGES = Layout(2, 2, ((0,), (1,)), ((-1, 0), (0, 1), (1, 2)), ((0, 1), (1, 2)))
+
+
+def test_two_stages_two_microbatches() -> None:
+    assert to_text(fill_drain(TWO_STAGES)) == (
+        "world 2 microbatches 2\n"
+        "stages 0 | 1\n"
+        "edges -1>0 0>1* 1>2*\n"
+        "slot 0: RV1:-1>0@1 RV3:-1>0@1 F0 SV0:0>1@1 F1 SV1:0>1@1 F2 SV2:0>1@1 F3 SV3:0>1@1 RV0:1>2@1 RV2:1>2@1"
+        " | SG0:1>2@1 SG2:1>2@1 RG3:0>1@1 B3 RG2:0>1@1 B2 RG1:0>1@1 B1 RG0:0>1@1 B0 R\n"
+        "slot 1: SV1:-1>0@0 SV3:-1>0@0 RV0:0>1@0 F0 RV1:0>1@0 F1 RV2:0>1@0 F2 RV3:0>1@0 F3 SV0:1>2@0 SV2:1>2@0"
+        " | RG0:1>2@0 RG2:1>2@0 B3 SG3:0>1@0 B2 SG2:0>1@0 B1 SG1:0>1@0 B0 SG0:0>1@0 R\n"
+    )
+
+
+def test_unequal_replicas_and_a_skip_edge() -> None:
+    layout = Layout(3, 1, ((0,), (1, 2)), ((-1, 0), (-1, 1), (0, 1), (1, 2)), ((-1, 0), (0, 1), (1, 2)))
+    assert to_text(fill_drain(layout)) == (
+        "world 3 microbatches 1\n"
+        "stages 0 | 1 2\n"
+        "edges -1>0* -1>1 0>1* 1>2*\n"
+        "slot 0: SV0:-1>1@1 RV1:-1>0@1 RV2:-1>0@2 F0 SV0:0>1@1 F1 SV1:0>1@1 F2 SV2:0>1@2 RV0:1>2@1"
+        " | SG0:1>2@1 RG2:0>1@2 B2 RG1:0>1@1 B1 RG0:0>1@1 B0 SG1:-1>0@1 SG2:-1>0@2 R\n"
+        "slot 1: RV0:-1>1@0 SV1:-1>0@0 RV0:0>1@0 F0 RV1:0>1@0 F1 SV0:1>2@0"
+        " | RG0:1>2@0 B1 SG1:0>1@0 B0 SG0:0>1@0 RG1:-1>0@0 R\n"
+        "slot 2: SV2:-1>0@0 RV2:0>1@0 F2 | B2 SG2:0>1@0 RG2:-1>0@0 R\n"
+    )
+
+
+def test_pure_data_parallel_moves_nothing() -> None:
+    layout = Layout(3, 2, ((0, 1, 2),), ((-1, 0), (0, 1)), ((-1, 0), (0, 1)))
+    assert to_text(fill_drain(layout)).splitlines()[3:] == [
+        "slot 0: F0 F3 | B3 B0 R",
+        "slot 1: F1 F4 | B4 B1 R",
+        "slot 2: F2 F5 | B5 B2 R",
+    ]
+
+
+def test_replicas_take_ranks_in_order() -> None:
+    layout = Layout(4, 2, ((0, 1, 2), (3,)), ((-1, 0), (0, 1)), ())
+    # Rank-major positions 0..7 of (rank, microbatch) go 0 0 0 1 1 1 2 2 to the replicas.
+    assert [layout.slot_of(0, piece) for piece in range(8)] == [0, 0, 1, 2, 0, 1, 1, 2]
+    assert layout.pieces(0, 1) == (2, 5, 6)
+    assert layout.pieces(-1, 3) == (3, 7)
+
+
+@given(layouts())
+def test_every_piece_is_on_one_replica_of_each_stage(layout: Layout) -> None:
+    for stage, slots in enumerate(layout.stages):
+        pieces = [layout.pieces(stage, slot) for slot in slots]
+        assert sorted(piece for each in pieces for piece in each) == list(range(layout.pieces_total))
+        assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+@given(layouts())
+def test_text_round_trips(layout: Layout) -> None:
+    program = fill_drain(layout)
+    assert from_text(to_text(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 lines"),
+        ("world 1\nstages 0\nedges\nslot 0: | R", "begins with"),
+        ("world 1 microbatches 1\nstages 0\nedges\nslot 0: F0 | B0 X\n", "'X' is no action"),
+        ("world 1 microbatches 1\nstages 0\nedges\nslot 0: F0 B0 R\n", "slot 0: forward actions | backward"),
+        ("world 2 microbatches 1\nstages 0 1\nedges\nslot 0: F0 | B0 R\n", "1 slots; its world is 2"),
+    ],
+)
+def test_text_of_another_form_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        from_text(text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("demand", "message"),
+    [
+        ({"stages": ((0,), (0,))}, "each of 2 slots once"),
+        ({"stages": ((0, 1), ())}, "without a slot"),
+        ({"microbatches": 0}, "0 microbatches"),
+        ({"edges": ((1, 0),)}, "rising stages"),
+        ({"edges": ((0, 1), (-1, 0))}, "sorted"),
+        ({"edges": ((-1, 2),), "grad_edges": ()}, "rising stages"),
+        ({"grad_edges": ((-1, 1),)}, "part of the edges"),
+    ],
+)
+def test_impossible_layouts_are_refused(demand: dict[str, object], message: str) -> None:
+    given_parts = {name: getattr(TWO_STAGES, name) for name in TWO_STAGES.__struct_fields__}
+    with pytest.raises(PlanError) as caught:
+        Layout(**(given_parts | demand))  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_an_action_s_text() -> None:
+    assert str(Action(Kind.SEND_VALUES, 3, 0, 1, 2)) == "SV3:0>1@2"
+    assert str(Action(Kind.FORWARD, 3)) == "F3"
+    assert str(Action(Kind.REDUCE)) == "R"
