@@ -1,0 +1,17 @@
+"""One private home for all jobs of a test run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from parity.launch import Home
+
+
+@pytest.fixture(scope="session")
+def home() -> Iterator[Home]:
+    """Directories of the jobs; their daemon and everything else that still runs there ends with the session."""
+    made = Home()
+    yield made
+    made.close()
+    assert made.strays() == []

@@ -1,0 +1,72 @@
+"""One parity case: what to train, how, and under which plan."""
+
+from __future__ import annotations
+
+import msgspec
+
+STEPS = 5
+"""Optimizer steps of a case."""
+
+LATE = 3
+"""First step (counted from 0) that uses `Case.late_rows`."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A training run on `ranks` ranks, forced into a plan, that must equal the emulated one."""
+
+    model: str
+    """Name in `zoo.ZOO`."""
+    ranks: int
+    stages: int = 0
+    """Forced number of stages; 0 leaves it to the planner."""
+    micro: int = 0
+    """Forced number of microbatches; 0 leaves it to the planner."""
+    optimizer: str = "sgd"
+    """Name in `zoo.OPTIMIZERS`."""
+    script: str = "plain"
+    """Name in `script.SCRIPTS`."""
+    rows: tuple[int, ...] = (8,)
+    """Rows of each rank's mini-batch; one number stands for all ranks."""
+    late_rows: tuple[int, ...] = ()
+    """The same from step `LATE` on, where it differs."""
+    min_stages: int = 1
+    """Where `stages` is free: fewer stages than this fail the case."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Further RANNC_* variables of this case."""
+
+    @property
+    def name(self) -> str:
+        """Readable and unique; also the stem of its files."""
+        parts = [self.model, f"np{self.ranks}", f"s{self.stages or 'any'}", f"m{self.micro or 'any'}", self.optimizer]
+        parts.append(self.script)
+        parts.append(
+            ".".join(map(str, self.rows)) + ("to" + ".".join(map(str, self.late_rows)) if self.late_rows else "")
+        )
+        parts += [f"{key.removeprefix('RANNC_').lower()}={value}" for key, value in self.env]
+        return "-".join(parts)
+
+    def rows_of(self, step: int, rank: int) -> int:
+        """Rows of `rank`'s mini-batches in `step`."""
+        rows = self.late_rows if self.late_rows and step >= LATE else self.rows
+        if len(rows) not in (1, self.ranks):
+            raise ValueError(f"{self.name}: rows {rows} are neither one number nor one for each of {self.ranks} ranks")
+        return rows[rank] if len(rows) == self.ranks else rows[0]
+
+    def total_rows(self, step: int) -> int:
+        """Rows of the global batch in `step`."""
+        return sum(self.rows_of(step, rank) for rank in range(self.ranks))
+
+    def environment(self) -> dict[str, str]:
+        """The variables that force this case's plan."""
+        forced = {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.micro)}
+        return {**forced, **dict(self.env)}
+
+
+def encode_cases(cases: list[Case]) -> bytes:
+    """Cases as JSON."""
+    return msgspec.json.encode(cases)
+
+
+def decode_cases(data: bytes) -> list[Case]:
+    """Cases from JSON."""
+    return msgspec.json.decode(data, type=list[Case])

@@ -1,0 +1,154 @@
+"""The matrix: cases of `make test`, and all the others.
+
+`COMPACT` covers every pair of values in `PAIRS`, plus cases with a trait of their own; `FULL` holds every
+model on every shape (ranks and stages) with every number of microbatches, the other factors in turn.
+A later issue adds a line to `EXTRA`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from parity.case import Case
+from parity.script import SCRIPTS
+from parity.zoo import OPTIMIZERS, ZOO
+
+Choice = dict[str, object]
+"""A value for each factor."""
+
+
+def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(rows, late rows) of a pattern."""
+    match pattern:
+        case "even":
+            return (8,), ()
+        case "uneven":
+            return (8, 5, 3, 7)[:ranks], ()
+        case "late":  # the last batches of an epoch are smaller
+            return (8,), (4,)
+        case "lateuneven":
+            return (6,), (3, 1, 2, 4)[:ranks]
+        case "empty":
+            return (*(8, 5, 3)[: ranks - 1], 0), ()
+        case "firstempty":
+            return (0, 8, 5, 3)[:ranks], ()
+    raise ValueError(f"unknown pattern of rows {pattern!r}")
+
+
+SHAPES = [(ranks, stages) for ranks in (1, 2, 3, 4) for stages in range(1, ranks + 1)]
+MICRO = [1, 2, 4, 8]
+ROWS = ["even", "uneven", "late", "lateuneven", "empty", "firstempty"]
+
+FACTORS: dict[str, list[object]] = {
+    "model": list(ZOO),
+    "shape": list(SHAPES),
+    "micro": list(MICRO),
+    "optimizer": list(OPTIMIZERS),
+    "script": list(SCRIPTS),
+    "rows": list(ROWS),
+}
+
+PAIRS = [
+    ("model", "stages"),
+    ("model", "micro"),
+    ("shape", "micro"),
+    ("shape", "rows"),
+    ("shape", "optimizer"),
+    ("script", "stages"),
+    ("script", "loss"),
+    ("script", "micro"),
+    ("rows", "micro"),
+    ("rows", "loss"),
+]
+"""Pairs of factors, or of traits that follow from them, of which `COMPACT` covers all possible values."""
+
+
+def possible(choice: Choice) -> bool:
+    """Whether a choice makes sense as a case."""
+    ranks, _ = choice["shape"]  # type: ignore[misc]
+    entry = ZOO[str(choice["model"])]
+    if choice["rows"] in ("empty", "firstempty") and (ranks == 1 or not entry.empty):
+        return False
+    return not entry.coupled or choice["micro"] == 1
+
+
+def pairs_of(choice: Choice) -> set[tuple[str, object, str, object]]:
+    """The pairs of values in a choice that `PAIRS` asks for."""
+    traits = {**choice, "stages": choice["shape"][1], "loss": ZOO[str(choice["model"])].loss}  # type: ignore[index]
+    return {(a, traits[a], b, traits[b]) for a, b in PAIRS}
+
+
+def _case(choice: Choice) -> Case:
+    ranks, stages = choice["shape"]  # type: ignore[misc]
+    rows, late = _rows(str(choice["rows"]), ranks)
+    return Case(
+        model=str(choice["model"]),
+        ranks=ranks,
+        stages=stages,
+        micro=int(str(choice["micro"])),
+        optimizer=str(choice["optimizer"]),
+        script=str(choice["script"]),
+        rows=rows,
+        late_rows=late,
+    )
+
+
+def _cover() -> list[Choice]:
+    """A small set of choices with all possible pairs: greedy, best of some random choices for each open pair."""
+    source = random.Random(2)
+    wanted: dict[tuple[str, object, str, object], None] = {}
+    samples: list[Choice] = []
+    while len(samples) < 6000:
+        sample = {name: source.choice(values) for name, values in FACTORS.items()}
+        if possible(sample):
+            samples.append(sample)
+            wanted.update(dict.fromkeys(sorted(pairs_of(sample), key=repr)))
+    pairs = [pairs_of(sample) for sample in samples]
+    chosen: list[Choice] = []
+    open_pairs = set(wanted)
+    for pair in wanted:
+        if pair not in open_pairs:
+            continue
+        holders = [index for index, held in enumerate(pairs) if pair in held]
+        best = max(holders, key=lambda index: (len(pairs[index] & open_pairs), -index))
+        chosen.append(samples[best])
+        open_pairs -= pairs[best]
+    return chosen
+
+
+EXTRA = [
+    # the planner decides
+    Case("tutorial", ranks=2),
+    Case("gpt2", ranks=3),
+    Case("gpt2", ranks=4, stages=3, micro=2, optimizer="adamw"),
+    # one-row pieces, fewer rows than microbatches
+    Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
+    Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),
+    Case("tutorial", ranks=1, stages=1, micro=8, rows=(1,)),
+]
+
+
+def _compact() -> list[Case]:
+    cases = {case.name: case for case in (*map(_case, _cover()), *EXTRA)}
+    return sorted(cases.values(), key=lambda case: (case.ranks, case.name))
+
+
+def _full() -> list[Case]:
+    """Every model x shape x microbatches; scripts, optimizers and rows take turns at different paces."""
+    cases: dict[str, Case] = {}
+    turns = [itertools.cycle(FACTORS[name]) for name in ("script", "optimizer", "rows")]
+    for model, shape, micro in itertools.product(ZOO, SHAPES, MICRO):
+        choice: Choice = {"model": model, "shape": shape, "micro": micro}
+        script, optimizer, rows = (next(turn) for turn in turns)
+        for pattern in (rows, "uneven"):
+            attempt = {**choice, "script": script, "optimizer": optimizer, "rows": pattern}
+            if possible(attempt):
+                case = _case(attempt)
+                cases[case.name] = case
+                break
+    return [case for case in cases.values() if case.name not in {compact.name for compact in COMPACT}]
+
+
+COMPACT = _compact()
+FULL = _full()

@@ -1,0 +1,213 @@
+"""One real rank of a training run: wrapped by pyrannc, or by DistributedDataParallel as a check of the yardstick."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parity.case import Case
+from parity.record import Record, array, put_gradients, put_input_gradients, put_outputs
+from parity.script import play
+from parity.zoo import OPTIMIZERS, ZOO, build_batch, build_model
+
+
+class Backend(Protocol):
+    """What makes one process a rank among others."""
+
+    rank: int
+    local_loss: bool
+    """A loss computed inside the model comes back as this rank's own, not as the global one."""
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module: ...
+    def delay(self, model: nn.Module, on: bool) -> None: ...
+    def allreduce(self, model: nn.Module) -> None: ...
+    def plan(self, model: nn.Module, record: Record) -> None: ...
+    def reset(self) -> None: ...
+    def barrier(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Rannc:
+    """Ranks under pyrannc."""
+
+    local_loss = False
+
+    def __init__(self) -> None:
+        import pyrannc  # the yardstick must not need it
+
+        self._pyrannc = pyrannc
+        self.rank = pyrannc.get_rank()
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        wrapped: nn.Module = self._pyrannc.RaNNCModule(model, optimizer)
+        return wrapped
+
+    def delay(self, model: nn.Module, on: bool) -> None:
+        self._pyrannc.delay_grad_allreduce(on)
+
+    def allreduce(self, model: nn.Module) -> None:
+        model.allreduce_grads()
+
+    def plan(self, model: nn.Module, record: Record) -> None:
+        deployment = model.deployment
+        record["plan/replicas"] = array(torch.tensor([len(stage.slots) for stage in deployment.stages]))
+        record["plan/micro"] = array(torch.tensor(deployment.microbatches))
+
+    def reset(self) -> None:
+        self._pyrannc.delay_grad_allreduce(False)
+        self._pyrannc.clear()
+
+    def barrier(self) -> None:
+        self._pyrannc.barrier()
+
+    def close(self) -> None:
+        """Nothing: pyrannc leaves in order with the process."""
+
+
+class Ddp:
+    """Ranks under torch's DistributedDataParallel, on gloo."""
+
+    local_loss = True
+
+    def __init__(self, rendezvous: Path) -> None:
+        self.rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        dist.init_process_group(
+            "gloo",
+            init_method=rendezvous.as_uri(),
+            rank=self.rank,
+            world_size=int(os.environ["OMPI_COMM_WORLD_SIZE"]),
+        )
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+    def delay(self, model: nn.Module, on: bool) -> None:
+        model.require_backward_grad_sync = not on  # what its no_sync() does
+
+    def allreduce(self, model: nn.Module) -> None:
+        raise NotImplementedError("DistributedDataParallel reduces in backward only")
+
+    def plan(self, model: nn.Module, record: Record) -> None:
+        record["plan/replicas"] = array(torch.tensor([dist.get_world_size()]))
+        record["plan/micro"] = array(torch.tensor(1))
+
+    def reset(self) -> None:
+        """Nothing outlives a wrapped model."""
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class Rank:
+    """Plays a script on one real rank (`script.Trainer`)."""
+
+    def __init__(self, case: Case, backend: Backend) -> None:
+        self.case = case
+        self.backend = backend
+        self.entry = ZOO[case.model]
+        model = build_model(case, backend.rank)
+        # a tied parameter may be known under either name on a rank that holds one of its stages
+        first: dict[int, str] = {}
+        self._canonical = {
+            name: first.setdefault(id(parameter), name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        self.optimizer = OPTIMIZERS[case.optimizer](model)
+        self.model = backend.wrap(model, self.optimizer)
+        self.record: Record = {}
+        self._waiting: list[tuple[str, Any, Tensor]] = []
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad()
+
+    def forward(self, step: int, call: int) -> None:
+        name = f"{step}/{call}"
+        batch, rows = build_batch(self.case, step, call, self.backend.rank)
+        output = self.model(*batch[0], **batch[1])
+        put_outputs(self.record, f"{name}/out", output, without_scalars=self.entry.loss != "outside")
+        objective = self._objective(output, rows, step, f"{name}/loss")
+        self._waiting.append((name, batch, objective))
+
+    def _objective(self, output: Any, rows: int, step: int, name: str) -> Tensor:
+        objective = self.entry.objective(output, rows)
+        seen = objective.detach().clone()
+        if self.backend.local_loss and self.entry.loss != "outside":
+            if self.entry.loss == "mean":
+                objective = objective * (rows * self.case.ranks / self.case.total_rows(step))
+            seen = objective.detach().clone()
+            dist.all_reduce(seen)
+            seen /= self.case.ranks
+        self.record[name] = array(seen)
+        return objective
+
+    def backward(self, scale: float) -> None:
+        total = self._waiting[0][2]
+        for _, _, objective in self._waiting[1:]:
+            total = total + objective
+        (total if scale == 1.0 else total * scale).backward()
+        for name, batch, _ in self._waiting:
+            put_input_gradients(self.record, f"{name}/input", batch)
+        self._waiting = []
+
+    def delay(self, on: bool) -> None:
+        self.backend.delay(self.model, on)
+
+    def allreduce(self) -> None:
+        self.backend.allreduce(self.model)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        named = self.model.named_parameters()
+        return {self._canonical[name.removeprefix("module.")]: parameter for name, parameter in named}
+
+    def optimize(self, step: int) -> None:
+        put_gradients(self.record, step, self._parameters())
+        self.optimizer.step()
+
+    def look(self, step: int, call: int, *, training: bool) -> None:
+        name = f"{step}/{call}/{'probe' if training else 'eval'}"
+        batch, rows = build_batch(self.case, step, call, self.backend.rank)
+        self.model.train(training)
+        with torch.no_grad():
+            output = self.model(*batch[0], **batch[1])
+        self.model.train()
+        put_outputs(self.record, name, output, without_scalars=self.entry.loss != "outside")
+        self._objective(output, rows, step, f"{name}loss")
+
+    def decay(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def finish(self) -> None:
+        """Write down what is left after the last step, and the plan that ran."""
+        for name, parameter in self._parameters().items():
+            self.record[f"end/param/{name}"] = array(parameter)
+        for name, value in self.model.state_dict().items():
+            self.record[f"end/state/{name.removeprefix('module.')}"] = array(value)
+        self.backend.plan(self.model, self.record)
+
+
+def train(case: Case, backend: Backend) -> Record:
+    """Runs a case on this rank; its plan comes from the case's variables."""
+    variables = case.environment()
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        rank = Rank(case, backend)
+        play(case, rank)
+        rank.finish()
+        backend.reset()
+        return rank.record
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
