@@ -1,0 +1,209 @@
+"""The cache as a job sees it: it may help, it never hurts.
+
+Whatever is wrong with the daemon costs one warning; from then on every look-up is a miss and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+import zmq
+
+from rannd.daemon import protocol
+from rannd.daemon.keys import Key
+from rannd.daemon.places import places
+from rannd.daemon.server import Settings
+from rannd.daemon.session import R, RefusedError, Session
+from rannd.daemon.version import version
+from rannd.errors import DaemonError
+
+Mode: TypeAlias = Literal["on", "off", "readonly", "refresh"]
+
+SLICE_S = 5.0
+"""Longest time the daemon holds back one answer to a waiting client, so that both notice early when one is gone."""
+
+_log = logging.getLogger("rannd.Daemon")
+
+
+class Lease:
+    """The right to make the value of a key; others wait for it. Ends with `put`, `release` or this process."""
+
+    def __init__(self, client: Client, key: Key, token: str) -> None:
+        self.key = key
+        self._client = client
+        self._token = token
+        self._held = True
+
+    def release(self) -> None:
+        """Give the lease back. Harmless when it has ended already."""
+        if self._held:
+            self._held = False
+            self._client._release(self.key, self._token)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Client:
+    """Looks up and keeps values. No method raises because of the daemon."""
+
+    def __init__(self, mode: Mode, session: Session | None) -> None:
+        """Use `connect`. `session` is None where there is no daemon."""
+        self._mode = mode
+        self._session = session
+        self._warned: set[str] = set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there still is a daemon to ask."""
+        return self._session is not None
+
+    def get(self, key: Key) -> bytes | None:
+        """The value of `key`, None on a miss."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """The value of each key in few messages, None for each miss."""
+        found: list[bytes | None] = []
+        if self._mode != "refresh":
+            while len(found) < len(keys):
+                part = keys[len(found) : len(found) + protocol.MAX_BATCH]
+                reply = self._ask(protocol.Get([key.digest for key in part]), protocol.Values)
+                if reply is None or not reply.values:
+                    break
+                found += reply.values[: len(part)]
+        return found + [None] * (len(keys) - len(found))
+
+    def put(self, key: Key, value: bytes) -> bool:
+        """Keep `value`, and end the lease of `key`; whether it is kept for good."""
+        return self.put_many([(key, value)]) == 1
+
+    def put_many(self, items: Iterable[tuple[Key, bytes]]) -> int:
+        """Keep these values; how many are kept for good."""
+        if self._mode == "readonly":
+            return 0
+        kept, batch, size = 0, list[protocol.NewEntry](), 0
+        for key, value in items:
+            if len(value) > protocol.MAX_VALUE:
+                self._warn("size", f"a value of {len(value)} bytes is above {protocol.MAX_VALUE} and is not kept")
+                continue
+            if batch and (size + len(value) > protocol.MAX_BATCH_BYTES or len(batch) == protocol.MAX_BATCH):
+                kept += self._put(batch)
+                batch, size = [], 0
+            batch.append(protocol.NewEntry(key.digest, key.kind, key.components, value))
+            size += len(value)
+        return kept + (self._put(batch) if batch else 0)
+
+    def lease(self, key: Key, wait_s: float, on_wait: Callable[[str], None] | None = None) -> bytes | Lease | None:
+        """The value of `key`, or the right to make it while all others wait.
+
+        Args:
+            key: What is wanted.
+            wait_s: How long to wait, in seconds, for another process that is making it.
+            on_wait: Called once with a line for the user when there is something to wait for.
+
+        Returns:
+            bytes: It was there, or somebody has stored it meanwhile.
+            Lease: Make it, `put` it, release the lease.
+            None: No daemon, or the wait was in vain: make it without a lease.
+        """
+        if self._mode == "readonly":
+            return self.get(key)
+        token = secrets.token_hex(16)
+        stored_after = time.time() if self._mode == "refresh" else 0.0
+        end = time.monotonic() + wait_s
+        slice_s = 0.0
+        while True:
+            request = protocol.Acquire(key.digest, token, os.getpid(), slice_s, stored_after)
+            reply = self._ask(request, protocol.Values, protocol.Granted, protocol.Busy, wait_s=slice_s)
+            if isinstance(reply, protocol.Granted):
+                return Lease(self, key, token)
+            if isinstance(reply, protocol.Values):
+                return reply.values[0]
+            if not isinstance(reply, protocol.Busy):
+                return None  # no daemon
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            if slice_s == 0.0 and on_wait is not None:
+                on_wait(
+                    f"process {reply.pid} has been making {key.kind} {key.short} for {reply.since_s:.1f} s; "
+                    f"waiting for it, {wait_s:g} s at most"
+                )
+            slice_s = min(SLICE_S, left)
+
+    def discard(self, key: Key, reason: str) -> None:
+        """Set the value of `key` aside because it proved wrong."""
+        if self._mode != "readonly":
+            self._ask(protocol.Discard(key.digest, reason[:4096]), protocol.Done)
+
+    def close(self) -> None:
+        """Ask nothing any more. The daemon goes on for others."""
+        self._session = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _put(self, batch: list[protocol.NewEntry]) -> int:
+        done = self._ask(protocol.Put(version(), batch), protocol.Done)
+        return done.count if done is not None else 0
+
+    def _release(self, key: Key, token: str) -> None:
+        self._ask(protocol.Release(key.digest, token), protocol.Done)
+
+    def _ask(self, request: protocol.Request, *expected: type[R], wait_s: float = 0.0) -> R | None:
+        if self._session is None:
+            return None
+        try:
+            return self._session.ask(request, *expected, wait_s=wait_s)
+        except RefusedError as exc:
+            # Alive, but it cannot do this one thing: say so once for each kind of refusal.
+            self._warn(exc.code, str(exc))
+        except (DaemonError, OSError, zmq.ZMQError) as exc:
+            self._session = None
+            self._warn("gone", f"{exc}; the job goes on without a cache")
+        return None
+
+    def _warn(self, code: str, text: str) -> None:
+        if code not in self._warned:
+            self._warned.add(code)
+            _log.warning("%s", text)
+
+
+def connect(*, mode: Mode, timeout_s: float, idle_s: float, max_bytes: int) -> Client:
+    """A client of this user's daemon on this node, which is started where it does not run yet. Never raises for it.
+
+    Args:
+        mode: ``on``; ``off``: never connect; ``readonly``: keep nothing, lease nothing; ``refresh``: every look-up
+            misses and what is made is kept.
+        timeout_s: How long any request may take, a start of the daemon included.
+        idle_s: The daemon exits after so many seconds without a request; 0: never.
+        max_bytes: Bytes of values it keeps.
+    """
+    if mode == "off":
+        return Client(mode, None)
+    try:
+        session = Session(places(), Settings(idle_s, max_bytes, version()), timeout_s)
+        session.greet()
+    except (DaemonError, OSError, zmq.ZMQError) as exc:
+        _log.warning("no daemon: %s; the job goes on without a cache", exc)
+        return Client(mode, None)
+    return Client(mode, session)

@@ -1,0 +1,112 @@
+"""Requests to the daemon as calls that raise: starting it when it is not there, asking again when it went away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+from rannd.daemon import channel, locks, protocol, spawn
+from rannd.daemon.places import Places
+from rannd.daemon.server import Settings
+from rannd.errors import DaemonError
+
+R = TypeVar("R", bound=protocol.Reply)
+
+
+class RefusedError(DaemonError):
+    """The daemon is well and refused the request. `code` as in `protocol.Failed`."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Session:
+    """A way to ask the daemon of `places`. Threads may share it."""
+
+    def __init__(self, places: Places, settings: Settings, timeout_s: float) -> None:
+        """`timeout_s`: how long any request may take, a start of the daemon included."""
+        self.places = places
+        self.settings = settings
+        self._timeout_s = timeout_s
+
+    def greet(self) -> spawn.Daemon:
+        """Start the daemon if need be, replace an older one.
+
+        Raises:
+            DaemonError: it cannot be had.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        self.places.secure_runtime()
+        with locks.held(self.places.use, deadline, shared=True):
+            return spawn.greet(self.places, self.settings, deadline)
+
+    def ask(self, request: protocol.Request, *expected: type[R], wait_s: float = 0.0) -> R:
+        """The reply to `request`, one of the types `expected`.
+
+        Args:
+            request: What to ask.
+            expected: Types the reply may have.
+            wait_s: How long the daemon may hold its reply back, beyond the session's timeout.
+
+        Raises:
+            RefusedError: the daemon says why not.
+            DaemonError: there is no daemon, or no answer in time.
+        """
+        deadline = time.monotonic() + self._timeout_s + wait_s
+        # Sharing `use` from before the look at the socket until the answer is what keeps an idle exit off.
+        with locks.held(self.places.use, deadline, shared=True):
+            while True:
+                spawn.start_if_down(self.places, self.settings, deadline)
+                try:
+                    reply = channel.ask(self.places.socket, request, deadline)
+                    break
+                except channel.GoneError:
+                    if time.monotonic() >= deadline:
+                        raise DaemonError(
+                            f"the daemon starts but does not stay; its log is {self.places.log}"
+                        ) from None
+        if isinstance(reply, expected):
+            return reply
+        if isinstance(reply, protocol.Failed):
+            raise RefusedError(reply.code, reply.text)
+        raise DaemonError(f"the daemon answers {type(reply).__name__} to {type(request).__name__}; `rannd restart`")
+
+    # -- what the commands need ----------------------------------------------------------------------------------
+
+    def state(self) -> protocol.State:
+        """How the daemon is."""
+        return self.ask(protocol.Status(), protocol.State)
+
+    def entries(self, prefix: str | None = None) -> Iterator[protocol.EntryInfo]:
+        """All entries, or those whose key starts with `prefix`, by key."""
+        after = ""
+        while True:
+            page = self.ask(protocol.List(after, prefix), protocol.Entries)
+            yield from page.entries
+            if not page.more or not page.entries:
+                return
+            after = page.entries[-1].key
+
+    def clear(
+        self, *, kind: str | None = None, older_than_s: float | None = None, keys: list[str] | None = None
+    ) -> list[protocol.EntryInfo]:
+        """Remove the entries that match everything given (`keys`: starts of keys); those removed."""
+        removed: list[protocol.EntryInfo] = []
+        while True:
+            page = self.ask(protocol.Clear(kind, older_than_s, keys), protocol.Entries)
+            removed += page.entries
+            if not page.more:
+                return removed
+
+    def verify(self) -> tuple[int, list[str]]:
+        """Check every entry: how many are sound, the keys of those set aside."""
+        sound, corrupt, after = 0, list[str](), ""
+        while True:
+            page = self.ask(protocol.Verify(after), protocol.Verified)
+            sound += page.sound
+            corrupt += page.corrupt
+            if page.next is None:
+                return sound, corrupt
+            after = page.next

@@ -1,0 +1,424 @@
+"""The store: one SQLite file of entries that tell what they are.
+
+Grammar (counted by ``protocol.PROTOCOL`` in the file's name)::
+
+    entries     key kind format rannd created used hits components length checksum value
+    set_aside   at key kind reason components head       the last 16 entries that were corrupt or discarded
+    statistics  name count
+
+``checksum`` is BLAKE2b-128 over key, kind, format, components and value. An entry whose checksum does not hold
+is a miss: it is set aside, counted, and healed by the next write. A file that SQLite itself cannot read is
+renamed to ``*.corrupt`` and a new one begun.
+
+On local filesystems the file is in WAL mode with synchronous=NORMAL: a committed write survives the death of the
+process. On network filesystems there is no WAL (its shared memory does not work there) and synchronous=FULL.
+The locking mode is EXCLUSIVE: whoever else opens the store, as a daemon in another container that shares the
+home directory would, is told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from rannd.daemon.filesystem import on_network
+from rannd.daemon.keys import digest_of
+from rannd.daemon.protocol import EntryInfo, NewEntry, Statistics
+from rannd.errors import DaemonError
+
+FORMAT = 1
+"""Version of an entry's own grammar."""
+KEEP_ASIDE = 16
+MAX_UNWRITTEN = 1000
+"""Last-use times that may wait for the next write."""
+HEAD_BYTES = 64 << 10
+"""Bytes kept of a value that is set aside."""
+PAGE = 64
+"""Entries in one page of a listing."""
+VERIFY_PAGE = 8
+"""Entries checked at once, few, so that other requests are answered in between."""
+
+_UNREADABLE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+_HELD = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    key TEXT PRIMARY KEY, kind TEXT NOT NULL, format INTEGER NOT NULL, rannd TEXT NOT NULL,
+    created REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL, components TEXT NOT NULL,
+    length INTEGER NOT NULL, checksum TEXT NOT NULL, value BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_use ON entries (used, length);
+CREATE TABLE IF NOT EXISTS set_aside (
+    at REAL NOT NULL, key TEXT, kind TEXT, reason TEXT NOT NULL, components TEXT, head BLOB
+);
+CREATE TABLE IF NOT EXISTS statistics (name TEXT PRIMARY KEY, count INTEGER NOT NULL);
+"""
+_INFO = "key, kind, format, rannd, created, used, hits, length, checksum, components"
+
+
+class Store:
+    """Entries in a file. Used by one thread of one process."""
+
+    def __init__(self, path: str, *, max_bytes: int, busy_s: float = 5.0) -> None:
+        """Open or make the store.
+
+        Args:
+            path: The SQLite file; its directory exists.
+            max_bytes: Sum of the values' lengths above which the least recently used go.
+            busy_s: How long to wait for a predecessor that is still closing the file.
+
+        Raises:
+            DaemonError: another process holds the store, or it cannot be written.
+        """
+        self.path = path
+        self.max_bytes = max_bytes
+        self._busy_s = busy_s
+        self._log = logging.getLogger("rannd.Daemon")
+        self._used: dict[str, tuple[float, int]] = {}
+        self._counted: dict[str, int] = {}
+        self._db: sqlite3.Connection | None = None
+        with self._errors("opened"):
+            try:
+                self._open()
+            except sqlite3.DatabaseError as exc:
+                if _code(exc) not in _UNREADABLE:
+                    raise
+                self._begin_anew(exc)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> bytes | None:
+        """The value of `key`, None where there is none that is sound."""
+        with self._errors("read"), self._healing():
+            row = self._sql.execute(f"SELECT {_INFO}, value FROM entries WHERE key = ?", (key,)).fetchone()
+            if row is not None and (reason := _fault(row)) is not None:
+                self._set_aside(key, reason)
+                self.count("corrupt")
+                row = None
+            self.count("misses" if row is None else "hits")
+            if row is None:
+                return None
+            self._used[key] = (time.time(), self._used.get(key, (0.0, 0))[1] + 1)
+            value = bytes(row[-1])
+            if len(self._used) >= MAX_UNWRITTEN:
+                self.flush()
+            return value
+        return None
+
+    def stored_since(self, key: str, moment: float) -> bool:
+        """Whether `key` has a value stored at or after `moment` (seconds since the epoch)."""
+        with self._errors("read"), self._healing():
+            found = self._sql.execute("SELECT 1 FROM entries WHERE key = ? AND created >= ?", (key, moment))
+            return found.fetchone() is not None
+        return False
+
+    def page(self, *, after: str = "", prefix: str | None = None) -> tuple[list[EntryInfo], bool]:
+        """Up to PAGE entries whose key follows `after`, and whether others follow them."""
+        self.flush()
+        with self._errors("read"), self._healing():
+            rows = self._sql.execute(
+                f"SELECT {_INFO} FROM entries WHERE key > ? AND key LIKE ? || '%' ORDER BY key LIMIT ?",
+                (after, prefix or "", PAGE + 1),
+            ).fetchall()
+            return self._infos(rows[:PAGE]), len(rows) > PAGE
+        return [], False
+
+    def size(self) -> tuple[int, int]:
+        """Number of entries and bytes of all values."""
+        with self._errors("read"), self._healing():
+            number, length = self._sql.execute("SELECT count(*), total(length) FROM entries").fetchone()
+            return int(number), int(length)
+        return 0, 0
+
+    def verify(self, after: str = "") -> tuple[int, list[str], str | None]:
+        """Check up to VERIFY_PAGE entries that follow `after`: number of sound ones, keys set aside, where to go on."""
+        with self._errors("read"), self._healing():
+            rows = self._sql.execute(
+                f"SELECT {_INFO}, value FROM entries WHERE key > ? ORDER BY key LIMIT ?", (after, VERIFY_PAGE)
+            ).fetchall()
+            corrupt: list[str] = []
+            for row in rows:
+                if (reason := _fault(row)) is not None:
+                    corrupt.append(str(row[0]))
+                    self._set_aside(row[0], reason)
+                    self.count("corrupt")
+            return len(rows) - len(corrupt), corrupt, str(rows[-1][0]) if len(rows) == VERIFY_PAGE else None
+        return 0, [], None
+
+    def statistics(self) -> Statistics:
+        """Everything counted since the store was made."""
+        self.flush()
+        with self._errors("read"), self._healing():
+            rows = dict(self._sql.execute("SELECT name, count FROM statistics").fetchall())
+            return Statistics(**{name: int(rows.get(name, 0)) for name in Statistics.__struct_fields__})
+        return Statistics()
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def put(self, entries: Sequence[NewEntry], rannd: str, *, keep: Collection[str] = ()) -> None:
+        """Store `entries`, written by version `rannd`; evict others, but none of `keep`, down to the size limit.
+
+        On return they survive the death of this process.
+
+        Raises:
+            DaemonError: a key that does not belong to its components, a value above the size limit, a full disk.
+        """
+        for entry in entries:
+            if entry.key != digest_of(entry.kind, entry.components):
+                raise DaemonError(f"key {entry.key[:12]} is not that of its components; it is not stored")
+            if len(entry.value) > self.max_bytes:
+                raise DaemonError(
+                    f"a value of {len(entry.value)} bytes is above the cache's limit of {self.max_bytes}; "
+                    "raise cache_max_gb to keep it"
+                )
+        now = time.time()
+        rows = []
+        for entry in entries:
+            components = json.dumps(entry.components, sort_keys=True)
+            checksum = _checksum(entry.key, entry.kind, FORMAT, components, entry.value)
+            length = len(entry.value)
+            rows.append(
+                (entry.key, entry.kind, FORMAT, rannd, now, now, 0, length, checksum, components, entry.value)
+            )  # fmt: skip
+        self.flush()
+        with self._errors("written"), self._healing():
+            with self._transaction():
+                self._sql.executemany(
+                    f"INSERT OR REPLACE INTO entries ({_INFO}, value) VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows
+                )
+                self.count("stored", len(rows))
+                self._evict({entry.key for entry in entries}.union(keep))
+            return
+        raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
+
+    def discard(self, key: str, reason: str) -> bool:
+        """Set the entry `key` aside because it proved wrong; whether there was one."""
+        with self._errors("written"), self._healing():
+            found = self._set_aside(key, reason)
+            self.count("discarded", int(found))
+            return found
+        return False
+
+    def clear(
+        self, *, kind: str | None = None, older_than_s: float | None = None, keys: Collection[str] | None = None
+    ) -> list[EntryInfo]:
+        """Remove up to PAGE entries that match everything given; those removed. Call again until there is none.
+
+        Args:
+            kind: Entries of this kind.
+            older_than_s: Entries not used for so many seconds.
+            keys: Entries whose key starts with one of these.
+        """
+        self.flush()
+        wanted, values = ["1"], list[object]()
+        if kind is not None:
+            wanted.append("kind = ?")
+            values.append(kind)
+        if older_than_s is not None:
+            wanted.append("used <= ?")
+            values.append(time.time() - older_than_s)
+        if keys is not None:
+            wanted.append("(0" + " OR key LIKE ? || '%'" * len(keys) + ")")
+            values += keys
+        with self._errors("written"), self._healing(), self._transaction():
+            where = " AND ".join(wanted)
+            rows = self._sql.execute(f"SELECT {_INFO} FROM entries WHERE {where} ORDER BY key LIMIT ?", (*values, PAGE))
+            found = rows.fetchall()
+            self._sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
+            self._sql.execute("PRAGMA incremental_vacuum").fetchall()
+            self.count("removed", len(found))
+            return [info for row in found if (info := _info(row)) is not None]
+        return []
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a statistic; written with the next flush."""
+        if by:
+            self._counted[name] = self._counted.get(name, 0) + by
+
+    def flush(self) -> None:
+        """Write down last-use times and statistics. A full disk loses them, with a line in the log, nothing else."""
+        if not (self._used or self._counted):
+            return
+        try:
+            with self._healing(), self._transaction():
+                self._write_counts()
+        except sqlite3.Error as exc:
+            self._log.warning("last-use times and statistics are not written: %s", exc)
+        self._used.clear()
+        self._counted.clear()
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._db is not None:
+            self.flush()
+            self._db.close()
+            self._db = None
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def _sql(self) -> sqlite3.Connection:
+        if self._db is None:
+            raise DaemonError(f"the store {self.path} is closed")
+        return self._db
+
+    def _open(self) -> None:
+        # The descriptor makes the file with its mode before SQLite would with the process's umask.
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._db = db = sqlite3.connect(self.path, timeout=self._busy_s, isolation_level=None)
+        # A flipped byte may break UTF-8: such a text must fail its checksum, not the query.
+        db.text_factory = lambda raw: raw.decode("utf-8", "replace")
+        network = on_network(self.path)
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        db.execute(f"PRAGMA journal_mode = {'DELETE' if network else 'WAL'}").fetchone()
+        db.execute(f"PRAGMA synchronous = {'FULL' if network else 'NORMAL'}")
+        db.execute("PRAGMA journal_size_limit = 16777216")
+        with self._transaction():  # takes the exclusive lock, kept until the file is closed
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                db.execute(statement)
+            db.execute("INSERT OR IGNORE INTO statistics VALUES ('corrupt', 0)")
+            db.execute("UPDATE statistics SET count = count WHERE name = 'corrupt'")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        db = self._sql
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:  # some errors, as a full disk, have rolled back already
+                db.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _healing(self) -> Iterator[None]:
+        """Run the block; where SQLite finds its file corrupt, begin a new one and leave the block."""
+        try:
+            yield
+        except sqlite3.DatabaseError as exc:
+            if _code(exc) not in _UNREADABLE:
+                raise
+            self._begin_anew(exc)
+
+    def _begin_anew(self, exc: sqlite3.DatabaseError) -> None:
+        aside = self.path + ".corrupt"
+        self._log.warning(
+            "the store %s is corrupt (%s): it is set aside as %s, a new one begins", self.path, exc, aside
+        )
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+        for suffix in ("-wal", "-shm", "-journal"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path + suffix)
+        os.replace(self.path, aside)
+        self._open()
+        self._used.clear()
+        self.count("corrupt")
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as exc:
+            if isinstance(exc, sqlite3.Error) and _code(exc) in _HELD:
+                raise DaemonError(
+                    f"the store {self.path} is held by another process, perhaps in another container that shares "
+                    "this directory; end it, or set XDG_CACHE_HOME to a directory of this container's own"
+                ) from exc
+            raise DaemonError(f"the store {self.path} cannot be {what}: {exc}") from exc
+
+    def _infos(self, rows: Sequence[Sequence[Any]]) -> list[EntryInfo]:
+        found = []
+        for row in rows:
+            info = _info(row)
+            if info is None:
+                self._set_aside(row[0], "its description is unreadable")
+                self.count("corrupt")
+            else:
+                found.append(info)
+        return found
+
+    def _set_aside(self, key: object, reason: str) -> bool:
+        with self._transaction():
+            moved = self._sql.execute(
+                "INSERT INTO set_aside SELECT ?, key, kind, ?, components, substr(value, 1, ?) "
+                "FROM entries WHERE key = ?",
+                (time.time(), reason, HEAD_BYTES, key),
+            ).rowcount
+            self._sql.execute("DELETE FROM entries WHERE key = ?", (key,))
+            self._sql.execute(
+                "DELETE FROM set_aside WHERE rowid NOT IN (SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT ?)",
+                (KEEP_ASIDE,),
+            )
+        if moved:
+            self._log.warning("entry %.12s is set aside: %s", key, reason)
+        return bool(moved)
+
+    def _evict(self, keep: Collection[str]) -> None:
+        total = int(self._sql.execute("SELECT total(length) FROM entries").fetchone()[0])
+        if total <= self.max_bytes:
+            return
+        for key, length in self._sql.execute("SELECT key, length FROM entries ORDER BY used, key").fetchall():
+            if total <= self.max_bytes:
+                break
+            if key not in keep:
+                self._sql.execute("DELETE FROM entries WHERE key = ?", (key,))
+                total -= length
+                self.count("evicted")
+        self._sql.execute("PRAGMA incremental_vacuum").fetchall()
+
+    def _write_counts(self) -> None:
+        self._sql.executemany(
+            "UPDATE entries SET used = max(used, ?), hits = hits + ? WHERE key = ?",
+            [(used, hits, key) for key, (used, hits) in self._used.items()],
+        )
+        self._sql.executemany(
+            "INSERT INTO statistics VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count",
+            list(self._counted.items()),
+        )
+
+
+def _checksum(key: str, kind: str, number: int, components: str, value: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps([key, kind, number, components]).encode("ascii"))
+    digest.update(value)
+    return digest.hexdigest()
+
+
+def _fault(row: Sequence[Any]) -> str | None:
+    """What is wrong with a whole row, None for a sound one."""
+    info, value = _info(row[:-1]), row[-1]
+    if info is None:
+        return "its description is unreadable"
+    if info.format != FORMAT:
+        return f"it has format {info.format}, this version of rannd reads {FORMAT}"
+    if not isinstance(value, bytes) or len(value) != info.length:
+        return "its length does not hold"
+    if _checksum(info.key, info.kind, info.format, row[9], value) != info.checksum:
+        return "its checksum does not hold"
+    return None
+
+
+def _info(row: Sequence[Any]) -> EntryInfo | None:
+    try:
+        fields = dict(zip(EntryInfo.__struct_fields__, row, strict=True))
+        fields["components"] = json.loads(row[9])
+        return msgspec.convert(fields, EntryInfo)
+    except (ValueError, TypeError):
+        return None
+
+
+def _code(exc: sqlite3.Error) -> int:
+    return getattr(exc, "sqlite_errorcode", 0) & 0xFF

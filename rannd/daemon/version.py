@@ -1,0 +1,29 @@
+"""The version of rannd and the order of versions."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import metadata
+
+
+@cache
+def version() -> str:
+    """The installed version of rannd, ``0+unknown`` where it runs from a bare source tree."""
+    try:
+        return metadata.version("rannd")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def is_older(theirs: str, ours: str) -> bool:
+    """Whether release `theirs` came before release `ours`; suffixes (``rc1``, ``+cpu``) do not count."""
+    return _release(theirs) < _release(ours)
+
+
+def _release(text: str) -> tuple[int, ...]:
+    matched = re.match(r"\d+(\.\d+)*", text)
+    numbers = [int(part) for part in matched.group().split(".")] if matched else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
