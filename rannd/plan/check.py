@@ -78,9 +78,10 @@ def _check_pair_orders(program: Program) -> None:
         others = seen.get((peer, slot, gradient), [])
         if moves != others:
             place = next((at for at, (a, b) in enumerate(zip(moves, others, strict=False)) if a != b), 0)
+            group = "backward" if gradient else "forward"
             raise PlanError(
-                f"slots {slot} and {peer} disagree about transfer {place} of the {'backward' if gradient else 'forward'} "
-                f"group: {moves[place : place + 1]} and {others[place : place + 1]}"
+                f"slots {slot} and {peer} disagree about transfer {place} of the {group} group: "
+                f"{moves[place : place + 1]} and {others[place : place + 1]}"
             )
 
 

@@ -1,0 +1,122 @@
+"""Sums over all runs of consecutive blocks: what a stage made of blocks i to j-1 would read, send and hold.
+
+Every table is indexed ``[..., i, j]`` for ``0 <= i < j <= n`` (n blocks); elsewhere it holds zeros. Sizes that
+grow with the batch are polynomials of a piece's rows, ``[power, i, j]``, evaluated by :func:`at`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rannd.errors import PlanError
+from rannd.graph.ir import Size, TaskGraph
+from rannd.plan.blocks import Block
+from rannd.profile.costs import BlockCost
+
+Table = npt.NDArray[np.float64]
+
+
+def at(table: Table, rows: float) -> Table:
+    """A polynomial table for pieces of `rows` rows; never below zero, whatever a fit says."""
+    result: Table = np.maximum(table[0] + rows * (table[1] + rows * table[2]), 0.0)
+    return result
+
+
+class Intervals:
+    """The tables of one graph, its blocks and their costs. Bytes and microseconds."""
+
+    def __init__(self, graph: TaskGraph, blocks: Sequence[Block], costs: Sequence[BlockCost]) -> None:
+        """PlanError where `costs` are not those of `blocks`."""
+        if len(blocks) != len(costs):
+            raise PlanError(f"costs of {len(costs)} blocks for a model of {len(blocks)}; profile these blocks again")
+        self.count = len(blocks)
+        block_of = {op: index for index, block in enumerate(blocks) for op in block.ops}
+        if sorted(block_of) != list(range(len(graph.ops))):
+            raise PlanError(f"blocks hold {len(block_of)} of {len(graph.ops)} ops; make blocks of this graph")
+
+        self.forward = self._sums(cost.forward_us for cost in costs)
+        self.backward = self._sums(cost.backward_us for cost in costs)
+        self.activation = self._sums(cost.activation_bytes for cost in costs)
+        self._values(graph, block_of)
+        self._params(graph, block_of)
+
+    def _zeros(self) -> Table:
+        return np.zeros((3, self.count + 1, self.count + 1))
+
+    def _sums(self, sizes: Iterable[Size]) -> Table:
+        """Sum of one size a block over each run."""
+        ends = np.zeros((3, self.count + 1))
+        ends[:, 1:] = np.cumsum([[size.c0, size.c1, size.c2] for size in sizes], axis=0).T
+        return np.triu(ends[:, None, :] - ends[:, :, None])
+
+    def _values(self, graph: TaskGraph, block_of: dict[int, int]) -> None:
+        readers: dict[int, set[int]] = defaultdict(set)
+        for index, op in enumerate(graph.ops):
+            for read in op.inputs:
+                readers[read].add(block_of[index])
+
+        self.received = self._zeros()
+        """Values of earlier stages that the run reads; each once."""
+        self.sent = self._zeros()
+        """Values of the run that later stages read; each once."""
+        self.sent_grad = self._zeros()
+        """Those of `sent` that get gradients: what the run receives in the backward."""
+        self.given = self._zeros()
+        """Inputs of the model that the run reads."""
+        outputs = [Size()] * self.count
+        outputs_grad = [Size()] * self.count
+        self.inputs_grad = Size()
+        """All inputs of the model whose gradients go back to the ranks."""
+        for index, value in enumerate(graph.values):
+            size = np.array([value.bytes.c0, value.bytes.c1, value.bytes.c2])[:, None, None]
+            blocks = sorted(readers[index])
+            if value.producer < 0:
+                self._add_read(self.given, size, -1, blocks)
+                if value.requires_grad and blocks:
+                    self.inputs_grad += value.bytes
+                continue
+            home = block_of[value.producer]
+            self._add_read(self.received, size, home, blocks)
+            if blocks and blocks[-1] > home:
+                self.sent[:, : home + 1, home + 1 : blocks[-1] + 1] += size
+                if value.requires_grad:
+                    self.sent_grad[:, : home + 1, home + 1 : blocks[-1] + 1] += size
+            if value.is_output:
+                outputs[home] += value.bytes
+                if value.requires_grad:
+                    outputs_grad[home] += value.bytes
+        self.output = self._sums(outputs)
+        """Outputs of the model that the run makes."""
+        self.output_grad = self._sums(outputs_grad)
+
+    def _add_read(self, table: Table, size: Table, home: int, readers: Sequence[int]) -> None:
+        """Add `size` to every run behind block `home` that has one of the `readers`."""
+        for start in range(home + 1, readers[-1] + 1 if readers else 0):
+            first = next(reader for reader in readers if reader >= start)
+            table[:, start, first + 1 :] += size[:, 0]
+
+    def _params(self, graph: TaskGraph, block_of: dict[int, int]) -> None:
+        readers: dict[int, set[int]] = defaultdict(set)
+        for index, op in enumerate(graph.ops):
+            for read in op.params:
+                readers[read].add(block_of[index])
+        self.params = np.zeros((self.count + 1, self.count + 1))
+        """Parameters and buffers that the run reads, each once; a run from block 0 keeps the unused ones too."""
+        self.trainable = np.zeros_like(self.params)
+        self.shared = np.zeros_like(self.params)
+        """Those of `trainable` that blocks outside of the run read too."""
+        for index, blocks in readers.items():
+            param = graph.params[index]
+            ordered = sorted(blocks)
+            for start in range(ordered[-1] + 1):
+                first = next(block for block in ordered if block >= start)
+                self.params[start, first + 1 :] += param.bytes
+                if param.trainable:
+                    self.trainable[start, first + 1 :] += param.bytes
+                    whole_from = ordered[-1] + 1 if start <= ordered[0] else self.count + 1
+                    self.shared[start, first + 1 : whole_from] += param.bytes
+        self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

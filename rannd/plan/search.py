@@ -1,0 +1,248 @@
+"""From a graph, its blocks and their costs to a deployment: the planner's door."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rannd.errors import DoesNotFitError, PlanError
+from rannd.graph.ir import TaskGraph
+from rannd.plan.blocks import Block
+from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
+from rannd.plan.estimate import StageTables, allreduce_table
+from rannd.plan.intervals import Intervals
+from rannd.plan.layout import piece_rows
+from rannd.plan.options import PlanOptions
+from rannd.plan.stages import Choice, Need, best_choice, smallest_memory
+from rannd.profile.costs import CostTable
+
+__all__ = ["PlanOptions", "assignment_lines", "estimate_lines", "microbatch_counts", "plan", "stage_name"]
+
+SCHEDULE = "fill_drain"
+_GIB = 1024**3
+
+
+def plan(
+    graph: TaskGraph,
+    blocks: Sequence[Block],
+    costs: CostTable,
+    *,
+    world: int,
+    slots: tuple[Slot, ...],
+    batch_rows: int,
+    memory_bytes: int,
+    options: PlanOptions,
+) -> Deployment:
+    """The deployment of `graph` on `world` devices with the least E (docs/planning.md).
+
+    `slots`: place of each device, sorted; `batch_rows`: rows of the global batch; `memory_bytes`: what a plan
+    may use of each device, margin already taken off. PlanError where demands clash, DoesNotFitError with the
+    smallest memory that would do where no plan fits.
+    """
+    if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
+        raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
+    if batch_rows < 1:
+        raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
+    stages, allowed = _demands(options, world=world, blocks=len(blocks))
+    counts = microbatch_counts(options, rows_per_rank=math.ceil(batch_rows / world), coupled=graph.rows_coupled)
+
+    intervals = Intervals(graph, blocks, costs.blocks)
+    allreduce = allreduce_table(intervals, costs.link, world)
+    tables = [
+        StageTables(
+            intervals,
+            costs.link,
+            options,
+            world=world,
+            microbatches=count,
+            rows=piece_rows(batch_rows, world, count),
+            allreduce=allreduce,
+        )
+        for count in counts
+    ]
+    limit = float(memory_bytes)
+    for recompute in ("always",) if options.checkpointing else ("never", "needed"):
+        choice = best_choice(tables, limit=limit, allowed=allowed, stages=stages, recompute=recompute)
+        if choice is not None:
+            table = tables[counts.index(choice.microbatches)]
+            return _deployment(graph, blocks, table, choice, slots, batch_rows)
+    need = smallest_memory(tables, allowed=allowed, stages=stages)
+    if need is None:
+        raise PlanError(
+            f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas make {world} devices "
+            f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
+        )
+    raise _does_not_fit(graph, blocks, tables[counts.index(need.microbatches)], need, memory_bytes, options)
+
+
+def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool) -> list[int]:
+    """The numbers of microbatches to try: min_pipeline, doubled up to max_pipeline, or pipeline_num alone.
+
+    No piece may have fewer rows than min_pipeline_bs, and a graph that couples rows takes whole mini-batches.
+    PlanError where nothing is left.
+    """
+    wanted = [options.pipeline_num]
+    if not options.pipeline_num:
+        doublings = range(int(math.log2(options.max_pipeline // options.min_pipeline)) + 1)
+        wanted = [options.min_pipeline << power for power in doublings]
+        wanted = [count for count in wanted if count <= max(rows_per_rank, options.min_pipeline)]
+    asked = f"pipeline_num={options.pipeline_num}" if options.pipeline_num else f"min_pipeline={options.min_pipeline}"
+    if coupled and wanted[0] > 1:
+        raise PlanError(
+            f"{asked}, but the model couples the rows of a batch (as BatchNorm does in training), so each mini-batch "
+            "has to run whole; set pipeline_num=1"
+        )
+    found = [
+        count
+        for count in wanted
+        if (count == 1 or not coupled) and math.ceil(rows_per_rank / count) >= options.min_pipeline_bs
+    ]
+    if not found:
+        most = max(rows_per_rank // options.min_pipeline_bs, 1)
+        raise PlanError(
+            f"{asked} leaves pieces of {math.ceil(rows_per_rank / wanted[0])} of a rank's {rows_per_rank} rows, "
+            f"fewer than min_pipeline_bs={options.min_pipeline_bs}; take at most {most} microbatches or a smaller "
+            "min_pipeline_bs"
+        )
+    return found
+
+
+def _demands(options: PlanOptions, *, world: int, blocks: int) -> tuple[int, npt.NDArray[np.bool_]]:
+    """The number of stages (0: free), and by number of replicas whether a stage may have so many."""
+    stages, replicas = options.partition_num, options.replica_num
+    if replicas:
+        if stages and stages * replicas != world:
+            raise PlanError(
+                f"partition_num={stages} times replica_num={replicas} is {stages * replicas}, but there are {world} "
+                "devices; leave one of the two at 0, or start as many ranks as their product"
+            )
+        if world % replicas:
+            divisors = [count for count in range(1, world + 1) if world % count == 0]
+            raise PlanError(
+                f"replica_num={replicas} does not divide {world} devices; use one of {divisors}, or 0 for free counts"
+            )
+        stages = world // replicas
+    if stages > world:
+        raise PlanError(f"{stages} stages for {world} devices; use partition_num={world} at most, or more ranks")
+    if stages > blocks:
+        raise PlanError(
+            f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "
+            f"into {blocks} blocks only; use at most {blocks} stages"
+        )
+    counts = np.arange(world + 1)
+    allowed = counts > 0
+    if replicas:
+        allowed &= counts == replicas
+    elif options.limit_dev_num_pot:
+        allowed &= ((counts & (counts - 1)) == 0) | (counts == world)
+    return stages, allowed
+
+
+def stage_name(start: int, end: int) -> str:
+    """Name of the stage of blocks `start` to `end` - 1, as in the estimate's log lines."""
+    return f"MERGE_{start}_{end - 1}"
+
+
+def place(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Slots of the replicas of each stage: stages first, replicas apart.
+
+    Replica j of R works for the ranks around (j + 1/2) / R of the world, and gets a slot there. So the stages
+    that a rank's pieces run through are neighbours (one node, if they fit), and a rank's own slot is mostly one
+    of them.
+    """
+    centres = sorted(
+        ((2 * replica + 1) / (2 * count), stage, replica)
+        for stage, count in enumerate(replicas)
+        for replica in range(count)
+    )
+    slots: list[list[int]] = [[] for _ in replicas]
+    for slot, (_, stage, _) in enumerate(centres):
+        slots[stage].append(slot)
+    return tuple(tuple(each) for each in slots)
+
+
+def _deployment(
+    graph: TaskGraph,
+    blocks: Sequence[Block],
+    table: StageTables,
+    choice: Choice,
+    slots: tuple[Slot, ...],
+    batch_rows: int,
+) -> Deployment:
+    ends = [*choice.starts[1:], len(blocks)]
+    stages = []
+    for start, end, used, recompute in zip(choice.starts, ends, place(choice.replicas), choice.recompute, strict=True):
+        stages.append(
+            Stage(
+                name=stage_name(start, end),
+                ops=tuple(graph.ops[op].name for op in sorted(op for block in blocks[start:end] for op in block.ops)),
+                slots=used,
+                recompute=recompute,
+                estimate=table.estimate(start, end, len(used), recompute=recompute),
+            )
+        )
+    return Deployment(
+        format=FORMAT,
+        graph_hash=graph.graph_hash,
+        slots=slots,
+        stages=tuple(stages),
+        microbatches=choice.microbatches,
+        schedule=SCHEDULE,
+        batch_rows=batch_rows,
+        step_us=choice.step_us,
+        unused_params=tuple(graph.params[index].name for index in graph.unused_params),
+    )
+
+
+def _does_not_fit(
+    graph: TaskGraph,
+    blocks: Sequence[Block],
+    table: StageTables,
+    need: Need,
+    memory_bytes: int,
+    options: PlanOptions,
+) -> DoesNotFitError:
+    """The error that names what would do, and the block that needs most of it."""
+    least = math.ceil(need.bytes)
+    memory = np.minimum(table.memory, table.memory_recompute)
+    block = max(range(need.start, need.end), key=lambda at: memory[at, at + 1, need.replicas])
+    modules = list(dict.fromkeys(graph.ops[op].module or graph.ops[op].name for op in blocks[block].ops))
+    more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+    # Rounded up, so that the number given is one that does.
+    limit_gb = math.ceil(least / (1 - options.mem_margin) / _GIB * 1000 + 1e-6) / 1000
+    return DoesNotFitError(
+        f"no plan fits: {memory_bytes} bytes may be used of each of {table.world} devices, and the best plan needs "
+        f"{least} (mem_limit_gb={limit_gb:g} with mem_margin={options.mem_margin:g}), recomputing included. Its "
+        f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
+        f"({', '.join(modules[:3])}{more}) needs most. Use devices with more memory, more ranks, a smaller batch, "
+        f"or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
+    )
+
+
+def estimate_lines(deployment: Deployment) -> list[str]:
+    """The estimate as lines of the log, as RaNNC's tutorial shows it: times in microseconds, sizes in bytes."""
+    lines = [
+        f"Estimated profiles of subgraphs: batch_size={deployment.batch_rows} np={len(deployment.slots)} "
+        f"pipeline={deployment.microbatches} use_amp=0 zero=0"
+    ]
+    for stage in deployment.stages:
+        each = stage.estimate
+        lines.append(
+            f"  graph={stage.name} repl={len(stage.slots)} fwd_time={round(each.forward_us)} "
+            f"bwd_time={round(each.backward_us)} ar_time={round(each.allreduce_us)} in_size={each.input_bytes} "
+            f"out_size={each.output_bytes} fp32param_size={each.param_bytes} fp16param_size=0 "
+            f"total_mem={each.total_bytes} (fwd+bwd={each.param_bytes + each.grad_bytes + each.activation_bytes} "
+            f"opt={each.optimizer_bytes} comm={each.comm_bytes})"
+        )
+    return lines
+
+
+def assignment_lines(deployment: Deployment, ranks: Sequence[int]) -> list[str]:
+    """Which ranks run which stage, a line a stage; `ranks` is the rank that is bound to each slot."""
+    return [
+        f"Assigned subgraph {stage.name} to rank[{','.join(str(ranks[slot]) for slot in stage.slots)}]"
+        for stage in deployment.stages
+    ]
