@@ -302,7 +302,6 @@ def gpt2(attention: str = "sdpa") -> nn.Module:
         use_cache=False,
         bos_token_id=0,
         eos_token_id=0,
-        loss_type="ForCausalLM",
         attn_implementation=attention,
     )
     model = transformers.GPT2LMHeadModel(config)
