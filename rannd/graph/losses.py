@@ -1,0 +1,164 @@
+"""Make what the pieces of a batch compute add up to what the whole batch would have computed.
+
+A number that the model reduces over its samples (a loss) has to be weighted when the samples run in pieces.
+The weights come in as extra arguments of the graph, one number per piece, so that gradients are right, too.
+With W ranks, n_r rows on rank r, N rows in all, and n_p rows in piece p of rank r:
+
+    share of the rows        W n_p / N            for means over rows
+    1 / denominator          W n_r / (N D_r)      for means over the labels that count (D_r of them on rank r)
+
+The mean over ranks of what the pieces compute is then the global value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from rannd.graph.row_states import FIXED, WHOLE, Reduction, Rows, Scalar
+from rannd.graph.rows import RowAnalysis
+from rannd.graph.sizes import is_number
+from rannd.graph.trace import Traced, arguments
+
+ROWS_WEIGHT = "rannd_share_of_rows"
+LABELS_WEIGHT = "rannd_label_weight_"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How an output of the whole call is made of the outputs of pieces.
+
+    `kind` is "rows" (joined along dimension `dim`), "global" (a number: summed over all pieces of all ranks,
+    divided by the ranks), "sum" (a whole number: summed over the rank's pieces), "first" (the same for all
+    pieces of a rank), or "number" (made of the number of rows).
+    """
+
+    kind: str
+    dim: int = 0
+
+
+def results(traced: Traced, analysis: RowAnalysis) -> tuple[Result, ...]:
+    """How each output of the model is put together."""
+    found = []
+    for node in traced.results:
+        state = analysis.states[node]
+        value = node.meta["val"]
+        if is_number(value):
+            found.append(Result("number"))
+        elif isinstance(state, Rows):
+            found.append(Result("rows", state.dim))
+        elif state is FIXED or (state is WHOLE and value.ndim > 0):
+            found.append(Result("first"))
+        else:
+            found.append(Result("global" if value.is_floating_point() or value.is_complex() else "sum"))
+    return tuple(found)
+
+
+def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
+    """Insert the weights into the graph; returns the names of the placeholders that were added."""
+    graph = traced.graph
+    weights: dict[str, Node] = {}
+    last = traced.placeholders[-1]
+
+    def weight(name: str) -> Node:
+        nonlocal last
+        if name not in weights:
+            with graph.inserting_after(last):
+                node = graph.placeholder(name)
+            node.meta["val"] = torch.empty((), dtype=torch.float64, device="meta")
+            weights[name] = last = node
+        return weights[name]
+
+    def scaled(value: Node | float, name: str, dtype: torch.dtype) -> Node:
+        """`value` times a weight, in the value's own type."""
+        factor = graph.call_function(torch.ops.aten.to.dtype, (weight(name), dtype))
+        factor.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+        product = graph.call_function(torch.ops.aten.mul.Tensor, (factor, value))
+        shape = value.meta["val"].shape if isinstance(value, Node) else ()
+        product.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        if isinstance(value, Node):
+            product.args = (value, factor)
+        return product
+
+    for number, node in enumerate(analysis.masked):
+        _set_argument(node, "reduction", 2)
+        value = node.meta["val"]
+        with graph.inserting_before(node.next):
+            product = scaled(node, f"{LABELS_WEIGHT}{number}", value.dtype)
+        node.replace_all_uses_with(product, delete_user_cb=lambda user, own=product: user is not own)
+    for node, name in analysis.weighted:
+        value = node.meta["val"]
+        with graph.inserting_before(node):
+            product = scaled(arguments(node)[name], ROWS_WEIGHT, value.dtype)
+        _set_argument(node, name, product)
+    output = next(iter(reversed(graph.nodes)))
+    outputs = list(traced.results)
+    for place, node in enumerate(outputs):
+        value = node.meta["val"]
+        if analysis.states.get(node) == Scalar(Reduction.MEAN) and value.is_floating_point():
+            with graph.inserting_before(output):
+                outputs[place] = scaled(node, ROWS_WEIGHT, value.dtype)
+    output.args = (tuple(outputs),)
+    return tuple(weights)
+
+
+def _set_argument(node: Node, name: str, value: object) -> None:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    place = names.index(name)
+    if place < len(node.args):
+        node.update_arg(place, value)  # type: ignore[arg-type]
+    else:
+        node.update_kwarg(name, value)  # type: ignore[arg-type]
+
+
+def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None:
+    """A module that counts, for each loss in `masked`, the labels that count: arguments of the model -> numbers.
+
+    Has to be built before the weights are inserted.
+    """
+    if not masked:
+        return None
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in traced.placeholders:
+        copies[node] = graph.placeholder(node.name)
+    needed: set[Node] = set()
+    stack = [arguments(node)["target"] for node in masked]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    for node in traced.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+    counts = []
+    for node in masked:
+        named = arguments(node)
+        counted = graph.call_function(torch.ops.aten.ne.Scalar, (copies[named["target"]], named["ignore_index"]))
+        counts.append(graph.call_function(torch.ops.aten.sum.default, (counted,)))
+    graph.output(tuple(counts))
+    return GraphModule(traced.root, graph, "LabelCounts")
+
+
+def is_weight(name: str) -> bool:
+    """Whether a placeholder was added by `weigh`."""
+    return name == ROWS_WEIGHT or name.startswith(LABELS_WEIGHT)
+
+
+def pieces_weights(
+    names: tuple[str, ...], *, world: int, rows: int, rank_rows: int, total_rows: int, counts: Mapping[str, float]
+) -> tuple[float, ...]:
+    """Values of the weights for a piece of `rows` rows; `counts` has the rank's labels that count, by weight."""
+    values = []
+    for name in names:
+        if name == ROWS_WEIGHT:
+            values.append(world * rows / total_rows)
+        else:
+            share = world * rank_rows / total_rows
+            values.append(share / counts[name] if counts[name] else float("nan"))
+    return tuple(values)
