@@ -29,7 +29,7 @@ class Session:
         """`timeout_s`: how long any request may take, a start of the daemon included."""
         self.places = places
         self.settings = settings
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def greet(self) -> spawn.Daemon:
         """Start the daemon if need be, replace an older one.
@@ -37,7 +37,7 @@ class Session:
         Raises:
             DaemonError: it cannot be had.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         self.places.secure_runtime()
         with locks.held(self.places.use, deadline, shared=True):
             return spawn.greet(self.places, self.settings, deadline)
@@ -54,7 +54,7 @@ class Session:
             RefusedError: the daemon says why not.
             DaemonError: there is no daemon, or no answer in time.
         """
-        deadline = time.monotonic() + self._timeout_s + wait_s
+        deadline = time.monotonic() + self.timeout_s + wait_s
         # Sharing `use` from before the look at the socket until the answer is what keeps an idle exit off.
         with locks.held(self.places.use, deadline, shared=True):
             while True:

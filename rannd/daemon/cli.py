@@ -1,0 +1,101 @@
+"""The command `rannd`: start, stop and look at this user's daemon on this node."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import click
+
+from rannd.daemon import boot, protocol, spawn
+from rannd.daemon.command import Commands, configured_session, duration_text, print_json, size_text
+from rannd.daemon.session import Session
+from rannd.daemon.version import version
+from rannd.errors import DaemonError
+
+NOT_RUNNING = 3
+"""Exit code of `rannd status` without a daemon, as with systemctl and LSB scripts."""
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version(), prog_name="rannd")
+def main() -> None:
+    """The daemon that keeps deployments and profiles. It starts by itself when a job needs it."""
+
+
+@main.command()
+def start() -> None:
+    """Start the daemon; succeeds where it runs already."""
+    _tell(configured_session().greet())
+
+
+@main.command()
+def stop() -> None:
+    """Let the daemon answer what is queued, and end it."""
+    stopped = _stop(configured_session(), "rannd stop")
+    click.echo("the daemon has ended" if stopped else "no daemon runs")
+
+
+@main.command()
+def restart() -> None:
+    """End the daemon where it runs, and start it anew."""
+    session = configured_session()
+    _stop(session, "rannd restart")
+    _tell(session.greet())
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def status(ctx: click.Context, as_json: bool) -> None:
+    """Show how the daemon is, without starting it. Exit code 3: it does not run."""
+    session = configured_session()
+    if not boot.answers(session.places.socket):
+        if as_json:
+            print_json({"running": False, "socket": session.places.socket, "store": session.places.store})
+        else:
+            click.echo(f"no daemon runs (it would listen at {session.places.socket})")
+        ctx.exit(NOT_RUNNING)
+    state = session.state()
+    if as_json:
+        print_json({"running": True, **_fields(state)})
+        return
+    idle = f"exits after {state.idle_s:g} s without work" if state.idle_s > 0 else "never exits by itself"
+    click.echo(f"rannd {state.version}, pid {state.pid}, up for {duration_text(state.uptime_s)}, {idle}")
+    click.echo(f"requests  {state.requests}, {state.rejected} rejected")
+    click.echo(f"entries   {state.entries}, {size_text(state.bytes)} of {size_text(state.max_bytes)}")
+    click.echo(f"socket    {state.socket}")
+    click.echo(f"store     {state.store}")
+    click.echo(f"log       {state.log}")
+    for lease in state.leases:
+        click.echo(
+            f"lease     {lease.key[:12]} held by process {lease.pid} for {duration_text(lease.since_s)}, "
+            f"{lease.waiting} waiting"
+        )
+
+
+@main.command()
+@click.option("--idle", type=click.FloatRange(min=0), help="Exit after so many seconds without work; 0: never.")
+def run(idle: float | None) -> None:
+    """Be the daemon, in the foreground: for systemd, for a look at what it does."""
+    session = configured_session(pinned=True)
+    settings = session.settings
+    if idle is not None:
+        settings = type(settings)(idle, settings.max_bytes, settings.version, pinned=True)
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] [%(process)d] [%(levelname)s] %(message)s")
+    told = f"rannd {settings.version}, pid {os.getpid()}, listens at {session.places.socket}"
+    if not boot.run(session.places, settings, on_ready=told):
+        raise DaemonError(f"a daemon listens at {session.places.socket} already; see `rannd status`")
+
+
+def _stop(session: Session, reason: str) -> bool:
+    return spawn.stop(session.places, reason, time.monotonic() + session.timeout_s)
+
+
+def _tell(daemon: spawn.Daemon) -> None:
+    click.echo(f"rannd {daemon.version}, pid {daemon.pid}, {'started' if daemon.started else 'runs already'}")
+
+
+def _fields(state: protocol.State) -> dict[str, object]:
+    return {name: getattr(state, name) for name in state.__struct_fields__}
