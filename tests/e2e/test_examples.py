@@ -1,0 +1,87 @@
+"""The examples run unchanged on 1, 2 and 4 ranks, started as their first lines say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from parity.launch import Home
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TINY_GPT2 = ["--layers", "2", "--embd", "32", "--heads", "2", "--seq", "32", "--batch", "4", "--steps", "21"]
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Home]:
+    made = Home()
+    yield made
+    made.close()
+
+
+def _run(home: Home, ranks: int, script: str, *arguments: str, **variables: str) -> str:
+    """What the ranks print."""
+    runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
+    done = subprocess.run(
+        [str(runner), "-np", str(ranks), str(EXAMPLES / script), *arguments],
+        env={**home.environment(), **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=home.folder(),
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def _finished(output: str) -> list[int]:
+    return sorted(int(rank) for rank in re.findall(r"Finished on rank(\d+)", output))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_tutorial(home: Home, ranks: int) -> None:
+    output = _run(home, ranks, "tutorial.py", "16", "32", "6")
+    assert _finished(output) == list(range(ranks))
+    assert output.count("#Parameters=6336") == 1
+    losses = re.findall(r"rank=(\d+) step=(\d+) loss=(\d+\.\d+)", output)
+    assert sorted((int(rank), int(step)) for rank, step, _ in losses) == [
+        (r, s) for r in range(ranks) for s in range(3)
+    ]
+
+
+def _losses(output: str) -> list[float]:
+    """Training losses that rank 0 printed, then the held-out one."""
+    return [float(loss) for loss in re.findall(r"(?:step=\d+|held-out) loss=(\d+\.\d+)", output)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gpt2_learns(home: Home, ranks: int) -> None:
+    output = _run(home, ranks, "gpt2_bytes.py", *TINY_GPT2, "--lr", "0.01")
+    assert _finished(output) == list(range(ranks))
+    losses = _losses(output)
+    assert len(losses) == 4  # steps 0, 10 and 20, and held-out
+    assert losses[0] == pytest.approx(5.545, abs=0.1)  # ln 256: nothing is known yet
+    assert losses[2] < 4.5
+    assert losses[3] < 4.5
+
+
+def test_gpt2_in_three_stages_sees_the_same_losses(home: Home) -> None:
+    whole = _losses(_run(home, 4, "gpt2_bytes.py", *TINY_GPT2, RANNC_PARTITION_NUM="1"))
+    staged = _losses(_run(home, 4, "gpt2_bytes.py", *TINY_GPT2, RANNC_PARTITION_NUM="3", RANNC_PIPELINE_NUM="2"))
+    assert staged == pytest.approx(whole, abs=2e-3)
+
+
+def test_no_file_appears_in_the_working_directory(home: Home) -> None:
+    before = set(os.listdir(EXAMPLES))
+    _run(home, 1, "tutorial.py", "4", "8", "2")
+    assert set(os.listdir(EXAMPLES)) <= before | {"__pycache__"}
+    assert [path for path in home.path.glob("job*") if any(path.iterdir())] == []
