@@ -1,0 +1,74 @@
+"""Reads the configuration: defaults, then rannc_conf.toml, then the ``RANNC_<ITEM>`` variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rannd.config.item import nearest
+from rannd.config.table import ITEMS, Config
+from rannd.config.tomlfile import TomlFile
+from rannd.errors import ConfigError
+
+CONF_FILE = "rannc_conf.toml"
+_DIRECTORY_VARIABLE = "RANNC_CONF_DIR"
+
+
+def config_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """The directory that holds rannc_conf.toml and logging.toml.
+
+    RANNC_CONF_DIR names it; otherwise it is ``~/.pyrannc``, which may be missing.
+
+    Raises:
+        ConfigError: RANNC_CONF_DIR names something that is no directory.
+    """
+    environ = os.environ if environ is None else environ
+    named = environ.get(_DIRECTORY_VARIABLE)
+    if named is None:
+        return Path(environ["HOME"] if environ.get("HOME") else Path.home()) / ".pyrannc"
+    if not named:
+        raise ConfigError(f"{_DIRECTORY_VARIABLE} is empty; name a directory in it, or unset it to use ~/.pyrannc")
+    directory = Path(named).expanduser()
+    if not directory.is_dir():
+        what = "is no directory" if directory.exists() else "does not exist"
+        raise ConfigError(f"{_DIRECTORY_VARIABLE}={named} {what}; make it, or unset the variable to use ~/.pyrannc")
+    return directory
+
+
+def load(environ: Mapping[str, str] | None = None, file: Path | None = None) -> Config:
+    """The configuration of this process.
+
+    Args:
+        environ: the variables to read, those of the process if None.
+        file: the file to read, which must exist; if None rannc_conf.toml in :func:`config_directory`, where
+            there is one.
+
+    Raises:
+        ConfigError: the directory, file, an item or a variable is wrong; the message names the place, the item,
+            its value and what is wanted.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    # A named directory that is wrong is told even where a file is named besides.
+    default_file = config_directory(environ) / CONF_FILE
+    if file is not None or os.path.lexists(default_file):
+        toml = TomlFile(file or default_file)
+        for name, value in toml.data.items():
+            where = toml.where(name)
+            if name not in ITEMS:
+                raise ConfigError(f"{where}: no item is named {name}; the nearest is {nearest(name, ITEMS)}")
+            values[name] = value
+            origins[name] = where
+    variables = {item.variable: item for item in ITEMS.values()}
+    for variable, text in environ.items():
+        if not variable.startswith("RANNC_") or variable == _DIRECTORY_VARIABLE:
+            continue
+        if variable not in variables:
+            known = nearest(variable, [*variables, _DIRECTORY_VARIABLE])
+            raise ConfigError(f"{variable}={text}: no item has this variable; the nearest is {known}")
+        item = variables[variable]
+        values[item.name] = item.parse(text, variable)
+        origins[item.name] = variable
+    return Config.of(values, origins)
