@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -126,3 +127,41 @@ def costs_for(blocks: int, *, forward: float = 100.0, backward: float = 200.0, a
     """Every block costs the same for each row."""
     one = BlockCost(Size(0, forward), Size(0, backward), Size(0, activation))
     return CostTable((one,) * blocks, LINK)
+
+
+def random_graph(random: Random, ops: int) -> TaskGraph:
+    """Mostly a chain, with skip edges, tied and frozen parameters, uneven ops, inputs that want gradients."""
+    builder = GraphBuilder()
+    small, large = (lambda: random.choice([0, 10, 100])), (lambda: random.choice([0, 10_000, 30_000, 100_000]))
+    inputs = [builder.input(small(), grad=random.random() < 0.3) for _ in range(random.choice([1, 1, 2]))]
+    tied = [builder.param(large()) for _ in range(random.choice([0, 0, 1, 2]))]
+    values = [inputs[0]]
+    for index in range(ops):
+        reads = {values[-1]}
+        if random.random() < 0.3:
+            reads.add(random.choice(values + inputs))
+        params = [builder.param(large(), trainable=random.random() < 0.9)] if random.random() < 0.8 else []
+        if tied and random.random() < 0.3:
+            params.append(random.choice(tied))
+        output = index == ops - 1 or random.random() < 0.1
+        grad = random.random() < 0.9
+        values.append(builder.op(sorted(reads), params=params, size=small(), grad=grad, output=output))
+    unused = [builder.param(large())] if random.random() < 0.1 else []
+    return builder.build(rows_coupled=random.random() < 0.1, unused=unused)
+
+
+def random_costs(random: Random, blocks: int) -> CostTable:
+    """Uneven blocks on links of which the all-reduce is mostly the slower one, so that pipelines are worth while."""
+
+    def size(most: int) -> Size:
+        return Size(random.randint(0, most) if random.random() < 0.7 else 0.0, random.randint(0, most))
+
+    link = LinkCost(
+        p2p_latency_us=random.choice([0, 5, 100]),
+        p2p_bytes_per_us=random.choice([1.0, 10.0, 1000.0]),
+        allreduce_latency_us=random.choice([0, 100]),
+        allreduce_bytes_per_us=random.choice([0.5, 1.0, 3.0, 100.0]),
+    )
+    return CostTable(
+        tuple(BlockCost(size(1000), size(random.choice([100, 3000])), size(10_000)) for _ in range(blocks)), link
+    )

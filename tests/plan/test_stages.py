@@ -1,0 +1,138 @@
+"""The stage phase against exhaustive search: the same E in every instance."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from random import Random
+
+import pytest
+from brute_force import Reference
+from plan_graphs import random_costs, random_graph
+
+from rannd.errors import DoesNotFitError
+from rannd.graph.ir import TaskGraph
+from rannd.plan.blocks import Block, make_blocks
+from rannd.plan.deployment import Deployment, Slot
+from rannd.plan.options import PlanOptions
+from rannd.plan.search import plan
+from rannd.profile.costs import CostTable
+
+PLENTY = 10**15
+
+
+class Instance:
+    """A random model on a random machine; all of it follows from `seed`."""
+
+    def __init__(self, seed: int, *, world: int = 5, ops: int = 6, **options: object) -> None:
+        random = self.random = Random(seed)
+        self.world = random.randint(1, world)
+        self.options = PlanOptions(max_pipeline=random.choice([1, 4, 8]), **options)  # type: ignore[arg-type]
+        self.graph: TaskGraph = random_graph(random, random.randint(1, ops))
+        self.batch_rows = random.randint(1, 40)
+        self.blocks: tuple[Block, ...] = make_blocks(self.graph, self.options, world=self.world)
+        self.costs: CostTable = random_costs(random, len(self.blocks))
+        self.reference = Reference(self.graph, self.blocks, self.costs, self.world, self.batch_rows, self.options)
+
+    def demand(self, **items: int) -> None:
+        self.options = self.reference.options = PlanOptions(max_pipeline=self.options.max_pipeline, **items)
+
+    def plan(self, memory: int = PLENTY) -> Deployment:
+        return plan(
+            self.graph,
+            self.blocks,
+            self.costs,
+            world=self.world,
+            slots=tuple(Slot(0, device) for device in range(self.world)),
+            batch_rows=self.batch_rows,
+            memory_bytes=memory,
+            options=self.options,
+        )
+
+
+def test_the_instances_are_worth_searching() -> None:
+    stages = Counter(len(Instance(seed).plan().stages) for seed in range(300))
+    assert stages[2] >= 30, stages
+    assert sum(stages[more] for more in (3, 4, 5)) >= 30, stages
+
+
+def same(instance: Instance, deployment: Deployment, wanted: float | None) -> bool:
+    return wanted is not None and math.isclose(deployment.step_us, wanted, rel_tol=1e-9, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("hundred", range(10))
+def test_the_plan_has_the_least_e_of_all(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        instance = Instance(seed)
+        assert same(instance, instance.plan(), instance.reference.best(math.inf)), seed
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("share", [0.95, 1.0, 1.05, 1.2, 1.5])
+def test_it_has_under_every_memory_limit(share: float, checkpointing: bool) -> None:
+    for seed in range(100):
+        instance = Instance(seed, checkpointing=checkpointing)
+        limit = math.ceil(instance.reference.smallest_memory() * share)
+        wanted = instance.reference.best(limit)
+        if wanted is None:
+            with pytest.raises(DoesNotFitError):
+                instance.plan(limit)
+        else:
+            deployment = instance.plan(limit)
+            assert same(instance, deployment, wanted), seed
+            # Sizes of pieces may be fractions of a byte; an estimate rounds its parts up.
+            assert all(stage.estimate.total_bytes <= limit + 3 for stage in deployment.stages), seed
+
+
+def test_it_has_for_every_number_of_stages_demanded() -> None:
+    for seed in range(200):
+        instance = Instance(seed)
+        stages = instance.random.randint(1, min(instance.world, len(instance.blocks)))
+        instance.demand(partition_num=stages)
+        deployment = instance.plan()
+        assert len(deployment.stages) == stages
+        assert same(instance, deployment, instance.reference.best(math.inf)), seed
+
+
+def test_it_has_for_every_number_of_replicas_demanded() -> None:
+    for seed in range(200):
+        instance = Instance(seed, world=8)
+        counts = [count for count in range(1, instance.world + 1) if instance.world % count == 0]
+        replicas = instance.random.choice([each for each in counts if instance.world // each <= len(instance.blocks)])
+        instance.demand(replica_num=replicas)
+        deployment = instance.plan()
+        assert {len(stage.slots) for stage in deployment.stages} == {replicas}
+        assert same(instance, deployment, instance.reference.best(math.inf)), seed
+
+
+def test_it_has_for_powers_of_two() -> None:
+    for seed in range(100):
+        instance = Instance(seed, world=7, ops=4, limit_dev_num_pot=True)
+        deployment = instance.plan()
+        assert all(len(stage.slots) in (1, 2, 4, instance.world) for stage in deployment.stages)
+        assert same(instance, deployment, instance.reference.best(math.inf)), seed
+
+
+def test_the_smallest_memory_named_is_the_smallest_that_does() -> None:
+    for seed in range(200):
+        instance = Instance(seed)
+        needed = math.ceil(instance.reference.smallest_memory())
+        with pytest.raises(DoesNotFitError, match=f"best plan needs {needed} "):
+            instance.plan(needed - 1)
+        assert max(stage.estimate.total_bytes for stage in instance.plan(needed).stages) <= needed + 3
+
+
+def test_a_stage_recomputes_only_where_it_would_not_fit_otherwise() -> None:
+    seen = Counter[bool]()
+    for seed in range(100):
+        instance = Instance(seed)
+        limit = math.ceil(instance.reference.smallest_memory())
+        deployment = instance.plan(limit)
+        for stage in deployment.stages:
+            start, last = map(int, stage.name.split("_")[1:])
+            plain = instance.reference.memory(
+                start, last + 1, len(stage.slots), deployment.microbatches, recompute=False
+            )
+            assert stage.recompute == (plain > limit)
+            seen[stage.recompute] += 1
+    assert min(seen[True], seen[False]) > 10
