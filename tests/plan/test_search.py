@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from plan_graphs import GraphBuilder, chain, costs_for, transformer
+
+from rannd.errors import DeploymentError, DoesNotFitError, PlanError
+from rannd.graph.ir import TaskGraph
+from rannd.plan.blocks import make_blocks
+from rannd.plan.check import check
+from rannd.plan.deployment import Deployment, Slot, decode, encode
+from rannd.plan.layout import layout_of
+from rannd.plan.schedule import fill_drain
+from rannd.plan.search import PlanOptions, assignment_lines, estimate_lines, microbatch_counts, place, plan
+
+
+def deploy(graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, **items: object) -> Deployment:
+    options = PlanOptions(**items)  # type: ignore[arg-type]
+    blocks = make_blocks(graph, options, world=world)
+    return plan(
+        graph,
+        blocks,
+        costs_for(len(blocks)),
+        world=world,
+        slots=tuple(Slot(0, device) for device in range(world)),
+        batch_rows=rows * world,
+        memory_bytes=memory,
+        options=options,
+    )
+
+
+def test_the_tutorial_s_small_model_is_data_parallel() -> None:
+    deployment = deploy(chain(10), 2)
+    assert estimate_lines(deployment) == [
+        "Estimated profiles of subgraphs: batch_size=128 np=2 pipeline=1 use_amp=0 zero=0",
+        "  graph=MERGE_0_9 repl=2 fwd_time=64000 bwd_time=128000 ar_time=40 in_size=6400 out_size=6400 "
+        "fp32param_size=10000 fp16param_size=0 total_mem=702800 (fwd+bwd=670000 opt=20000 comm=12800)",
+    ]
+    assert assignment_lines(deployment, [1, 0]) == ["Assigned subgraph MERGE_0_9 to rank[1,0]"]
+    assert deployment.schedule == "fill_drain"
+
+
+def test_less_memory_makes_stages() -> None:
+    graph = chain(10, param=100_000)
+    whole = deploy(graph, 2).stages[0].estimate.total_bytes
+    deployment = deploy(graph, 2, memory=whole * 3 // 4)
+    assert [stage.name for stage in deployment.stages] == ["MERGE_0_4", "MERGE_5_9"]
+    assert max(stage.estimate.total_bytes for stage in deployment.stages) <= whole * 3 // 4
+
+
+def test_forced_stages_replicas_and_microbatches() -> None:
+    deployment = deploy(transformer(4), 4, partition_num=3, pipeline_num=4)
+    assert sorted(len(stage.slots) for stage in deployment.stages) == [1, 1, 2]
+    assert deployment.microbatches == 4
+    deployment = deploy(transformer(4), 6, replica_num=3)
+    assert [len(stage.slots) for stage in deployment.stages] == [3, 3]
+
+
+def test_every_op_is_in_one_stage_and_the_program_holds() -> None:
+    graph = transformer(4)
+    deployment = deploy(graph, 4, partition_num=3, pipeline_num=2)
+    assert sorted(name for stage in deployment.stages for name in stage.ops) == sorted(op.name for op in graph.ops)
+    assert decode(encode(deployment)) == deployment
+    check(fill_drain(layout_of(graph, deployment)))
+
+
+def test_edges_follow_the_values() -> None:
+    builder = GraphBuilder()
+    tokens = builder.input(8)
+    mask = builder.input(8, grad=True)
+    first = builder.op([tokens])
+    second = builder.op([first, mask])
+    third = builder.op([second], grad=False, output=True)
+    builder.op([third, first], output=True)
+    deployment = deploy(builder.build(), 4, partition_num=4)
+    layout = layout_of(builder.build(), deployment)
+    assert layout.edges == ((-1, 0), (-1, 1), (0, 1), (0, 3), (1, 2), (2, 3), (2, 4), (3, 4))
+    assert layout.grad_edges == ((-1, 1), (0, 1), (0, 3), (1, 2), (3, 4))
+
+
+def test_a_deployment_of_another_model_has_no_layout() -> None:
+    with pytest.raises(DeploymentError, match="belongs to another model"):
+        layout_of(chain(9), deploy(chain(10), 2))
+
+
+def test_neighbouring_stages_get_neighbouring_slots() -> None:
+    assert place([4]) == ((0, 1, 2, 3),)
+    # As in the tutorial: MERGE_0_4 on ranks 0, 2, 4, 6 and MERGE_5_9 on 1, 3, 5, 7.
+    assert place([4, 4]) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert place([2, 1]) == ((0, 2), (1,))
+    assert place([1, 3]) == ((1,), (0, 2, 3))
+
+
+def test_unused_parameters_are_counted_with_the_first_stage() -> None:
+    builder = GraphBuilder()
+    left, extra = builder.input(), builder.param(12_345)
+    builder.op([builder.op([left])], output=True)
+    with_extra = deploy(builder.build(unused=[extra]), 2, partition_num=2)
+    without = deploy(builder.build(), 2, partition_num=2)
+    sizes = [
+        a.estimate.total_bytes - b.estimate.total_bytes for a, b in zip(with_extra.stages, without.stages, strict=True)
+    ]
+    assert sizes == [12_345, 0]
+    assert with_extra.unused_params == ("p0",)
+
+
+def test_what_does_not_fit_names_the_memory_that_would_do_and_the_block() -> None:
+    builder = GraphBuilder()
+    value = builder.input()
+    for index, size in enumerate((1000, 50_000_000, 1000)):
+        value = builder.op([value], params=[builder.param(size)], output=index == 2, module=f"layers.{index}")
+    with pytest.raises(DoesNotFitError) as caught:
+        deploy(builder.build(), 2, memory=10_000_000, mem_margin=0.0)
+    message = str(caught.value)
+    assert "10000000 bytes may be used of each of 2 devices" in message
+    assert "block MERGE_1_1 (layers.1) needs most" in message
+    assert "mem_limit_gb=0.233 with mem_margin=0" in message
+    assert deploy(builder.build(), 2, memory=int(0.233 * 1024**3)).stages
+
+
+@pytest.mark.parametrize(
+    ("world", "items", "message"),
+    [
+        (4, {"partition_num": 2, "replica_num": 3}, "partition_num=2 times replica_num=3 is 6, but there are 4"),
+        (4, {"replica_num": 3}, "replica_num=3 does not divide 4 devices; use one of [1, 2, 4]"),
+        (2, {"partition_num": 3}, "3 stages for 2 devices; use partition_num=2 at most"),
+        (12, {"partition_num": 11}, "into 10 blocks only; use at most 10 stages"),
+        (12, {"replica_num": 1}, "into 10 blocks only; use at most 10 stages"),
+        (7, {"partition_num": 2, "limit_dev_num_pot": True}, "set limit_dev_num_pot=false"),
+        (2, {"min_pipeline_bs": 65}, "leaves pieces of 64 of a rank's 64 rows, fewer than min_pipeline_bs=65"),
+        (2, {"pipeline_num": 16, "min_pipeline_bs": 5}, "take at most 12 microbatches"),
+        (2, {"min_pipeline": 4, "max_pipeline": 2}, "min_pipeline=4 is above max_pipeline=2"),
+        (2, {"max_partition_num": 3}, "min_partition_num=5 is above max_partition_num=3"),
+        (2, {"partition_num": -1}, "partition_num=-1 is below 0"),
+        (2, {"opt_param_factor": -1.0}, "opt_param_factor=-1.0 is negative"),
+        (2, {"mem_margin": 1.0}, "mem_margin=1.0 is not in [0, 1)"),
+    ],
+)
+def test_demands_that_clash_are_named(world: int, items: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        deploy(chain(10), world, **items)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_coupled_rows_run_in_whole_mini_batches() -> None:
+    coupled = msgspec.structs.replace(chain(10), rows_coupled=True)
+    assert deploy(coupled, 4, partition_num=4).microbatches == 1
+    for items in ({"pipeline_num": 2}, {"min_pipeline": 2}):
+        with pytest.raises(PlanError, match="couples the rows"):
+            deploy(coupled, 4, **items)  # type: ignore[arg-type]
+
+
+def test_microbatches_double_while_there_are_rows() -> None:
+    assert microbatch_counts(PlanOptions(), rows_per_rank=64, coupled=False) == [1, 2, 4, 8, 16, 32]
+    assert microbatch_counts(PlanOptions(), rows_per_rank=5, coupled=False) == [1, 2, 4]
+    assert microbatch_counts(PlanOptions(min_pipeline=3, max_pipeline=13), rows_per_rank=64, coupled=False) == [
+        3,
+        6,
+        12,
+    ]
+    assert microbatch_counts(PlanOptions(min_pipeline_bs=3), rows_per_rank=9, coupled=False) == [1, 2, 4]
+    assert microbatch_counts(PlanOptions(pipeline_num=7), rows_per_rank=5, coupled=False) == [7]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": (Slot(0, 0),)}, "1 slots"),
+        ({"slots": (Slot(0, 1), Slot(0, 0))}, "sorted"),
+        ({"batch_rows": 0}, "0 rows"),
+        ({"costs": costs_for(3)}, "costs of 3 blocks for a model of 10"),
+        ({"graph": chain(11)}, "blocks hold 10 of 11 ops"),
+    ],
+)
+def test_inputs_that_do_not_belong_together_are_refused(change: dict[str, object], message: str) -> None:
+    graph = chain(10)
+    given = {
+        "graph": graph,
+        "blocks": make_blocks(graph, PlanOptions(), world=2),
+        "costs": costs_for(10),
+        "world": 2,
+        "slots": (Slot(0, 0), Slot(0, 1)),
+        "batch_rows": 8,
+        "memory_bytes": 10**12,
+        "options": PlanOptions(),
+    }
+    with pytest.raises(PlanError) as caught:
+        plan(**(given | change))  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_the_same_plan_every_time() -> None:
+    assert encode(deploy(transformer(6), 6)) == encode(deploy(transformer(6), 6))
+
+
+def test_sixty_four_devices_take_seconds_at_most() -> None:
+    graph = transformer(24)
+    heavy = tuple(msgspec.structs.replace(param, bytes=param.bytes * 1000) for param in graph.params)
+    began = time.process_time()
+    deployment = deploy(msgspec.structs.replace(graph, params=heavy), 64)
+    assert time.process_time() - began < 20
+    assert len(deployment.stages) > 1
