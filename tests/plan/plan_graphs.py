@@ -95,12 +95,12 @@ def transformer(layers: int) -> TaskGraph:
 
 
 @st.composite
-def task_graphs(draw: st.DrawFn, *, max_ops: int = 10, groups: bool = True, chains: bool = False) -> TaskGraph:
+def task_graphs(draw: st.DrawFn, *, max_ops: int = 10, groups: bool = True) -> TaskGraph:
     """Random graphs: skip edges, tied and frozen parameters, several inputs and outputs, groups."""
     builder = GraphBuilder()
     sizes = st.integers(0, 5000).map(float)
     values = [
-        builder.input(draw(sizes), grad=draw(st.booleans())) for _ in range(1 if chains else draw(st.integers(1, 2)))
+        builder.input(draw(sizes), grad=draw(st.booleans())) for _ in range(draw(st.integers(1, 2))))
     ]
     params = [
         builder.param(draw(st.integers(0, 20_000)), trainable=draw(st.booleans()))
@@ -108,7 +108,7 @@ def task_graphs(draw: st.DrawFn, *, max_ops: int = 10, groups: bool = True, chai
     ]
     count = draw(st.integers(1, max_ops))
     for index in range(count):
-        reads = [values[-1]] if chains else draw(st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True))
+        reads = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True))
         values.append(
             builder.op(
                 reads,
@@ -117,7 +117,7 @@ def task_graphs(draw: st.DrawFn, *, max_ops: int = 10, groups: bool = True, chai
                 flops=draw(sizes),
                 group=draw(st.integers(0, 8)) if groups and draw(st.booleans()) else None,
                 grad=draw(st.booleans()),
-                output=index == count - 1 or (not chains and draw(st.booleans())),
+                output=index == count - 1 or draw(st.booleans()),
             )
         )
     return builder.build()
