@@ -99,9 +99,7 @@ def task_graphs(draw: st.DrawFn, *, max_ops: int = 10, groups: bool = True) -> T
     """Random graphs: skip edges, tied and frozen parameters, several inputs and outputs, groups."""
     builder = GraphBuilder()
     sizes = st.integers(0, 5000).map(float)
-    values = [
-        builder.input(draw(sizes), grad=draw(st.booleans())) for _ in range(draw(st.integers(1, 2))))
-    ]
+    values = [builder.input(draw(sizes), grad=draw(st.booleans())) for _ in range(draw(st.integers(1, 2)))]
     params = [
         builder.param(draw(st.integers(0, 20_000)), trainable=draw(st.booleans()))
         for _ in range(draw(st.integers(1, 6)))
