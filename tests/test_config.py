@@ -196,7 +196,7 @@ def test_replace_checks_and_knows_its_origin(conf: Path) -> None:
     config = load(env(conf)).replace(partition_num=2)
     assert (config.partition_num, config.mem_margin) == (2, 0.25)
     assert (config.origin("partition_num"), config.origin("mem_margin")) == ("set in code", f"{conf}:1")
-    with pytest.raises(ConfigError, match="set in code: mem_margin = 2.0, but mem_margin wants a number"):
+    with pytest.raises(ConfigError, match=r"set in code: mem_margin = 2.0, but mem_margin wants a number"):
         config.replace(mem_margin=2)
     with pytest.raises(ConfigError, match="no item is named patition_num; the nearest is partition_num"):
         config.replace(patition_num=2)
