@@ -12,7 +12,7 @@ from rannd.config.reading import config_directory
 from rannd.log import settings as settings_
 from rannd.log.pattern import BASE, display_name
 from rannd.log.settings import LoggerSettings, LogSettings
-from rannd.log.sinks import Backend, PlainBackend, open_backend
+from rannd.log.sinks import Backend, open_backend
 
 LOG_FILE = "logging.toml"
 #: RaNNC's loggers. Others may be used as well; logging.toml can name any.
@@ -86,8 +86,6 @@ def setup(directory: Path | None = None, level: str = "", role: str = "") -> Non
         if not _fork_watched:
             os.register_at_fork(before=_flush)
             _fork_watched = True
-    if isinstance(handler.backend, PlainBackend):
-        get("root").debug("The package spdlog is not installed; Python's handlers write the log.")
 
 
 def _flush() -> None:

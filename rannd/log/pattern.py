@@ -109,9 +109,8 @@ FLAGS = "".join(_FLAGS) + _UNALIGNED
 def unknown_flag(pattern: str) -> str | None:
     """The first part of a pattern that is no known flag, None where all are."""
     for match in _FLAG.finditer(pattern):
-        flag, width = match["flag"], match["width"]
-        too_wide = width is not None and (int(width) > _MAX_WIDTH or flag in _UNALIGNED)
-        if flag is None or flag not in FLAGS or too_wide:
+        flag, width = match["flag"] or "", match["width"]
+        if not flag or flag not in FLAGS or (width and (int(width) > _MAX_WIDTH or flag in _UNALIGNED)):
             return match[0]
     return None
 

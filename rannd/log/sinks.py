@@ -243,17 +243,17 @@ class DailyFileHandler(logging.FileHandler):
         self._time = (hour, minute)
         now = time.time()
         self._end = self._next(now)
-        super().__init__(self._name(now), encoding="utf-8", errors="backslashreplace")
+        super().__init__(self._dated(now), encoding="utf-8", errors="backslashreplace")
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.created >= self._end:
             self.close()
-            self.baseFilename = os.path.abspath(self._name(record.created))
+            self.baseFilename = os.path.abspath(self._dated(record.created))
             self._end = self._next(record.created)
             self.stream = self._open()
         super().emit(record)
 
-    def _name(self, now: float) -> str:
+    def _dated(self, now: float) -> str:
         return f"{self._stem}_{time.strftime('%Y-%m-%d', time.localtime(now))}{self._suffix}"
 
     def _next(self, now: float) -> float:
