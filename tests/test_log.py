@@ -437,7 +437,7 @@ _LOGGER = '[[logger]]\nname = "root"\n'
         (file_sink(name=""), "{file}:2: [[sink]] f: filename is missing, wanted a string"),
         (file_sink(more="truncate = 1"), "{file}:6: [[sink]] f: truncate = 1, but truncate wants true or false"),
         (
-            file_sink("rotating_file_sink_mt", 'base_filename = "{rank}"'.replace("{{", "{").replace("}}", "}")),
+            file_sink("rotating_file_sink_mt", 'base_filename = "{rank}"'),
             "{file}:2: [[sink]] f: max_size is missing",
         ),
         (
