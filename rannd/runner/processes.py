@@ -1,0 +1,78 @@
+"""Processes of a rank: found by session, so that what a rank forked ends with it.
+
+A rank leads its own session. Whoever calls setsid() leaves it on purpose (the daemon does) and is
+not touched. Standard library only: the rank's watcher runs without site-packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Loaded here because a forked child must not load libraries.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int, signum: int) -> None:
+    """Asks the kernel for `signum` when the process that forked this one ends. Call it right after fork.
+
+    Args:
+        parent: the pid of that process; if it is gone already, the signal is raised at once.
+        signum: survives exec, unlike a handler.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def adopt_orphans() -> None:
+    """Makes orphaned descendants children of this process, so that their end raises SIGCHLD here."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def session_members(session: int) -> list[int]:
+    """The pids of the living processes of a session, zombies left out."""
+    members = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:  # it ended while we looked
+            continue
+        # The name, in brackets, may itself hold brackets and spaces: the fields start after the last one.
+        state, _ppid, _pgrp, sid = stat[stat.rindex(b")") + 2 :].split()[:4]
+        if int(sid) == session and state not in (b"Z", b"X"):
+            members.append(int(entry))
+    return members
+
+
+def signal_session(session: int, signum: int) -> list[int]:
+    """Sends `signum` to every living process of a session and returns their pids."""
+    members = session_members(session)
+    for pid in members:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+    return members
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL for every process of a session, again until no new one appears."""
+    # A process may fork between the look and the kill; killed ones may take a moment to go.
+    seen: set[int] = set()
+    while new := set(signal_session(session, signal.SIGKILL)) - seen:
+        seen |= new
+
+
+def process_name(pid: int) -> str:
+    """The command name of a process, or '?' where it is gone."""
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return "?"

@@ -1,0 +1,116 @@
+"""What is said about a job that has ended, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Collection
+
+from rannd.errors import LaunchError
+from rannd.runner.monitor import JobResult, RankEnd
+
+_SIGNAL_WORDS = {
+    signal.SIGKILL: "out of memory is likely, unless someone killed it",
+    signal.SIGSEGV: "invalid memory access in native code",
+    signal.SIGBUS: "memory that is not there: /dev/shm or a mapped file is full",
+    signal.SIGABRT: "native code gave up; its message is in standard error",
+    signal.SIGILL: "the processor lacks an instruction",
+    signal.SIGFPE: "integer division by zero in native code",
+}
+
+
+def status_words(status: int) -> str:
+    """An exit code, or minus a signal, in words."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        signum = signal.Signals(-status)
+    except ValueError:
+        return f"killed by signal {-status}"
+    words = _SIGNAL_WORDS.get(signum)
+    return f"killed by {signum.name}" + (f" ({words})" if words else "")
+
+
+def shell_status(status: int) -> int:
+    """What a shell calls it: the exit code, or 128 + signal."""
+    return status if status >= 0 else 128 - status
+
+
+def exit_code(result: JobResult) -> int:
+    """rannc-run's own exit code.
+
+    128 + signal after Ctrl-C, SIGTERM, SIGHUP or a closed standard output; else the first failing rank's, 128 + signal
+    where it was killed; else the launcher's, where that broke down under running ranks; 7 where ranks never started.
+    """
+    if result.signal:
+        return 128 + result.signal
+    if result.failures:
+        return shell_status(result.failures[0].status)
+    if result.missing:
+        return LaunchError.exit_code
+    ended = [end for end in result.ends if end.status != 0]
+    if ended:
+        return shell_status(result.launcher_status or ended[0].status)
+    return 0
+
+
+def report(result: JobResult, launcher: str, shown: Collection[int], log_dir: str | None) -> str:
+    """The text for the user, empty after a job in which every rank ended well.
+
+    Args:
+        result: what happened.
+        launcher: the launcher's name.
+        shown: ranks whose output was on the screen; of others the end of standard error is repeated.
+        log_dir: the run's log directory, or None.
+    """
+    if exit_code(result) == 0:
+        return ""
+    lines: list[str] = []
+    failures = result.failures[::-1]
+    if failures:
+        for end in failures:
+            if end.rank not in shown and end.tail:
+                lines.append(f"standard error of rank {end.rank} on {end.host} ends with:")
+                lines += [f"  {line}" for line in end.tail.rstrip().splitlines()[-40:]]
+        total = len(result.ends) + result.missing
+        order = ", the first failure last" if len(failures) > 1 else ""
+        lines.append(f"{len(failures)} of {total} ranks failed{order}:")
+        lines += _table(failures)
+    lines += _others(result, launcher)
+    if log_dir is not None:
+        lines.append(f"logs: {log_dir}")
+    return "".join(f"rannc-run: {line}\n" for line in lines)
+
+
+def _others(result: JobResult, launcher: str) -> list[str]:
+    """What happened besides failures: ranks that were ended, ranks that never ran, the launcher's breakdown."""
+    lines = []
+    ended = [end.rank for end in result.ends if end.status != 0 and not end.failed]
+    if ended and (result.failures or result.signal):
+        lines.append(f"ended by rannc-run: {_ranks(ended)}")
+    broke = result.launcher_status != 0 and not result.failures and not result.signal
+    if broke:
+        lines.append(f"{launcher} broke down: {status_words(result.launcher_status)}")
+        if ended:
+            lines.append(f"ended with it: {_ranks(ended)}")
+    if result.missing and not result.signal:
+        lines.append(f"{result.missing} of {len(result.ends) + result.missing} ranks never started")
+    if (broke or (result.missing and not result.signal)) and result.launcher_output.strip():
+        lines.append(f"{launcher} said:")
+        lines += [f"  {line}" for line in result.launcher_output.strip().splitlines()[-60:]]
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    listed = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def _table(ends: list[RankEnd]) -> list[str]:
+    rows = [("host", "rank", "pid", "time", "end", "last line of standard error")]
+    for end in ends:
+        clock = time.strftime("%H:%M:%S", time.localtime(end.time)) + f".{int(end.time % 1 * 1000):03d}"
+        last = next((line.strip() for line in reversed(end.tail.splitlines()) if line.strip()), "-")
+        rows.append((end.host, str(end.rank), str(end.pid), clock, status_words(end.status), last))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  " + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]

@@ -1,0 +1,148 @@
+"""The command ``rannc-run``: says what it chose, starts the ranks, watches them, and reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import rannd.config
+from rannd.config import Config
+from rannd.errors import LaunchError, RanndError, UsageError
+from rannd.runner import processes
+from rannd.runner.job import Job, Options, prepare
+from rannd.runner.monitor import Listener, Monitor
+from rannd.runner.rank import SETTINGS_VARIABLE
+from rannd.runner.report import exit_code, report
+
+
+class _Command(click.Command):
+    """Turns rannd's errors into a message and their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RanndError as error:
+            _say(str(error))
+            ctx.exit(error.exit_code)
+
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-np",
+    "-n",
+    "--nproc",
+    "size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of ranks. Default: the slots of the hosts; else one per GPU; without GPUs one per pair of cores.",
+)
+@click.option("-m", "--module", is_flag=True, help="COMMAND starts with the name of a module, as in python -m.")
+@click.option("--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
+@click.option("--hostfile", type=_PATH, metavar="FILE", help="Hosts, one a line: name slots=N.")
+@click.option("--config", type=_PATH, metavar="FILE", help="Configuration to read instead of rannc_conf.toml.")
+@click.option("--dry-run", is_flag=True, help="Print each rank's host, device, environment, command; start nothing.")
+@click.option("--show-config", is_flag=True, help="Print every configuration item, its value and where it is from.")
+@click.option("--no-tune", is_flag=True, help="Leave threads and malloc of the ranks alone.")
+@click.option("--show-ranks", "shown", metavar="0,2-3", help="Ranks whose output is shown. Default: all.")
+@click.option("--log-dir", type=_PATH, metavar="DIR", help="Keep the ranks' output in DIR/<run>/rank_<R>/.")
+@click.option(
+    "--grace-period",
+    "grace",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds between asking ranks to end and SIGKILL.",
+)
+@click.option(
+    "--plan-only", is_flag=True, help="Print the partition for -np devices, which need not be there, and end."
+)
+@click.version_option(package_name="rannd", prog_name="rannc-run")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def main(ctx: click.Context, /, dry_run: bool, show_config: bool, no_tune: bool, **options: Any) -> None:
+    """Start COMMAND, a Python script with its arguments, as the ranks of one job.
+
+    What follows the script is the script's, untouched.
+    """
+    asked = Options(tune=not no_tune, **options)
+    config = rannd.config.load(file=asked.config)
+    if show_config:
+        click.echo("\n".join(config.lines()))
+        return
+    job = prepare(asked, os.environ)
+    if dry_run:
+        click.echo(job.describe())
+        return
+    if config.cache != "off":
+        _have_daemon(config)
+    ctx.exit(launch(job))
+
+
+def launch(job: Job) -> int:
+    """Starts the ranks, stays until nothing of the job is left, reports; returns the exit code.
+
+    Raises:
+        UsageError: the log directory cannot be made.
+        LaunchError: the launcher cannot be executed.
+    """
+    if job.log_dir is not None:
+        try:
+            os.makedirs(job.log_dir)
+        except OSError as error:
+            raise UsageError(f"--log-dir: {job.log_dir} cannot be made: {error}") from None
+        _say(f"logs: {job.log_dir}")
+    if job.tuning_line:
+        _say(job.tuning_line)
+    listener = Listener(job.remote_host)
+    settings = {
+        "address": listener.address,
+        "token": listener.token,
+        "grace": job.grace,
+        "log_dir": job.log_dir,
+    }
+    own_pid = os.getpid()
+    command = job.launcher_command()
+    try:
+        launcher = subprocess.Popen(
+            command,
+            env={**os.environ, **job.added, SETTINGS_VARIABLE: json.dumps(settings)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A Ctrl-C in the terminal is ours alone to spread; our end, even by SIGKILL, is the launcher's.
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(own_pid, signal.SIGTERM),
+        )
+    except OSError as error:
+        raise LaunchError(f"{command[0]} cannot be executed: {error}") from None
+    sys.stdout.flush()
+    result = Monitor(listener, launcher, len(job.places), job.shown, job.grace).run()
+    text = report(result, job.launcher.kind.value, job.shown, job.log_dir)
+    sys.stderr.write(text)
+    return exit_code(result)
+
+
+def _have_daemon(config: Config) -> None:
+    """Starts the node's daemon where it does not run; without it the job runs uncached."""
+    from rannd.daemon import spawn  # imports zmq and psutil: only where it is used
+
+    max_bytes = int(config.cache_max_gb * 2**30)
+    try:
+        spawn.ensure(idle_s=config.daemon_idle_s, max_bytes=max_bytes, timeout_s=config.daemon_timeout_s)
+    except (RanndError, OSError) as error:
+        _say(f"no daemon, nothing will be cached: {error}")
+
+
+def _say(message: str) -> None:
+    click.echo(f"rannc-run: {message}", err=True)

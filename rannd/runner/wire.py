@@ -1,0 +1,100 @@
+"""The frames that a rank's watcher and the monitor exchange.
+
+A frame is one byte of kind, four bytes of length (big endian) and the payload. Everything but
+rank output is JSON. Standard library only: the watcher runs without site-packages.
+
+==========  ==================  ========================================================
+kind        direction           payload
+==========  ==================  ========================================================
+``HELLO``   watcher -> monitor  ``{"token", "rank", "host", "pid"}``; the first frame
+``STDOUT``  watcher -> monitor  bytes the rank wrote to its standard output
+``STDERR``  watcher -> monitor  bytes the rank wrote to its standard error
+``EXIT``    watcher -> monitor  ``{"status", "time", "tail", "ordered", "leftovers"}``
+``DONE``    watcher -> monitor  empty: nothing of the rank is alive, all output was sent
+``SIGNAL``  monitor -> watcher  ``{"signal"}``: pass it on to the rank
+``STOP``    monitor -> watcher  ``{"signal"}``: pass it on, SIGKILL after the grace period
+``KILL``    monitor -> watcher  empty: SIGKILL now
+``QUIT``    monitor -> watcher  empty: the job is over, exit
+==========  ==================  ========================================================
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+HELLO = b"H"
+STDOUT = b"O"
+STDERR = b"E"
+EXIT = b"X"
+DONE = b"D"
+SIGNAL = b"S"
+STOP = b"T"
+KILL = b"K"
+QUIT = b"Q"
+KINDS = frozenset((HELLO, STDOUT, STDERR, EXIT, DONE, SIGNAL, STOP, KILL, QUIT))
+
+#: Longest payload in bytes; a longer one is no frame of ours.
+MAX_PAYLOAD = 1 << 20
+
+_HEADER = struct.Struct(">cI")
+
+
+class WireError(Exception):
+    """The bytes that arrived are no frames."""
+
+
+def encode(kind: bytes, payload: bytes = b"") -> bytes:
+    """One frame. `payload` holds at most MAX_PAYLOAD bytes."""
+    if len(payload) > MAX_PAYLOAD:
+        raise WireError(f"a payload of {len(payload)} bytes is over the limit of {MAX_PAYLOAD}")
+    return _HEADER.pack(kind, len(payload)) + payload
+
+
+def encode_json(kind: bytes, **fields: Any) -> bytes:
+    """One frame with `fields` as a JSON object."""
+    return encode(kind, json.dumps(fields).encode())
+
+
+def decode_json(payload: bytes) -> dict[str, Any]:
+    """The JSON object of a payload.
+
+    Raises:
+        WireError: it is not a JSON object.
+    """
+    try:
+        fields = json.loads(payload)
+    except ValueError as error:
+        raise WireError(f"the payload is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise WireError(f"the payload is a {type(fields).__name__}, not an object")
+    return fields
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Takes more bytes and yields each complete frame as (kind, payload).
+
+        Raises:
+            WireError: an unknown kind or a length over MAX_PAYLOAD.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _HEADER.size:
+            kind, length = _HEADER.unpack_from(self._buffer)
+            if kind not in KINDS:
+                raise WireError(f"unknown kind of frame: {kind!r}")
+            if length > MAX_PAYLOAD:
+                raise WireError(f"a payload of {length} bytes is over the limit of {MAX_PAYLOAD}")
+            end = _HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            payload = bytes(self._buffer[_HEADER.size : end])
+            del self._buffer[:end]
+            yield kind, payload
