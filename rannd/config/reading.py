@@ -13,6 +13,7 @@ from rannd.errors import ConfigError
 
 CONF_FILE = "rannc_conf.toml"
 _DIRECTORY_VARIABLE = "RANNC_CONF_DIR"
+_FILE_VARIABLE = "RANNC_CONF_FILE"
 
 
 def config_directory(environ: Mapping[str, str] | None = None) -> Path:
@@ -41,8 +42,8 @@ def load(environ: Mapping[str, str] | None = None, file: Path | None = None) -> 
 
     Args:
         environ: the variables to read, those of the process if None.
-        file: the file to read, which must exist; if None rannc_conf.toml in :func:`config_directory`, where
-            there is one.
+        file: the file to read, which must exist; if None the one that RANNC_CONF_FILE names (rannc-run --config
+            sets it for the ranks), else rannc_conf.toml in :func:`config_directory`, where there is one.
 
     Raises:
         ConfigError: the directory, file, an item or a variable is wrong; the message names the place, the item,
@@ -53,6 +54,10 @@ def load(environ: Mapping[str, str] | None = None, file: Path | None = None) -> 
     origins: dict[str, str] = {}
     # A named directory that is wrong is told even where a file is named besides.
     default_file = config_directory(environ) / CONF_FILE
+    if file is None and _FILE_VARIABLE in environ:
+        if not environ[_FILE_VARIABLE]:
+            raise ConfigError(f"{_FILE_VARIABLE} is empty; name a file in it, or unset it to use {default_file}")
+        file = Path(environ[_FILE_VARIABLE]).expanduser()
     if file is not None or os.path.lexists(default_file):
         toml = TomlFile(file or default_file)
         for name, value in toml.data.items():
@@ -63,10 +68,10 @@ def load(environ: Mapping[str, str] | None = None, file: Path | None = None) -> 
             origins[name] = where
     variables = {item.variable: item for item in ITEMS.values()}
     for variable, text in environ.items():
-        if not variable.startswith("RANNC_") or variable == _DIRECTORY_VARIABLE:
+        if not variable.startswith("RANNC_") or variable in (_DIRECTORY_VARIABLE, _FILE_VARIABLE):
             continue
         if variable not in variables:
-            known = nearest(variable, [*variables, _DIRECTORY_VARIABLE])
+            known = nearest(variable, [*variables, _DIRECTORY_VARIABLE, _FILE_VARIABLE])
             raise ConfigError(f"{variable}={text}: no item has this variable; the nearest is {known}")
         item = variables[variable]
         values[item.name] = item.parse(text, variable)
