@@ -28,8 +28,8 @@ from rannd.daemon.server import Server, Settings
 from rannd.errors import DaemonError
 
 BACKLOG = 4096
-LIFE_S = 10.0
-"""How long a predecessor may take to end."""
+LIFE_S = 3.0
+"""How long a predecessor may take to end. Less than a client waits, so that it is told."""
 
 
 class Orders(msgspec.Struct, frozen=True):

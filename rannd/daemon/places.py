@@ -175,7 +175,7 @@ def _secure(path: str, name: str, *, follow: bool, forbidden: int) -> None:
         found = os.stat(path, follow_symlinks=follow)
     except OSError as exc:
         raise DaemonError(
-            f"the {name} directory {path} cannot be made: {exc.strerror}; make it, or name another"
+            f"the {name} directory {path} cannot be made ({exc.strerror}: {exc.filename}); make it, or name another"
         ) from exc
     mode = stat.S_IMODE(found.st_mode)
     if stat.S_ISLNK(found.st_mode):

@@ -68,7 +68,7 @@ _INFO = "key, kind, format, rannd, created, used, hits, length, checksum, compon
 class Store:
     """Entries in a file. Used by one thread of one process."""
 
-    def __init__(self, path: str, *, max_bytes: int, busy_s: float = 5.0) -> None:
+    def __init__(self, path: str, *, max_bytes: int, busy_s: float = 2.0) -> None:
         """Open or make the store.
 
         Args:
@@ -196,7 +196,9 @@ class Store:
                     f"INSERT OR REPLACE INTO entries ({_INFO}, value) VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows
                 )
                 self.count("stored", len(rows))
-                self._evict({entry.key for entry in entries}.union(keep))
+                evicted = self._evict({entry.key for entry in entries}.union(keep))
+            if evicted:
+                self._shrink()
             return
         raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
 
@@ -229,12 +231,14 @@ class Store:
         if keys is not None:
             wanted.append("(0" + " OR key LIKE ? || '%'" * len(keys) + ")")
             values += keys
-        with self._errors("written"), self._healing(), self._transaction():
+        with self._errors("written"), self._healing():
             where = " AND ".join(wanted)
-            rows = self._sql.execute(f"SELECT {_INFO} FROM entries WHERE {where} ORDER BY key LIMIT ?", (*values, PAGE))
-            found = rows.fetchall()
-            self._sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
-            self._sql.execute("PRAGMA incremental_vacuum").fetchall()
+            found = self._sql.execute(
+                f"SELECT {_INFO} FROM entries WHERE {where} ORDER BY key LIMIT ?", (*values, PAGE)
+            ).fetchall()
+            with self._transaction():
+                self._sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
+            self._shrink()
             self.count("removed", len(found))
             return [info for row in found if (info := _info(row)) is not None]
         return []
@@ -366,18 +370,25 @@ class Store:
             self._log.warning("entry %.12s is set aside: %s", key, reason)
         return bool(moved)
 
-    def _evict(self, keep: Collection[str]) -> None:
+    def _shrink(self) -> None:
+        """Give free pages back. A script, because `execute` would stop after the first page; outside transactions."""
+        self._sql.executescript("PRAGMA incremental_vacuum")
+
+    def _evict(self, keep: Collection[str]) -> int:
+        """Remove the least recently used down to the size limit; how many."""
         total = int(self._sql.execute("SELECT total(length) FROM entries").fetchone()[0])
         if total <= self.max_bytes:
-            return
+            return 0
+        evicted = 0
         for key, length in self._sql.execute("SELECT key, length FROM entries ORDER BY used, key").fetchall():
             if total <= self.max_bytes:
                 break
             if key not in keep:
                 self._sql.execute("DELETE FROM entries WHERE key = ?", (key,))
                 total -= length
-                self.count("evicted")
-        self._sql.execute("PRAGMA incremental_vacuum").fetchall()
+                evicted += 1
+        self.count("evicted", evicted)
+        return evicted
 
     def _write_counts(self) -> None:
         self._sql.executemany(

@@ -1,0 +1,80 @@
+"""What the tests of several rooms need: a home of their own for daemon and configuration."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+
+class DaemonHome:
+    """Runtime, cache and configuration directories of one test, and the end of the daemons started in them."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.runtime = base / "run"
+        self.cache = base / "cache"
+        self.conf = base / "conf"
+        for directory in (self.runtime, self.cache, self.conf):
+            directory.mkdir(mode=0o700)
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, pointing here."""
+        return {**os.environ, **self.variables()}
+
+    def variables(self) -> dict[str, str]:
+        """The variables that point here."""
+        return {
+            "XDG_RUNTIME_DIR": str(self.runtime),
+            "XDG_CACHE_HOME": str(self.cache),
+            "RANNC_CONF_DIR": str(self.conf),
+        }
+
+    def pids(self) -> list[int]:
+        """Daemons that live here now."""
+        found = []
+        for life in self.runtime.glob("rannd/*.life"):
+            text = life.read_text().strip()
+            if text and _is_daemon_of(int(text), life):
+                found.append(int(text))
+        return found
+
+    def end_daemons(self) -> None:
+        """Kill every daemon that still lives here, and wait for its end."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                watch = os.pidfd_open(pid)
+                os.kill(pid, signal.SIGKILL)
+                select.select([watch], [], [])
+                os.close(watch)
+
+
+def _is_daemon_of(pid: int, life: Path) -> bool:
+    """Whether process `pid` has the lock file open: a number alone may be somebody else's by now."""
+    descriptors = Path(f"/proc/{pid}/fd")
+    with suppress(OSError):
+        return any(os.path.realpath(fd) == str(life) for fd in descriptors.iterdir())
+    return False
+
+
+@pytest.fixture
+def daemon_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonHome]:
+    """A home of the test's own, short enough for AF_UNIX; the environment of the test points to it."""
+    base = Path(tempfile.mkdtemp(prefix="rannd-test-"))
+    home = DaemonHome(base)
+    for name, value in home.variables().items():
+        monkeypatch.setenv(name, value)
+    for name in [name for name in os.environ if name.startswith("RANNC_") and name != "RANNC_CONF_DIR"]:
+        monkeypatch.delenv(name)
+    try:
+        yield home
+    finally:
+        home.end_daemons()
+        shutil.rmtree(base)

@@ -1,0 +1,300 @@
+"""What is stored comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rannd.daemon import keys
+from rannd.daemon.protocol import NewEntry
+from rannd.daemon.store import PAGE, Store
+from rannd.errors import DaemonError
+
+BIG = 1 << 30
+
+
+def entry(number: int, value: bytes = b"value", kind: str = "trace") -> NewEntry:
+    key = keys.make_key(kind, {"number": number})
+    return NewEntry(key.digest, key.kind, key.components, value)
+
+
+def opened(path: Path, max_bytes: int = BIG, busy_s: float = 5.0) -> Store:
+    return Store(str(path / "s.sqlite"), max_bytes=max_bytes, busy_s=busy_s)
+
+
+def test_values_survive_closing(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    values = {number: bytes([number]) * number * 1000 for number in range(20)}
+    store.put([entry(number, value) for number, value in values.items()], "1.0")
+    store.close()
+    store = opened(tmp_path)
+    for number, value in values.items():
+        assert store.get(entry(number).key) == value
+    assert store.get(entry(99).key) is None
+    assert store.size() == (20, sum(map(len, values.values())))
+    store.close()
+
+
+def test_an_entry_tells_what_it_is(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(1)], "1.2.3")
+    store.get(entry(1).key)
+    (info,), more = store.page()
+    assert not more
+    assert (info.kind, info.format, info.rannd, info.length, info.hits) == ("trace", 1, "1.2.3", 5, 1)
+    assert info.components == {"number": "1"}
+    assert info.created <= info.used
+    store.close()
+
+
+def test_the_file_is_private(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    store.close()
+
+
+def test_a_second_owner_is_told(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    with pytest.raises(DaemonError, match="held by another process"):
+        opened(tmp_path, busy_s=0.0)
+    store.put([entry(1)], "1")
+    store.close()
+
+
+def test_the_key_must_be_that_of_the_components(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    wrong = NewEntry(entry(1).key, "trace", entry(2).components, b"")
+    with pytest.raises(DaemonError, match="components"):
+        store.put([entry(3), wrong], "1")
+    assert store.size() == (0, 0)
+    store.close()
+
+
+def test_every_flipped_byte_of_an_entry_is_a_miss(tmp_path: Path) -> None:
+    """Each stored column in turn is changed behind the store's back."""
+    changes = {
+        "value": "zeroblob(5)",
+        "components": "replace(components, '1', '2')",
+        "checksum": "replace(checksum, substr(checksum, 1, 1), 'x')",
+        "kind": "'tracf'",
+        "format": "format + 1",
+        "length": "length + 1",
+        "created": "'not a number'",
+        "rannd": "x'ff'",
+    }
+    for number, (column, changed) in enumerate(changes.items()):
+        store = opened(tmp_path)
+        store.put([entry(number, b"12345")], "1")
+        store._sql.execute(f"UPDATE entries SET {column} = {changed}")
+        assert store.get(entry(number).key) is None, column
+        assert store.statistics().corrupt == number + 1
+        assert store._sql.execute("SELECT count(*) FROM set_aside").fetchone()[0] == number + 1
+        store.put([entry(number, b"healed")], "1")
+        assert store.get(entry(number).key) == b"healed"
+        store.clear()
+        store.close()
+
+
+def test_flipped_bytes_anywhere_in_the_file_never_give_a_wrong_value(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    values = {number: os.urandom(300) for number in range(30)}
+    store.put([entry(number, value) for number, value in values.items()], "1")
+    store.close()
+    file = tmp_path / "s.sqlite"
+    sound = file.read_bytes()
+    missed = 0
+    for position in range(0, len(sound), max(1, len(sound) // 150)):
+        broken = bytearray(sound)
+        broken[position] ^= 0x55
+        file.write_bytes(broken)
+        store = opened(tmp_path)
+        for number, value in values.items():
+            got = store.get(entry(number).key)
+            assert got in (None, value), position
+            missed += got is None
+        store.put([entry(77, b"still works")], "1")
+        assert store.get(entry(77).key) == b"still works"
+        store.close()
+    assert missed > 0
+
+
+@pytest.mark.parametrize("content", [b"this is no database at all" * 100, b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_file_that_is_no_store_is_set_aside(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "s.sqlite").write_bytes(content)
+    store = opened(tmp_path)
+    store.put([entry(1)], "1")
+    assert store.get(entry(1).key) == b"value"
+    assert store.statistics().corrupt == 1
+    store.close()
+    assert (tmp_path / "s.sqlite.corrupt").read_bytes() == content
+
+
+def test_verify_finds_what_is_corrupt_page_by_page(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(number) for number in range(50)], "1")
+    bad = sorted([entry(3).key, entry(44).key])
+    store._sql.execute("UPDATE entries SET value = x'00' WHERE key IN (?, ?)", bad)
+    sound, corrupt, after = 0, list[str](), ""
+    while True:
+        page = store.verify(after)
+        sound += page[0]
+        corrupt += page[1]
+        if page[2] is None:
+            break
+        after = page[2]
+    assert (sound, corrupt) == (48, bad)
+    assert store.size()[0] == 48
+    store.close()
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_bytes=10_000)
+    for number in range(10):
+        store.put([entry(number, bytes(1000))], "1")
+    store.get(entry(0).key)
+    store.put([entry(10, bytes(1000))], "1")
+    kept = {number for number in range(11) if store.get(entry(number).key) is not None}
+    assert kept == set(range(11)) - {1}
+    assert store.statistics().evicted == 1
+    store.close()
+
+
+def test_what_is_leased_stays(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_bytes=3_000)
+    store.put([entry(number, bytes(1000)) for number in range(3)], "1")
+    store.put([entry(3, bytes(1000))], "1", keep={entry(0).key})
+    assert store.get(entry(0).key) is not None
+    store.close()
+
+
+def test_a_value_above_the_limit_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_bytes=3_000)
+    store.put([entry(1, bytes(2000))], "1")
+    with pytest.raises(DaemonError, match="cache_max_gb"):
+        store.put([entry(2, bytes(3001))], "1")
+    assert store.get(entry(1).key) is not None
+    store.close()
+
+
+def test_removed_entries_give_their_space_back(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(number, bytes(1_000_000)) for number in range(10)], "1")
+    store.clear()
+    store.close()
+    assert (tmp_path / "s.sqlite").stat().st_size < 1_000_000
+
+
+def test_clear_matches_everything_given(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(1), entry(2), entry(1, kind="link")], "1")
+    store._sql.execute("UPDATE entries SET used = used - 1000 WHERE key = ?", (entry(1).key,))
+    assert store.clear(kind="profile") == []
+    assert [info.key for info in store.clear(older_than_s=500)] == [entry(1).key]
+    assert store.clear(keys=[entry(2).key[:8]], kind="link") == []
+    assert [info.key for info in store.clear(keys=[entry(2).key[:8]])] == [entry(2).key]
+    assert store.clear(keys=[]) == [], "no key is not every key"
+    assert [info.kind for info in store.clear()] == ["link"]
+    assert store.statistics().removed == 3
+    store.close()
+
+
+def test_pages_cover_everything_once(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(number) for number in range(2 * PAGE + 5)], "1")
+    seen, after, more = list[str](), "", True
+    while more:
+        page, more = store.page(after=after)
+        seen += [info.key for info in page]
+        after = seen[-1]
+    assert seen == sorted(entry(number).key for number in range(2 * PAGE + 5))
+    assert [info.key for info in store.page(prefix=seen[7])[0]] == [seen[7]]
+    store.close()
+
+
+def test_statistics_survive(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(1)], "1")
+    store.get(entry(1).key)
+    store.get(entry(2).key)
+    store.discard(entry(1).key, "out of memory")
+    assert store.get(entry(1).key) is None
+    store.close()
+    store = opened(tmp_path)
+    counted = store.statistics()
+    assert (counted.hits, counted.misses, counted.stored, counted.discarded) == (1, 2, 1, 1)
+    assert tuple(store._sql.execute("SELECT key, reason FROM set_aside").fetchone()) == (entry(1).key, "out of memory")
+    store.close()
+
+
+def test_a_full_disk_refuses_and_keeps_what_is_there(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(1)], "1")
+    pages = store._sql.execute("PRAGMA page_count").fetchone()[0]
+    store._sql.execute(f"PRAGMA max_page_count = {pages + 2}")  # SQLite's own way to a full disk
+    with pytest.raises(DaemonError, match="full"):
+        store.put([entry(2, bytes(1_000_000))], "1")
+    assert store.get(entry(1).key) == b"value"
+    assert store.get(entry(2).key) is None
+    store.close()
+
+
+def test_network_filesystems_get_no_wal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rannd.daemon.store.on_network", lambda path: True)
+    store = opened(tmp_path)
+    store.put([entry(1)], "1")
+    assert not list(tmp_path.glob("*-wal"))
+    assert not list(tmp_path.glob("*-shm"))
+    assert store._sql.execute("PRAGMA synchronous").fetchone()[0] == 2
+    store.close()
+    monkeypatch.undo()
+    store = opened(tmp_path)
+    assert list(tmp_path.glob("*-wal"))
+    assert not list(tmp_path.glob("*-shm")), "an exclusive owner needs no shared memory"
+    assert store.get(entry(1).key) == b"value"
+    store.close()
+
+
+WRITER = """
+import sys
+from rannd.daemon import keys
+from rannd.daemon.protocol import NewEntry
+from rannd.daemon.store import Store
+store = Store(sys.argv[1], max_bytes=1 << 30)
+for number in range(10_000):
+    key = keys.make_key("trace", {"number": number})
+    store.put([NewEntry(key.digest, key.kind, key.components, bytes([number % 256]) * 20_000)], "1")
+    print(number, flush=True)
+"""
+
+
+def test_what_is_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+    file = tmp_path / "s.sqlite"
+    for round_ in range(5):
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(file)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            for _ in range(7 + 11 * round_):
+                acknowledged = int(writer.stdout.readline())
+            writer.kill()
+            rest = writer.stdout.read().split(b"\n")[:-1]
+        acknowledged = max([acknowledged, *map(int, rest)])
+        store = opened(tmp_path)
+        for number in range(acknowledged + 1):
+            assert store.get(entry(number).key) == bytes([number % 256]) * 20_000
+        assert store.statistics().corrupt == 0
+        store.close()
+
+
+def test_the_sqlite_file_is_readable_with_standard_tools(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(1)], "1")
+    store.close()
+    database = sqlite3.connect(tmp_path / "s.sqlite")
+    assert database.execute("SELECT kind, components FROM entries").fetchall() == [("trace", '{"number": "1"}')]
+    database.close()
