@@ -1,0 +1,42 @@
+"""Automatic parallelism for PyTorch models: ``model = pyrannc.RaNNCModule(model, optimizer)``.
+
+The public API, under the name that RaNNC scripts import. Importing it starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rannd import config as _configuration
+from rannd import log as _log
+from rannd.runtime.module import RaNNCModule, clear
+from rannd.runtime.switches import delay_grad_allreduce, sync_params_on_init
+from rannd.runtime.world import current as _current
+from rannd.runtime.world import find_place as _find_place
+
+__all__ = [
+    "RaNNCModule",
+    "barrier",
+    "clear",
+    "delay_grad_allreduce",
+    "get_rank",
+    "get_world_size",
+    "sync_params_on_init",
+]
+
+
+def get_rank() -> int:
+    """This process's rank, 0 where it is alone."""
+    return _find_place(os.environ).rank
+
+
+def get_world_size() -> int:
+    """Number of ranks, 1 where this process is alone."""
+    return _find_place(os.environ).size
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    config = _configuration.load()
+    _log.setup(level=config.log_level)
+    _current(config).barrier()

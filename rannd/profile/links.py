@@ -1,0 +1,77 @@
+"""Measure how fast ranks talk: point to point between two neighbours, and an all-reduce among all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from rannd.profile.costs import LinkCost
+
+SMALL, LARGE = 4 * 1024, 4 * 1024 * 1024
+"""Sizes of the messages, in bytes: one shows the latency, both together the bandwidth."""
+REPEATS = 5
+
+
+def measure_links(group: dist.ProcessGroup, device: torch.device) -> LinkCost:
+    """Costs of the links among the ranks of `group`, the same on all of them. Collective."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    buffers = {nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (SMALL, LARGE)}
+
+    def bounce(nbytes: int) -> None:
+        buffer = buffers[nbytes]
+        if rank == 0:
+            dist.send(buffer, group=group, group_dst=1)
+            dist.recv(buffer, group=group, group_src=1)
+        elif rank == 1:
+            dist.recv(buffer, group=group, group_src=0)
+            dist.send(buffer, group=group, group_dst=0)
+
+    def reduce(nbytes: int) -> None:
+        dist.all_reduce(buffers[nbytes], group=group)
+
+    times = torch.zeros(4, dtype=torch.float64, device=device)
+    for place, (action, nbytes) in enumerate(((bounce, SMALL), (bounce, LARGE), (reduce, SMALL), (reduce, LARGE))):
+        dist.barrier(group=group)
+        times[place] = _best(action, nbytes, device)
+    if rank != 0:
+        times.zero_()
+    dist.all_reduce(times, group=group)  # what rank 0 saw
+    small, large, small_reduce, large_reduce = times.tolist()
+    # A bounce is two messages; n ranks move 2(n-1)/n times the buffer each in an all-reduce of 2(n-1) steps.
+    latency, bandwidth = _fit(small / 2, large / 2)
+    steps = 2.0 * (size - 1)
+    reduce_latency, reduce_bandwidth = _fit(small_reduce, large_reduce)
+    return LinkCost(latency, bandwidth, reduce_latency * 2 / steps, reduce_bandwidth * steps / size)
+
+
+def _best(action: Callable[[int], None], nbytes: int, device: torch.device) -> float:
+    """Least time of some runs, in microseconds."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        action(nbytes)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, (time.perf_counter() - start) * 1e6)
+    return best
+
+
+def _fit(small: float, large: float) -> tuple[float, float]:
+    """(latency in us, bandwidth in bytes per us) from the times of the two sizes."""
+    bandwidth = (LARGE - SMALL) / max(large - small, 1.0)
+    return max(small - SMALL / bandwidth, 0.0), bandwidth
+
+
+def copy_speed(device: torch.device) -> LinkCost:
+    """Costs of links for a plan for devices that are not there: those of a copy on this device."""
+    source = torch.zeros(LARGE, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy(nbytes: int) -> None:
+        target[:nbytes].copy_(source[:nbytes])
+
+    latency, bandwidth = _fit(_best(copy, SMALL, device), _best(copy, LARGE, device))
+    return LinkCost(latency, bandwidth, latency, bandwidth)

@@ -1,0 +1,132 @@
+"""Measure what parts of a graph cost on the real device.
+
+A part runs alone, with synthetic parameters and inputs of the right shapes, at one or two numbers of rows; costs
+between them follow a line. Integer inputs of the model are taken from the first mini-batch, because an index has
+to be one. The state of the user's model and the random number generators stay untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from rannd.errors import ProfileError
+from rannd.graph.cut import Part, crossing_shape
+from rannd.graph.ir import Size
+from rannd.profile.costs import BlockCost
+
+WARM_UPS = 1
+REPEATS = 3
+LONG_US = 200_000.0
+"""A run this long is measured once."""
+
+
+class Sample:
+    """What to measure parts with: real rows of the arguments, and which values get gradients."""
+
+    def __init__(self, arguments: Mapping[Node, tuple[torch.Tensor, bool]], gradients: frozenset[Node], state: Mapping[str, torch.Tensor], device: torch.device) -> None:  # fmt: skip
+        self.arguments = arguments
+        """Each argument of the graph, with whether it carries the batch."""
+        self.gradients = gradients
+        self.state = state
+        """Every parameter, buffer and constant, for shape, type and flag alone."""
+        self.device = device
+
+    def value(self, node: Node, rows: int) -> torch.Tensor:
+        """A value for `node` in a piece of `rows` rows."""
+        traced = node.meta["val"]
+        shape = crossing_shape(node, rows)
+        if node in self.arguments:
+            tensor, batch = self.arguments[node]
+            if not traced.is_floating_point() and not traced.is_complex():
+                if batch and tensor.shape[0]:
+                    tensor = tensor[torch.arange(rows, device=tensor.device) % tensor.shape[0]]
+                if tuple(tensor.shape) == shape:
+                    return tensor.detach().to(self.device)
+        return _synthetic(shape, traced.dtype, self.device).requires_grad_(node in self.gradients)
+
+
+def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
+    """Times and activation bytes of a part at each of the (one or two) numbers of rows.
+
+    Raises ProfileError where the part does not run; out of memory on the device counts as that, too.
+    """
+    tensors = {}
+    for name in part.tensors:
+        like = sample.state[name]
+        tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
+        tensors[name] = tensor.requires_grad_(like.requires_grad)
+    devices = [sample.device] if sample.device.type == "cuda" else []
+    found: list[tuple[float, float, float]] = []
+    with torch.random.fork_rng(devices=devices):
+        for count in rows:
+            try:
+                found.append(_at(part, sample, tensors, count))
+            except Exception as exc:
+                raise ProfileError(
+                    f"{part.module._get_name()} cannot be measured with {count} rows on {sample.device}: {type(exc).__name__}: {exc}"
+                ) from exc
+    forward, backward, kept = ([each[index] for each in found] for index in range(3))
+    return BlockCost(_line(rows, forward), _line(rows, backward), _line(rows, kept))
+
+
+def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float, float]:
+    forward: list[float] = []
+    backward: list[float] = []
+    kept = 0.0
+    leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
+    for turn in range(WARM_UPS + REPEATS):
+        inputs = [sample.value(node, rows) for node in part.inputs]
+        numbers = part.numbers_at(rows)
+        owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        start = _now(sample.device)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
+            outputs = part.module(*inputs, *tensors.values(), *numbers)
+        middle = _now(sample.device)
+        roots = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        end = _now(sample.device)
+        kept = float(sum(size for pointer, size in storages.items() if pointer not in owned))
+        for tensor in leaves:
+            tensor.grad = None
+        if turn >= WARM_UPS:
+            forward.append((middle - start) * 1e6)
+            backward.append((end - middle) * 1e6 if roots else 0.0)
+            if forward[-1] + backward[-1] > LONG_US:
+                break
+    return min(forward), min(backward), kept
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Small positive numbers (a variance must not be negative); zeros for indices, true for masks."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.rand(shape, device=device, dtype=torch.float32).mul_(0.04).add_(0.01).to(dtype)
+    if dtype == torch.bool:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _line(rows: Sequence[int], values: Sequence[float]) -> Size:
+    """The line through the measured points; through one point, proportional to the rows."""
+    if len(rows) == 1:
+        return Size(0.0, values[0] / rows[0])
+    (few, many), (less, more) = rows[:2], values[:2]
+    slope = max((more - less) / (many - few), 0.0)
+    return Size(max(more - slope * many, 0.0), slope)

@@ -1,0 +1,328 @@
+"""From a traced model to a deployment: ask the daemon, and only on a miss profile and plan. The one place that knows the order.
+
+Rank 0 talks to its node's daemon and decides; the deployment goes to all ranks as bytes, an error as its text.
+One rank of every other node hands the result to its own node's daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+import rannd.errors
+from rannd import log
+from rannd.config import Config
+from rannd.daemon.client import Client, Lease, connect
+from rannd.daemon.keys import Key, deployment_key, link_key, profile_key
+from rannd.daemon.version import version
+from rannd.errors import DeploymentError, RanndError
+from rannd.graph.model import ModelGraph
+from rannd.plan.blocks import Block, make_blocks
+from rannd.plan.deployment import Deployment, Slot, decode, encode
+from rannd.plan.options import PlanOptions
+from rannd.plan.search import assignment_lines, estimate_lines, plan
+from rannd.profile.blocks import block_hashes, block_parts, measure_missing
+from rannd.profile.costs import BlockCost, CostTable, LinkCost
+from rannd.profile.links import copy_speed, measure_links
+from rannd.profile.measure import Sample
+from rannd.runtime.world import World, device_memory, device_model
+
+LEASE_WAIT_S = 3600.0
+"""Longest wait for another job that makes the same deployment; it ends at once when that job dies."""
+
+_GIB = 1024**3
+
+
+class Planner:
+    """What is needed to find the deployment of one graph. All methods that say so are collective."""
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        graph: ModelGraph,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        leaves: Sequence[torch.Tensor],
+        rows: Sequence[int],
+    ) -> None:
+        self._world = world
+        self._config = config
+        self._graph = graph
+        self._model = model
+        self._leaves = leaves
+        self._rows = tuple(rows)
+        self._optimizer = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        self._options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__})
+        memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
+        limit = min(memory, int(config.mem_limit_gb * _GIB)) if config.mem_limit_gb else memory
+        self.usable_memory = int(limit * (1 - config.mem_margin))
+        self._model_name = device_model(world)
+        self._backend = "nccl" if world.device.type == "cuda" else "gloo"
+        self._versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
+
+    # -- the order --------------------------------------------------------------------------------------------
+
+    def deployment(self, file: Path | None) -> Deployment:
+        """The deployment from a file, the cache, or a plan made now. Collective."""
+        if file is not None:
+            data = self._everywhere(lambda: self._read(file))
+            log.get("RaNNCModule").info("Using the deployment in %s", file)
+            return self._checked(data)
+        key = self._key()
+        with self._daemon() as client:
+            found, lease = self._ask(client, key)
+            if found:
+                deployment = self._checked(found)
+                self._tell_hit(deployment, key)
+                return deployment
+            try:
+                data = self._make(client)
+                if client is not None:
+                    client.put(key, data)
+            finally:
+                if lease is not None:
+                    lease.release()
+        self._give_to_other_nodes(key, data)
+        return self._checked(data)
+
+    def dry_run(self, devices: int) -> Deployment:
+        """A plan for so many devices of this kind that need not be there. Collective."""
+        with self._daemon() as client:
+            return decode(self._make(client, devices))
+
+    # -- parts ------------------------------------------------------------------------------------------------
+
+    def _key(self) -> Key:
+        rows = sum(self._rows)
+        inputs = [
+            (spec.name, str(spec.dtype), (rows, *spec.shape) if spec.batch else spec.shape)
+            for spec in self._graph.signature.tensors
+        ]
+        return deployment_key(
+            graph_hash=self._graph.task.graph_hash,
+            inputs=inputs,
+            global_batch=rows,
+            world_size=self._world.size,
+            topology=[(slot.node, slot.device) for slot in self._world.slots],
+            device_model=self._model_name,
+            device_memory=self.usable_memory,
+            backend=self._backend,
+            versions=self._versions,
+            plan_items=self._config.plan_items(),
+            optimizer=self._optimizer,
+        )
+
+    @contextlib.contextmanager
+    def _daemon(self) -> Iterator[Client | None]:
+        """A client on rank 0, None on the others."""
+        if self._world.rank != 0:
+            yield None
+            return
+        with self._connect() as client:
+            yield client
+
+    def _connect(self) -> Client:
+        config = self._config
+        return connect(
+            mode=config.cache,  # type: ignore[arg-type]
+            timeout_s=config.daemon_timeout_s,
+            idle_s=config.daemon_idle_s,
+            max_bytes=int(config.cache_max_gb * _GIB),
+        )
+
+    def _ask(self, client: Client | None, key: Key) -> tuple[bytes, Lease | None]:
+        """(the deployment on all ranks or nothing, the right to make it on rank 0)."""
+        found: bytes = b""
+        lease: Lease | None = None
+        if client is not None:
+            answer = client.lease(key, LEASE_WAIT_S, log.get("RaNNCModule").info)
+            if isinstance(answer, bytes):
+                try:
+                    self._checked(answer)
+                    found = answer
+                except DeploymentError as exc:
+                    client.discard(key, str(exc))
+                    log.get("RaNNCModule").warning("The cached deployment cannot be used: %s", exc)
+            elif isinstance(answer, Lease):
+                lease = answer
+        return self._world.broadcast_bytes(found), lease
+
+    def _checked(self, data: bytes) -> Deployment:
+        deployment = decode(data)
+        if deployment.graph_hash != self._graph.task.graph_hash:
+            raise DeploymentError(
+                f"the deployment was made for the graph {deployment.graph_hash[:12]}, this model's is "
+                f"{self._graph.task.graph_hash[:12]}; plan again without it"
+            )
+        if len(deployment.slots) != self._world.size:
+            raise DeploymentError(
+                f"the deployment was made for {len(deployment.slots)} ranks, this job has {self._world.size}; plan again without it"
+            )
+        return deployment
+
+    def _read(self, file: Path) -> bytes:
+        try:
+            return file.read_bytes()
+        except OSError as exc:
+            raise DeploymentError(f"the deployment {file} cannot be read: {exc.strerror}; name a file that save_deployment wrote") from exc
+
+    def _make(self, client: Client | None, devices: int | None = None) -> bytes:
+        """Profile and plan. Collective."""
+        logger = log.get("RaNNCModule")
+        first = self._world.rank == 0
+        if first:
+            logger.info("Running profiler ...")
+        blocks = make_blocks(self._graph.task, self._options, world=devices or self._world.size)
+        costs = self._costs(client, blocks)
+        if first:
+            logger.info("Profiling finished")
+            logger.info("Assuming batch size: %d", sum(self._rows))
+        return self._everywhere(lambda: self._plan(blocks, costs, devices))
+
+    def _plan(self, blocks: Sequence[Block], costs: CostTable, devices: int | None) -> bytes:
+        logger = log.get("Decomposer")
+        logger.info("Decomposer: %s", self._config.decomposer)
+        logger.info("Available device memory: %d", self.usable_memory)
+        logger.info("Starting model partitioning ...")
+        slots = self._world.slots if devices is None else tuple(Slot(0, device) for device in range(devices))
+        rows = sum(self._rows) if devices is None else math.ceil(sum(self._rows) / self._world.size) * devices
+        deployment = plan(
+            self._graph.task,
+            blocks,
+            costs,
+            world=len(slots),
+            slots=slots,
+            batch_rows=rows,
+            memory_bytes=self.usable_memory,
+            options=self._options,
+        )
+        log.get("DPStaging").info("\n".join(estimate_lines(deployment)))
+        ranks = self._world.rank_of_slot if devices is None else range(devices)
+        for line in assignment_lines(deployment, ranks):
+            logger.info(" %s", line)
+        return encode(deployment)
+
+    def _everywhere(self, make: Callable[[], bytes]) -> bytes:
+        """What rank 0 makes, on all ranks; its error is raised on all of them."""
+        told = b""
+        error: RanndError | None = None
+        if self._world.rank == 0:
+            try:
+                told = b"+" + make()
+            except RanndError as exc:
+                error = exc
+                told = b"-" + msgspec.msgpack.encode((type(exc).__name__, str(exc)))
+        told = self._world.broadcast_bytes(told)
+        if error is not None:
+            raise error
+        if told[:1] == b"-":
+            name, text = msgspec.msgpack.decode(told[1:], type=tuple[str, str])
+            raise getattr(rannd.errors, name, RanndError)(text)
+        return told[1:]
+
+    def _costs(self, client: Client | None, blocks: Sequence[Block]) -> CostTable:
+        parts = block_parts(self._graph, [block.ops for block in blocks])
+        hashes = block_hashes(self._graph, parts)
+        rows = self._profile_rows()
+        keys = {each: self._profile_key(each, rows) for each in dict.fromkeys(hashes)}
+        known: dict[str, BlockCost] = {}
+        if client is not None:
+            for each, value in zip(keys, client.get_many(list(keys.values())), strict=True):
+                if value is not None:
+                    known[each] = msgspec.msgpack.decode(value, type=BlockCost)
+        known = msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, BlockCost])
+        measured = measure_missing(
+            parts,
+            hashes,
+            known,
+            self._sample(),
+            rows,
+            rank=self._world.rank,
+            world=self._world.size,
+            gather=self._world.gather_bytes,
+        )
+        if client is not None and measured:
+            client.put_many((keys[each], msgspec.msgpack.encode(cost)) for each, cost in measured.items())
+        costs = {**known, **measured}
+        return CostTable(tuple(costs[each] for each in hashes), self._links(client))
+
+    def _profile_key(self, block: str, rows: Sequence[int]) -> Key:
+        threads = torch.get_num_threads() if self._world.device.type == "cpu" else 0
+        return profile_key(
+            block_hash=block, device_model=self._model_name, threads=threads, versions=self._versions, rows=rows
+        )
+
+    def _profile_rows(self) -> tuple[int, ...]:
+        """Rows to measure with: a rank's mini-batch, and a quarter of it where it may be sliced."""
+        most = max(math.ceil(sum(self._rows) / self._world.size), 1)
+        fewest = max(most // 4, 1)
+        return (most,) if self._graph.coupled or fewest == most else (fewest, most)
+
+    def _sample(self) -> Sample:
+        specs = self._graph.signature.tensors
+        arguments = {
+            node: (leaf, spec.batch)
+            for node, leaf, spec in zip(self._graph.traced.placeholders, self._leaves, specs, strict=False)
+        }
+        state: dict[str, torch.Tensor] = {**self._graph.traced.constants}
+        for name, tensor in [*self._model.named_buffers(), *self._model.named_parameters()]:
+            state[name] = tensor
+        return Sample(arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device)
+
+    def _links(self, client: Client | None) -> LinkCost:
+        if self._world.size == 1:
+            return copy_speed(self._world.device)
+        key = link_key(
+            topology=[(slot.node, slot.device) for slot in self._world.slots],
+            device_model=self._model_name,
+            backend=self._backend,
+            versions=self._versions,
+        )
+        data = b""
+        if client is not None:
+            data = client.get(key) or b""
+        data = self._world.broadcast_bytes(data)
+        if data:
+            return msgspec.msgpack.decode(data, type=LinkCost)
+        assert self._world.forward is not None
+        link = measure_links(self._world.forward, self._world.device)
+        if client is not None:
+            client.put(key, msgspec.msgpack.encode(link))
+        return link
+
+    def _give_to_other_nodes(self, key: Key, data: bytes) -> None:
+        """The first rank of each node that rank 0 is not on keeps the deployment there, too."""
+        nodes = [slot.node for slot in self._world.slots]
+        mine = self._world.slots[self._world.slot].node
+        home = self._world.slots[self._world.rank_of_slot.index(0)].node
+        if mine != home and nodes.index(mine) == self._world.slot:
+            with self._connect() as client:
+                client.put(key, data)
+
+    def _tell_hit(self, deployment: Deployment, key: Key) -> None:
+        if self._world.rank == 0:
+            logger = log.get("RaNNCModule")
+            logger.info("Using deployment %s from the cache", key.short)
+            for stage in deployment.stages:
+                ranks = ",".join(str(self._world.rank_of_slot[slot]) for slot in stage.slots)
+                logger.info(" Subgraph %s runs on rank[%s]", stage.name, ranks)
+
+
+def save(deployment: Deployment, file: Path) -> None:
+    """Write a deployment to a file, whole or not at all."""
+    file = file.expanduser().absolute()
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as temporary:
+            temporary.write(encode(deployment))
+        Path(temporary.name).replace(file)
+    except OSError as exc:
+        raise DeploymentError(f"the deployment cannot be written to {file}: {exc.strerror}; name a file in a folder that is there") from exc

@@ -1,0 +1,86 @@
+"""Move the values of pieces between ranks.
+
+Sends never block: their tensors are kept until the phase ends. A receive waits, except in runs of transfers at
+the ends of a phase, which are posted together. Between two ranks the transfers of a group happen in the order
+of the Program on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Node
+
+from rannd.errors import StepError
+from rannd.graph.cut import crossing_shape
+from rannd.runtime.world import World
+
+Sink = Callable[[Node, torch.Tensor], None]
+
+
+class Exchange:
+    """Transfers in one direction (values, or gradients) of one step."""
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None) -> None:
+        self._world = world
+        self._group = group
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._batch: list[dist.P2POp] = []
+        self._arriving: list[tuple[Sink, Node, torch.Tensor]] = []
+
+    def send(self, node: Node, tensor: torch.Tensor, rows: int, slot: int, *, later: bool) -> None:
+        """Send a value of a piece of `rows` rows to `slot`; `later`: with the next `flush`."""
+        expected = node.meta["val"]
+        if tensor.dtype != expected.dtype or tuple(tensor.shape) != crossing_shape(node, rows):
+            raise StepError(
+                f"value {node.name} is {tensor.dtype} {tuple(tensor.shape)}, but was traced as {expected.dtype} "
+                f"{crossing_shape(node, rows)} for {rows} rows; trace the model under the same autocast and default "
+                "dtype as it runs"
+            )
+        tensor = tensor.detach().contiguous()
+        if tensor.numel() == 0:
+            return
+        peer = self._world.rank_of_slot[slot]
+        if later:
+            self._batch.append(dist.P2POp(dist.isend, tensor, peer, self._group))
+        else:
+            self._sent.append((dist.isend(tensor, peer, group=self._group), tensor))
+
+    def receive(self, node: Node, rows: int, slot: int, sink: Sink, *, later: bool) -> None:
+        """Receive a value of a piece from `slot` and give it to `sink`; `later`: with the next `flush`."""
+        buffer = torch.empty(crossing_shape(node, rows), dtype=node.meta["val"].dtype, device=self._world.device)
+        peer = self._world.rank_of_slot[slot]
+        if buffer.numel() == 0:
+            sink(node, buffer)
+        elif later:
+            self._batch.append(dist.P2POp(dist.irecv, buffer, peer, self._group))
+            self._arriving.append((sink, node, buffer))
+        else:
+            dist.irecv(buffer, peer, group=self._group).wait()
+            sink(node, buffer)
+
+    def flush(self) -> None:
+        """Run what was put off, and hand out what arrived."""
+        if self._batch:
+            for work in dist.batch_isend_irecv(self._batch):
+                work.wait()
+        arriving, self._arriving, self._batch = self._arriving, [], []
+        for sink, node, buffer in arriving:
+            sink(node, buffer)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        self.flush()
+        sent, self._sent = self._sent, []
+        for work, _ in sent:
+            work.wait()
+
+
+def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
+    """(first row, number of rows) of `parts` slices of a mini-batch, the longer ones first."""
+    size, longer = divmod(rows, parts)
+    counts = [size + (part < longer) for part in range(parts)]
+    return [(sum(counts[:part]), counts[part]) for part in range(parts)]

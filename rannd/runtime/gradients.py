@@ -1,0 +1,70 @@
+"""Reduce gradients over the ranks that hold a parameter: DistributedDataParallel's mean over all ranks.
+
+A parameter may be held by the replicas of one stage, or by several stages (tied weights); its gradient is the sum
+over all of them, divided by the number of ranks. Gradients of one set of holders and one type travel together.
+A parameter that got no gradient on any rank keeps what it had, so that optimizers skip it as they would alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rannd.runtime.parameters import Parameters
+from rannd.runtime.world import World
+
+
+class Reducer:
+    """Moves what gathered in the aliases' gradients, reduced, to the gradients of the user's parameters."""
+
+    def __init__(self, world: World, parameters: Parameters) -> None:
+        self._world = world
+        self._parameters = parameters
+        buckets: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+        for name, tensor in parameters.tensors.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                buckets.setdefault((parameters.slots[name], tensor.dtype), []).append(name)
+        self._buckets = [(slots, names) for (slots, _), names in sorted(buckets.items(), key=lambda item: (item[0][0], str(item[0][1])))]  # fmt: skip
+        for slots, _ in self._buckets:  # on every rank in the same order
+            world.group_of(slots)
+
+    def reduce(self) -> None:
+        """Reduce all pending gradients. Collective."""
+        for slots, names in self._buckets:
+            if self._world.slot not in slots:
+                continue
+            trainable = [name for name in names if self._parameters.tensors[name].requires_grad]
+            if trainable:
+                self._reduce(slots, trainable)
+
+    def _reduce(self, slots: tuple[int, ...], names: list[str]) -> None:
+        group = self._world.group_of(slots)
+        aliases = [self._parameters.aliases[name] for name in names]
+        pending = [alias.grad for alias in aliases]
+        for alias in aliases:
+            alias.grad = None
+        if group is None:
+            for name, gradient in zip(names, pending, strict=True):
+                if gradient is not None:
+                    self._give(name, gradient.div_(self._world.size))
+            return
+        present = torch.tensor([gradient is not None for gradient in pending], dtype=aliases[0].dtype, device=aliases[0].device)
+        parts = [torch.zeros_like(a) if g is None else g for a, g in zip(aliases, pending, strict=True)]
+        flat = torch.cat([present, *(part.reshape(-1) for part in parts)])
+        dist.all_reduce(flat, group=group)
+        sizes = [len(names), *(alias.numel() for alias in aliases)]
+        counts, *reduced = flat.split(sizes)
+        for name, alias, gradient, count in zip(names, aliases, reduced, counts.tolist(), strict=True):
+            if count:
+                self._give(name, gradient.div_(self._world.size).view(alias.shape).clone())
+
+    def _give(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a reduced gradient to the user's parameter, and let its hooks see it, once."""
+        parameter = self._parameters.tensors[name]
+        for hook in list((parameter._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        with torch.no_grad():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        for after in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+            after(parameter)

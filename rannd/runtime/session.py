@@ -1,0 +1,262 @@
+"""One wrapped model at work: its deployment, its graphs, its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from rannd import log
+from rannd.config import Config
+from rannd.errors import RanndError, StepError, UsageError
+from rannd.graph.model import ModelGraph, build
+from rannd.graph.signature import Call, Mode, Signature, classify
+from rannd.plan.check import check
+from rannd.plan.deployment import Deployment
+from rannd.runtime.bound import bind, planned_stages, tensor_owners
+from rannd.runtime.deploy import Planner
+from rannd.runtime.executor import Executor, Step
+from rannd.runtime.gradients import Reducer
+from rannd.runtime.optimizer import keep_own
+from rannd.runtime.parameters import Parameters
+from rannd.runtime.verify import dump, verify
+from rannd.runtime.world import World
+
+UNKNOWN = -1
+
+
+class DryRunDone(SystemExit):
+    """Ends a script that was started to plan only."""
+
+
+class Session:
+    """Runs calls of a model. Everything here is collective: all ranks make the same calls in the same order."""
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        load_deployment: Path | None,
+        sync: bool,
+    ) -> None:
+        self.world = world
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._load = load_deployment
+        self._sync = sync
+        self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
+        self._executors: list[Executor] = []
+        self._signatures: list[Signature] = []
+        self._steps = 0
+        self.deployment: Deployment | None = None
+        self.parameters: Parameters | None = None
+        self._reducer: Reducer | None = None
+
+    # -- calls ------------------------------------------------------------------------------------------------
+
+    def run(self, call: Call, training: bool, delayed: Any) -> list[Any]:
+        """Outputs of one call, for this rank's samples; `delayed()` says whether gradients wait when backward runs."""
+        mode = Mode.current(training)
+        number = next((n for n, known in enumerate(self._signatures) if known.matches(call, mode)), UNKNOWN)
+        rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
+        told = self.world.gather_numbers([number, rows])
+        if any(each == UNKNOWN for each, _ in told):
+            number = self._prepare(call, mode)
+            told = self.world.gather_numbers([number, self._signatures[number].rows(call.tensors)])
+        elif any(each != number for each, _ in told):
+            raise StepError(
+                f"ranks call the model in different ways: graphs {[each for each, _ in told]} of {len(self._signatures)}; "
+                "shapes (but for the batch), types, and training mode have to be the same on all ranks"
+            )
+        executor = self._executors[number]
+        by_slot = tuple(told[rank][1] for rank in self.world.rank_of_slot)
+        if not any(by_slot):
+            raise StepError("the mini-batches of all ranks are empty; skip the step")
+        assert self.parameters is not None
+        self.parameters.refresh()
+        leaves = [tensor.to(self.world.device) for tensor in call.tensors]
+        step = Step(self._steps, by_slot, leaves)
+        self._steps += 1
+        outputs = executor.forward(step)
+        home = call.tensors[0].device
+        outputs = [value.to(home) if isinstance(value, torch.Tensor) else value for value in outputs]
+        if torch.is_grad_enabled():
+            outputs = self._attach(executor, step, call, outputs, delayed)
+        graph = executor.bound.graph
+        return [graph.traced.outputs.unflatten(outputs)]
+
+    def _attach(self, executor: Executor, step: Step, call: Call, outputs: list[Any], delayed: Any) -> list[Any]:
+        """Make the outputs part of the script's autograd graph."""
+        graph = executor.bound.graph
+        places = [place for place, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
+        nodes = graph.traced.results
+        marked = [nodes[place] in graph.placement.requires_grad for place in places]
+        if not any(marked):
+            return outputs
+        bridge = _Call(self, executor, step, len(outputs), places, delayed)
+        anchor = torch.zeros((), requires_grad=True)
+        tensors = [outputs[place] for place in places]
+        attached = _Bridge.apply(bridge, marked, tensors, anchor, *call.tensors)
+        for place, value in zip(places, attached, strict=True):
+            outputs[place] = value
+        return outputs
+
+    def reduce(self) -> None:
+        """Reduce gradients that wait."""
+        if self._reducer is not None:
+            self._reducer.reduce()
+
+    # -- graphs -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, call: Call, mode: Mode) -> int:
+        """Trace and bind the graph of a call not seen before; deploy at the first. Returns its number."""
+        logger = log.get("RaNNCModule")
+        first = self.deployment is None
+        shapes = [
+            msgspec.msgpack.decode(data, type=list[list[int]])
+            for data in self.world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
+        ]
+        signature = classify(call, mode, shapes)
+        if self.world.rank == 0:
+            logger.info("Tracing model ...") if first else logger.info("Tracing model for other inputs or another mode ...")
+        graph = self._trace(signature, call)
+        rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
+        if first:
+            self._deploy(graph, call, rows)
+        else:
+            assert self.deployment is not None and self.parameters is not None
+            self._bind(graph, self.parameters.owners)
+        self._signatures.append(signature)
+        return len(self._signatures) - 1
+
+    def _trace(self, signature: Signature, call: Call) -> ModelGraph:
+        """Trace on every rank; an error on one, and graphs that differ, are errors on all."""
+        graph: ModelGraph | None = None
+        error: RanndError | None = None
+        try:
+            with self._whole_model():
+                home = next((p.device for p in self._model.parameters()), self.world.device)
+                leaves = [tensor.detach().to(home).requires_grad_(tensor.requires_grad) for tensor in call.tensors]
+                graph = build(self._model, signature, leaves, self.world.device)
+        except RanndError as exc:
+            error = exc
+        if self.world.rank == 0 and self.deployment is None and graph is not None:
+            log.get("RaNNCModule").info("Converting torch model to IR ...")
+        told = graph.task.graph_hash if graph is not None else f"error: {error}"
+        hashes = [data.decode() for data in self.world.gather_bytes(told.encode())]
+        if error is not None:
+            raise error
+        failed = [rank for rank, each in enumerate(hashes) if each.startswith("error: ")]
+        if failed:
+            raise StepError(f"rank {failed[0]} could not trace the model: {hashes[failed[0]].removeprefix('error: ')}")
+        different = [rank for rank, each in enumerate(hashes) if each != hashes[0]]
+        if different:
+            raise StepError(
+                f"ranks {different} have another model than rank 0 (graph {hashes[different[0]][:12]}, not {hashes[0][:12]}); "
+                "build the same model and call it in the same way on every rank"
+            )
+        assert graph is not None
+        if self._config.dump_graph and self.world.rank == 0:
+            dump(graph, self._config)
+        return graph
+
+    def _whole_model(self) -> Any:
+        """The model as a tracer wants to see it, once other ranks hold parts of it."""
+        return _Untouched() if self.parameters is None else self.parameters.hollow()
+
+    def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> None:
+        planner = Planner(self.world, self._config, graph, self._model, self._optimizer, call.tensors, rows)
+        if self._config.partitioning_dry_run_np:
+            planner.dry_run(self._config.partitioning_dry_run_np)
+            raise DryRunDone(0)
+        deployment = planner.deployment(self._load)
+        if self._config.verify_partitioning:
+            verify(self._model, graph, call.tensors)
+        logger = log.get("RaNNCModule")
+        owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
+        if self.world.rank == 0:
+            log.get("ParamStorage").info("Synchronizing parameters ...")
+        self.deployment = deployment
+        self.parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
+        if self._optimizer is not None:
+            keep_own(self._optimizer, self.parameters)
+        self._reducer = Reducer(self.world, self.parameters)
+        self._bind(graph, None)
+        if self.world.rank == 0:
+            logger.info("Routes verification passed.")
+        logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
+
+    def _bind(self, graph: ModelGraph, owners: Any) -> None:
+        assert self.deployment is not None and self.parameters is not None
+        bound = bind(graph, self.deployment, self.world.slot, self.world.device, owners)
+        check(bound.program)
+        self._executors.append(Executor(self.world, bound, self.parameters.aliases, self._seed))
+
+
+class _Untouched:
+    """A context that does nothing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Call:
+    """What the backward of a call needs to know."""
+
+    def __init__(
+        self, session: Session, executor: Executor, step: Step, outputs: int, places: Sequence[int], delayed: Any
+    ) -> None:
+        self._session = session
+        self._executor = executor
+        self._step = step
+        self._outputs = outputs
+        self._places = places
+        self._delayed = delayed
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the call's tensors from those of its tensor outputs."""
+        given: list[torch.Tensor | None] = [None] * self._outputs
+        for place, gradient in zip(self._places, gradients, strict=True):
+            given[place] = gradient
+        found = self._executor.backward(self._step, given)
+        if not self._delayed():
+            self._session.reduce()
+        return found
+
+
+class _Bridge(torch.autograd.Function):
+    """Stands for the whole model in the script's autograd graph: its forward has run already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, marked: list[bool], outputs: list[torch.Tensor], anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.devices = [tensor.device for tensor in inputs]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(value for value, mark in zip(outputs, marked, strict=True) if not mark))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        found = ctx.call.backward(gradients)
+        moved = [None if g is None else g.to(device) for g, device in zip(found, ctx.devices, strict=True)]
+        return (None, None, None, None, *moved)
+
+
+def ensure_single_wrap(model: nn.Module) -> None:
+    """UsageError where a model is wrapped already."""
+    if getattr(model, "_rannd_wrapped", False):
+        raise UsageError("this model is wrapped in a RaNNCModule already; wrap each model once")
+    object.__setattr__(model, "_rannd_wrapped", True)

@@ -1,0 +1,82 @@
+"""Compare the traced graph with the user's own model, and write it down for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from rannd import log
+from rannd.config import Config
+from rannd.errors import TraceError, UsageError
+from rannd.graph.cut import extract
+from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
+from rannd.graph.model import ModelGraph
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest relative difference; half precision gets 5 %."""
+
+
+def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> None:
+    """TraceError where the graph's outputs differ from the model's on this rank's first mini-batch.
+
+    Buffers and random number generators are left as they were.
+    """
+    rows = graph.signature.rows(tensors)
+    if rows == 0:
+        return
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    tensors = [tensor.detach().to(device) for tensor in tensors]
+    part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.traced.constants}
+    counts: dict[str, float] = {}
+    if graph.label_counts is not None:
+        counts = {f"{LABELS_WEIGHT}{n}": float(count) for n, count in enumerate(graph.label_counts(*tensors))}
+    weights = pieces_weights(graph.weights, world=1, rows=rows, rank_rows=rows, total_rows=rows, counts=counts)
+    given = [*tensors, *(torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights)]
+    values = dict(zip(graph.traced.placeholders, given, strict=True))
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        seed = torch.initial_seed()
+        torch.manual_seed(seed)
+        args, kwargs = graph.signature.unflatten(tensors)
+        leaves = pytree.tree_leaves(model(*args, **kwargs))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        torch.manual_seed(seed)
+        found = part.module(
+            *(values[node] for node in part.inputs), *(state[name] for name in part.tensors), *part.numbers_at(rows)
+        )
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    computed = dict(zip(part.outputs, found, strict=True))
+    for node, position in zip(graph.traced.results, graph.traced.outputs.positions, strict=True):
+        if node not in computed:
+            continue
+        expected, value = leaves[position], computed[node]
+        scale = max(float(expected.abs().max()), 1e-30) if expected.numel() else 1.0
+        difference = float((expected.double() - value.double()).abs().max()) / scale if expected.numel() else 0.0
+        if not difference <= TOLERANCE.get(expected.dtype, 0.05):
+            raise TraceError(
+                f"verify_partitioning: output {position} of the traced graph differs from the model's by {difference:.3g} "
+                "(relative): the model's code does something that its graph does not show. Please report this model"
+            )
+    log.get("RaNNCModule").info("The traced graph gives the same outputs as the model.")
+
+
+def dump(graph: ModelGraph, config: Config) -> None:
+    """Write the graph as text to ``<dump_graph_prefix><hash>.txt``."""
+    if not config.dump_graph_prefix:
+        raise UsageError("dump_graph is set, but not dump_graph_prefix; name the beginning of the files to write")
+    file = Path(f"{config.dump_graph_prefix}{graph.task.graph_hash[:12]}.txt").expanduser()
+    lines = [f"graph {graph.task.graph_hash}", f"rows depend on each other: {graph.coupled or 'no'}", ""]
+    lines += [f"{name}  {node.format_node()}" for name, node in graph.nodes.items()]
+    try:
+        file.write_text("\n".join(lines) + "\n")
+    except OSError as exc:
+        raise UsageError(f"dump_graph: {file} cannot be written: {exc.strerror}") from exc
+    log.get("RaNNCModule").info("Graph written to %s", file)

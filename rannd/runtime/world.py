@@ -1,0 +1,310 @@
+"""The ranks of a job: who this process is, on which device it computes, how it talks to the others.
+
+A world is made once per process, at the first need. It adopts, in this order: a torch.distributed group that
+the script has initialised, the environment of rannc-run or torchrun, and that of an MPI launcher. Alone in the
+world, a process needs none of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import msgspec
+import psutil
+import torch
+import torch.distributed as dist
+
+from rannd import log
+from rannd.config import Config
+from rannd.errors import LaunchError
+from rannd.plan.deployment import Slot
+
+RANK_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+"""Names of rank, size, local rank and local size of each kind of launcher."""
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank and size as the launcher gives them."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    launcher: str = ""
+
+
+def find_place(environ: Mapping[str, str]) -> Place:
+    """Who this process is, without talking to anybody. LaunchError for variables that contradict each other."""
+    if dist.is_available() and dist.is_initialized():
+        local = environ.get("LOCAL_RANK") or environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
+        return Place(dist.get_rank(), dist.get_world_size(), int(local or dist.get_rank()), "torch.distributed")
+    for rank, size, local_rank, _ in RANK_VARIABLES:
+        if rank in environ and size in environ:
+            try:
+                place = Place(int(environ[rank]), int(environ[size]), int(environ.get(local_rank, environ[rank])), rank)
+            except ValueError as exc:
+                raise LaunchError(f"{rank}={environ[rank]!r}, {size}={environ[size]!r}: whole numbers are wanted") from exc
+            if not 0 <= place.rank < place.size:
+                raise LaunchError(f"{rank}={place.rank} is not below {size}={place.size}; start the job anew")
+            return place
+    return Place()
+
+
+@dataclass
+class World:
+    """All ranks of the job. Collective methods have to be called by all of them, in the same order."""
+
+    place: Place
+    device: torch.device
+    hosts: tuple[str, ...]
+    slots: tuple[Slot, ...]
+    """Places of all ranks, sorted; a rank's *slot* is its position here."""
+    rank_of_slot: tuple[int, ...]
+    control: dist.ProcessGroup | None
+    """gloo, for small messages on the CPU."""
+    forward: dist.ProcessGroup | None
+    backward: dist.ProcessGroup | None
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    @property
+    def slot(self) -> int:
+        """This rank's slot."""
+        return self.rank_of_slot.index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this rank's node."""
+        return sum(slot.node == self.slots[self.slot].node for slot in self.slots)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """`data` of rank `source`, on all ranks."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        length = torch.tensor([len(data) if data is not None else 0])
+        dist.broadcast(length, source, group=self.control)
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if self.rank == source and data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if int(length):
+            dist.broadcast(buffer, source, group=self.control)
+        return buffer.numpy().tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What every rank gave, by rank."""
+        if self.size == 1:
+            return [data]
+        lengths = self.gather_numbers([len(data)])
+        widest = max(length for (length,) in lengths)
+        buffer = torch.zeros(max(widest, 1), dtype=torch.uint8)
+        if data:
+            buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = [torch.empty_like(buffer) for _ in range(self.size)]
+        dist.all_gather(received, buffer, group=self.control)
+        return [part.numpy().tobytes()[:length] for part, (length,) in zip(received, lengths, strict=True)]
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The whole numbers that every rank gave (as many on each), by rank."""
+        if self.size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        received = torch.empty((self.size, len(mine)), dtype=torch.int64)
+        dist.all_gather_into_tensor(received, mine, group=self.control)
+        rows: list[list[int]] = received.tolist()
+        return rows
+
+    def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks of a small tensor on the CPU, in place."""
+        if self.size > 1:
+            dist.all_reduce(numbers, group=self.control)
+        return numbers
+
+    def group_of(self, slots: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of the ranks in some slots, for reductions; None for one slot alone. Collective when new."""
+        if len(slots) < 2:
+            return None
+        if slots not in self.groups:
+            ranks = sorted(self.rank_of_slot[slot] for slot in slots)
+            self.groups[slots] = dist.new_group(ranks, backend=_backend(self.device), timeout=TIMEOUT)
+        return self.groups[slots]
+
+
+_world: World | None = None
+
+
+def current(config: Config) -> World:
+    """The world of this process, made at the first call (collective then)."""
+    global _world
+    if _world is None:
+        _world = _make(config)
+    return _world
+
+
+def _make(config: Config) -> World:
+    logger = log.get("RaNNCProcess")
+    place = find_place(os.environ)
+    host = socket.gethostname()
+    logger.info("RaNNC started on rank %d (%s)", place.rank, host)
+    if place.size > 1 and not dist.is_initialized():
+        _rendezvous(place)
+    device = _device(config.device, place)
+    if place.size == 1:
+        ordinal = device.index or 0
+        return World(place, device, (host,), (Slot(0, ordinal),), (0,), None, None, None)
+    control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    forward = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
+    backward = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
+    world = World(place, device, (), (), (), control, forward, backward)
+    mine = (host, _node_identity(), device.type, device.index if device.index is not None else place.local_rank)
+    everyone = [
+        msgspec.msgpack.decode(data, type=tuple[str, str, str, int])
+        for data in world.gather_bytes(msgspec.msgpack.encode(mine))
+    ]
+    kinds = {kind for _, _, kind, _ in everyone}
+    if len(kinds) > 1:
+        raise LaunchError(f"ranks use different kinds of devices ({', '.join(sorted(kinds))}); set device= on all of them")
+    nodes: dict[str, int] = {}
+    slots = []
+    for _, node, _, ordinal in everyone:
+        slots.append(Slot(nodes.setdefault(node, len(nodes)), ordinal))
+    if len(set(slots)) < len(slots):
+        raise LaunchError(
+            f"two ranks share a device ({[(s.node, s.device) for s in slots]}); start at most one rank per device"
+        )
+    order = sorted(range(place.size), key=lambda rank: slots[rank])
+    world.hosts = tuple(h for h, _, _, _ in everyone)
+    world.rank_of_slot = tuple(order)
+    world.slots = tuple(slots[rank] for rank in order)
+    if place.rank == 0 and device.type == "cuda":
+        logger.info("CUDA device assignments:")
+        for rank in range(place.size):
+            logger.info(" Worker %d: device%d@%s", rank, slots[rank].device, world.hosts[rank])
+    return world
+
+
+def _rendezvous(place: Place) -> None:
+    """Initialise torch.distributed: rannc-run and torchrun say where, under a bare mpirun rank 0 tells through MPI."""
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        address, port = _agree_through_mpi(place)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Close the groups, so that the end of one rank is no error on the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _agree_through_mpi(place: Place) -> tuple[str, int]:
+    """Address and free port of rank 0."""
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # its start takes a second
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if world.Get_size() != place.size:
+        raise LaunchError(
+            f"the launcher started {place.size} ranks, but MPI sees {world.Get_size()}: mpirun and the MPI library belong to "
+            "different installations. Start the job with rannc-run, or with the mpirun of this Python environment"
+        )
+    told = None
+    if place.rank == 0:
+        host = socket.gethostname()
+        try:
+            address = socket.gethostbyname(host)
+        except OSError:
+            address = "127.0.0.1"
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        told = f"{address} {port}".encode().ljust(128)
+    buffer = bytearray(told or bytes(128))
+    world.Bcast([buffer, MPI.BYTE], root=0)
+    address, text = bytes(buffer).decode().split()
+    return address, int(text)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _device(wanted: str, place: Place) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise LaunchError("device=cuda, but torch sees no CUDA device; use device=cpu or a CUDA build of torch")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _node_identity() -> str:
+    """Equal for processes on one machine, and for them alone (containers may share a machine's host name)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{boot}/{socket.gethostname()}"
+
+
+def device_memory(world: World) -> int:
+    """Bytes of memory that belong to this rank: its GPU's, or its share of the node's (and its cgroup's)."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory
+    total = psutil.virtual_memory().total
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total // world.local_size
+
+
+def device_model(world: World) -> str:
+    """What kind of device this is, for keys of measured costs."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"cpu {_cpu_name()} {torch.get_num_threads()} threads"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return os.uname().machine
