@@ -50,6 +50,8 @@ def test_training_equals_the_emulation(
     if case.name not in outcomes:
         outcomes.update(run(_batch_of(case, request), home))
     outcome = outcomes.pop(case.name)
-    assert not outcome.error, outcome.error
+    if outcome.error:
+        pytest.fail(outcome.error, pytrace=False)
     wrong = plan_differences(case, outcome.records) + differences(emulate(case), outcome.records)
-    assert not wrong, "\n".join([f"{len(wrong)} differences, the first:", *wrong[:SHOWN]])
+    if wrong:
+        pytest.fail("\n".join([f"{len(wrong)} differences, the first:", *wrong[:SHOWN]]), pytrace=False)
