@@ -1,0 +1,111 @@
+"""The command `rannd`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+RANND = str(Path(sys.executable).parent / "rannd")
+
+
+def rannd(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([RANND, *words], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_life(daemon_home) -> None:
+    down = rannd("status")
+    assert (down.returncode, down.stdout[:14]) == (3, "no daemon runs")
+    assert list(daemon_home.runtime.iterdir()) == [], "a look starts nothing"
+    started = rannd("start")
+    (pid,) = daemon_home.pids()
+    assert (started.returncode, started.stdout) == (0, f"rannd 0.1.0, pid {pid}, started\n")
+    assert rannd("start").stdout == f"rannd 0.1.0, pid {pid}, runs already\n"
+    up = rannd("status")
+    assert up.returncode == 0
+    assert f"pid {pid}" in up.stdout
+    assert "exits after 1800 s without work" in up.stdout
+    assert "started" in rannd("restart").stdout
+    (second,) = daemon_home.pids()
+    assert second != pid
+    assert rannd("stop").stdout == "the daemon has ended\n"
+    assert daemon_home.pids() == []
+    again = rannd("stop")
+    assert (again.returncode, again.stdout) == (0, "no daemon runs\n")
+
+
+def test_status_as_json(daemon_home) -> None:
+    down = rannd("status", "--json")
+    assert down.returncode == 3
+    assert json.loads(down.stdout)["running"] is False
+    rannd("start")
+    up = json.loads(rannd("status", "--json").stdout)
+    assert up["running"] is True
+    assert [up["pid"]] == daemon_home.pids()
+    assert up["protocol"] == 1
+    assert up["leases"] == []
+    assert up["statistics"]["hits"] == 0
+
+
+def test_the_configuration_sets_the_limits(daemon_home, monkeypatch) -> None:
+    (daemon_home.conf / "rannc_conf.toml").write_text("daemon_idle_s = 77.0\n")
+    monkeypatch.setenv("RANNC_CACHE_MAX_GB", "0.5")
+    rannd("start")
+    up = json.loads(rannd("status", "--json").stdout)
+    assert (up["idle_s"], up["max_bytes"]) == (77.0, 1 << 29)
+
+
+def test_a_wrong_configuration_is_named(daemon_home, monkeypatch) -> None:
+    monkeypatch.setenv("RANNC_DAEMON_IDLE_S", "soon")
+    failed = rannd("start")
+    assert failed.returncode == 2
+    assert "RANNC_DAEMON_IDLE_S" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_start_that_fails_says_why(daemon_home) -> None:
+    (daemon_home.runtime / "rannd").symlink_to(daemon_home.base)
+    failed = rannd("start")
+    assert failed.returncode == 6
+    assert "symbolic link" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_run_stays_in_the_foreground(daemon_home) -> None:
+    with subprocess.Popen([RANND, "run", "--idle", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stderr is not None
+        assert f"pid {daemon.pid}, listens at".encode() in daemon.stdout.readline()
+        assert rannd("start").stdout.endswith("runs already\n")
+        up = rannd("status")
+        assert "never exits by itself" in up.stdout, "a client's configuration does not change what was typed"
+        second = rannd("run")
+        assert second.returncode == 6
+        assert "already" in second.stderr
+        daemon.send_signal(signal.SIGINT)
+        assert daemon.wait() == 0
+        assert b"ends: SIGINT" in daemon.stderr.read()
+
+
+def test_run_exits_when_idle(daemon_home) -> None:
+    ended = rannd("run", "--idle", "0.05")
+    assert ended.returncode == 0
+    assert "nothing to do for 0.05 s" in ended.stderr
+
+
+def test_stop_waits_for_the_end(daemon_home) -> None:
+    rannd("start")
+    (pid,) = daemon_home.pids()
+    watch = os.pidfd_open(pid)
+    rannd("stop")
+    assert select.select([watch], [], [], 60)[0]
+    os.close(watch)
+
+
+def test_help_names_every_command() -> None:
+    told = rannd("--help").stdout
+    assert all(f"\n  {name} " in told for name in ("start", "stop", "restart", "status", "run"))

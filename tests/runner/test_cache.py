@@ -1,0 +1,202 @@
+"""The command `rannc-cache`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rannd.daemon import keys
+from rannd.daemon.client import connect
+from rannd.daemon.places import places
+from rannd.errors import UsageError
+from rannd.runner.cache import duration
+
+BIN = Path(sys.executable).parent
+
+VERSIONS = {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0"}
+DEPLOYMENT = keys.deployment_key(
+    graph_hash="abcdef0123456789",
+    inputs=[("x", "float32", (64, 512))],
+    global_batch=64,
+    world_size=2,
+    topology=[(0, 0), (0, 1)],
+    device_model="cpu",
+    device_memory=1 << 34,
+    backend="gloo",
+    versions=VERSIONS,
+    plan_items={"partition_num": 0},
+    optimizer="Adam",
+)
+PROFILES = [
+    keys.profile_key(block_hash=f"{number:016x}", device_model="cpu", threads=1, versions=VERSIONS, rows=[1, 2, 4])
+    for number in range(100)
+]
+
+
+def cache(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(BIN / "rannc-cache"), *words], capture_output=True, text=True, check=False, timeout=120
+    )  # fmt: skip
+
+
+def on_terminal(*words: str) -> str:
+    """What the command prints on a terminal of 80 columns."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
+    with subprocess.Popen([str(BIN / "rannc-cache"), *words], stdout=slave, stderr=slave, env=environment) as command:
+        os.close(slave)
+        said = b""
+        while True:
+            try:
+                part = os.read(master, 65536)
+            except OSError:  # Linux says EIO when the last writer has gone
+                break
+            if not part:
+                break
+            said += part
+        assert command.wait() == 0
+    os.close(master)
+    return said.decode().replace("\r\n", "\n")
+
+
+@pytest.fixture
+def filled(daemon_home) -> object:
+    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+        assert client.put_many([(key, bytes(100)) for key in PROFILES]) == 100
+        assert client.put(DEPLOYMENT, bytes(2048))
+    return daemon_home
+
+
+def test_an_empty_cache(daemon_home) -> None:
+    assert cache("ls").stdout == "KIND\tKEY\tAGE\tLAST USED\tSIZE\tWHAT\n"
+    assert json.loads(cache("ls", "--json").stdout) == []
+    assert on_terminal("ls") == "the cache is empty\n"
+    assert cache("clear").stdout == "removed 0 entries, 0 B\n"
+
+
+def test_ls_for_programs_is_complete(filled) -> None:
+    lines = cache("ls").stdout.splitlines()
+    assert len(lines) == 102
+    kind, key, _, _, size, what = next(line for line in lines if line.startswith("deployment")).split("\t")
+    assert (kind, key, size) == ("deployment", DEPLOYMENT.digest, "2.0 KiB")
+    assert what == "graph abcdef01, ranks 2, batch 64, on cpu, over gloo"
+    told = json.loads(cache("ls", "--json").stdout)
+    assert {entry["key"] for entry in told} == {key.digest for key in (*PROFILES, DEPLOYMENT)}
+    assert all(entry["components"] for entry in told)
+
+
+def test_ls_for_people_fits_their_terminal(filled) -> None:
+    told = on_terminal("ls")
+    assert DEPLOYMENT.short in told
+    assert DEPLOYMENT.digest not in told
+    assert "101 entries, 11.8 KiB" in told
+    assert max(map(len, told.splitlines())) <= 80
+
+
+def test_ls_shows_the_latest_used_first(filled) -> None:
+    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+        client.get(PROFILES[42])
+    assert cache("ls").stdout.splitlines()[1].split("\t")[1] == PROFILES[42].digest
+
+
+def test_show(filled) -> None:
+    told = cache("show", DEPLOYMENT.short)
+    assert told.returncode == 0
+    assert DEPLOYMENT.digest in told.stdout
+    assert '  inputs = [["x","float32",[64,512]]]\n' in told.stdout
+    assert "  version.torch = " in told.stdout
+    assert json.loads(cache("show", DEPLOYMENT.digest, "--json").stdout)["components"] == DEPLOYMENT.components
+
+
+def test_a_key_that_names_nothing_or_too_much(filled) -> None:
+    nothing = cache("show", "0" * 40)
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert "starts with 0000" in nothing.stderr
+    assert cache("show", "xyz!").returncode == 2
+    short = cache("clear", "ab")
+    assert short.returncode == 2
+    assert "4 to 40 digits" in short.stderr
+
+
+def test_clear_says_what_it_removed(filled) -> None:
+    one = cache("clear", DEPLOYMENT.short).stdout.splitlines()
+    assert one == [
+        f"removed deployment {DEPLOYMENT.digest}  graph abcdef01, ranks 2, batch 64, on cpu, over gloo",
+        "removed 1 entry, 2.0 KiB",
+    ]
+    rest = cache("clear").stdout.splitlines()
+    assert len(rest) == 101
+    assert rest[-1] == "removed 100 entries, 9.8 KiB"
+    assert json.loads(cache("ls", "--json").stdout) == []
+
+
+def test_clear_by_kind_and_age(filled) -> None:
+    assert cache("clear", "--older-than", "7d").stdout == "removed 0 entries, 0 B\n"
+    assert cache("clear", "--kind", "nothing").stdout == "removed 0 entries, 0 B\n"
+    removed = json.loads(cache("clear", "--kind", "deployment", "--json").stdout)
+    assert [entry["key"] for entry in removed] == [DEPLOYMENT.digest]
+    assert len(json.loads(cache("ls", "--json").stdout)) == 100
+    assert cache("clear", "--older-than", "0s").stdout.splitlines()[-1] == "removed 100 entries, 9.8 KiB"
+
+
+def test_clear_with_one_unknown_key_removes_nothing(filled) -> None:
+    failed = cache("clear", DEPLOYMENT.digest, "0" * 40)
+    assert failed.returncode == 2
+    assert "nothing is removed" in failed.stderr
+    assert len(json.loads(cache("ls", "--json").stdout)) == 101
+
+
+def test_stats(filled) -> None:
+    told = json.loads(cache("stats", "--json").stdout)
+    assert told["kinds"] == {"deployment": {"entries": 1, "bytes": 2048}, "profile": {"entries": 100, "bytes": 10000}}
+    assert told["statistics"]["stored"] == 101
+    assert "entries    101, 11.8 KiB of 2.0 GiB" in cache("stats").stdout
+
+
+def test_verify_finds_a_flipped_byte(filled) -> None:
+    sound = cache("verify")
+    assert (sound.returncode, sound.stdout) == (0, "101 entries sound, 0 corrupt\n")
+    subprocess.run([str(BIN / "rannd"), "stop"], check=True, capture_output=True)
+    store = sqlite3.connect(places().store)
+    store.execute("UPDATE entries SET value = zeroblob(2047) || x'01' WHERE kind = 'deployment'")
+    store.commit()
+    store.close()
+    broken = cache("verify", "--json")
+    assert broken.returncode == 1
+    assert json.loads(broken.stdout) == {"sound": 100, "corrupt": [DEPLOYMENT.digest]}
+    assert cache("verify").stdout == "100 entries sound, 0 corrupt\n"
+
+
+def test_it_starts_the_daemon_just_in_time(filled) -> None:
+    filled.end_daemons()
+    assert len(cache("ls").stdout.splitlines()) == 102
+    assert len(filled.pids()) == 1
+
+
+def test_without_a_daemon_it_says_why(daemon_home) -> None:
+    daemon_home.cache.rmdir()
+    daemon_home.cache.write_text("in the way")
+    failed = cache("ls")
+    assert failed.returncode == 6
+    assert "cannot be made" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("7d", 604800), ("12h", 43200), ("1.5m", 90), ("0s", 0), ("2w", 1209600)]
+)
+def test_time_spans(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7 days", "1e3s", "nan"])
+def test_what_is_no_time_span(text: str) -> None:
+    with pytest.raises(UsageError, match="time span"):
+        duration(text)
