@@ -47,10 +47,13 @@ class Exchange:
         if later:
             self._batch.append(dist.P2POp(dist.isend, tensor, peer, self._group))
         else:
+            self.flush()
             self._sent.append((dist.isend(tensor, peer, group=self._group), tensor))
 
     def receive(self, node: Node, rows: int, slot: int, sink: Sink, *, later: bool) -> None:
         """Receive a value of a piece from `slot` and give it to `sink`; `later`: with the next `flush`."""
+        if not later:
+            self.flush()  # what was put off comes first: the peer may wait for it
         buffer = torch.empty(crossing_shape(node, rows), dtype=node.meta["val"].dtype, device=self._world.device)
         peer = self._world.rank_of_slot[slot]
         if buffer.numel() == 0:

@@ -133,10 +133,9 @@ class World:
         if self.size == 1:
             return [list(numbers)]
         mine = torch.tensor(list(numbers), dtype=torch.int64)
-        received = torch.empty((self.size, len(mine)), dtype=torch.int64)
-        dist.all_gather_into_tensor(received, mine, group=self.control)
-        rows: list[list[int]] = received.tolist()
-        return rows
+        received = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(received, mine, group=self.control)
+        return [each.tolist() for each in received]
 
     def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks of a small tensor on the CPU, in place."""
