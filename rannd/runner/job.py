@@ -111,7 +111,7 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
         hosts = []
 
     launcher = find_launcher(environ)
-    added = launcher_variables(launcher.kind, environ, grace=options.grace, root=os.geteuid() == 0)
+    added = launcher_variables(launcher.kind, environ, root=os.geteuid() == 0)
     added |= meeting_point(environ, places[0].host if hosts else None)
     if "PYTHONUNBUFFERED" not in environ:
         added["PYTHONUNBUFFERED"] = "1"

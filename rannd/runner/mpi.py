@@ -96,13 +96,12 @@ def identify(version_text: str) -> Kind | None:
     return None
 
 
-def launcher_variables(kind: Kind, environ: Mapping[str, str], *, grace: float, root: bool) -> dict[str, str]:
+def launcher_variables(kind: Kind, environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     """Variables for the launcher and its ranks' MPI that the user has not set.
 
     Args:
         kind: of the launcher.
         environ: what is set already.
-        grace: seconds that rannc-run gives a rank to end; the launcher must not be faster.
         root: the user is root.
     """
     wanted: dict[str, str] = {}
@@ -111,10 +110,6 @@ def launcher_variables(kind: Kind, environ: Mapping[str, str], *, grace: float, 
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         # Without it MPI_Init looks for fabrics for a second; set OMPI_MCA_btl for a network that needs it.
         wanted["OMPI_MCA_btl"] = "^ofi"
-        # The watchers end their ranks themselves; 5.x reads PRTE_, 4.x OMPI_.
-        seconds = str(int(grace) + 5)
-        wanted["PRTE_MCA_odls_base_sigkill_timeout"] = seconds
-        wanted["OMPI_MCA_odls_base_sigkill_timeout"] = seconds
     return {name: value for name, value in wanted.items() if name not in environ}
 
 

@@ -1,17 +1,20 @@
-"""The watcher of one rank: MPI starts it, it starts ``python train.py`` and stays beside it.
+"""The watcher of one rank: starts ``python train.py``, stays beside it, and ends what is left of it.
 
 ::
 
-    mpirun ── watcher ── python train.py ── what the script forks
-                 │            (leads its own session)
-                 └── socket to the monitor in rannc-run: output, exit; signals, stop, quit
+    mpirun ── stand-in ── watcher ── python train.py ── what the script forks
+                             │           (leads its own session)
+                             └── socket to the monitor in rannc-run: output, exit; signals, stop, quit
 
 The rank sees what it would see without a watcher: its arguments, directory, environment, default
 signal handling; its standard input is empty. What the watcher adds: output travels as bytes of a
 known rank and stream, the end of the rank is reported with its reason, and whatever ends first
 (rannc-run, mpirun, the watcher, the rank), the others of the same rank end too:
 
-- rannc-run is gone: the socket closes; mpirun is gone: its pidfd becomes readable. Both end the rank.
+- rannc-run is gone: the socket closes, the watcher ends the rank.
+- mpirun is gone, or ends its processes: so does the stand-in, and the kernel tells the watcher. The
+  stand-in exists because Open MPI 5 sends SIGKILL 0.2 s after SIGTERM, whatever it is told; the
+  watcher is out of its reach and has time for the grace period.
 - the watcher is gone: the kernel kills the rank (PR_SET_PDEATHSIG); where the watcher's host is
   rannc-run's own, the monitor kills the rest of the session.
 
@@ -33,6 +36,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from rannd.runner import processes, wire
 
@@ -98,17 +102,9 @@ class Watcher:
             if signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, lambda *_: None)
         processes.adopt_orphans()
-        self._launcher = self._open_pidfd(os.getppid())
         self._pid, stdout, stderr = self._start(command)
         self._pipes = {stdout: wire.STDOUT, stderr: wire.STDERR}
         monitor.setblocking(False)
-
-    @staticmethod
-    def _open_pidfd(pid: int) -> int | None:
-        try:
-            return os.pidfd_open(pid)
-        except OSError:  # a kernel before 5.3: the monitor watches the launcher anyway
-            return None
 
     @staticmethod
     def _start(command: list[str]) -> tuple[int, int, int]:
@@ -154,8 +150,6 @@ class Watcher:
         poll.register(self._wakeup, select.POLLIN)
         if self._monitor is not None:
             poll.register(self._monitor, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-        if self._launcher is not None:
-            poll.register(self._launcher, select.POLLIN)
         if len(self._outgoing) < _BACKLOG:
             for fd in self._pipes:
                 poll.register(fd, select.POLLIN)
@@ -164,10 +158,6 @@ class Watcher:
 
         if self._wakeup in ready:
             self._take_signals()
-        if self._launcher in ready and self._launcher is not None:
-            os.close(self._launcher)
-            self._launcher = None
-            self._stop(signal.SIGTERM)
         for fd in [fd for fd in self._pipes if fd in ready]:
             self._read_output(fd)
         if self._monitor is not None and self._monitor.fileno() in ready:
@@ -183,7 +173,7 @@ class Watcher:
         received = set(os.read(self._wakeup, 4096))
         if signal.SIGCHLD in received:
             self._reap()
-        # From the launcher: it wants the rank to end. A Ctrl-C (SIGINT) is the monitor's to spread.
+        # The stand-in is gone. A Ctrl-C (SIGINT) is the monitor's to spread.
         if received & {signal.SIGTERM, signal.SIGHUP}:
             self._stop(signal.SIGTERM)
 
@@ -390,6 +380,30 @@ def main() -> None:
     rank = rank_of(os.environ)
     if rank is None:
         sys.exit(f"rannc-run: the launcher set none of {', '.join(RANK_VARIABLES)}; which rank is this?")
+    stand_in = os.getpid()
+    pid = os.fork()
+    if pid != 0:
+        _stand_in(pid)
+    os.setsid()
+    processes.die_with_parent(stand_in, signal.SIGTERM)
+    _watch(settings, rank)
+
+
+def _stand_in(watcher: int) -> NoReturn:
+    """What the launcher sees of a rank: ends when the watcher does, or when the launcher is gone."""
+    ends = select.poll()
+    try:
+        ends.register(os.pidfd_open(os.getppid()), select.POLLIN)
+        ends.register(os.pidfd_open(watcher), select.POLLIN)
+        ends.poll()
+    except OSError:  # a kernel before 5.3; the monitor watches the launcher, too
+        os.waitpid(watcher, 0)
+        os._exit(0)
+    pid, status = os.waitpid(watcher, os.WNOHANG)
+    os._exit(0 if pid == 0 else abs(os.waitstatus_to_exitcode(status)))
+
+
+def _watch(settings: dict[str, Any], rank: int) -> None:
     try:
         channel = connect(settings["address"])
     except OSError as error:
@@ -401,4 +415,16 @@ def main() -> None:
         watcher = Watcher(channel, sys.argv[1:], rank, settings["grace"], log_dir)
     except OSError as error:
         sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot start: {error}")
-    watcher.run(settings["token"])
+    # The launcher waits until nobody holds the pipes it gave us; we may outlive it by the grace period.
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    try:
+        watcher.run(settings["token"])
+    except Exception:
+        # Nobody hears our standard error; the rank is killed with us, and the user must know by what.
+        import traceback  # takes as long to import as all of the rest
+
+        channel.setblocking(True)
+        channel.sendall(wire.encode(wire.STDERR, traceback.format_exc().encode()))
+        raise

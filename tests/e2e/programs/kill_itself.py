@@ -1,0 +1,8 @@
+"""Rank 1 dies by SIGKILL, as under the kernel's out-of-memory killer; the others wait until they are ended."""
+
+import os
+import signal
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()

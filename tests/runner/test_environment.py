@@ -1,0 +1,53 @@
+"""What ranks get beyond their user's environment, and what is left alone."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from rannd.runner import environment
+from rannd.runner.environment import MALLOC_SETTINGS
+
+
+@pytest.mark.parametrize(("cores", "local_ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (7, 2, "3"), (4, 1, "4")])
+def test_threads_are_shared_out(cores: int, local_ranks: int, threads: str) -> None:
+    tuned = environment.tuning({}, cores=cores, local_ranks=local_ranks, gpus=1)
+    assert tuned.variables == {"OMP_NUM_THREADS": threads}
+    assert tuned.line() == f"tuned OMP_NUM_THREADS={threads}; --no-tune leaves all alone"
+
+
+def test_cpu_ranks_get_malloc_settings() -> None:
+    tuned = environment.tuning({"OMP_NUM_THREADS": "9"}, cores=2, local_ranks=2, gpus=0)
+    assert tuned.variables == MALLOC_SETTINGS
+    assert tuned.line() == "tuned malloc that keeps freed memory (MALLOC_*); --no-tune leaves all alone"
+
+
+@pytest.mark.parametrize(
+    "own", [{"MALLOC_ARENA_MAX": "1"}, {"LD_PRELOAD": "/usr/lib/libjemalloc.so"}, {"GLIBC_TUNABLES": "x"}]
+)
+def test_the_users_own_malloc_stays(own: dict[str, str]) -> None:
+    tuned = environment.tuning({"OMP_NUM_THREADS": "1", **own}, cores=2, local_ranks=2, gpus=0)
+    assert (tuned.variables, tuned.line()) == ({}, "")
+
+
+def test_the_meeting_point() -> None:
+    assert environment.meeting_point({"MASTER_ADDR": "x", "MASTER_PORT": "1"}, None) == {}
+    point = environment.meeting_point({}, "node1")
+    assert point["MASTER_ADDR"] == "node1"
+    with socket.socket() as sock:
+        sock.bind(("", int(point["MASTER_PORT"])))
+    assert environment.meeting_point({}, None)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_what_travels_to_other_machines() -> None:
+    names = [
+        "RANNC_CACHE",
+        "RANND_WATCHER",
+        "MASTER_PORT",
+        "NCCL_DEBUG",
+        "HOME",
+        "CUDA_VISIBLE_DEVICES",
+        "SSH_AUTH_SOCK",
+    ]
+    assert environment.forwarded_names(names) == ["MASTER_PORT", "NCCL_DEBUG", "RANNC_CACHE", "RANND_WATCHER"]

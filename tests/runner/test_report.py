@@ -1,0 +1,85 @@
+"""What is said about a job that has ended, and its exit code."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from rannd.runner.monitor import JobResult, RankEnd
+from rannd.runner.report import exit_code, report, status_words
+
+
+def end(rank: int, status: int = 0, *, ordered: bool = False, time: float = 0.0, tail: str = "") -> RankEnd:
+    return RankEnd(rank, "node1", 100 + rank, status, time, tail, ordered)
+
+
+GOOD = end(0)
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [
+        (JobResult([GOOD]), 0),
+        (JobResult([end(1, 7), end(0, -15, ordered=True)]), 7),
+        (JobResult([end(1, -9), end(0, 1)]), 137),
+        (JobResult([end(0, -2, ordered=True)], signal=signal.SIGINT), 130),
+        (JobResult([end(0, 1)], signal=signal.SIGTERM), 143),
+        (JobResult([], missing=2, launcher_status=1), 7),
+        (JobResult([GOOD], missing=1, launcher_status=0), 7),
+        (JobResult([end(0, -15, ordered=True)], launcher_status=-9), 137),
+        # MPI_Abort with code 0, or whatever else makes the launcher end ranks and call it well.
+        (JobResult([end(0, -15, ordered=True)], launcher_status=0), 143),
+    ],
+)
+def test_exit_codes(result: JobResult, code: int) -> None:
+    assert exit_code(result) == code
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (3, "exit code 3"),
+        (-9, "killed by SIGKILL (out of memory is likely, unless someone killed it)"),
+        (-10, "killed by SIGUSR1"),
+        (-64, "killed by SIGRTMAX"),
+        (-99, "killed by signal 99"),
+    ],
+)
+def test_words(status: int, words: str) -> None:
+    assert status_words(status) == words
+
+
+def test_nothing_is_said_after_a_good_job() -> None:
+    assert report(JobResult([GOOD]), "Open MPI", {0}, "/logs/run") == ""
+
+
+def test_the_first_failure_is_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    result = JobResult(
+        [end(2, 1, time=0.25, tail="Traceback\nValueError: x\n\n"), end(0, -9, time=1), end(1, -15, ordered=True)]
+    )
+    text = report(result, "Open MPI", {0, 1, 2}, "/logs/run").splitlines()
+    assert text[0] == "rannc-run: 2 of 3 ranks failed, the first failure last:"
+    assert text[1].split()[1:7] == ["host", "rank", "pid", "time", "end", "last"]
+    assert text[2].endswith("killed by SIGKILL (out of memory is likely, unless someone killed it)  -")
+    assert text[3].split()[1:4] == ["node1", "2", "102"]
+    assert text[3].endswith("exit code 1" + " " * 60 + "ValueError: x")
+    assert text[4:] == ["rannc-run: ended by rannc-run: rank 1", "rannc-run: logs: /logs/run"]
+
+
+def test_a_hidden_ranks_errors_are_repeated() -> None:
+    text = report(JobResult([end(1, 1, tail="one\ntwo\n")]), "Open MPI", {0}, None)
+    assert text.startswith(
+        "rannc-run: standard error of rank 1 on node1 ends with:\nrannc-run:   one\nrannc-run:   two\n"
+    )
+
+
+def test_the_launcher_is_quoted_where_ranks_never_started() -> None:
+    result = JobResult([], missing=2, launcher_status=1, launcher_output="no such host: b\n")
+    assert report(result, "MPICH", {0, 1}, None) == (
+        "rannc-run: MPICH broke down: exit code 1\n"
+        "rannc-run: 2 of 2 ranks never started\n"
+        "rannc-run: MPICH said:\n"
+        "rannc-run:   no such host: b\n"
+    )
