@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
         LaunchError: none is installed, or none answers to ``--version`` as a known launcher does.
     """
     candidates = [os.path.join(sysconfig.get_path("scripts"), "mpirun")]
+    # A virtual environment that shares its base's packages has the wheel's mpirun beside the base's Python.
+    candidates.append(os.path.join(sys.base_prefix, "bin", "mpirun"))
     candidates += [path for name in ("mpirun", "mpiexec", "srun") if (path := shutil.which(name, path=_path(environ)))]
     rejected = []
     for path in dict.fromkeys(candidates):

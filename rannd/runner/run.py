@@ -36,7 +36,7 @@ class _Command(click.Command):
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
+@click.command(cls=_Command, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 @click.option(
     "-np",
     "-n",

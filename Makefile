@@ -1,0 +1,47 @@
+# Everything runs in the project's own virtual environment, .venv, which the first target that needs it makes.
+# On a machine without torch and without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives pip
+# the small CPU build of torch.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.set-up
+
+.PHONY: help setup demo test test-full bench lint clean
+
+help:
+	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
+	@echo "make test       set up, lint, check types and layers, run the tests (minutes)"
+	@echo "make test-full  the tests with the long matrix as well"
+	@echo "make bench      side-by-side measurements"
+	@echo "make lint       lint, types and layers only"
+	@echo "make clean      remove .venv and what tools left behind"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@PYTHON="$(PYTHON)" .ci/setup
+	@touch $@
+
+demo: $(STAMP)
+	@.ci/demo
+
+lint: $(STAMP)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -c "from importlinter.cli import lint_imports_command as lint; lint()"
+
+test: lint
+	$(PY) -m pytest -m "not full"
+
+test-full: lint
+	$(PY) -m pytest
+
+bench: $(STAMP)
+	@set -e; found=; for script in bench/*.py; do \
+	  [ -e "$$script" ] || continue; found=1; echo "== $$script"; $(PY) "$$script"; \
+	done; [ -n "$$found" ] || echo "bench/ holds no measurement yet"
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
