@@ -56,11 +56,15 @@ def planned_stages(graph: ModelGraph, deployment: Deployment) -> dict[Node, int]
             stage_of[graph.nodes[name]] = number
     missing = [name for name, node in graph.nodes.items() if node not in stage_of]
     if missing:
-        raise DeploymentError(f"the deployment does not place {len(missing)} ops of the model, the first is {missing[0]}")
+        raise DeploymentError(
+            f"the deployment does not place {len(missing)} ops of the model, the first is {missing[0]}"
+        )
     return stage_of
 
 
-def tensor_owners(graph: ModelGraph, stage_of: Mapping[Node, int], deployment: Deployment) -> dict[str, tuple[int, ...]]:
+def tensor_owners(
+    graph: ModelGraph, stage_of: Mapping[Node, int], deployment: Deployment
+) -> dict[str, tuple[int, ...]]:
     """The stages that hold each parameter and buffer; unused ones stay with the first stage."""
     owners: dict[str, set[int]] = {name: {0} for name in deployment.unused_params}
     for node in graph.placement.placed:
@@ -71,7 +75,11 @@ def tensor_owners(graph: ModelGraph, stage_of: Mapping[Node, int], deployment: D
 
 
 def bind(
-    graph: ModelGraph, deployment: Deployment, slot: int, device: torch.device, owners: Mapping[str, tuple[int, ...]] | None
+    graph: ModelGraph,
+    deployment: Deployment,
+    slot: int,
+    device: torch.device,
+    owners: Mapping[str, tuple[int, ...]] | None,
 ) -> BoundGraph:
     """Cut `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph."""
     count = len(deployment.stages)
@@ -102,5 +110,13 @@ def bind(
         name: graph.traced.constants[name].to(device) for name in parts[stage].tensors if name in graph.traced.constants
     }
     return BoundGraph(
-        graph, layout, fill_drain(layout), slot, stage, parts[stage], deployment.stages[stage].recompute, travelling, constants
+        graph,
+        layout,
+        fill_drain(layout),
+        slot,
+        stage,
+        parts[stage],
+        deployment.stages[stage].recompute,
+        travelling,
+        constants,
     )

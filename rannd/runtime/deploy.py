@@ -1,4 +1,6 @@
-"""From a traced model to a deployment: ask the daemon, and only on a miss profile and plan. The one place that knows the order.
+"""From a traced model to a deployment: ask the daemon, and only on a miss profile and plan.
+
+The one place that knows the order.
 
 Rank 0 talks to its node's daemon and decides; the deployment goes to all ranks as bytes, an error as its text.
 One rank of every other node hands the result to its own node's daemon.
@@ -60,7 +62,9 @@ class Planner:
         self._model = model
         self._leaves = leaves
         self._rows = tuple(rows)
-        self._optimizer = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        self._optimizer = (
+            "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        )
         self._options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__})
         memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
         limit = min(memory, int(config.mem_limit_gb * _GIB)) if config.mem_limit_gb else memory
@@ -165,7 +169,8 @@ class Planner:
             )
         if len(deployment.slots) != self._world.size:
             raise DeploymentError(
-                f"the deployment was made for {len(deployment.slots)} ranks, this job has {self._world.size}; plan again without it"
+                f"the deployment was made for {len(deployment.slots)} ranks, this job has "
+                f"{self._world.size}; plan again without it"
             )
         return deployment
 
@@ -173,7 +178,9 @@ class Planner:
         try:
             return file.read_bytes()
         except OSError as exc:
-            raise DeploymentError(f"the deployment {file} cannot be read: {exc.strerror}; name a file that save_deployment wrote") from exc
+            raise DeploymentError(
+                f"the deployment {file} cannot be read: {exc.strerror}; name a file that save_deployment wrote"
+            ) from exc
 
     def _make(self, client: Client | None, devices: int | None = None) -> bytes:
         """Profile and plan. Collective."""
@@ -239,7 +246,9 @@ class Planner:
             for each, value in zip(keys, client.get_many(list(keys.values())), strict=True):
                 if value is not None:
                     known[each] = msgspec.msgpack.decode(value, type=BlockCost)
-        known = msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, BlockCost])
+        known = msgspec.msgpack.decode(
+            self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, BlockCost]
+        )
         measured = measure_missing(
             parts,
             hashes,
@@ -325,4 +334,6 @@ def save(deployment: Deployment, file: Path) -> None:
             temporary.write(encode(deployment))
         Path(temporary.name).replace(file)
     except OSError as exc:
-        raise DeploymentError(f"the deployment cannot be written to {file}: {exc.strerror}; name a file in a folder that is there") from exc
+        raise DeploymentError(
+            f"the deployment cannot be written to {file}: {exc.strerror}; name a file in a folder that is there"
+        ) from exc

@@ -62,14 +62,14 @@ class Exchange:
             self._batch.append(dist.P2POp(dist.irecv, buffer, peer, self._group))
             self._arriving.append((sink, node, buffer))
         else:
-            dist.irecv(buffer, peer, group=self._group).wait()
+            finish(dist.irecv(buffer, peer, group=self._group))
             sink(node, buffer)
 
     def flush(self) -> None:
         """Run what was put off, and hand out what arrived."""
         if self._batch:
             for work in dist.batch_isend_irecv(self._batch):
-                work.wait()
+                finish(work)
         arriving, self._arriving, self._batch = self._arriving, [], []
         for sink, node, buffer in arriving:
             sink(node, buffer)
@@ -79,7 +79,14 @@ class Exchange:
         self.flush()
         sent, self._sent = self._sent, []
         for work, _ in sent:
-            work.wait()
+            finish(work)
+
+
+def finish(work: dist.Work | None) -> None:
+    """Wait for a transfer. torch gives none to ranks outside of the group, which is a mistake of the caller."""
+    if work is None:
+        raise StepError("a transfer was asked for outside of its group; please report this")
+    work.wait()
 
 
 def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:

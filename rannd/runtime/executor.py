@@ -143,7 +143,9 @@ class Executor:
             if action.kind is Kind.SEND_VALUES:
                 exchange.send(node, step.values[piece, node], rows, action.peer, later=later)
             else:
-                exchange.receive(node, rows, action.peer, lambda n, t: step.values.__setitem__((piece, n), t), later=later)
+                exchange.receive(
+                    node, rows, action.peer, lambda n, t: step.values.__setitem__((piece, n), t), later=later
+                )
 
     def _compute(self, step: Step, piece: int, before: Mapping[str, torch.Tensor]) -> None:
         """Forward of one piece."""
@@ -170,7 +172,11 @@ class Executor:
         """Run this rank's part on a piece; `buffers` replace those that it writes into."""
         part = self.bound.part
         tensors = [
-            buffers[name] if name in buffers else self.bound.constants[name] if name in self.bound.constants else self._state[name]
+            buffers[name]
+            if name in buffers
+            else self.bound.constants[name]
+            if name in self.bound.constants
+            else self._state[name]
             for name in part.tensors
         ]
         with self._random(step, piece) if part.random else contextlib.nullcontext():
@@ -240,8 +246,8 @@ class Executor:
         shape = crossing_shape(node, 0)
         if 0 not in shape:
             raise StepError(
-                f"this rank's mini-batch is empty, and the model's output {node.name} of shape {shape} cannot be empty; "
-                "give every rank at least one sample"
+                f"this rank's mini-batch is empty, and the model's output {node.name} of shape {shape} cannot "
+                "be empty; give every rank at least one sample"
             )
         return torch.empty(shape, dtype=node.meta["val"].dtype, device=self.world.device)
 
@@ -254,8 +260,8 @@ class Executor:
         """
         if step.finished:
             raise StepError(
-                "backward runs a second time through one call of the model, whose activations are gone; call the model again "
-                "(retain_graph keeps nothing here)"
+                "backward runs a second time through one call of the model, whose activations are gone; call the model "
+                "again (retain_graph keeps nothing here)"
             )
         step.finished = True
         flags = self.world.gather_numbers([gradient is not None for gradient in gradients])

@@ -24,7 +24,8 @@ class Reducer:
         for name, tensor in parameters.tensors.items():
             if isinstance(tensor, torch.nn.Parameter):
                 buckets.setdefault((parameters.slots[name], tensor.dtype), []).append(name)
-        self._buckets = [(slots, names) for (slots, _), names in sorted(buckets.items(), key=lambda item: (item[0][0], str(item[0][1])))]  # fmt: skip
+        ordered = sorted(buckets, key=lambda key: (key[0], str(key[1])))
+        self._buckets = [(key[0], buckets[key]) for key in ordered]
         for slots, _ in self._buckets:  # on every rank in the same order
             world.group_of(slots)
 
@@ -48,12 +49,14 @@ class Reducer:
                 if gradient is not None:
                     self._give(name, gradient.div_(self._world.size))
             return
-        present = torch.tensor([gradient is not None for gradient in pending], dtype=aliases[0].dtype, device=aliases[0].device)
+        present = torch.tensor(
+            [gradient is not None for gradient in pending], dtype=aliases[0].dtype, device=aliases[0].device
+        )
         parts = [torch.zeros_like(a) if g is None else g for a, g in zip(aliases, pending, strict=True)]
         flat = torch.cat([present, *(part.reshape(-1) for part in parts)])
         dist.all_reduce(flat, group=group)
         sizes = [len(names), *(alias.numel() for alias in aliases)]
-        counts, *reduced = flat.split(sizes)
+        counts, *reduced = torch.split(flat, sizes)
         for name, alias, gradient, count in zip(names, aliases, reduced, counts.tolist(), strict=True):
             if count:
                 self._give(name, gradient.div_(self._world.size).view(alias.shape).clone())

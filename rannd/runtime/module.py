@@ -105,7 +105,7 @@ class RaNNCModule(nn.Module):
         if self._session is None:
             raise StepError("this RaNNCModule was dropped by pyrannc.clear(); wrap a model anew")
         planned = self._session.deployment is not None
-        (output,) = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: switches.delayed)
+        output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: switches.delayed)
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
             self.save_deployment(self._config.deployment_file)
         return output
@@ -179,7 +179,8 @@ class RaNNCModule(nn.Module):
         """A copy of a parameter on the CPU, on every rank. Collective."""
         held = self._session.parameters
         if held is None:
-            return self._inner.get_parameter(name).detach().to("cpu", copy=True)
+            parameter: torch.Tensor = self._inner.get_parameter(name)
+            return parameter.detach().to("cpu", copy=True)
         if name not in held.names:
             raise UsageError(f"the model has no parameter {name!r}")
         found = gather_tensor(self._session.world, held, held.names[name], everywhere=True)
@@ -221,7 +222,9 @@ class RaNNCModule(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RaNNCModule:
         """`.to()`, `.cuda()` and the like have no effect: every rank computes on its own device."""
-        log.get("RaNNCModule").warning("A RaNNCModule cannot be moved or converted; do that to the model before it is wrapped")
+        log.get("RaNNCModule").warning(
+            "A RaNNCModule cannot be moved or converted; do that to the model before it is wrapped"
+        )
         return self
 
     def drop(self) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rannd.plan.deployment import Deployment
+from rannd.runtime.exchange import finish
 from rannd.runtime.world import World
 
 
@@ -22,7 +23,13 @@ class Parameters:
     """The tensors of a model under a deployment. Making it is collective."""
 
     def __init__(
-        self, world: World, model: nn.Module, owners: Mapping[str, tuple[int, ...]], deployment: Deployment, *, sync: bool
+        self,
+        world: World,
+        model: nn.Module,
+        owners: Mapping[str, tuple[int, ...]],
+        deployment: Deployment,
+        *,
+        sync: bool,
     ) -> None:
         self._world = world
         self._model = model
@@ -60,7 +67,7 @@ class Parameters:
                 source = tensor.detach().cpu().contiguous()
                 works = [dist.isend(source, rank, group=self._world.control) for rank in holders if rank != 0]
                 for work in works:
-                    work.wait()
+                    finish(work)
             elif self._world.rank in holders:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
                 dist.recv(buffer, 0, group=self._world.control)
@@ -98,11 +105,15 @@ class Parameters:
 
     def trainable(self) -> list[str]:
         """Names of the trainable parameters that this rank holds, in the model's order."""
-        return [name for name in self.own if isinstance(self.tensors[name], nn.Parameter) and self.tensors[name].requires_grad]
+        return [
+            name
+            for name in self.own
+            if isinstance(self.tensors[name], nn.Parameter) and self.tensors[name].requires_grad
+        ]
 
     @contextlib.contextmanager
     def hollow(self) -> Iterator[None]:
-        """While a graph is traced: every tensor on the CPU and contiguous, as in a whole model. Memory is not touched."""
+        """While a graph is traced: every tensor on the CPU and contiguous, as in a whole model, without its memory."""
         before = {name: tensor.data for name, tensor in self.tensors.items()}
         try:
             for tensor in self.tensors.values():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,13 @@ class DryRunDone(SystemExit):
     """Ends a script that was started to plan only."""
 
 
+@dataclass(frozen=True)
+class _Deployed:
+    deployment: Deployment
+    parameters: Parameters
+    reducer: Reducer
+
+
 class Session:
     """Runs calls of a model. Everything here is collective: all ranks make the same calls in the same order."""
 
@@ -57,14 +66,25 @@ class Session:
         self._executors: list[Executor] = []
         self._signatures: list[Signature] = []
         self._steps = 0
-        self.deployment: Deployment | None = None
-        self.parameters: Parameters | None = None
-        self._reducer: Reducer | None = None
+        self._deployed: _Deployed | None = None
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """The deployment, once there is one."""
+        return self._deployed.deployment if self._deployed is not None else None
+
+    @property
+    def parameters(self) -> Parameters | None:
+        """Who holds what, once the model is deployed."""
+        return self._deployed.parameters if self._deployed is not None else None
 
     # -- calls ------------------------------------------------------------------------------------------------
 
-    def run(self, call: Call, training: bool, delayed: Any) -> list[Any]:
-        """Outputs of one call, for this rank's samples; `delayed()` says whether gradients wait when backward runs."""
+    def run(self, call: Call, training: bool, delayed: Callable[[], bool]) -> Any:
+        """The output of one call, for this rank's samples.
+
+        `delayed()` says, when backward runs, whether gradients wait.
+        """
         mode = Mode.current(training)
         number = next((n for n, known in enumerate(self._signatures) if known.matches(call, mode)), UNKNOWN)
         rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
@@ -74,15 +94,16 @@ class Session:
             told = self.world.gather_numbers([number, self._signatures[number].rows(call.tensors)])
         elif any(each != number for each, _ in told):
             raise StepError(
-                f"ranks call the model in different ways: graphs {[each for each, _ in told]} of {len(self._signatures)}; "
-                "shapes (but for the batch), types, and training mode have to be the same on all ranks"
+                f"ranks call the model in different ways: graphs {[each for each, _ in told]} of "
+                f"{len(self._signatures)}; shapes (but for the batch), types, and training mode have to be the same "
+                "on all ranks"
             )
         executor = self._executors[number]
         by_slot = tuple(told[rank][1] for rank in self.world.rank_of_slot)
         if not any(by_slot):
             raise StepError("the mini-batches of all ranks are empty; skip the step")
-        assert self.parameters is not None
-        self.parameters.refresh()
+        assert self._deployed is not None
+        self._deployed.parameters.refresh()
         leaves = [tensor.to(self.world.device) for tensor in call.tensors]
         step = Step(self._steps, by_slot, leaves)
         self._steps += 1
@@ -92,9 +113,11 @@ class Session:
         if torch.is_grad_enabled():
             outputs = self._attach(executor, step, call, outputs, delayed)
         graph = executor.bound.graph
-        return [graph.traced.outputs.unflatten(outputs)]
+        return graph.traced.outputs.unflatten(outputs)
 
-    def _attach(self, executor: Executor, step: Step, call: Call, outputs: list[Any], delayed: Any) -> list[Any]:
+    def _attach(
+        self, executor: Executor, step: Step, call: Call, outputs: list[Any], delayed: Callable[[], bool]
+    ) -> list[Any]:
         """Make the outputs part of the script's autograd graph."""
         graph = executor.bound.graph
         places = [place for place, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
@@ -105,36 +128,35 @@ class Session:
         bridge = _Call(self, executor, step, len(outputs), places, delayed)
         anchor = torch.zeros((), requires_grad=True)
         tensors = [outputs[place] for place in places]
-        attached = _Bridge.apply(bridge, marked, tensors, anchor, *call.tensors)
+        attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, tensors, anchor, *call.tensors)  # type: ignore[no-untyped-call]
         for place, value in zip(places, attached, strict=True):
             outputs[place] = value
         return outputs
 
     def reduce(self) -> None:
         """Reduce gradients that wait."""
-        if self._reducer is not None:
-            self._reducer.reduce()
+        if self._deployed is not None:
+            self._deployed.reducer.reduce()
 
     # -- graphs -----------------------------------------------------------------------------------------------
 
     def _prepare(self, call: Call, mode: Mode) -> int:
         """Trace and bind the graph of a call not seen before; deploy at the first. Returns its number."""
         logger = log.get("RaNNCModule")
-        first = self.deployment is None
+        deployed = self._deployed
         shapes = [
             msgspec.msgpack.decode(data, type=list[list[int]])
             for data in self.world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
         ]
         signature = classify(call, mode, shapes)
         if self.world.rank == 0:
-            logger.info("Tracing model ...") if first else logger.info("Tracing model for other inputs or another mode ...")
+            logger.info("Tracing model%s ...", "" if deployed is None else " for other inputs or another mode")
         graph = self._trace(signature, call)
         rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
-        if first:
+        if deployed is None:
             self._deploy(graph, call, rows)
         else:
-            assert self.deployment is not None and self.parameters is not None
-            self._bind(graph, self.parameters.owners)
+            self._bind(deployed, graph, deployed.parameters.owners)
         self._signatures.append(signature)
         return len(self._signatures) - 1
 
@@ -161,17 +183,17 @@ class Session:
         different = [rank for rank, each in enumerate(hashes) if each != hashes[0]]
         if different:
             raise StepError(
-                f"ranks {different} have another model than rank 0 (graph {hashes[different[0]][:12]}, not {hashes[0][:12]}); "
-                "build the same model and call it in the same way on every rank"
+                f"ranks {different} have another model than rank 0 (graph {hashes[different[0]][:12]}, not "
+                f"{hashes[0][:12]}); build the same model and call it in the same way on every rank"
             )
         assert graph is not None
         if self._config.dump_graph and self.world.rank == 0:
             dump(graph, self._config)
         return graph
 
-    def _whole_model(self) -> Any:
+    def _whole_model(self) -> AbstractContextManager[None]:
         """The model as a tracer wants to see it, once other ranks hold parts of it."""
-        return _Untouched() if self.parameters is None else self.parameters.hollow()
+        return nullcontext() if self._deployed is None else self._deployed.parameters.hollow()
 
     def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> None:
         planner = Planner(self.world, self._config, graph, self._model, self._optimizer, call.tensors, rows)
@@ -185,36 +207,32 @@ class Session:
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
         if self.world.rank == 0:
             log.get("ParamStorage").info("Synchronizing parameters ...")
-        self.deployment = deployment
-        self.parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
+        parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
         if self._optimizer is not None:
-            keep_own(self._optimizer, self.parameters)
-        self._reducer = Reducer(self.world, self.parameters)
-        self._bind(graph, None)
+            keep_own(self._optimizer, parameters)
+        self._deployed = _Deployed(deployment, parameters, Reducer(self.world, parameters))
+        self._bind(self._deployed, graph, None)
         if self.world.rank == 0:
             logger.info("Routes verification passed.")
         logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
 
-    def _bind(self, graph: ModelGraph, owners: Any) -> None:
-        assert self.deployment is not None and self.parameters is not None
-        bound = bind(graph, self.deployment, self.world.slot, self.world.device, owners)
+    def _bind(self, deployed: _Deployed, graph: ModelGraph, owners: Mapping[str, tuple[int, ...]] | None) -> None:
+        bound = bind(graph, deployed.deployment, self.world.slot, self.world.device, owners)
         check(bound.program)
-        self._executors.append(Executor(self.world, bound, self.parameters.aliases, self._seed))
-
-
-class _Untouched:
-    """A context that does nothing."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+        self._executors.append(Executor(self.world, bound, deployed.parameters.aliases, self._seed))
 
 
 class _Call:
     """What the backward of a call needs to know."""
 
     def __init__(
-        self, session: Session, executor: Executor, step: Step, outputs: int, places: Sequence[int], delayed: Any
+        self,
+        session: Session,
+        executor: Executor,
+        step: Step,
+        outputs: int,
+        places: Sequence[int],
+        delayed: Callable[[], bool],
     ) -> None:
         self._session = session
         self._executor = executor
@@ -239,7 +257,12 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, marked: list[bool], outputs: list[torch.Tensor], anchor: torch.Tensor, *inputs: torch.Tensor
+        ctx: Any,
+        call: _Call,
+        marked: list[bool],
+        outputs: list[torch.Tensor],
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.devices = [tensor.device for tensor in inputs]

@@ -56,12 +56,18 @@ def scatter_state(parameters: Parameters, model: nn.Module, state: Mapping[str, 
     missing = [name for name in known if name not in state]
     unexpected = [name for name in state if name not in known]
     if strict and (missing or unexpected):
-        raise UsageError(f"the state does not belong to this model: missing {sorted(missing)}, unexpected {sorted(unexpected)}")
+        raise UsageError(
+            f"the state does not belong to this model: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
+        )
     own = set(parameters.own)
-    fitting = {name: parameters.tensors[first] for name, first in parameters.names.items() if first in own and name in state}
+    fitting = {
+        name: parameters.tensors[first] for name, first in parameters.names.items() if first in own and name in state
+    }
     for name, tensor in fitting.items():
         if state[name].shape != tensor.shape:
-            raise UsageError(f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model")
+            raise UsageError(
+                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model"
+            )
     with torch.no_grad():
         for name, tensor in fitting.items():
             tensor.copy_(state[name])

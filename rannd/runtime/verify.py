@@ -62,8 +62,9 @@ def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor])
         difference = float((expected.double() - value.double()).abs().max()) / scale if expected.numel() else 0.0
         if not difference <= TOLERANCE.get(expected.dtype, 0.05):
             raise TraceError(
-                f"verify_partitioning: output {position} of the traced graph differs from the model's by {difference:.3g} "
-                "(relative): the model's code does something that its graph does not show. Please report this model"
+                f"verify_partitioning: output {position} of the traced graph differs from the model's by "
+                f"{difference:.3g} (relative): the model's code does something that its graph does not "
+                "show. Please report this model"
             )
     log.get("RaNNCModule").info("The traced graph gives the same outputs as the model.")
 

@@ -55,7 +55,9 @@ def find_place(environ: Mapping[str, str]) -> Place:
             try:
                 place = Place(int(environ[rank]), int(environ[size]), int(environ.get(local_rank, environ[rank])), rank)
             except ValueError as exc:
-                raise LaunchError(f"{rank}={environ[rank]!r}, {size}={environ[size]!r}: whole numbers are wanted") from exc
+                raise LaunchError(
+                    f"{rank}={environ[rank]!r}, {size}={environ[size]!r}: whole numbers are wanted"
+                ) from exc
             if not 0 <= place.rank < place.size:
                 raise LaunchError(f"{rank}={place.rank} is not below {size}={place.size}; start the job anew")
             return place
@@ -186,7 +188,9 @@ def _make(config: Config) -> World:
     ]
     kinds = {kind for _, _, kind, _ in everyone}
     if len(kinds) > 1:
-        raise LaunchError(f"ranks use different kinds of devices ({', '.join(sorted(kinds))}); set device= on all of them")
+        raise LaunchError(
+            f"ranks use different kinds of devices ({', '.join(sorted(kinds))}); set device= on all of them"
+        )
     nodes: dict[str, int] = {}
     slots = []
     for _, node, _, ordinal in everyone:
@@ -231,8 +235,9 @@ def _agree_through_mpi(place: Place) -> tuple[str, int]:
     world = MPI.COMM_WORLD
     if world.Get_size() != place.size:
         raise LaunchError(
-            f"the launcher started {place.size} ranks, but MPI sees {world.Get_size()}: mpirun and the MPI library belong to "
-            "different installations. Start the job with rannc-run, or with the mpirun of this Python environment"
+            f"the launcher started {place.size} ranks, but MPI sees {world.Get_size()}: mpirun and the MPI library "
+            "belong to different installations. Start the job with rannc-run, or with the mpirun of this Python "
+            "environment"
         )
     told = None
     if place.rank == 0:
