@@ -75,7 +75,9 @@ def possible(choice: Choice) -> bool:
 
 def pairs_of(choice: Choice) -> set[tuple[str, object, str, object]]:
     """The pairs of values in a choice that `PAIRS` asks for."""
-    traits = {**choice, "stages": choice["shape"][1], "loss": ZOO[str(choice["model"])].loss}  # type: ignore[index]
+    entry = ZOO[str(choice["model"])]
+    loss = entry.loss + (" over labels" if entry.labels else "")
+    traits = {**choice, "stages": choice["shape"][1], "loss": loss}  # type: ignore[index]
     return {(a, traits[a], b, traits[b]) for a, b in PAIRS}
 
 

@@ -29,6 +29,8 @@ class Entry:
     """Who computes the loss: the user from the outputs of a rank, or the model, reduced as said."""
     pick: Callable[[Any], Tensor] | None = None
     """output -> the model's own loss; None with loss="outside"."""
+    labels: bool = False
+    """The mean is over the labels that count, not over rows."""
     coupled: bool = False
     """Rows depend on each other: a mini-batch cannot be cut into microbatches."""
     empty: bool = True
@@ -115,13 +117,24 @@ ZOO: dict[str, Entry] = {
     "sum": Entry(build=lambda: blocks.InsideLoss("sum"), batch=_two, loss="sum", pick=_itself),
     "skip": Entry(build=blocks.Skip, batch=_one),
     "tied": Entry(build=blocks.Tied, batch=_one),
-    "gpt2": Entry(build=blocks.gpt2, batch=_causal, loss="mean", pick=lambda out: out.loss, empty=False),
+    "gpt2": Entry(build=blocks.gpt2, batch=_causal, loss="mean", labels=True, pick=lambda out: out.loss, empty=False),
     "gpt2masked": Entry(
-        build=lambda: blocks.gpt2("eager"), batch=_causal_masked, loss="mean", pick=lambda out: out["loss"], empty=False
+        build=lambda: blocks.gpt2("eager"),
+        batch=_causal_masked,
+        loss="mean",
+        labels=True,
+        pick=lambda out: out["loss"],
+        empty=False,
     ),
     "convnorm": Entry(build=blocks.ConvNorm, batch=_image, coupled=True, empty=False),
     "convloss": Entry(
-        build=blocks.ConvNormLoss, batch=_labelled_image, loss="mean", pick=_itself, coupled=True, empty=False
+        build=blocks.ConvNormLoss,
+        batch=_labelled_image,
+        loss="mean",
+        labels=True,
+        pick=_itself,
+        coupled=True,
+        empty=False,
     ),
     "lstm": Entry(build=blocks.Recurrent, batch=_text, empty=False),
     "nested": Entry(build=blocks.Nested, batch=_nested),
@@ -132,7 +145,7 @@ ZOO: dict[str, Entry] = {
     "inplace": Entry(build=blocks.InPlace, batch=_one),
     "attention": Entry(build=blocks.Attention, batch=_sequence, empty=False),
     "regularised": Entry(build=blocks.Regularised, batch=_two, loss="mean", pick=_itself),
-    "masked": Entry(build=blocks.Masked, batch=_masked, loss="mean", pick=lambda out: out[0]),
+    "masked": Entry(build=blocks.Masked, batch=_masked, loss="mean", labels=True, pick=lambda out: out[0]),
 }
 
 
