@@ -133,7 +133,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             constants.append((position, leaf))
         else:
             raise UsageError(
-                f"argument {name} of the model is a {type(leaf).__module__}.{type(leaf).__qualname__}; the model takes "
+                f"{name} of the model is a {type(leaf).__module__}.{type(leaf).__qualname__}; the model takes "
                 "tensors, None, numbers, strings and containers of them (register other containers with "
                 "torch.utils._pytree.register_pytree_node)"
             )

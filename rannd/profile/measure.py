@@ -54,14 +54,14 @@ def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
 
     Raises ProfileError where the part does not run; out of memory on the device counts as that, too.
     """
-    tensors = {}
-    for name in part.tensors:
-        like = sample.state[name]
-        tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
-        tensors[name] = tensor.requires_grad_(like.requires_grad)
     devices = [sample.device] if sample.device.type == "cuda" else []
     found: list[tuple[float, float, float]] = []
     with torch.random.fork_rng(devices=devices):
+        tensors = {}
+        for name in part.tensors:
+            like = sample.state[name]
+            tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
+            tensors[name] = tensor.requires_grad_(like.requires_grad)
         for count in rows:
             try:
                 found.append(_at(part, sample, tensors, count))

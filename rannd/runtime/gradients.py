@@ -38,6 +38,25 @@ class Reducer:
             if trainable:
                 self._reduce(slots, trainable)
 
+    def clip(self, most: float) -> torch.Tensor:
+        """Scale the reduced gradients so that the 2-norm over the whole model is at most `most`.
+
+        Returns the norm before. Collective. Each parameter counts once, wherever and however often it is held.
+        """
+        parameters = self._parameters
+        squares = torch.zeros(1, dtype=torch.float64)
+        gradients = [g for name in parameters.trainable() if (g := parameters.tensors[name].grad) is not None]
+        for name in parameters.trainable():
+            gradient = parameters.tensors[name].grad
+            if gradient is not None and parameters.slots[name][0] == self._world.slot:
+                squares += gradient.detach().double().square().sum().cpu()
+        norm = self._world.sum_numbers(squares).sqrt()[0]
+        factor = float(most / (norm + 1e-6))
+        if not factor >= 1.0:  # also where the norm is not a number, as clip_grad_norm_ does
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm
+
     def _reduce(self, slots: tuple[int, ...], names: list[str]) -> None:
         group = self._world.group_of(slots)
         aliases = [self._parameters.aliases[name] for name in names]

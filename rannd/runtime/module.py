@@ -114,6 +114,14 @@ class RaNNCModule(nn.Module):
         """Reduce the gradients that `delay_grad_allreduce(True)` has held back. Collective."""
         self._session.reduce()
 
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients so that their 2-norm over the whole model is at most `max_norm`.
+
+        Returns the norm before. Collective.
+        ``torch.nn.utils.clip_grad_norm_`` sees the parameters of this rank alone: with several stages use this method.
+        """
+        return self._session.clip(max_norm)
+
     # -- what the model has -----------------------------------------------------------------------------------
 
     @property

@@ -30,6 +30,8 @@ from rannd.runtime.verify import dump, verify
 from rannd.runtime.world import World
 
 UNKNOWN = -1
+MANY_GRAPHS = 16
+"""So many graphs of one model are probably a mistake of the script."""
 
 
 class DryRunDone(SystemExit):
@@ -65,6 +67,8 @@ class Session:
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
         self._executors: list[Executor] = []
         self._signatures: list[Signature] = []
+        self._known: list[frozenset[str]] = []
+        """Frozen parameters when each graph was traced: which values get gradients is part of a graph."""
         self._steps = 0
         self._deployed: _Deployed | None = None
 
@@ -86,11 +90,23 @@ class Session:
         `delayed()` says, when backward runs, whether gradients wait.
         """
         mode = Mode.current(training)
-        number = next((n for n, known in enumerate(self._signatures) if known.matches(call, mode)), UNKNOWN)
+        frozen = frozenset(name for name, p in self._model.named_parameters() if not p.requires_grad)
+        number = next(
+            (n for n, known in enumerate(self._known) if known == frozen and self._signatures[n].matches(call, mode)),
+            UNKNOWN,
+        )
         rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
         told = self.world.gather_numbers([number, rows])
         if any(each == UNKNOWN for each, _ in told):
             number = self._prepare(call, mode)
+            self._known.append(frozen)
+            if len(self._known) == MANY_GRAPHS and self.world.rank == 0:
+                log.get("RaNNCModule").warning(
+                    "The model was traced %d times, the last time for %s; numbers and strings among its arguments, and "
+                    "shapes but for the batch, are part of a graph. Pass what changes from call to call as tensors",
+                    MANY_GRAPHS,
+                    ", ".join(f"{name}: {tuple(t.shape)}" for name, t in zip(call.names, call.tensors, strict=True)),
+                )
             told = self.world.gather_numbers([number, self._signatures[number].rows(call.tensors)])
         elif any(each != number for each, _ in told):
             raise StepError(
@@ -137,6 +153,12 @@ class Session:
         """Reduce gradients that wait."""
         if self._deployed is not None:
             self._deployed.reducer.reduce()
+
+    def clip(self, most: float) -> torch.Tensor:
+        """Clip the norm of the whole model's gradients."""
+        if self._deployed is None:
+            return torch.nn.utils.clip_grad_norm_(self._model.parameters(), most)
+        return self._deployed.reducer.clip(most)
 
     # -- graphs -----------------------------------------------------------------------------------------------
 

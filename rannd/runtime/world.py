@@ -8,8 +8,11 @@ world, a process needs none of them.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -171,6 +174,8 @@ def _make(config: Config) -> World:
     place = find_place(os.environ)
     host = socket.gethostname()
     logger.info("RaNNC started on rank %d (%s)", place.rank, host)
+    if place.launcher.startswith(("OMPI", "PMI")):
+        _end_with_launcher()
     if place.size > 1 and not dist.is_initialized():
         _rendezvous(place)
     device = _device(config.device, place)
@@ -208,6 +213,16 @@ def _make(config: Config) -> World:
         for rank in range(place.size):
             logger.info(" Worker %d: device%d@%s", rank, slots[rank].device, world.hosts[rank])
     return world
+
+
+def _end_with_launcher() -> None:
+    """Ranks outlive an mpirun that is killed, unless they ask the kernel for a signal at its end."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        chosen = ctypes.c_int(0)
+        libc.prctl(2, ctypes.byref(chosen))  # PR_GET_PDEATHSIG: rannc-run has seen to it already
+        if chosen.value == 0:
+            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _rendezvous(place: Place) -> None:
