@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import secrets
 import select
 import signal
 import socket
@@ -19,8 +18,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from rannd.runner import processes, wire
+from rannd.runner.channel import Listener
 from rannd.runner.output import LineTagger, Output
-from rannd.runner.rank import peer_uid
 
 #: Bytes of output that may wait for a slow reader before the ranks have to.
 _BACKLOG = 1 << 20
@@ -76,46 +75,6 @@ class JobResult:
     def failures(self) -> list[RankEnd]:
         """The ranks that failed on their own account, the first one first."""
         return [end for end in self.ends if end.failed]
-
-
-class Listener:
-    """Where the ranks' watchers connect: an abstract AF_UNIX name, or TCP where a host is another machine.
-
-    Args:
-        remote_host: one of the other machines, None when all ranks run on this one.
-    """
-
-    def __init__(self, remote_host: str | None) -> None:
-        self.token = secrets.token_hex(16)
-        self.address: list[str | int]
-        if remote_host is None:
-            # No file: nothing is left behind by a SIGKILL, nothing lies in a world-writable place.
-            name = f"rannc-run-{secrets.token_hex(16)}"
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self.socket.bind("\0" + name)
-            self.address = ["unix", name]
-        else:
-            self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            # The address that this machine shows to that host; connecting a datagram socket sends nothing.
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((remote_host, 9))
-                local = probe.getsockname()[0]
-            self.socket.bind(("", 0))
-            self.address = ["tcp", local, self.socket.getsockname()[1]]
-        self.socket.listen(1024)
-        self.socket.setblocking(False)
-
-    def accept(self) -> socket.socket | None:
-        """The next connection, None where there is none or it is another user's."""
-        try:
-            channel, _ = self.socket.accept()
-        except (BlockingIOError, ConnectionError):
-            return None
-        if channel.family == socket.AF_UNIX and peer_uid(channel) != os.getuid():
-            channel.close()
-            return None
-        channel.setblocking(False)
-        return channel
 
 
 class _Link:

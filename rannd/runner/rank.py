@@ -39,6 +39,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from rannd.runner import processes, wire
+from rannd.runner.channel import connect
 
 #: Variable with the watcher's settings, taken out of the environment before the rank starts.
 SETTINGS_VARIABLE = "RANND_WATCHER"
@@ -344,34 +345,6 @@ class Watcher:
         self._monitor = None
         self._outgoing.clear()
         self._stop(signal.SIGTERM)
-
-
-def connect(address: list[str | int]) -> socket.socket:
-    """A socket to the monitor.
-
-    Args:
-        address: ``["unix", name]`` (a name in the abstract namespace) or ``["tcp", host, port]``.
-
-    Raises:
-        OSError: nobody listens there, or a process of another user does.
-    """
-    if address[0] == "unix":
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel.connect("\0" + str(address[1]))
-        uid = peer_uid(channel)
-        if uid != os.getuid():
-            raise PermissionError(f"the monitor's socket belongs to user {uid}, not to {os.getuid()}")
-        return channel
-    channel = socket.create_connection((str(address[1]), int(address[2])), timeout=30)
-    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return channel
-
-
-def peer_uid(channel: socket.socket) -> int:
-    """The user at the other end of a connected AF_UNIX socket."""
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[4:8], sys.byteorder)
 
 
 def main() -> None:

@@ -16,8 +16,9 @@ import rannd.config
 from rannd.config import Config
 from rannd.errors import LaunchError, RanndError, UsageError
 from rannd.runner import processes
+from rannd.runner.channel import Listener
 from rannd.runner.job import Job, Options, prepare
-from rannd.runner.monitor import Listener, Monitor
+from rannd.runner.monitor import Monitor
 from rannd.runner.rank import SETTINGS_VARIABLE
 from rannd.runner.report import exit_code, report
 

@@ -14,8 +14,9 @@ from transcript import program
 
 import rannd
 from rannd.runner import wire
+from rannd.runner.channel import Listener
 from rannd.runner.job import _WATCHER
-from rannd.runner.monitor import JobResult, Listener, Monitor
+from rannd.runner.monitor import JobResult, Monitor
 from rannd.runner.rank import SETTINGS_VARIABLE
 
 # Starts the ranks as Slurm's srun does, waits for all, and ends as the worst of them.

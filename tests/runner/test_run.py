@@ -155,6 +155,12 @@ def test_ranks_that_cannot_be_started(shell: Shell) -> None:
     assert "nothing_like_it" in err
 
 
+def test_a_host_that_is_not_there(shell: Shell) -> None:
+    code, out, err = shell.run("--no-tune", "--hosts", "nowhere.invalid:2", program("speak.py"))
+    assert (code, out) == (7, "")
+    assert err.startswith("rannc-run: host nowhere.invalid cannot be reached: ")
+
+
 # --- wrong usage: exit code 2, nothing starts -----------------------------------------------------
 
 
