@@ -1,5 +1,5 @@
 # Everything runs in the project's own virtual environment, .venv, which the first target that needs it makes.
-# On a machine without torch and without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives pip
+# On a machine without torch and without a GPU, PIP_EXTRA_INDEX_URL with the address of PyTorch's CPU builds gives pip
 # the small CPU build of torch.
 
 PYTHON ?= python3
