@@ -1,0 +1,47 @@
+"""Every command in README and docs runs: the lines of their ``sh`` blocks, one after the other, as a newcomer would."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from job import ROOT, Job
+
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```sh\n" in page.read_text()]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run(job: Job, page: Path, tmp_path: Path) -> None:
+    """In a folder with the examples, and with the tutorial as ``train.py``."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    tutorial = (ROOT / "examples" / "tutorial.py").read_text()
+    (tmp_path / "train.py").write_text(
+        tutorial.replace("if len(sys.argv) != 4:", "sys.argv[1:] = ['4', '8', '4']\nif False:")
+    )
+    for block in blocks(page):
+        job.run("bash", "-euo", "pipefail", "-c", block, folder=tmp_path)
+
+
+def test_no_command_hides_in_an_untagged_block() -> None:
+    """Blocks are ``sh`` (run above), ``python``, ``text`` or ``toml``: another one would not be looked at."""
+    wrong = []
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        tags = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
+        wrong += [f"{page.name}: {tag!r}" for tag in tags if tag not in ("sh", "python", "text", "toml")]
+    assert not wrong
+
+
+def test_demo_of_the_makefile(job: Job) -> None:
+    assert "took the plan from the cache" in job.run("bash", ".ci/demo")
+
+
+def test_pages_that_readme_names_exist() -> None:
+    for page in re.findall(r"docs/\w+\.md", (ROOT / "README.md").read_text()):
+        assert (ROOT / page).is_file(), page

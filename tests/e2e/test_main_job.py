@@ -1,0 +1,227 @@
+"""The main job, end to end: what a user sees of planning, the cache, limits, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from job import ROOT, Job
+
+pytestmark = pytest.mark.ranks
+
+TUTORIAL = ("examples/tutorial.py", "64", "512", "10")
+PLANNING = ("Running profiler", "Starting model partitioning", "Estimated profiles")
+
+
+def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job) -> None:
+    first = job.train(2, *TUTORIAL)
+    assert all(line in first for line in PLANNING)
+    estimate = r"graph=MERGE_\d+_\d+ repl=\d+ fwd_time=\d+ bwd_time=\d+ ar_time=\d+ in_size=\d+ out_size=\d+ "
+    estimate += r"fp32param_size=\d+ fp16param_size=0 total_mem=\d+ \(fwd\+bwd=\d+ opt=\d+ comm=\d+\)"
+    assert re.search(estimate, first)
+    assert re.search(r"\[Decomposer\] \[info\]  Assigned subgraph MERGE_\d+_\d+ to rank\[", first)
+
+    second = job.train(2, *TUTORIAL)
+    assert not [line for line in PLANNING if line in second]
+    assert re.search(r"Using deployment [0-9a-f]+ from the cache", second)
+    assert _losses(second) == _losses(first)
+
+    entries = json.loads(job.run("rannc-cache", "ls", "--json"))
+    kinds = {entry["kind"] for entry in (entries["entries"] if isinstance(entries, dict) else entries)}
+    assert {"deployment", "profile", "link"} <= kinds
+    job.run("rannc-cache", "clear")
+    again = job.train(2, *TUTORIAL)
+    assert all(line in again for line in PLANNING[1:])
+
+
+def test_another_batch_plans_again_but_other_seeds_do_not(job: Job) -> None:
+    job.train(2, *TUTORIAL)
+    assert PLANNING[1] in job.train(2, "examples/tutorial.py", "32", "512", "10")
+    assert PLANNING[1] in job.train(1, *TUTORIAL)
+    assert PLANNING[1] not in job.train(2, *TUTORIAL)
+    assert PLANNING[1] in job.train(2, *TUTORIAL, RANNC_OPT_PARAM_FACTOR="1")
+
+
+def test_without_a_daemon_the_job_trains_with_one_warning(job: Job, tmp_path: Path) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o777)
+    open_to_all.chmod(0o777)
+    (open_to_all / "rannd").mkdir(mode=0o777)
+    (open_to_all / "rannd").chmod(0o777)
+    output = job.train(2, "examples/tutorial.py", "4", "8", "4", XDG_RUNTIME_DIR=str(open_to_all))
+    assert output.count("Finished on rank") == 2
+    ranks = [line for line in output.splitlines() if "without a cache" in line and line.startswith("[")]
+    assert len(ranks) == 1, output
+
+
+def test_little_memory_forces_stages(job: Job) -> None:
+    output = job.train(2, *TUTORIAL, RANNC_MEM_LIMIT_GB="0.05")
+    assert len(re.findall("Assigned subgraph", output)) == 2
+
+
+def test_a_model_that_fits_nowhere_says_what_would_do(job: Job) -> None:
+    output = job.train(2, *TUTORIAL, code=1, RANNC_MEM_LIMIT_GB="0.005")
+    found = re.search(r"mem_limit_gb=([0-9.]+)", output)
+    assert found
+    assert re.search(r"block MERGE_\d+_\d+ \(layers\.\d+", output)
+    least = float(found[1])
+    job.train(2, *TUTORIAL, RANNC_MEM_LIMIT_GB=str(least))  # what it names is enough ...
+    output = job.train(2, *TUTORIAL, code=1, RANNC_MEM_LIMIT_GB=str(round(least * 0.9, 4)))  # ... and not much too much
+    assert "DoesNotFitError" in output
+
+
+def test_three_stages_on_four_ranks(job: Job) -> None:
+    script = [
+        "examples/gpt2_bytes.py",
+        "--layers",
+        "2",
+        "--embd",
+        "32",
+        "--heads",
+        "2",
+        "--seq",
+        "32",
+        "--batch",
+        "4",
+        "--steps",
+        "2",
+    ]
+    output = job.train(4, *script, RANNC_PARTITION_NUM="3")
+    assigned = re.findall(r"Assigned subgraph \S+ to rank\[([\d,]+)\]", output)
+    assert len(assigned) == 3
+    assert sorted(len(ranks.split(",")) for ranks in assigned) == [1, 1, 2]
+    assert sorted(int(rank) for ranks in assigned for rank in ranks.split(",")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_plain_mpirun_and_plain_python(job: Job, ranks: int) -> None:
+    command = [sys.executable, *TUTORIAL]
+    if ranks > 1:
+        variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+        output = job.run("mpirun", "-np", str(ranks), "--oversubscribe", *command, **variables)
+    else:
+        output = job.run(*command)
+    assert output.count("Finished on rank") == ranks
+
+
+def test_verify_partitioning_and_dump_graph(job: Job, tmp_path: Path) -> None:
+    prefix = tmp_path / "graph-"
+    output = job.train(
+        2,
+        *TUTORIAL,
+        RANNC_VERIFY_PARTITIONING="true",
+        RANNC_DUMP_GRAPH="true",
+        RANNC_DUMP_GRAPH_PREFIX=str(prefix),
+    )
+    assert "The traced graph gives the same outputs as the model." in output
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("graph-")
+    assert file.read_text().count("linear") >= 10
+
+
+def test_a_saved_deployment_is_used(job: Job, tmp_path: Path) -> None:
+    file = tmp_path / "deployment.bin"
+    job.train(2, *TUTORIAL, RANNC_SAVE_DEPLOYMENT="true", RANNC_DEPLOYMENT_FILE=str(file))
+    loaded = {"RANNC_LOAD_DEPLOYMENT": "true", "RANNC_DEPLOYMENT_FILE": str(file), "RANNC_CACHE": "off"}
+    output = job.train(2, *TUTORIAL, **loaded)
+    assert f"Using the deployment in {file}" in output
+    assert PLANNING[1] not in output
+    output = job.train(2, "examples/tutorial.py", "64", "512", "9", code=1, **loaded)
+    assert "DeploymentError" in output
+    assert "plan again without it" in output
+
+
+def test_plan_for_devices_that_are_not_there(job: Job) -> None:
+    output = job.run("rannc-run", "--plan-only", "-np", "8", *TUTORIAL)
+    assert re.search(r"Estimated profiles of subgraphs: batch_size=512 np=8", output)
+    assert "Finished" not in output
+
+
+def test_a_crash_of_one_rank_ends_all(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text(
+        "import os, pyrannc, torch\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n"
+        "for step in range(100):\n"
+        "    if step == 3 and pyrannc.get_rank() == 1:\n"
+        "        raise SystemExit(9)\n"
+        "    model(torch.randn(2, 4)).sum().backward()\n"
+    )
+    output = job.train(2, str(script), code=9)
+    assert not _alive(output)
+
+
+def test_ctrl_c_leaves_no_process(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import os, pyrannc, torch\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n"
+        "for step in range(10**9):\n"
+        "    model(torch.randn(2, 4)).sum().backward()\n"
+        "    if step == 3:\n"
+        "        print('training', flush=True)\n"
+    )
+    started = subprocess.Popen(
+        ["rannc-run", "-np", "2", str(script)],
+        env=job.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines = []
+    try:
+        assert started.stdout is not None
+        for line in started.stdout:
+            lines.append(line)
+            if sum("training" in each for each in lines) == 2:
+                break
+        os.killpg(started.pid, signal.SIGINT)
+        rest, _ = started.communicate(timeout=120)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+    assert started.returncode == 130, "".join(lines) + rest
+    assert not _alive("".join(lines))
+
+
+def test_nothing_is_written_elsewhere(job: Job, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    home = tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    job.run("rannc-run", "-np", "2", str(ROOT / TUTORIAL[0]), *TUTORIAL[1:], folder=folder, HOME=str(home))
+    assert list(folder.iterdir()) == []
+    assert list(home.iterdir()) == []
+
+
+def test_importing_pyrannc_starts_nothing(job: Job) -> None:
+    code = (
+        "import sys, threading, logging, pyrannc, torch.distributed as dist;"
+        "assert not dist.is_initialized();"
+        "assert threading.active_count() == 1, threading.enumerate();"
+        "assert not logging.getLogger('rannd').handlers;"
+        "assert not [m for m in sys.modules if m.startswith('mpi4py.MPI')]"
+    )
+    job.run(sys.executable, "-c", code, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+
+
+def _losses(output: str) -> list[str]:
+    return sorted(re.findall(r"rank=\d+ step=\d+ loss=\S+", output))
+
+
+def _alive(output: str) -> list[int]:
+    """Pids that the ranks printed and that still run."""
+    pids = [int(pid) for pid in re.findall(r"pid (\d+)", output)]
+    assert len(pids) == 2, output
+    return [pid for pid in pids if psutil.pid_exists(pid)]
