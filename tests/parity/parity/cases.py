@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from parity.case import Case
 from parity.script import SCRIPTS
 from parity.zoo import OPTIMIZERS, ZOO
 
-Choice = dict[str, object]
-"""A value for each factor."""
+
+class Choice(NamedTuple):
+    """A value for each factor."""
+
+    model: str
+    shape: tuple[int, int]
+    """Ranks and stages."""
+    micro: int
+    optimizer: str
+    script: str
+    rows: str
 
 
 def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -40,13 +51,13 @@ SHAPES = [(ranks, stages) for ranks in (1, 2, 3, 4) for stages in range(1, ranks
 MICRO = [1, 2, 4, 8]
 ROWS = ["even", "uneven", "late", "lateuneven", "empty", "firstempty"]
 
-FACTORS: dict[str, list[object]] = {
+FACTORS: dict[str, Sequence[Any]] = {
     "model": list(ZOO),
-    "shape": list(SHAPES),
-    "micro": list(MICRO),
+    "shape": SHAPES,
+    "micro": MICRO,
     "optimizer": list(OPTIMIZERS),
     "script": list(SCRIPTS),
-    "rows": list(ROWS),
+    "rows": ROWS,
 }
 
 PAIRS = [
@@ -66,31 +77,30 @@ PAIRS = [
 
 def possible(choice: Choice) -> bool:
     """Whether a choice makes sense as a case."""
-    ranks, _ = choice["shape"]  # type: ignore[misc]
-    entry = ZOO[str(choice["model"])]
-    if choice["rows"] in ("empty", "firstempty") and (ranks == 1 or not entry.empty):
+    entry = ZOO[choice.model]
+    if choice.rows in ("empty", "firstempty") and (choice.shape[0] == 1 or not entry.empty):
         return False
-    return not entry.coupled or choice["micro"] == 1
+    return not entry.coupled or choice.micro == 1
 
 
 def pairs_of(choice: Choice) -> set[tuple[str, object, str, object]]:
     """The pairs of values in a choice that `PAIRS` asks for."""
-    entry = ZOO[str(choice["model"])]
+    entry = ZOO[choice.model]
     loss = entry.loss + (" over labels" if entry.labels else "")
-    traits = {**choice, "stages": choice["shape"][1], "loss": loss}  # type: ignore[index]
+    traits = {**choice._asdict(), "stages": choice.shape[1], "loss": loss}
     return {(a, traits[a], b, traits[b]) for a, b in PAIRS}
 
 
 def _case(choice: Choice) -> Case:
-    ranks, stages = choice["shape"]  # type: ignore[misc]
-    rows, late = _rows(str(choice["rows"]), ranks)
+    ranks, stages = choice.shape
+    rows, late = _rows(choice.rows, ranks)
     return Case(
-        model=str(choice["model"]),
+        model=choice.model,
         ranks=ranks,
         stages=stages,
-        micro=int(str(choice["micro"])),
-        optimizer=str(choice["optimizer"]),
-        script=str(choice["script"]),
+        micro=choice.micro,
+        optimizer=choice.optimizer,
+        script=choice.script,
         rows=rows,
         late_rows=late,
     )
@@ -102,7 +112,7 @@ def _cover() -> list[Choice]:
     wanted: dict[tuple[str, object, str, object], None] = {}
     samples: list[Choice] = []
     while len(samples) < 6000:
-        sample = {name: source.choice(values) for name, values in FACTORS.items()}
+        sample = Choice(*(source.choice(values) for values in FACTORS.values()))
         if possible(sample):
             samples.append(sample)
             wanted.update(dict.fromkeys(sorted(pairs_of(sample), key=repr)))
@@ -144,10 +154,9 @@ def _full() -> list[Case]:
     cases: dict[str, Case] = {}
     turns = [itertools.cycle(FACTORS[name]) for name in ("script", "optimizer", "rows")]
     for model, shape, micro in itertools.product(ZOO, SHAPES, MICRO):
-        choice: Choice = {"model": model, "shape": shape, "micro": micro}
         script, optimizer, rows = (next(turn) for turn in turns)
         for pattern in (rows, "uneven"):
-            attempt = {**choice, "script": script, "optimizer": optimizer, "rows": pattern}
+            attempt = Choice(model, shape, micro, optimizer, script, pattern)
             if possible(attempt):
                 case = _case(attempt)
                 cases[case.name] = case

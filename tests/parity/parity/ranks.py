@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,10 @@ class Rannc:
         self._pyrannc.delay_grad_allreduce(on)
 
     def allreduce(self, model: nn.Module) -> None:
-        model.allreduce_grads()
+        cast(Any, model).allreduce_grads()
 
     def plan(self, model: nn.Module, record: Record) -> None:
-        deployment = model.deployment
+        deployment = cast(Any, model).deployment
         record["plan/replicas"] = array(torch.tensor([len(stage.slots) for stage in deployment.stages]))
         record["plan/micro"] = array(torch.tensor(deployment.microbatches))
 
@@ -87,7 +87,7 @@ class Ddp:
         return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 
     def delay(self, model: nn.Module, on: bool) -> None:
-        model.require_backward_grad_sync = not on  # what its no_sync() does
+        cast(Any, model).require_backward_grad_sync = not on  # what its no_sync() does
 
     def allreduce(self, model: nn.Module) -> None:
         raise NotImplementedError("DistributedDataParallel reduces in backward only")
