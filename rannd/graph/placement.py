@@ -134,8 +134,7 @@ def _recomputed(
         if node.op != "call_function":
             continue
         if is_number(node.meta.get("val")):
-            if node not in results:
-                recomputed.add(node)
+            recomputed.add(node)
             continue
         tensors = [source for source in node.all_input_nodes if not is_number(source.meta.get("val"))]
         if any(source in depends for source in tensors):

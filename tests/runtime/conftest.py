@@ -1,0 +1,17 @@
+"""One process that is a world of its own, with a cache and configuration of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import pyrannc
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, daemon_home: object) -> Iterator[None]:
+    monkeypatch.setenv("RANNC_CACHE", "off")
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "warn")
+    yield
+    pyrannc.clear()

@@ -1,0 +1,257 @@
+"""What a script sees of a wrapped model, in a world of one rank; tests/parity has the others."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pyrannc
+from rannd.errors import ConfigError, DeploymentError, StepError, TraceError, UsageError
+
+
+class Tied(nn.Module):
+    """Tied weights, a buffer, a loss or an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.label = "mine"
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, object]:
+        self.calls += 1
+        out = self.last(torch.relu(self.first(x)))
+        loss = None if target is None else nn.functional.mse_loss(out, target)
+        return {"out": out, "loss": loss, "rows": x.shape[0], "name": "tied"}
+
+
+def wrapped(model: nn.Module, **options: object) -> pyrannc.RaNNCModule:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return pyrannc.RaNNCModule(model, optimizer, **options)  # type: ignore[arg-type]
+
+
+def test_outputs_keep_their_structure() -> None:
+    model = wrapped(Tied())
+    found = model(torch.randn(3, 6))
+    assert found["loss"] is None
+    assert found["rows"] == 3
+    assert found["name"] == "tied"
+    assert found["out"].shape == (3, 6)
+    assert model(torch.randn(5, 6))["rows"] == 5
+    assert model(torch.randn(1, 6), target=torch.randn(1, 6))["loss"].shape == ()
+
+
+def test_state_is_complete_and_loads_again() -> None:
+    model = wrapped(Tied())
+    before = model.state_dict()
+    model(torch.randn(3, 6))
+    state = model.state_dict()
+    assert list(state) == list(before) == ["calls", "first.weight", "first.bias", "last.weight", "last.bias"]
+    assert state["calls"] == 1
+    assert torch.equal(state["first.weight"], state["last.weight"])
+    other = wrapped(Tied())
+    x = torch.randn(2, 6)
+    other(x)
+    other.load_state_dict(state)
+    assert torch.equal(other(x)["out"], model(x)["out"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("first.bias"), r"missing \['first.bias'\]"),
+        (lambda state: state.update(other=torch.zeros(1)), r"unexpected \['other'\]"),
+        (
+            lambda state: state.update({"first.bias": torch.zeros(7)}),
+            r"first.bias has shape \(7,\) in the state and \(6,\)",
+        ),
+    ],
+)
+def test_a_wrong_state_is_refused_and_changes_nothing(change: object, message: str) -> None:
+    model = wrapped(Tied())
+    model(torch.randn(3, 6))
+    before = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(before)
+    for tensor in state.values():
+        tensor.add_(1)
+    change(state)  # type: ignore[operator]
+    with pytest.raises(UsageError, match=message):
+        model.load_state_dict(state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_other_attributes_are_the_models() -> None:
+    model = wrapped(Tied())
+    assert model.label == "mine"
+    assert isinstance(model.first, nn.Linear)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+
+
+def test_train_and_eval_are_graphs_of_their_own() -> None:
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)))
+    x = torch.randn(64, 4)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    assert not model.training
+    model.train()
+    assert not torch.equal(model(x), model(x))
+
+
+def test_random_numbers_of_the_script_stay_untouched() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    state = torch.get_rng_state()
+    model(torch.ones(8, 4)).sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    del expected
+
+
+def test_dropout_is_the_same_in_two_runs_of_one_seed() -> None:
+    def run() -> torch.Tensor:
+        torch.manual_seed(7)
+        model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+        return torch.cat([model(torch.ones(8, 4)) for _ in range(2)])
+
+    assert torch.equal(run(), run())
+
+
+def test_parameter_hooks_run_once_on_the_reduced_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_PIPELINE_NUM", "4")
+    plain = nn.Linear(4, 4)
+    model = wrapped(copy.deepcopy(plain))
+    seen: list[torch.Tensor] = []
+    weight = dict(model.named_parameters())["weight"]
+    weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
+    x = torch.randn(8, 4)
+    model(x).pow(2).mean().backward()
+    plain(x).pow(2).mean().backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], plain.weight.grad)
+    torch.testing.assert_close(weight.grad, 2 * plain.weight.grad)
+
+
+def test_clipping_is_that_of_torch() -> None:
+    plain = nn.Linear(4, 4)
+    model = wrapped(copy.deepcopy(plain))
+    x = torch.randn(8, 4)
+    model(x).pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    torch.testing.assert_close(
+        model.clip_grad_norm(0.1).float(), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    )
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_recomputing_gives_the_same_gradients_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)).double())
+        model(torch.randn(8, 4, dtype=torch.float64)).pow(2).mean().backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+    kept = run()
+    monkeypatch.setenv("RANNC_CHECKPOINTING", "true")
+    again = run()
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def test_unfreezing_a_layer_gives_it_gradients() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[0].requires_grad_(False)
+    model = wrapped(copy.deepcopy(plain))
+    x = torch.randn(8, 4)
+    model(x).sum().backward()
+    assert next(iter(model.parameters())).grad is None
+    for each in (model, plain):
+        each.zero_grad()
+        for parameter in each.parameters():
+            parameter.requires_grad_(True)
+        each(x).pow(2).sum().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_using_a_deployment_file(tmp_path: Path) -> None:
+    model = wrapped(Tied())
+    with pytest.raises(StepError, match="call it before"):
+        _ = model.deployment
+    model(torch.randn(3, 6))
+    file = tmp_path / "plan"
+    model.save_deployment(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+    again = wrapped(Tied(), load_deployment=file)
+    again(torch.randn(3, 6))
+    assert again.deployment == model.deployment
+    with pytest.raises(DeploymentError, match="plan again without it"):
+        wrapped(nn.Linear(6, 6), load_deployment=file)(torch.randn(3, 6))
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(DeploymentError, match="not a deployment"):
+        wrapped(Tied(), load_deployment=file)(torch.randn(3, 6))
+    with pytest.raises(DeploymentError, match="cannot be read"):
+        wrapped(Tied(), load_deployment=tmp_path / "none")(torch.randn(3, 6))
+
+
+def test_misuse_is_told() -> None:
+    model = wrapped(Tied())
+    loss = model(torch.randn(3, 6))["out"].sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(StepError, match="second time"):
+        loss.backward()
+    with pytest.raises(UsageError, match="wrapped in a RaNNCModule already"):
+        pyrannc.RaNNCModule(model._inner)
+    with pytest.raises(UsageError, match=r"wraps a torch.nn.Module, not a int"):
+        pyrannc.RaNNCModule(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="enable_zero is not available"):
+        wrapped(Tied(), enable_zero=True)
+    with pytest.raises(UsageError, match="without any tensor"):
+        wrapped(Tied())(3)
+    with pytest.raises(StepError, match="empty"):
+        model(torch.randn(0, 6))
+    pyrannc.clear()
+    with pytest.raises(StepError, match=r"dropped by pyrannc\.clear"):
+        model(torch.randn(3, 6))
+
+
+def test_a_graph_that_differs_from_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changing(nn.Module):
+        """Does something else at every call, which no graph can show."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * random.random()
+
+    monkeypatch.setenv("RANNC_VERIFY_PARTITIONING", "true")
+    with pytest.raises(TraceError, match="differs from"):
+        wrapped(Changing())(torch.randn(3, 4))
+
+
+def test_a_wrong_configuration_stops_the_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_MEM_MARGIN", "a lot")
+    with pytest.raises(ConfigError, match="RANNC_MEM_MARGIN"):
+        wrapped(Tied())
+
+
+def test_models_feed_each_other() -> None:
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    mine = wrapped(copy.deepcopy(first)), wrapped(copy.deepcopy(second))
+    x = torch.randn(8, 4, dtype=torch.float64)
+    mine[1](mine[0](x)).pow(2).mean().backward()
+    second(first(x)).pow(2).mean().backward()
+    for model, plain in zip(mine, (first, second), strict=True):
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=0)
