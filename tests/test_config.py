@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -450,3 +451,15 @@ def test_import_reads_and_writes_nothing(tmp_path: Path) -> None:
     environ = {**os.environ, "RANNC_CONF_DIR": str(tmp_path / "missing"), "RANNC_NO_SUCH": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environ, cwd=ROOT)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_item_that_has_an_effect_is_read_somewhere() -> None:
+    """No dead switch: an item that no room reads would be set in vain, and silently."""
+    rooms = Path(__file__).resolve().parents[1] / "rannd"
+    texts = [file.read_text() for file in rooms.rglob("*.py") if "config" not in file.relative_to(rooms).parts]
+    unread = [
+        name
+        for name, row in ITEMS.items()
+        if not row.no_effect and not any(re.search(rf"\b{name}\b", text) for text in texts)
+    ]
+    assert not unread

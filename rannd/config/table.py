@@ -95,7 +95,12 @@ class Config:
         plan_affecting=False,
         no_effect="the planner lays them out by itself",
     )
-    coarsen_by_time: bool = item(True, "Coarsening merges by time; false: by size.", group=_PLAN, plan_affecting=True)
+    coarsen_by_time: bool = item(
+        True,
+        "Blocks are balanced by analytic time; false: by the bytes their ops touch.",
+        group=_PLAN,
+        plan_affecting=True,
+    )
     do_coarsening: bool = item(
         True,
         "Merge ops over their most expensive boundaries before blocks are balanced.",

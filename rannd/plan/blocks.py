@@ -22,6 +22,7 @@ the same way and become equal blocks, which have to be measured only once.
 from __future__ import annotations
 
 import heapq
+import math
 from itertools import accumulate
 
 import msgspec
@@ -58,7 +59,8 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
     most = max(options.max_partition_num, options.partition_num)
     fewest = min(len(atoms), most, max(options.min_partition_num, options.partition_num, world))
 
-    weights = [sum(_weight(graph, graph.ops[op]) for op in atom) for atom in atoms]
+    flops_per_byte = FLOPS_PER_BYTE if options.coarsen_by_time else math.inf
+    weights = [sum(_weight(graph, graph.ops[op], flops_per_byte) for op in atom) for atom in atoms]
     line = _Line(weights, _boundary_bytes(graph, atoms))
     if options.do_coarsening:
         line.coarsen(line.total / most, fewest, _kinds(graph, atoms))
@@ -141,10 +143,10 @@ class _Line:
         self.cuts = sorted(following)
 
 
-def _weight(graph: TaskGraph, op: Op) -> float:
+def _weight(graph: TaskGraph, op: Op, flops_per_byte: float) -> float:
     """Analytic time of an op, in bytes: what it touches plus its flops at a fixed balance."""
     values = sum(graph.values[value].bytes.at(ROWS) for value in (*op.inputs, *op.outputs))
-    return values + sum(graph.params[param].bytes for param in op.params) + op.flops.at(ROWS) / FLOPS_PER_BYTE
+    return values + sum(graph.params[param].bytes for param in op.params) + op.flops.at(ROWS) / flops_per_byte
 
 
 def _boundary_bytes(graph: TaskGraph, atoms: tuple[tuple[int, ...], ...]) -> list[int]:

@@ -29,6 +29,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Coarsening keeps at least so many blocks (where there are so many atoms)."""
     max_partition_num: int = 32
     """Most blocks handed to the stage phase."""
+    coarsen_by_time: bool = True
+    """Weigh ops by their (analytic) time; otherwise by the bytes they touch alone."""
     do_coarsening: bool = True
     """Merge atoms over their most expensive boundaries first; otherwise only by weight."""
     do_uncoarsening: bool = False

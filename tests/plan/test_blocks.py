@@ -55,6 +55,21 @@ def test_uncoarsening_moves_a_cut_to_the_cheaper_place() -> None:
     assert cut(uncoarsen=True) == [(0, 1, 2), (3, 4, 5)]
 
 
+def test_balance_by_time_or_by_bytes() -> None:
+    builder = GraphBuilder()
+    value = builder.input(0)
+    for flops in (1_000_000, 10, 10, 10):
+        value = builder.op([value], size=10, flops=flops)
+    graph = builder.build()
+
+    def cut(*, by_time: bool) -> list[tuple[int, ...]]:
+        options = PlanOptions(max_partition_num=2, min_partition_num=2, do_coarsening=False, coarsen_by_time=by_time)
+        return [block.ops for block in make_blocks(graph, options, world=1)]
+
+    assert cut(by_time=True) == [(0,), (1, 2, 3)]
+    assert cut(by_time=False) == [(0, 1), (2, 3)]
+
+
 def test_five_thousand_ops_take_seconds_at_most() -> None:
     graph = transformer(333)
     began = time.process_time()
