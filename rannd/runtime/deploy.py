@@ -9,6 +9,8 @@ One rank of every other node hands the result to its own node's daemon.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import math
 import platform
 import tempfile
@@ -35,10 +37,14 @@ from rannd.profile.blocks import block_hashes, block_parts, measure_missing
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import Sample
+from rannd.runtime.bound import planned_stages
 from rannd.runtime.world import World, device_memory, device_model
 
-LEASE_WAIT_S = 3600.0
-"""Longest wait for another job that makes the same deployment; it ends at once when that job dies."""
+LEASE_WAIT_S = 1200.0
+"""Longest wait for another job that makes the same deployment; it ends at once when that job dies.
+
+The other ranks wait meanwhile, and give up after the 30 minutes of their groups.
+"""
 
 _GIB = 1024**3
 
@@ -72,6 +78,7 @@ class Planner:
         self._model_name = device_model(world)
         self._backend = "nccl" if world.device.type == "cuda" else "gloo"
         self._versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
+        self._versions["rannd source"] = source_digest()
 
     # -- the order --------------------------------------------------------------------------------------------
 
@@ -172,6 +179,7 @@ class Planner:
                 f"the deployment was made for {len(deployment.slots)} ranks, this job has "
                 f"{self._world.size}; plan again without it"
             )
+        planned_stages(self._graph, deployment)
         return deployment
 
     def _read(self, file: Path) -> bytes:
@@ -324,6 +332,17 @@ class Planner:
             for stage in deployment.stages:
                 ranks = ",".join(str(self._world.rank_of_slot[slot]) for slot in stage.slots)
                 logger.info(" Subgraph %s runs on rank[%s]", stage.name, ranks)
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest of the code that decides what a plan is: another one may give other plans under the same version."""
+    home = Path(rannd.errors.__file__).parent
+    digest = hashlib.sha256()
+    for room in ("graph", "profile", "plan"):
+        for file in sorted((home / room).glob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def save(deployment: Deployment, file: Path) -> None:
