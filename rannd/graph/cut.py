@@ -79,6 +79,8 @@ def extract(traced: Traced, placement: Placement, members: Set[Node], name: str)
     for node in traced.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copy)
+            if is_number(node.meta.get("val")):
+                continue  # known everywhere from the number of rows
             if node in members and (node in results or any(user not in needed for user in node.users)):
                 outputs.append(node)
     graph.output(tuple(copies[node] for node in outputs))
@@ -101,6 +103,7 @@ def _needed(placement: Placement, members: Set[Node]) -> set[Node]:
 def _placeholder(graph: Graph, name: str, source: Node) -> Node:
     node = graph.placeholder(name)
     node.meta["val"] = source.meta.get("val")
+    node.meta["source"] = source
     return node
 
 
@@ -154,9 +157,10 @@ def stages_by_owner(
                 later = [owner for owner in owners[name] if owner >= stage]
                 if not later:
                     raise CutError(
-                        f"{node.name} needs {name}, which stages {list(owners[name])} of {stages} hold, but reads values "
-                        f"of stage {stage}: this call of the model uses its layers in another order than the call it was "
-                        "planned for. Call the model first in the way that it is trained, or use one stage (partition_num=1)"
+                        f"{node.name} needs {name}, which stages {list(owners[name])} of {stages} hold, but reads "
+                        f"values of stage {stage}: this call of the model uses its layers in another order than the "
+                        "call it was planned for. Call the model first in the way that it is trained, or use one "
+                        "stage (partition_num=1)"
                     )
                 stage = min(later)
             if stage != stage_of_group[group]:

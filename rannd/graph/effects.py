@@ -13,9 +13,9 @@ from torch.fx import GraphModule, Node
 from rannd.graph.trace import Traced, arguments, attribute, operator_name
 
 # Operators that may return their argument itself although their schema does not say so.
-_MAY_RETURN_ARGUMENT = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "type_as", "to", "contiguous",
-                        "reshape", "flatten", "einsum", "pad", "float", "double", "half", "conj", "resolve_conj",
-                        "resolve_neg", "expand_as", "broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d", "real",
+_MAY_RETURN_ARGUMENT = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "type_as", "to",
+                        "contiguous", "reshape", "flatten", "einsum", "pad", "conj", "resolve_conj", "resolve_neg",
+                        "expand_as", "broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d", "real",
                         "pin_memory", "cat", "repeat", "tile", "unflatten")  # fmt: skip
 
 
@@ -104,12 +104,20 @@ class Aliases:
         if node.op != "call_function":
             return []
         if node.target is operator.getitem or nested_graph(traced, node) is not None:
-            return [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), (torch.Tensor, tuple, list))]
+            return [
+                source
+                for source in node.all_input_nodes
+                if isinstance(source.meta.get("val"), (torch.Tensor, tuple, list))
+            ]
         if not isinstance(node.target, torch._ops.OpOverload):
             return []
         schema = node.target._schema
         if base_name(node) in _MAY_RETURN_ARGUMENT:
-            return [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), (torch.Tensor, tuple, list))]
+            return [
+                source
+                for source in node.all_input_nodes
+                if isinstance(source.meta.get("val"), (torch.Tensor, tuple, list))
+            ]
         if not any(result.alias_info is not None for result in schema.returns):
             return []
         named = arguments(node)

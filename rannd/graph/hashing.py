@@ -44,16 +44,18 @@ def graph_hash(traced: Traced, signature: Signature) -> str:
     return _digest("\n".join((text, outputs, f"{mode.training}|{mode.grad}|{mode.autocast}")))
 
 
-def part_hash(part: Part, requires_grad: Callable[[Node], bool]) -> str:
-    """Hash of a part: equal for parts that compute the same on other parameters of the same shapes."""
-    flags = [requires_grad(node) for node in part.inputs]
-    numbered = iter([*flags, *(None for _ in part.tensors), *(None for _ in part.numbers)])
+def part_hash(part: Part, requires_grad: Callable[[Node], bool], autocast: str = "") -> str:
+    """Hash of a part: equal for parts that compute the same on other parameters of the same shapes.
+
+    `requires_grad` tells which values and parameters of the traced graph get gradients, `autocast` the regions
+    that the part runs in (they are not in its graph).
+    """
 
     def describe(node: Node) -> str:
-        value = node.meta.get("val")
-        return f"in|{next(numbered)}|{isinstance(value, torch.nn.Parameter)}|{_value(value)}"
+        source = node.meta["source"]
+        return f"in|{requires_grad(source)}|{source.op == 'get_attr'}|{_value(node.meta.get('val'))}"
 
-    return _digest(_text(part.module.graph, part.module, describe))
+    return _digest(_text(part.module.graph, part.module, describe) + f"\n{autocast}")
 
 
 def _digest(text: str) -> str:

@@ -88,7 +88,8 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
         value = node.meta["val"]
         with graph.inserting_before(node.next):
             product = scaled(node, f"{LABELS_WEIGHT}{number}", value.dtype)
-        node.replace_all_uses_with(product, delete_user_cb=lambda user, own=product: user is not own)
+        node.replace_all_uses_with(product)
+        product.update_arg(0, node)
     for node, name in analysis.weighted:
         value = node.meta["val"]
         with graph.inserting_before(node):
@@ -98,7 +99,7 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
     outputs = list(traced.results)
     for place, node in enumerate(outputs):
         value = node.meta["val"]
-        if analysis.states.get(node) == Scalar(Reduction.MEAN) and value.is_floating_point():
+        if analysis.states.get(node) == Scalar(Reduction.MEAN):
             with graph.inserting_before(output):
                 outputs[place] = scaled(node, ROWS_WEIGHT, value.dtype)
     output.args = (tuple(outputs),)

@@ -55,7 +55,7 @@ def place(traced: Traced, signature: Signature) -> Placement:
     writes = {node: targets for node in nodes if (targets := written(traced, node))}
     touched = {sharing.find(target) for targets in writes.values() for target in targets}
     random = {node for node in nodes if is_random(traced, node)}
-    gradients = _requires_grad(traced, signature)
+    gradients = _requires_grad(traced, signature, sharing, writes)
     recomputed, early = _recomputed(traced, sharing, touched, random, set(writes), gradients)
     placed = tuple(node for node in nodes if node not in recomputed)
 
@@ -87,33 +87,46 @@ def place(traced: Traced, signature: Signature) -> Placement:
     return Placement(placed, group, recomputed, early, gradients, reads, attributes, names, random)
 
 
-def _requires_grad(traced: Traced, signature: Signature) -> set[Node]:
-    """Nodes whose value may require a gradient (the flags that tracing records are wrong)."""
+def _requires_grad(
+    traced: Traced, signature: Signature, sharing: Aliases, writes: Mapping[Node, list[Node]]
+) -> set[Node]:
+    """Nodes whose value may require a gradient (the flags that tracing records are wrong).
+
+    What shares memory with a tensor that is written into may get its gradient, whichever node names it.
+    """
     found: set[Node] = set()
     if not signature.mode.grad:
         return found
-    given = iter(signature.tensors)
-    for node in traced.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder":
-            spec = next(given, None)  # placeholders behind the arguments are weights of losses
-            if spec is not None and spec.requires_grad:
+    reached: set[Node] = set()
+    size = -1
+    while size != len(reached):
+        size = len(reached)
+        given = iter(signature.tensors)
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                spec = next(given, None)  # placeholders behind the arguments are weights of losses
+                if spec is not None and spec.requires_grad:
+                    found.add(node)
+            elif node.op == "get_attr" and node in traced.attributes and traced.trainable(node):
                 found.add(node)
-        elif node.op == "get_attr":
-            if isinstance(value, torch.Tensor) and node in traced.attributes and traced.trainable(node):
-                found.add(node)
-        elif node.op == "call_function":
-            if base_name(node) in ("detach", "detach_") or (
-                operator_name(node.target) == "higher_order::wrap_with_set_grad_enabled" and node.args[0] is False
+            elif node.op == "call_function" and (
+                _differentiable(node)
+                and (sharing.find(node) in reached or any(source in found for source in node.all_input_nodes))
             ):
-                continue
-            values = value if isinstance(value, (tuple, list)) else [value]
-            differentiable = any(
-                isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
-            )
-            if differentiable and any(source in found for source in node.all_input_nodes):
                 found.add(node)
+                reached |= {sharing.find(target) for target in writes.get(node, ())}
     return found
+
+
+def _differentiable(node: Node) -> bool:
+    """Whether a node passes gradients on."""
+    if base_name(node) in ("detach", "detach_") or (
+        operator_name(node.target) == "higher_order::wrap_with_set_grad_enabled" and node.args[0] is False
+    ):
+        return False
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def _recomputed(
@@ -167,10 +180,9 @@ def _cheap(traced: Traced, node: Node) -> bool:
     nested = nested_graph(traced, node)
     if nested is not None:
         return all(_cheap(traced, inner) for inner in nested[0].graph.nodes if inner.op == "call_function")
-    values = node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else [node.meta.get("val")]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return True
-    elements = sum(numel_at(value, 2) for value in values)
+    made = node.meta.get("val")
+    values = made if isinstance(made, (tuple, list)) else [made]
+    elements = sum(numel_at(value, 2) for value in values if isinstance(value, torch.Tensor))
     return forward_flops(node, 2) <= CHEAP_FLOPS_PER_ELEMENT * max(elements, 1)
 
 

@@ -12,10 +12,11 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import Node
 
-from rannd.graph.row_states import COUNT, FIXED, Coupled, Reduction, RowIndex, Rows, Scalar, State
-from rannd.graph.sizes import PROBE_ROWS
+from rannd.graph.row_states import FIXED, Coupled, Reduction, RowIndex, Rows, Scalar, State
+from rannd.graph.sizes import PROBE_ROWS, depends_on_rows
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Operation:
     @property
     def out(self) -> tuple[int, ...]:
         """Shape of the result."""
+        if not isinstance(self.node.meta["val"], torch.Tensor):
+            raise Coupled(f"{self.name} makes something else than one tensor")
         return self.shape(self.node)
 
     def rows(self, name: str) -> Rows | None:
@@ -74,7 +77,7 @@ def _describe(state: State) -> str:
 
 
 def _leaves(value: Any) -> list[Any]:
-    return [item for item in value] if isinstance(value, (list, tuple)) else [value]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _dims(value: Any, ndim: int) -> set[int]:
@@ -118,31 +121,50 @@ def aligned(op: Operation, values: list[Any]) -> Rows:
 
 def pointwise(op: Operation) -> State:
     """Every element is made of the elements at the same place."""
-    tensors = []
-    for value in [leaf for argument in op.args.values() for leaf in _leaves(argument)]:
-        if not isinstance(value, Node):
-            continue
-        state = op.state(value)
-        if state is COUNT:
-            raise Coupled(f"{op.name} computes with the number of rows")
-        tensors.append(value)
-    state = aligned(op, tensors)
+    state = aligned(op, [leaf for leaf in pytree.tree_leaves(op.args) if isinstance(leaf, Node)])
+    value = op.node.meta["val"]
+    if isinstance(value, (tuple, list)):
+        return tuple(Rows(each.ndim + state.dim, state.outer, state.inner) for each in value)
     return Rows(len(op.out) + state.dim, state.outer, state.inner)
 
 
-for _name in (
-    "where dropout native_dropout alpha_dropout feature_dropout feature_alpha_dropout to _to_copy clone contiguous "
-    "detach detach_ alias type_as float double half masked_fill masked_fill_ lift_fresh_copy lift_fresh "
-    "rand_like randn_like zeros_like ones_like full_like empty_like randint_like bernoulli relu6 softplus "
-    "mish silu celu selu elu prelu fill fill_ zero_ copy copy_ logical_and logical_or logical_not "
-    "bitwise_and __and__ __or__ __xor__ __ior__ __iand__ isnan isinf isfinite square rsub addcmul addcdiv lerp "
-    "clip clamp clip_ clamp_ _log_softmax_backward hardtanh hardswish hardsigmoid leaky_relu threshold rrelu rrelu_with_noise "
-    "nan_to_num true_divide multiply subtract divide conj resolve_conj resolve_neg real imag "
-    "add sub mul div pow sign remainder fmod floor_divide neg exp log maximum minimum dropout_ not_equal "
-    "greater less greater_equal less_equal negative absolute arccos arcsin arctan "
-    "logsigmoid log_sigmoid softsign tanhshrink hardshrink softshrink special_expit sigmoid tanh gelu relu "
-).split():  # fmt: skip
+# Operators that torch does not tag as pointwise, or that older versions do not.
+_POINTWISE = """
+    where dropout dropout_ native_dropout alpha_dropout to _to_copy clone contiguous detach detach_ alias type_as
+    masked_fill masked_fill_ lift_fresh lift_fresh_copy fill fill_ zero_ copy copy_
+    zeros_like ones_like full_like empty_like rand_like randn_like randint_like
+    bernoulli bernoulli_ normal_ uniform_ exponential_ random_ log_normal_ geometric_ cauchy_
+    relu relu6 elu selu celu gelu silu mish softplus leaky_relu threshold rrelu rrelu_with_noise hardtanh hardswish
+    hardsigmoid hardshrink softshrink log_sigmoid sigmoid special_expit tanh
+    add sub rsub subtract mul multiply div divide true_divide floor_divide fmod remainder pow square
+    addcmul addcdiv lerp clip clip_ clamp clamp_ maximum minimum
+    neg negative absolute sign exp log floor isnan isinf isfinite nan_to_num
+    conj resolve_conj resolve_neg real imag arccos arcsin arctan
+    logical_and logical_or logical_not bitwise_and __and__ __or__ __xor__ __ior__ __iand__
+    greater less greater_equal less_equal not_equal
+"""
+for _name in _POINTWISE.split():
     RULES[_name] = pointwise
+
+
+@rule("prelu")
+def prelu(op: Operation) -> State:
+    """The weight belongs to dimension 1, not to the last one."""
+    op.fixed("weight")
+    rows = op.rows("self")
+    assert rows is not None
+    if rows.dim == 1 and op.shape(op.args["weight"]) not in ((), (1,)):
+        raise Coupled("prelu meets a fixed tensor of the size of the batch")
+    return rows
+
+
+@rule("feature_dropout", "feature_alpha_dropout", "feature_dropout_", "feature_alpha_dropout_")
+def feature_dropout(op: Operation) -> State:
+    """Drops or keeps all that lies behind the first two dimensions."""
+    rows = op.rows("input") or op.rows("self")
+    if rows is None or rows.dim > 1:
+        raise Coupled(f"{op.name} has one mask for several samples")
+    return rows
 
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
@@ -153,7 +175,10 @@ def reshape(op: Operation) -> State:
     state = op.state(source)
     shape = op.shape(source)
     if isinstance(state, RowIndex):
-        return RowIndex(relocate(prod(shape[: state.dim]), prod(shape[state.dim + 1 :]), op.out).dim)
+        found = relocate(prod(shape[: state.dim]), prod(shape[state.dim + 1 :]), op.out)
+        if (found.outer, found.inner) != (1, 1):
+            raise Coupled(f"{op.name} repeats the positions of samples in one dimension")
+        return RowIndex(found.dim)
     rows = op.rows("self")
     if rows is None:
         raise Coupled(f"{op.name} takes its shape from the samples")
@@ -189,7 +214,9 @@ def transpose(op: Operation) -> State:
 def matrix_transpose(op: Operation) -> State:
     ndim = len(op.out)
     order = list(range(ndim))
-    if ndim >= 2:
+    if op.name == "numpy_T":
+        order.reverse()
+    elif ndim >= 2:
         order[-2], order[-1] = order[-1], order[-2]
     return _moved(op, order)
 
@@ -241,9 +268,8 @@ def _inner(shape: tuple[int, ...]) -> int:
 @rule("zeros", "ones", "full", "empty", "rand", "randn", "randint", "new_zeros", "new_ones", "new_full", "new_empty")
 def create(op: Operation) -> State:
     """A tensor of a shape made of the number of rows, the same (or random) everywhere."""
-    if op.state(op.args.get("fill_value")) is not FIXED:
-        raise Coupled(f"{op.name} computes with the samples")
-    return Rows(_holding(op.out), 1, 1) if any(size % PROBE_ROWS == 0 and size for size in op.out) else FIXED
+    op.fixed(*(name for name in op.args if name not in ("self", "size")))
+    return Rows(_holding(op.out), 1, 1) if any(depends_on_rows(size) for size in op.node.meta["val"].shape) else FIXED
 
 
 @rule("arange")
@@ -347,19 +373,19 @@ def repeat_interleave(op: Operation) -> State:
 
 @rule("flip", "roll", "cumsum", "cumprod", "softmax", "log_softmax", "_softmax", "_log_softmax", "sort", "argsort",
       "topk", "glu", "gather", "scatter", "scatter_add", "diff", "cummax", "cummin", "logcumsumexp", "index_add",
-      "index_copy", "index_fill", "index_select", "scatter_", "scatter_add_", "triu", "tril", "take_along_dim", "renorm",
-      "normalize", "cross", "softmin", "kthvalue", "mode", "median", "scatter_reduce", "diagonal", "unfold")  # fmt: skip
+      "index_copy", "index_fill", "index_select", "scatter_", "scatter_add_", "triu", "tril", "take_along_dim", "cross",
+      "kthvalue", "mode", "median", "scatter_reduce")  # fmt: skip
 def along_dims(op: Operation) -> State:
     """Works along its dimensions and leaves all others alone."""
     ndim = len(op.shape(op.args["self"]))
     if op.name in ("triu", "tril"):
         dims = {ndim - 2, ndim - 1}
-    elif op.name == "diagonal" or op.name == "unfold" or ("dim" in op.args and op.args["dim"] is None):
-        raise Coupled(f"{op.name} is not followed")
     else:
-        dims = _dims(op.args.get("dim", op.args.get("dims", -1)), ndim)
-    others = [value for key, value in op.args.items() if key in ("index", "src", "prepend", "append", "source", "indices", "other")
-              and isinstance(value, Node)]  # fmt: skip
+        along = op.args.get("dim", op.args.get("dims"))
+        if along is None:
+            raise Coupled(f"{op.name} works across all elements")
+        dims = _dims(along, ndim)
+    others = [value for key, value in op.args.items() if key != "self" and isinstance(value, Node)]
     if op.name.startswith("index_"):
         op.fixed("index")
         others = [value for value in others if value is not op.args.get("index")]
@@ -374,8 +400,9 @@ def along_dims(op: Operation) -> State:
     return (rows,) * len(value) if isinstance(value, (tuple, list)) else rows
 
 
-@rule("sum", "mean", "amax", "amin", "prod", "var", "std", "logsumexp", "norm", "linalg_vector_norm", "argmax", "argmin",
-      "any", "all", "max", "min", "nansum", "nanmean", "count_nonzero", "var_mean", "std_mean", "aminmax")  # fmt: skip
+@rule("sum", "mean", "amax", "amin", "prod", "var", "std", "logsumexp", "norm", "linalg_vector_norm", "argmax",
+      "argmin", "any", "all", "max", "min", "nansum", "nanmean", "count_nonzero", "var_mean", "std_mean",
+      "aminmax")  # fmt: skip
 def reduce(op: Operation) -> State:
     """Reduces some dimensions; over the batch dimension only sums and means make something that adds up."""
     if isinstance(op.args.get("other"), Node):
@@ -496,6 +523,8 @@ def attention(op: Operation) -> State:
 @rule("embedding")
 def embedding(op: Operation) -> State:
     op.fixed("weight")
+    if op.args.get("scale_grad_by_freq"):
+        raise Coupled("embedding scales its gradient by how often an index is in the batch")
     rows = op.rows("indices")
     assert rows is not None
     return rows
@@ -535,7 +564,7 @@ def samples_first(op: Operation) -> State:
 @rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
       "replication_pad2d", "replication_pad3d")  # fmt: skip
 def pad(op: Operation) -> State:
-    values = op.args.get("pad", op.args.get("padding"))
+    values = _leaves(op.args.get("pad", op.args.get("padding")))
     shape = op.shape(op.args["self"])
     padded = {len(shape) - 1 - place // 2 for place, value in enumerate(values) if value != 0}
     return _away(op, "self", padded)
@@ -588,6 +617,8 @@ def index(op: Operation) -> State:
     """tensor[i, j, ...]: looks up in a fixed table, or within each sample."""
     source, indices = op.args["self"], list(op.args["indices"])
     used = [dim for dim, value in enumerate(indices) if value is not None]
+    if not used or any(indices[dim].meta["val"].dtype in (torch.bool, torch.uint8) for dim in used):
+        raise Coupled("index with a mask is not followed")
     if used != list(range(used[0], used[0] + len(used))):
         raise Coupled("index with tensors that are apart is not followed")
     states = [op.state(indices[dim]) for dim in used]
@@ -626,9 +657,9 @@ def index(op: Operation) -> State:
       "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss")  # fmt: skip
 def elementwise_loss(op: Operation) -> State:
     reduction = op.args.get("reduction", 1)
+    rows = aligned(op, [value for value in op.args.values() if isinstance(value, Node)])
     if reduction == 0:
-        op.args.pop("reduction")
-        return pointwise(op)
+        return Rows(len(op.out) + rows.dim, rows.outer, rows.inner)
     return Scalar(Reduction.MEAN if reduction == 1 else Reduction.SUM)
 
 
@@ -638,11 +669,18 @@ CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
 
 @rule(*CLASS_LOSSES)
 def class_loss(op: Operation) -> State:
-    """As any loss; `rannd.graph.rows` knows when the denominator of the mean can be given from outside."""
-    reduction = op.args["reduction"]
-    if reduction == 0:
-        rows = op.rows("target")
-        if rows is None or op.node.meta["val"].ndim != len(op.shape(op.args["target"])):
-            raise Coupled(f"{op.name} without reduction is not followed here")
-        return rows
-    return Scalar(Reduction.MEAN if reduction == 1 else Reduction.SUM)
+    """As any loss; `rannd.graph.rows` knows when the denominator of the mean can be given from outside.
+
+    The classes are in dimension 1. Labels have all other dimensions of the input, probabilities have all.
+    """
+    op.fixed("weight")
+    rows, target = op.rows("self"), op.rows("target")
+    ndim = len(op.shape(op.args["self"]))
+    if rows is None or rows.dim == 1 or ndim < 2:
+        raise Coupled(f"{op.name} does not have one prediction for each sample")
+    labels = Rows(rows.dim - (rows.dim > 1), rows.outer, rows.inner)
+    if target != (rows if len(op.shape(op.args["target"])) == ndim else labels):
+        raise Coupled(f"{op.name} combines different samples")
+    if op.args["reduction"] == 0:
+        return labels
+    return Scalar(Reduction.MEAN if op.args["reduction"] == 1 else Reduction.SUM)

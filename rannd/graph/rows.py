@@ -13,17 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import Graph, GraphModule, Node
 
+from rannd.graph.effects import base_name, is_random, nested_graph
 from rannd.graph.row_rules import CLASS_LOSSES, RULES, Operation, pointwise
 from rannd.graph.row_states import COUNT, FIXED, WHOLE, Coupled, Reduction, RowIndex, Rows, Scalar, State
 from rannd.graph.signature import Signature
-from rannd.graph.sizes import PROBE_ROWS, is_number, number_at, shape_at
-from rannd.graph.trace import Traced, arguments, attribute, operator_name
+from rannd.graph.sizes import PROBE_ROWS, depends_on_rows, is_number, multiple_of_rows, shape_at
+from rannd.graph.trace import Traced, arguments, operator_name
 
-SCALAR_LINEAR = {"neg", "to", "_to_copy", "clone", "detach", "alias", "view", "reshape", "squeeze", "unsqueeze", "contiguous",
-                 "double", "float", "lift_fresh_copy", "flatten", "ravel"}  # fmt: skip
+SCALAR_LINEAR = {"neg", "to", "_to_copy", "clone", "detach", "alias", "view", "reshape", "squeeze", "unsqueeze",
+                 "contiguous", "lift_fresh_copy", "flatten", "ravel"}  # fmt: skip
 """Operators under which a reduced number stays what it is."""
+
+SIZES = ("size", "sizes", "shape", "repeats", "start", "end", "step", "length")
+"""Arguments that may be made of the number of rows; `_check` sees what comes of it."""
+
+REGIONS = ("higher_order::wrap_with_set_grad_enabled", "higher_order::wrap_with_autocast")
+"""Operators that run a graph of their own once, with the arguments that follow it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class _Walk:
     weighted: list[tuple[Node, str]] = field(default_factory=list)
     masked: list[Node] = field(default_factory=list)
     early: Set[Node] = frozenset()
+    inside: int = 0
+    """Depth of regions: what is in one cannot be weighted from outside."""
 
     def couple(self, node: Node, reason: str) -> None:
         if self.coupled is None:
@@ -64,6 +74,8 @@ def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalys
         state = walk.states[node]
         if isinstance(state, RowIndex) or (isinstance(state, Rows) and state.outer != 1):
             walk.couple(node, "an output does not have the samples in order")
+        if state is WHOLE or isinstance(state, tuple) or state == Scalar(Reduction.OTHER):
+            walk.couple(node, "an output is made of all samples in a way no rule knows")
     return RowAnalysis(walk.states, walk.coupled, tuple(walk.weighted), tuple(walk.masked))
 
 
@@ -99,7 +111,9 @@ def _walk(walk: _Walk, graph: Graph, root: GraphModule, inputs: Sequence[State])
 def _state(walk: _Walk, value: Any) -> State:
     if isinstance(value, Node):
         return walk.states[value]
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Node) and walk.states[item] is COUNT for item in value):
+    if isinstance(value, (list, tuple)) and any(
+        isinstance(item, Node) and walk.states[item] is COUNT for item in value
+    ):
         return COUNT
     return FIXED
 
@@ -107,46 +121,78 @@ def _state(walk: _Walk, value: Any) -> State:
 def _result(walk: _Walk, node: Node, root: GraphModule) -> State:
     value = node.meta.get("val")
     if is_number(value):
-        return COUNT if number_at(value, 2) != number_at(value, 3) else FIXED
+        return COUNT if depends_on_rows(value) else FIXED
     states = [walk.states[source] for source in node.all_input_nodes]
     if all(state is FIXED for state in states):
+        if is_random(root, node):
+            walk.couple(node, f"{operator_name(node.target)} draws random numbers that all samples share")
         return FIXED
-    if node.target is operator.getitem:
-        source = walk.states[node.args[0]]  # type: ignore[index]
-        return source[node.args[1]] if isinstance(source, tuple) else WHOLE  # type: ignore[index]
     try:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return _nested(walk, node, root)
-        if any(state is WHOLE or isinstance(state, tuple) for state in states) and not _reduces(node):
-            raise Coupled(f"{operator_name(node.target)} follows an op that mixes samples")
-        if any(isinstance(state, Scalar) for state in states):
-            return _scalar(walk, node)
-        return _apply(walk, node)
+        state = _follow(walk, node, states, root)
+        _check(value, state)
     except Coupled as reason:
         walk.couple(node, str(reason))
         return WHOLE
+    return state
 
 
-def _base_name(node: Node) -> str:
-    return operator_name(node.target).removeprefix("aten::").split(".")[0]
+def _follow(walk: _Walk, node: Node, states: Sequence[State], root: GraphModule) -> State:
+    """The state of a node with arguments that depend on the samples; Coupled where they are mixed."""
+    if node.target is operator.getitem:
+        source = walk.states[node.args[0]]  # type: ignore[index]
+        if not isinstance(source, tuple):
+            raise Coupled("an element is taken of something no rule knows")
+        return source[node.args[1]]  # type: ignore[index]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _nested(walk, node, root)
+    if any(state is WHOLE or isinstance(state, tuple) for state in states) and not _reduces(node):
+        raise Coupled(f"{operator_name(node.target)} follows an op that mixes samples")
+    if any(isinstance(state, Scalar) for state in states):
+        return _scalar(walk, node)
+    return _apply(walk, node)
+
+
+def _check(value: Any, state: State) -> None:
+    """Coupled where a state does not fit what was made: a safety net under all rules.
+
+    Nothing but the dimension that holds the samples may change with the number of rows, and that one has to
+    be a multiple of it, for every number.
+    """
+    if isinstance(value, (tuple, list)):
+        if not isinstance(state, tuple) or len(state) != len(value):
+            raise Coupled("no rule knows all that an op makes")
+        for each, own in zip(value, state, strict=True):
+            _check(each, own)
+    elif isinstance(value, torch.Tensor):
+        expected = [0] * value.ndim
+        if isinstance(state, Rows) and 0 <= state.dim < value.ndim:
+            expected[state.dim] = state.outer * state.inner
+        elif isinstance(state, RowIndex) and 0 <= state.dim < value.ndim:
+            expected[state.dim] = 1
+        elif not (state is FIXED or isinstance(state, Scalar)):
+            raise Coupled("no rule knows what an op makes of the samples")
+        if [multiple_of_rows(size) for size in value.shape] != expected:
+            raise Coupled("a shape is made of the number of rows in a way no rule knows")
+    elif value is not None and state is not FIXED:
+        raise Coupled("a number is made of the samples")
 
 
 def _reduces(node: Node) -> bool:
     """Whether a node makes one number of all samples, of whatever layout."""
-    return _base_name(node) in ("sum", "mean") or _base_name(node).endswith(("_loss", "_entropy", "_with_logits", "kl_div"))
+    return base_name(node) in ("sum", "mean") or base_name(node).endswith(
+        ("_loss", "_entropy", "_with_logits", "kl_div")
+    )
 
 
 def _apply(walk: _Walk, node: Node) -> State:
     """The state by the operator's rule."""
     if not isinstance(node.target, torch._ops.OpOverload):
         raise Coupled(f"{operator_name(node.target)} is not followed")
-    name = _base_name(node)
+    name = base_name(node)
     named = arguments(node)
-    result = node.meta.get("val")
-    if _reduces(node) and named.get("dim") in (None, []) and isinstance(result, torch.Tensor) and result.ndim == 0:
-        first = walk.states[node.all_input_nodes[0]]
-        if first is WHOLE and name in ("sum", "mean"):
-            return Scalar(Reduction.MEAN if name == "mean" else Reduction.SUM)
+    for key, argument in named.items():
+        if key not in SIZES and any(_state(walk, leaf) is COUNT for leaf in pytree.tree_leaves(argument)):
+            raise Coupled(f"{operator_name(node.target)} computes with the number of rows")
     operation = Operation(
         name,
         node,
@@ -154,20 +200,38 @@ def _apply(walk: _Walk, node: Node) -> State:
         lambda value: _state(walk, value),
         lambda value: shape_at(value.meta["val"], PROBE_ROWS) if isinstance(value, Node) else (),
     )
-    if name in CLASS_LOSSES and named["reduction"] == 1:
-        return _masked_mean(walk, node, named)
     rule = RULES.get(name)
     if rule is None and torch.Tag.pointwise in node.target.tags:
         rule = pointwise
     if rule is None:
         raise Coupled(f"no rule knows what {operator_name(node.target)} does to the samples")
-    return rule(operation)
+    try:
+        state = rule(operation)
+    except Coupled as reason:
+        kind = _reduction(node, named)
+        if kind is None:
+            raise
+        walk.couple(node, str(reason))
+        return Scalar(kind)
+    if state == Scalar(Reduction.MEAN) and name in CLASS_LOSSES:
+        return _masked_mean(walk, node, named)
+    return state
 
 
-def _masked_mean(walk: _Walk, node: Node, named: dict[str, Any]) -> State:
+def _reduction(node: Node, named: Mapping[str, Any]) -> Reduction | None:
+    """How an op makes one number of whatever it is given, None for ops that do not."""
+    result = node.meta.get("val")
+    if not _reduces(node) or not isinstance(result, torch.Tensor) or result.ndim:
+        return None
+    if base_name(node) in ("sum", "mean"):
+        return Reduction.MEAN if base_name(node) == "mean" else Reduction.SUM
+    return {1: Reduction.MEAN, 2: Reduction.SUM}.get(named.get("reduction", 1))
+
+
+def _masked_mean(walk: _Walk, node: Node, named: Mapping[str, Any]) -> State:
     """A mean over the labels that count: its denominator differs from piece to piece."""
     target = named["target"]
-    if target.meta["val"].is_floating_point() and named.get("weight") is None:
+    if target.meta["val"].is_floating_point():
         return Scalar(Reduction.MEAN)
     if named.get("weight") is None and target in walk.early:
         walk.masked.append(node)
@@ -178,23 +242,30 @@ def _masked_mean(walk: _Walk, node: Node, named: dict[str, Any]) -> State:
 
 def _nested(walk: _Walk, node: Node, root: GraphModule) -> State:
     """A region of its own (no_grad, autocast): follow the samples inside."""
-    modules = [a for a in node.args if isinstance(a, Node) and a.op == "get_attr" and isinstance(attribute(root, str(a.target)), GraphModule)]  # fmt: skip
-    if len(modules) != 1:
+    region = nested_graph(root, node) if operator_name(node.target) in REGIONS else None
+    if region is None:
         raise Coupled(f"{operator_name(node.target)} is not followed")
-    inner = attribute(root, str(modules[0].target))
-    after = node.args[node.args.index(modules[0]) + 1 :]
-    return _walk(walk, inner.graph, inner, [_state(walk, argument) for argument in after])
+    inner, given = region
+    walk.inside += 1
+    try:
+        return _walk(walk, inner.graph, inner, [_state(walk, argument) for argument in given])
+    finally:
+        walk.inside -= 1
 
 
 def _scalar(walk: _Walk, node: Node) -> State:
     """Arithmetic on numbers that were reduced over all samples: linear operators keep them additive."""
-    name = _base_name(node)
+    name = base_name(node)
     named = arguments(node)
     operands = {key: value for key, value in named.items() if key in ("self", "other", "tensors", "input")}
-    if name in SCALAR_LINEAR:
-        return walk.states[node.all_input_nodes[0]]
-    if name in ("sum", "mean"):
-        return walk.states[node.all_input_nodes[0]]
+    for key, argument in named.items():
+        if key not in operands and any(_state(walk, leaf) is not FIXED for leaf in pytree.tree_leaves(argument)):
+            raise Coupled(f"argument {key} of {operator_name(node.target)} depends on the samples")
+    if name in SCALAR_LINEAR or name in ("sum", "mean"):
+        source = node.all_input_nodes[0]
+        if _rounds(source.meta["val"].dtype, node.meta["val"].dtype):
+            raise Coupled(f"{operator_name(node.target)} of a number made of all samples rounds it")
+        return walk.states[source]
     if name == "stack":
         kinds = {_state(walk, item) for item in named["tensors"]}
         if len(kinds) == 1:
@@ -217,10 +288,16 @@ def _scalar(walk: _Walk, node: Node) -> State:
     raise Coupled(f"{operator_name(node.target)} of a number made of all samples is not linear")
 
 
+def _rounds(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether a conversion is more than a matter of precision."""
+    if old.is_floating_point or old.is_complex:
+        return not (new.is_floating_point or new.is_complex)
+    return new == torch.bool
+
+
 def _linear(value: Any) -> bool:
     """Whether a number is proportional to the rows."""
-    number = value.meta["val"]
-    return bool(number_at(number, 2) * 3 == number_at(number, 3) * 2)
+    return bool(multiple_of_rows(value.meta["val"]))
 
 
 def _sum(walk: _Walk, node: Node, operands: dict[str, Any]) -> State:
@@ -234,6 +311,9 @@ def _sum(walk: _Walk, node: Node, operands: dict[str, Any]) -> State:
             raise Coupled("a number made of all samples meets single samples")
     if kinds == {FIXED, Scalar(Reduction.MEAN)}:
         return Scalar(Reduction.MEAN)
+    value = node.meta["val"]
+    if walk.inside or not (value.is_floating_point() or value.is_complex()):
+        raise Coupled("terms of different kinds are added where they cannot be weighted")
     for key, state in states.items():
         if state is FIXED or state == Scalar(Reduction.MEAN):
             walk.weighted.append((node, key))

@@ -65,7 +65,9 @@ class Signature:
 
     def key(self) -> str:
         """A short text that is equal on ranks that run the same graph."""
-        text = repr((str(self.spec), self.tensors, self.positions, [(i, repr(c)) for i, c in self.constants], self.mode))
+        text = repr(
+            (str(self.spec), self.tensors, self.positions, [(i, repr(c)) for i, c in self.constants], self.mode)
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def rows(self, leaves: Sequence[torch.Tensor]) -> int:
@@ -81,7 +83,9 @@ class Signature:
             return False
         if [(i, type(c), c) for i, c in call.constants] != [(i, type(c), c) for i, c in self.constants]:
             return False
-        rows = {leaf.shape[0] if leaf.ndim else -1 for s, leaf in zip(self.tensors, call.tensors, strict=True) if s.batch}
+        rows = {
+            leaf.shape[0] if leaf.ndim else -1 for s, leaf in zip(self.tensors, call.tensors, strict=True) if s.batch
+        }
         if len(rows) > 1 or -1 in rows:
             return False
         return all(

@@ -9,9 +9,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._sympy.functions import ToFloat
 
 from rannd.graph.ir import Size
 
@@ -37,6 +39,31 @@ def number_at(value: Any, rows: int) -> Any:
 def shape_at(value: torch.Tensor, rows: int) -> tuple[int, ...]:
     """Shape of a traced tensor for a piece of `rows` rows."""
     return tuple(number_at(size, rows) for size in value.shape)
+
+
+_ROWS = sympy.Symbol("rows", integer=True, positive=True)
+
+
+@lru_cache(maxsize=100_000)
+def _unified(expr: Any) -> Any:
+    """An expression in the number of rows alone: every symbol of a traced model stands for it."""
+    return sympy.expand(expr.replace(ToFloat, lambda value: value).subs(dict.fromkeys(expr.free_symbols, _ROWS)))
+
+
+def depends_on_rows(value: Any) -> bool:
+    """Whether a number differs for pieces of different sizes."""
+    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return symbolic and bool(_unified(value.node.expr).free_symbols)
+
+
+def multiple_of_rows(value: Any) -> int | None:
+    """k where a number is k x rows for every number of rows; 0 for constants, None for anything else."""
+    if not depends_on_rows(value):
+        return 0
+    if free_unbacked_symbols(value):
+        return None
+    factor = sympy.expand(_unified(value.node.expr) / _ROWS)
+    return int(factor) if factor.is_Integer and factor > 0 else None
 
 
 def is_number(value: Any) -> bool:

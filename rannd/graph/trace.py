@@ -25,9 +25,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from rannd.errors import TraceError
 from rannd.graph.signature import Signature
+from rannd.graph.sizes import PROBE_ROWS, shape_at
 
 PREFIX = "model."
 """The user's module is called `model` inside the wrapper that is exported."""
+
+MOST_ROWS = 2**20
+"""A batch size that no model may forbid."""
+
+LARGEST_EXAMPLE = 256
+"""Largest batch to trace with."""
 
 DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
            "aten::sym_constrain_range", "aten::_assert_async.msg")  # fmt: skip
@@ -138,15 +145,11 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
     ``autograd.Function`` (their backward would be lost silently), and where a batch dimension would be
     fixed to the size of the example.
     """
-    examples = example_inputs(signature, leaves)
-    dynamic = tuple({0: Dim.AUTO} if spec.batch else None for spec in signature.tensors)
     program = None
     problem: BaseException | None = None
     for strict in (False, True):
         try:
-            with _quiet(), _refuse_custom_functions(model):
-                flat = _Flat(model, signature, check=not strict)
-                program = torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
+            program = _export(model, signature, example_inputs(signature, leaves), strict)
         except TraceError:
             raise
         except Exception as exc:
@@ -155,8 +158,11 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
         fixed = _fixed_batch(program, signature)
         if fixed is None:
             break
+        name, low, high = fixed
+        if low < high and _same_beyond(model, signature, leaves, program, high, strict):
+            break
         problem = problem or TraceError(
-            f"the batch dimension of {fixed} is fixed to the size of the example by the model's code "
+            f"the batch dimension of {name} is fixed by the model's code to {f'{low} to {high}' if low < high else low} "
             "(a shape used as a number, or a comparison with it); make the code independent of the batch size"
         )
         program = None
@@ -170,13 +176,20 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
     return _clean(model, root, program.call_spec.out_spec)
 
 
-def example_inputs(signature: Signature, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Tensors to trace with: real rows, repeated to a batch size that no other dimension has.
+def _export(model: nn.Module, signature: Signature, examples: tuple[torch.Tensor, ...], strict: bool) -> Any:
+    dynamic = tuple({0: Dim.AUTO} if spec.batch else None for spec in signature.tensors)
+    with _quiet(), _refuse_custom_functions(model):
+        flat = _Flat(model, signature, check=not strict)
+        return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
+
+
+def example_inputs(signature: Signature, leaves: list[torch.Tensor], least: int = 2) -> tuple[torch.Tensor, ...]:
+    """Tensors to trace with: real rows, repeated to a batch size of at least `least` that no other dimension has.
 
     A batch of 1 would be fixed silently, and a size that occurs elsewhere could be mistaken for it.
     """
     taken = {size for spec in signature.tensors for size in spec.shape}
-    rows = next(size for size in range(2, len(taken) + 3) if size not in taken)
+    rows = next(size for size in range(least, least + len(taken) + 1) if size not in taken)
     examples = []
     for spec, leaf in zip(signature.tensors, leaves, strict=True):
         value = leaf.detach()
@@ -190,15 +203,45 @@ def example_inputs(signature: Signature, leaves: list[torch.Tensor]) -> tuple[to
     return tuple(examples)
 
 
-def _fixed_batch(program: Any, signature: Signature) -> str | None:
-    """Name of a batch argument whose first dimension is a number in the traced program."""
+def _fixed_batch(program: Any, signature: Signature) -> tuple[str, int, int] | None:
+    """A batch argument whose first dimension the traced program does not leave open, and the sizes it may have."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec, name in zip(signature.tensors, program.graph_signature.user_inputs, strict=True):
-        if spec.batch and isinstance(name, str):
-            value = placeholders[name].meta["val"]
-            if not isinstance(value.shape[0], torch.SymInt):
-                return spec.name
+        if not spec.batch or not isinstance(name, str):
+            continue
+        size = placeholders[name].meta["val"].shape[0]
+        symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+        if not symbols:
+            return spec.name, int(size), int(size)
+        for symbol in symbols:
+            bounds = program.range_constraints.get(symbol)
+            if bounds is not None and not (bounds.lower <= 2 and bounds.upper >= MOST_ROWS):
+                return spec.name, int(bounds.lower), int(min(bounds.upper, MOST_ROWS))
     return None
+
+
+def _same_beyond(
+    model: nn.Module, signature: Signature, leaves: list[torch.Tensor], program: Any, high: int, strict: bool
+) -> bool:
+    """Whether a program that was traced for at most `high` rows is the same for more (a choice among kernels)."""
+    if high > LARGEST_EXAMPLE:
+        return False
+    try:
+        other = _export(model, signature, example_inputs(signature, leaves, high + 1), strict)
+    except Exception:
+        return False
+    return _lines(program.graph) == _lines(other.graph)
+
+
+def _lines(graph: Graph) -> list[str]:
+    """What a graph does, with all shapes at one number of rows."""
+    lines = []
+    for node in graph.nodes:
+        made = [
+            shape_at(v, PROBE_ROWS) for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
+        ]
+        lines.append(f"{node.op} {node.target} {node.args} {node.kwargs} {made}")
+    return lines
 
 
 @contextlib.contextmanager
@@ -206,7 +249,11 @@ def _quiet() -> Iterator[None]:
     """Hide what export warns of and prints (whole graphs, where it fails): the error says it better."""
     logger = logging.getLogger("torch")
     level = logger.level
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
         logger.setLevel(logging.CRITICAL)
         try:
@@ -275,9 +322,9 @@ def _user_frame(model: nn.Module, frames: list[types.FrameType]) -> tuple[str, s
     line = ""
     for frame in frames:
         filename = frame.f_code.co_filename
-        if not line and not filename.startswith(own) and not filename.startswith("<"):
-            if id(frame.f_locals.get("self")) in names or frame.f_code.co_name == "forward":
-                line = f", at {filename}:{frame.f_lineno}"
+        users = not filename.startswith((*own, "<"))
+        if not line and users and (id(frame.f_locals.get("self")) in names or frame.f_code.co_name == "forward"):
+            line = f", at {filename}:{frame.f_lineno}"
         owner = frame.f_locals.get("self")
         if not module and isinstance(owner, nn.Module) and id(owner) in names:
             name = names[id(owner)]
@@ -350,8 +397,12 @@ def _retarget(root: GraphModule, device: torch.device) -> None:
 
     for node in root.graph.nodes:
         if node.op == "call_function":
-            node.args = pytree.tree_map(replaced, node.args, is_leaf=lambda value: isinstance(value, (Node, torch.device)))
-            node.kwargs = pytree.tree_map(replaced, node.kwargs, is_leaf=lambda value: isinstance(value, (Node, torch.device)))
+            node.args = pytree.tree_map(
+                replaced, node.args, is_leaf=lambda value: isinstance(value, (Node, torch.device))
+            )
+            node.kwargs = pytree.tree_map(
+                replaced, node.kwargs, is_leaf=lambda value: isinstance(value, (Node, torch.device))
+            )
         elif node.op == "get_attr":
             inner = attribute(root, str(node.target))
             if isinstance(inner, GraphModule):
@@ -368,11 +419,11 @@ def attribute(root: nn.Module, target: str) -> Any:
 
 
 def operator_name(target: Callable[..., Any] | str) -> str:
-    """'aten::linear' for an overload packet's default, 'aten::add.Tensor' for others, a dotted name for Python functions."""
+    """'aten::linear' for a default overload, 'aten::add.Tensor' for others, a dotted name for Python functions."""
     if isinstance(target, str):
         return target
     if isinstance(target, torch._ops.OpOverload):
-        return target.name()
+        return str(target.name())
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order::{target.name()}"
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', repr(target))}"

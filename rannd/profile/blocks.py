@@ -31,7 +31,9 @@ def block_parts(graph: ModelGraph, blocks: Sequence[Sequence[int]]) -> list[Part
 
 def block_hashes(graph: ModelGraph, parts: Sequence[Part]) -> list[str]:
     """Structural hash of each part."""
-    return [part_hash(part, lambda node: node in graph.placement.requires_grad) for part in parts]
+    gradients = graph.placement.requires_grad
+    autocast = graph.signature.mode.autocast
+    return [part_hash(part, lambda node: node in gradients, autocast) for part in parts]
 
 
 def measure_missing(

@@ -27,7 +27,13 @@ LONG_US = 200_000.0
 class Sample:
     """What to measure parts with: real rows of the arguments, and which values get gradients."""
 
-    def __init__(self, arguments: Mapping[Node, tuple[torch.Tensor, bool]], gradients: frozenset[Node], state: Mapping[str, torch.Tensor], device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self,
+        arguments: Mapping[Node, tuple[torch.Tensor, bool]],
+        gradients: frozenset[Node],
+        state: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
         self.arguments = arguments
         """Each argument of the graph, with whether it carries the batch."""
         self.gradients = gradients
@@ -67,7 +73,8 @@ def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
                 found.append(_at(part, sample, tensors, count))
             except Exception as exc:
                 raise ProfileError(
-                    f"{part.module._get_name()} cannot be measured with {count} rows on {sample.device}: {type(exc).__name__}: {exc}"
+                    f"{type(part.module).__name__} cannot be measured with {count} rows on {sample.device}: "
+                    f"{type(exc).__name__}: {exc}"
                 ) from exc
     forward, backward, kept = ([each[index] for each in found] for index in range(3))
     return BlockCost(_line(rows, forward), _line(rows, backward), _line(rows, kept))

@@ -1,0 +1,82 @@
+"""Are the samples of a batch independent? A wrong 'yes' would corrupt training silently."""
+
+from __future__ import annotations
+
+import random
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pieces import Small, assert_same, eager, graph_of, in_pieces
+from row_cases import COUPLED, INDEPENDENT, REFUSED, Forward
+from torch import Tensor
+
+from rannd.errors import TraceError
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _small(function: Forward, arguments: list[Callable[[], Tensor]], name: str) -> tuple[Small, list[Tensor]]:
+    torch.manual_seed(zlib.crc32(name.encode()))
+    return Small(function), [make() for make in arguments]
+
+
+def _restored(model: torch.nn.Module, run: Callable[[], Any]) -> Any:
+    """Result of `run`, with the buffers as they were before."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = run()
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(before[name])
+    return found
+
+
+def _sizes(rows: int, seed: str) -> list[int]:
+    """The rows of some pieces that make `rows`, in a random composition."""
+    generator = random.Random(seed)
+    cuts = sorted(generator.sample(range(1, rows), generator.randint(1, 3)))
+    return [high - low for low, high in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_independent_samples_give_the_same_in_pieces(name: str) -> None:
+    function, arguments = INDEPENDENT[name]
+    model, tensors = _small(function, arguments, name)
+    graph = graph_of(model, *tensors)
+    assert graph.coupled is None
+    expected = _restored(model, lambda: eager(graph, model, tensors))
+    for turn in range(2):
+        sizes = _sizes(tensors[0].shape[0], f"{name}{turn}")
+        found = in_pieces_restored(model, graph, tensors, sizes)
+        assert_same(found, expected)
+
+
+def in_pieces_restored(model: Small, graph: Any, tensors: list[Tensor], sizes: list[int]) -> Any:
+    """As the executor does: every piece sees the buffers as they were before the step."""
+    if not graph.placement.written:
+        return in_pieces(graph, model, tensors, sizes)
+    return _restored(model, lambda: in_pieces(graph, model, tensors, [sum(sizes)]))
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupled_samples_are_seen(name: str) -> None:
+    function, arguments = COUPLED[name]
+    model, tensors = _small(function, arguments, name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = graph_of(model, *tensors)
+    except TraceError as error:
+        assert name in REFUSED
+        assert "batch dimension of argument 0 is fixed" in str(error)
+        return
+    assert name not in REFUSED
+    assert graph.coupled is not None
+    assert "None" not in graph.coupled
