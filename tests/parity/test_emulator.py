@@ -27,6 +27,8 @@ DDP = [
     Case("counter", ranks=2, script="accumulate"),
     Case("unused", ranks=2, optimizer="adamw"),
     Case("frozen", ranks=2, script="decay"),
+    Case("finetuned", ranks=2),
+    Case("auxiliary", ranks=2, optimizer="adamw"),
     Case("tied", ranks=2, script="delay"),
     Case("skip", ranks=2, script="accumulate", rows=(3, 7)),
     Case("nested", ranks=2, script="latezero"),
@@ -141,4 +143,4 @@ def test_every_model_of_the_zoo_trains(model: str) -> None:
         assert np.abs(record[f"0/grad/{name}"]).max() > 1e-6
         assert np.abs(record[f"end/param/{name}"] - start[name].detach().numpy()).max() > 1e-7
     still = {name for name in start if f"0/nograd/{name}" in record}
-    assert bool(still) == (model in ("frozen", "unused"))
+    assert bool(still) == (model in ("frozen", "finetuned", "unused", "auxiliary"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from parity.case import Case
-from parity.cases import COMPACT, FULL
+from parity.cases import COMPACT, FULL, known_fault
 from parity.compare import differences, plan_differences
 from parity.emulator import emulate
 from parity.launch import Home, Outcome, run
@@ -37,13 +37,19 @@ def _batch_of(case: Case, request: pytest.FixtureRequest) -> list[Case]:
     return selected[start : start + BATCH]
 
 
+def _parameters() -> list[object]:
+    parameters: list[object] = []
+    for case in (*COMPACT, *FULL):
+        fault = known_fault(case)
+        marks = [pytest.mark.full] if case in FULL else []
+        marks += [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
+        parameters.append(pytest.param(case, marks=marks, id=case.name))
+    return parameters
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(3600)  # the first test of a start waits for all its cases; hangs end in the worker
-@pytest.mark.parametrize(
-    "case",
-    [*COMPACT, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", _parameters())
 def test_training_equals_the_emulation(
     case: Case, request: pytest.FixtureRequest, home: Home, outcomes: dict[str, Outcome]
 ) -> None:

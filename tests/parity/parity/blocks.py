@@ -140,6 +140,22 @@ class Nested(nn.Module):
         return {"pair": (early, late), "inner": {"norm": late.pow(2).sum(dim=1), "nothing": None}, "list": [middle]}
 
 
+class Auxiliary(nn.Module):
+    """Outputs of which a loss uses one: others are early, detached, whole numbers, or simply not wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.side = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        early = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+        hidden = early
+        for layer in self.layers[2:]:
+            hidden = torch.tanh(layer(hidden))
+        return {"early": early.detach(), "logits": hidden, "best": hidden.argmax(dim=1), "side": self.side(early)}
+
+
 class Counter(nn.Module):
     """A buffer of the user's that counts training calls and takes part in the result."""
 
@@ -160,6 +176,25 @@ class Counter(nn.Module):
         for layer in self.layers[3:]:
             x = torch.tanh(layer(x))
         return x
+
+
+class LateReader(nn.Module):
+    """A buffer that the first op writes in training and the last op reads, in training and in evaluation."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            x = x * self.calls.clone()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * (1.0 + 0.1 * self.calls)
 
 
 class Running(nn.Module):
@@ -189,6 +224,21 @@ class Frozen(nn.Module):
         for index in (0, 3):
             self.layers[index].requires_grad_(False)
         self.layers[5].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class FineTuned(nn.Module):
+    """Nothing trains in the first half: its stages have no trainable parameter and get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+        for layer in self.layers[:5]:
+            layer.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -137,6 +137,8 @@ EXTRA = [
     Case("tutorial", ranks=2, min_stages=2, env=(("RANNC_MEM_LIMIT_GB", "0.0001"),)),
     Case("skip", ranks=4, min_stages=2, optimizer="adam", rows=(8, 5, 3, 7), env=(("RANNC_MEM_LIMIT_GB", "0.0001"),)),
     Case("gpt2", ranks=4, stages=3, micro=2, optimizer="adamw"),
+    # what other graphs of a model need from stages that the training graph cut
+    Case("latereader", ranks=2, stages=2, micro=2, script="evaluate"),
     # one-row pieces, fewer rows than microbatches
     Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
     Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),
@@ -166,3 +168,10 @@ def _full() -> list[Case]:
 
 COMPACT = _compact()
 FULL = _full()
+
+
+def known_fault(case: Case) -> str | None:
+    """Why a case is known to fail; it has to be taken out of here with the fault, else its test fails."""
+    if case.model == "latereader" and case.stages > 1 and case.script in ("evaluate", "evalfirst"):
+        return "a graph for evaluation that reads a buffer behind the stage that holds it cannot be cut (CutError)"
+    return None

@@ -29,6 +29,8 @@ class Entry:
     """Who computes the loss: the user from the outputs of a rank, or the model, reduced as said."""
     pick: Callable[[Any], Tensor] | None = None
     """output -> the model's own loss; None with loss="outside"."""
+    use: Callable[[Any], Any] = lambda output: output
+    """The part of the outputs that a loss outside is made of."""
     labels: bool = False
     """The mean is over the labels that count, not over rows."""
     coupled: bool = False
@@ -42,7 +44,7 @@ class Entry:
             return self.pick(output)
         # Not the mean over elements: torch's mean of nothing is nan. The weight makes columns differ.
         total = torch.zeros((), dtype=torch.float64)
-        for value in leaves(output).values():
+        for value in leaves(self.use(output)).values():
             flat = value.reshape(rows, -1) if rows else value.reshape(0, 1)
             total = total + ((flat - 0.3).pow(2) * torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)).sum()
         return total / max(rows, 1)
@@ -58,6 +60,10 @@ def _tokens(generator: torch.Generator, rows: int, high: int) -> Tensor:
 
 def _one(rows: int, generator: torch.Generator) -> Batch:
     return (_normal(generator, rows, WIDTH).requires_grad_(),), {}
+
+
+def _plain(rows: int, generator: torch.Generator) -> Batch:
+    return (_normal(generator, rows, WIDTH),), {}
 
 
 def _two(rows: int, generator: torch.Generator) -> Batch:
@@ -138,9 +144,12 @@ ZOO: dict[str, Entry] = {
     ),
     "lstm": Entry(build=blocks.Recurrent, batch=_text, empty=False),
     "nested": Entry(build=blocks.Nested, batch=_nested),
+    "auxiliary": Entry(build=blocks.Auxiliary, batch=_one, use=lambda out: out["logits"]),
     "counter": Entry(build=blocks.Counter, batch=_one),
+    "latereader": Entry(build=blocks.LateReader, batch=_one),
     "running": Entry(build=blocks.Running, batch=_one, coupled=True, empty=False),
     "frozen": Entry(build=blocks.Frozen, batch=_one),
+    "finetuned": Entry(build=blocks.FineTuned, batch=_plain),
     "unused": Entry(build=blocks.Unused, batch=_one),
     "inplace": Entry(build=blocks.InPlace, batch=_one),
     "attention": Entry(build=blocks.Attention, batch=_sequence, empty=False),
