@@ -161,8 +161,9 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
         name, low, high = fixed
         if low < high and _same_beyond(model, signature, leaves, program, high, strict):
             break
+        sizes = f"{low} to {high}" if low < high else str(low)
         problem = problem or TraceError(
-            f"the batch dimension of {name} is fixed by the model's code to {f'{low} to {high}' if low < high else low} "
+            f"the batch dimension of {name} is fixed by the model's code to {sizes} "
             "(a shape used as a number, or a comparison with it); make the code independent of the batch size"
         )
         program = None
@@ -237,9 +238,8 @@ def _lines(graph: Graph) -> list[str]:
     """What a graph does, with all shapes at one number of rows."""
     lines = []
     for node in graph.nodes:
-        made = [
-            shape_at(v, PROBE_ROWS) for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
-        ]
+        values = pytree.tree_leaves(node.meta.get("val"))
+        made = [shape_at(value, PROBE_ROWS) for value in values if isinstance(value, torch.Tensor)]
         lines.append(f"{node.op} {node.target} {node.args} {node.kwargs} {made}")
     return lines
 

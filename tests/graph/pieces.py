@@ -135,14 +135,14 @@ def in_pieces(graph: ModelGraph, model: nn.Module, tensors: Sequence[Tensor], si
 
 
 def assert_same(found: Outcome, expected: Outcome, *, exact: bool = False) -> None:
-    """Same outputs and the same gradients: to the last bit, or to rounding in double precision."""
-    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-9, "atol": 1e-10}
+    """Same outputs (`exact`: to the last bit) and the same gradients, to rounding in double precision."""
+    near = {"rtol": 1e-9, "atol": 1e-10, "equal_nan": True}
+    tolerance = {"rtol": 0.0, "atol": 0.0, "equal_nan": True} if exact else near
     for place, (value, other) in enumerate(zip(found[0], expected[0], strict=True)):
-        torch.testing.assert_close(value, other, **tolerance, equal_nan=True, msg=lambda m, p=place: f"output {p}: {m}")
+        torch.testing.assert_close(value, other, **tolerance, msg=lambda m, p=place: f"output {p}: {m}")
     for name in sorted({*found[1], *expected[1]}):
         zero = torch.zeros(())
-        value, other = found[1].get(name, zero), expected[1].get(name, zero)
-        value, other = torch.broadcast_tensors(value, other)
+        value, other = torch.broadcast_tensors(found[1].get(name, zero), expected[1].get(name, zero))
         torch.testing.assert_close(
-            value, other, **tolerance, equal_nan=True, check_dtype=False, msg=lambda m, n=name: f"gradient of {n}: {m}"
+            value, other, **near, check_dtype=False, msg=lambda m, n=name: f"gradient of {n}: {m}"
         )

@@ -1,0 +1,181 @@
+"""Measuring parts: costs make sense, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rannd.errors import ProfileError
+from rannd.graph.cut import Part, extract
+from rannd.graph.ir import Size
+from rannd.graph.model import ModelGraph, build
+from rannd.graph.signature import Mode, classify, flatten_call
+from rannd.profile.blocks import block_hashes, block_parts, measure_missing
+from rannd.profile.costs import BlockCost
+from rannd.profile.measure import Sample, _line, measure
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, width: int = 16) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.5))
+            for _ in range(layers)
+        )
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        a = self.table(ids) * scale[:, None]
+        for layer in self.layers:
+            a = layer(a)
+        return a
+
+
+def graph_of(model: nn.Module, *args: Any) -> tuple[ModelGraph, Sample]:
+    call = flatten_call(args, {})
+    signature = classify(call, Mode.current(model.training), [call.shapes()])
+    graph = build(model, signature, list(call.tensors), CPU)
+    arguments = {
+        node: (leaf, spec.batch)
+        for node, leaf, spec in zip(graph.traced.placeholders, call.tensors, signature.tensors, strict=False)
+    }
+    state: dict[str, Tensor] = {
+        **graph.traced.constants,
+        **dict(model.named_buffers()),
+        **dict(model.named_parameters()),
+    }
+    return graph, Sample(arguments, frozenset(graph.placement.requires_grad), state, CPU)
+
+
+def whole(graph: ModelGraph) -> Part:
+    return extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
+
+
+def small_graph(rows: int = 4) -> tuple[Model, ModelGraph, Sample]:
+    model = Model()
+    return model, *graph_of(model, torch.randint(0, 7, (rows,)), torch.rand(rows))
+
+
+def test_nothing_of_the_users_is_touched() -> None:
+    model, graph, sample = small_graph()
+    next(model.parameters()).grad = torch.full_like(next(model.parameters()), 3.0)
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    measure(whole(graph), sample, (2, 4))
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    first, *others = model.parameters()
+    assert first.grad is not None
+    assert first.grad.eq(3.0).all()
+    assert all(parameter.grad is None for parameter in others)
+
+
+def test_costs_are_positive_and_grow_with_the_rows() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    graph, sample = graph_of(model, torch.randn(8, 64))
+    cost = measure(whole(graph), sample, (8, 64))
+    for size in (cost.forward_us, cost.backward_us):
+        assert size.at(64) > 0
+        assert size.at(1) >= 0
+        assert size.at(1000) >= size.at(10)
+    assert cost.activation_bytes.at(8) >= 8 * (64 + 256) * 4
+    assert cost.activation_bytes.at(64) == 8 * cost.activation_bytes.at(8)
+
+
+def test_frozen_models_have_no_backward() -> None:
+    model = nn.Linear(8, 8).requires_grad_(False)
+    graph, sample = graph_of(model, torch.randn(4, 8))
+    cost = measure(whole(graph), sample, (4,))
+    assert cost.backward_us.at(4) == 0
+    assert cost.activation_bytes.at(4) == 0
+
+
+def test_integer_inputs_are_those_of_the_user() -> None:
+    _, graph, sample = small_graph(rows=3)
+    ids, scale = graph.traced.placeholders[:2]
+    given, _ = sample.arguments[ids]
+    assert torch.equal(sample.value(ids, 5), given[[0, 1, 2, 0, 1]])
+    made = sample.value(scale, 5)
+    assert made.shape == (5,)
+    assert made.is_floating_point()
+    assert not made.requires_grad
+    value = next(node for node in graph.placement.placed if node.name.startswith("relu"))
+    assert sample.value(value, 6).shape == (6, 16)
+    assert sample.value(value, 6).requires_grad
+
+
+def test_a_part_that_does_not_run_is_named() -> None:
+    _, graph, sample = small_graph()
+    ids = graph.traced.placeholders[0]
+    sample.arguments = {**sample.arguments, ids: (torch.full((4,), 99), True)}
+    with pytest.raises(
+        ProfileError, match=r"Whole cannot be measured with 4 rows on cpu: IndexError: index out of range"
+    ):
+        measure(whole(graph), sample, (4,))
+
+
+@pytest.mark.parametrize(
+    ("rows", "values", "expected"),
+    [
+        ((4,), (8.0,), Size(0.0, 2.0)),
+        ((2, 4), (5.0, 9.0), Size(1.0, 2.0)),
+        ((2, 4), (3.0, 9.0), Size(0.0, 3.0)),
+        ((2, 4), (9.0, 5.0), Size(5.0, 0.0)),
+        ((2, 4), (0.0, 0.0), Size(0.0, 0.0)),
+    ],
+)
+def test_lines_through_the_points(rows: tuple[int, ...], values: tuple[float, ...], expected: Size) -> None:
+    """Neither the slope nor the cost of no rows is negative."""
+    assert _line(rows, values) == expected
+
+
+def layers_of(graph: ModelGraph) -> list[list[int]]:
+    """Ops by the layer that they are in."""
+    found: dict[str, list[int]] = {}
+    for number, op in enumerate(graph.task.ops):
+        found.setdefault(".".join(op.module.split(".")[:2]), []).append(number)
+    return list(found.values())
+
+
+def test_each_structure_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rannd.profile.blocks as blocks
+
+    _, graph, sample = small_graph()
+    parts = block_parts(graph, layers_of(graph))
+    hashes = block_hashes(graph, parts)
+    assert len(parts) == 5  # the model's own op, the table, three equal layers
+    assert len(set(hashes)) == 3
+    measured: list[Part] = []
+
+    def counting(part: Part, *rest: Any) -> BlockCost:
+        measured.append(part)
+        return measure(part, *rest)
+
+    monkeypatch.setattr(blocks, "measure", counting)
+    found = measure_missing(parts, hashes, {}, sample, (4,), rank=0, world=1, gather=lambda data: [data])
+    assert set(found) == set(hashes)
+    assert len(measured) == 3
+    known = {hashes[-1]: found[hashes[-1]]}
+    found = measure_missing(parts, hashes, known, sample, (4,), rank=0, world=1, gather=lambda data: [data])
+    assert set(found) == set(hashes) - set(known)
+
+
+def test_ranks_share_the_work() -> None:
+    _, graph, sample = small_graph()
+    parts = block_parts(graph, layers_of(graph))
+    hashes = block_hashes(graph, parts)
+    sent: list[bytes] = []
+
+    def gather(data: bytes) -> list[bytes]:
+        sent.append(data)
+        return list(sent)
+
+    shares = [measure_missing(parts, hashes, {}, sample, (4,), rank=n, world=2, gather=gather) for n in range(2)]
+    assert len(shares[0]) == 2
+    assert set(shares[1]) == set(hashes)
