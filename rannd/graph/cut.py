@@ -137,9 +137,11 @@ def stages_by_owner(
 ) -> dict[Node, int]:
     """Stages for a graph whose parameters are already placed: each op runs where its parameters are.
 
-    `owners` gives the stages that hold a parameter or buffer. CutError where the order of the graph does not
-    allow it.
+    `owners` gives the stages that hold a parameter or buffer. Where the order of the graph does not allow that, an
+    op runs in a later stage, which has to borrow what it reads; CutError where it would write into that, or
+    differentiate by it.
     """
+    gradients = placement.requires_grad
     stage_of_group: dict[int, int] = dict.fromkeys(placement.group.values(), 0)
     changed = True
     while changed:
@@ -155,6 +157,8 @@ def stages_by_owner(
                 if name not in owners:
                     continue
                 later = [owner for owner in owners[name] if owner >= stage]
+                if not later and attribute not in gradients and name not in placement.written:
+                    continue  # borrowed
                 if not later:
                     raise CutError(
                         f"{node.name} needs {name}, which stages {list(owners[name])} of {stages} hold, but reads "

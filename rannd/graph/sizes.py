@@ -6,6 +6,7 @@ rows of a piece. So every symbol stands for the rows, and any shape is a functio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -64,6 +65,14 @@ def multiple_of_rows(value: Any) -> int | None:
         return None
     factor = sympy.expand(_unified(value.node.expr) / _ROWS)
     return int(factor) if factor.is_Integer and factor > 0 else None
+
+
+def condition(expr: Any) -> Callable[[int], bool]:
+    """A condition on the sizes of a traced model as a function of the rows; true where nothing speaks against it."""
+    unified = _unified(expr)
+    if not unified.free_symbols:
+        return lambda rows: unified != sympy.false
+    return lambda rows: unified.subs(_ROWS, rows) != sympy.false
 
 
 def is_number(value: Any) -> bool:

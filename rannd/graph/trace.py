@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from rannd.errors import TraceError
 from rannd.graph.signature import Signature
-from rannd.graph.sizes import PROBE_ROWS, shape_at
+from rannd.graph.sizes import PROBE_ROWS, condition, shape_at
 
 PREFIX = "model."
 """The user's module is called `model` inside the wrapper that is exported."""
@@ -35,6 +35,9 @@ MOST_ROWS = 2**20
 
 LARGEST_EXAMPLE = 256
 """Largest batch to trace with."""
+
+LARGEST_CONDITION = 65
+"""Conditions on the batch are tried for fewer rows than this. Two rows are not: torch excludes slices of one."""
 
 DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
            "aten::sym_constrain_range", "aten::_assert_async.msg")  # fmt: skip
@@ -80,6 +83,10 @@ class Traced:
         value = attribute(self.root, str(node.target))
         assert isinstance(value, torch.Tensor)
         return value
+
+    def named(self, name: str) -> torch.Tensor:
+        """The tensor behind one of `attributes`' names."""
+        return self.tensor(next(node for node, each in self.attributes.items() if each == name))
 
     def is_state(self, node: Node) -> bool:
         """Whether a node reads a parameter or buffer of the model."""
@@ -155,7 +162,7 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
         except Exception as exc:
             problem = problem or exc
             continue
-        fixed = _fixed_batch(program, signature)
+        fixed = _fixed_batch(program, signature) or _excluded_batch(program, signature)
         if fixed is None:
             break
         name, low, high = fixed
@@ -218,6 +225,21 @@ def _fixed_batch(program: Any, signature: Signature) -> tuple[str, int, int] | N
             bounds = program.range_constraints.get(symbol)
             if bounds is not None and not (bounds.lower <= 2 and bounds.upper >= MOST_ROWS):
                 return spec.name, int(bounds.lower), int(min(bounds.upper, MOST_ROWS))
+    return None
+
+
+def _excluded_batch(program: Any, signature: Signature) -> tuple[str, int, int] | None:
+    """Like `_fixed_batch`, for a size of the batch that the model's code treats in another way (odd or even)."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec, name in zip(signature.tensors, program.graph_signature.user_inputs, strict=True):
+        if spec.batch and isinstance(name, str):
+            size = placeholders[name].meta["val"].shape[0]
+            for guard in size.node.shape_env.guards:
+                held = condition(guard.expr)
+                for rows in range(3, LARGEST_CONDITION):
+                    if not held(rows):
+                        return spec.name, 2, rows - 1
+            return None
     return None
 
 

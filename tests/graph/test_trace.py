@@ -178,10 +178,12 @@ def test_custom_functions_are_refused() -> None:
         lambda m, a: (a @ m.w)[:4],
         lambda m, a: a @ m.w if a.shape[0] < 100 else a,
         lambda m, a: (a @ m.w)[:1_000_000],
+        lambda m, a: a @ m.w if a.shape[0] % 2 else a,
+        lambda m, a: a @ m.w if a.shape[0] != 5 else a,
         lambda m, a: m.lstm(a[None])[0][0],
         lambda m, a: a + m.table.weight[: a.shape[0]],
     ],
-    ids=["first rows", "branch", "a million rows", "rows as time", "positions"],
+    ids=["first rows", "branch", "a million rows", "odd or even", "five rows", "rows as time", "positions"],
 )
 def test_a_fixed_batch_is_refused(function: Any) -> None:
     with pytest.raises(TraceError, match="batch dimension of argument 0 is fixed by the model's code to"):

@@ -1,0 +1,100 @@
+"""Weights of losses over several ranks: the mean over ranks of what pieces compute is the global value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pieces import Small, graph_of, state_of
+from row_cases import INDEPENDENT
+from torch import Tensor
+
+from rannd.graph.cut import extract
+from rannd.graph.losses import LABELS_WEIGHT, ROWS_WEIGHT, Result, is_weight, pieces_weights
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def over_ranks(name: str, ranks: list[list[int]]) -> tuple[Small, list[Tensor], Tensor]:
+    """(model, whole batch, mean over ranks of the sums of pieces); `ranks` has the rows of each rank's pieces."""
+    function, arguments = INDEPENDENT[name]
+    torch.manual_seed(2)
+    model = Small(function)
+    tensors = [make() for make in arguments]
+    graph = graph_of(model, *tensors)
+    assert graph.results == (Result("global"),)
+    part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
+    state = state_of(graph, model)
+    total = sum(sum(pieces) for pieces in ranks)
+    assert total == tensors[0].shape[0]
+    added = torch.zeros(())
+    first = 0
+    for pieces in ranks:
+        own = [tensor[first : first + sum(pieces)] for tensor in tensors]
+        counts: dict[str, float] = {}
+        if graph.label_counts is not None:
+            counts = {f"{LABELS_WEIGHT}{n}": float(count) for n, count in enumerate(graph.label_counts(*own))}
+        for rows in pieces:
+            weights = pieces_weights(
+                graph.weights, world=len(ranks), rows=rows, rank_rows=sum(pieces), total_rows=total, counts=counts
+            )
+            given: list[Any] = [tensor[first : first + rows] for tensor in tensors]
+            given += [torch.tensor(weight) for weight in weights]
+            values = dict(zip(graph.traced.placeholders, given, strict=True))
+            (found,) = part.module(
+                *(values[node] for node in part.inputs), *(state[key] for key in part.tensors), *part.numbers_at(rows)
+            )
+            added = added + found / len(ranks)
+            first += rows
+    return model, tensors, added
+
+
+@pytest.mark.parametrize(
+    "name", ["mean", "mean by hand", "mse", "mean with regulariser", "cross entropy", "probabilities"]
+)
+def test_a_mean_is_that_of_all_samples(name: str) -> None:
+    """However uneven the ranks."""
+    model, tensors, found = over_ranks(name, [[2, 2], [1], [1, 1]])
+    torch.testing.assert_close(found, model(*tensors))
+
+
+@pytest.mark.parametrize("name", ["sum", "sum with regulariser", "sum with constant"])
+def test_a_sum_is_the_mean_of_the_ranks_sums(name: str) -> None:
+    model, tensors, found = over_ranks(name, [[2, 2], [1, 2]])
+    if name == "sum":
+        expected = sum(model(*(tensor[rows] for tensor in tensors)) for rows in (slice(0, 4), slice(4, 7))) / 2
+    else:  # what is added once on each rank
+        constant = model(*(tensor[:0] for tensor in tensors))
+        expected = (model(*tensors) - constant) / 2 + constant
+    torch.testing.assert_close(found, expected)
+
+
+def test_padded_labels_count_by_rank() -> None:
+    """Each rank's mean is over its own labels, as it is with DistributedDataParallel; ranks count by their rows."""
+    model, tensors, found = over_ranks("padded", [[2, 2], [1, 2]])
+    first, second = (model(*(tensor[rows] for tensor in tensors)) for rows in (slice(0, 4), slice(4, 7)))
+    torch.testing.assert_close(found, (4 * first + 3 * second) / 7)
+
+
+def test_a_rank_without_labels_has_no_mean() -> None:
+    """As torch's own mean of nothing."""
+    weight = f"{LABELS_WEIGHT}0"
+    given = pieces_weights((weight, ROWS_WEIGHT), world=2, rows=1, rank_rows=2, total_rows=4, counts={weight: 0.0})
+    assert given[0] != given[0]
+    assert given[1] == 0.5
+
+
+def test_weights_have_names_of_their_own() -> None:
+    function, arguments = INDEPENDENT["padded with regulariser"]
+    graph = graph_of(Small(function), *(make() for make in arguments))
+    assert set(graph.weights) == {ROWS_WEIGHT, f"{LABELS_WEIGHT}0"}
+    assert all(is_weight(name) for name in graph.weights)
+    behind = [node.target for node in graph.traced.placeholders[len(graph.signature.tensors) :]]
+    assert behind == list(graph.weights)
