@@ -29,6 +29,8 @@ class BoundGraph:
     edges: Mapping[Edge, tuple[Node, ...]]
     """Values that travel from stage to stage; stage -1 gives the inputs, the last number takes the outputs."""
     constants: Mapping[str, torch.Tensor]
+    borrowed: Mapping[str, tuple[int, tuple[int, ...]]]
+    """Tensors that stages read but do not hold: (slot that lends, slots that borrow), lent before each step."""
     _live: dict[tuple[bool, ...], frozenset[Node]] = field(default_factory=dict)
 
     def live(self, wanted: tuple[bool, ...]) -> frozenset[Node]:
@@ -106,6 +108,16 @@ def bind(
         grad_edges=tuple(edge for edge, nodes in travelling.items() if any(node in differentiable for node in nodes)),
     )
     stage = layout.stage_of(slot)
+    borrowers: dict[str, set[int]] = {}
+    for number, part in enumerate(parts):
+        for name in part.tensors:
+            if owners is not None and name in owners and number not in owners[name]:
+                borrowers.setdefault(name, set()).update(layout.stages[number])
+    borrowed = {
+        name: (layout.stages[owners[name][0]][0], tuple(sorted(slots)))
+        for name, slots in sorted(borrowers.items())
+        if owners is not None
+    }
     constants = {
         name: graph.traced.constants[name].to(device) for name in parts[stage].tensors if name in graph.traced.constants
     }
@@ -119,4 +131,5 @@ def bind(
         deployment.stages[stage].recompute,
         travelling,
         constants,
+        borrowed,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.errors import StepError
@@ -17,7 +18,7 @@ from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
 from rannd.graph.sizes import number_at
 from rannd.plan.schedule import TRANSFERS, Action, Kind
 from rannd.runtime.bound import BoundGraph
-from rannd.runtime.exchange import Exchange, split_rows
+from rannd.runtime.exchange import Exchange, finish, split_rows
 from rannd.runtime.world import World
 
 Key = tuple[int, Node]
@@ -62,6 +63,7 @@ class Executor:
         self._last = len(bound.layout.stages)
         self._nodes = self._graph.traced.placeholders
         self._written = sorted(self._graph.placement.written & set(bound.part.tensors))
+        self._loans: dict[str, torch.Tensor] = {}
         self._counts = self._graph.label_counts
 
     # -- sizes ------------------------------------------------------------------------------------------------
@@ -82,6 +84,7 @@ class Executor:
 
     def forward(self, step: Step) -> list[Any]:
         """Run the forward phase; returns the model's outputs for this rank, in the order of the graph's."""
+        self._lend()
         self._give_inputs(step)
         before = {name: self._state[name].detach().clone() for name in self._written}
         exchange = Exchange(self.world, self.world.forward)
@@ -99,6 +102,19 @@ class Executor:
         outputs = self._outputs(step)
         step.values.clear()
         return outputs
+
+    def _lend(self) -> None:
+        """Give tensors that other stages hold to those that only read them in this graph."""
+        for name, (lender, borrowers) in self.bound.borrowed.items():
+            if self._slot == lender:
+                value = self._state[name].detach().contiguous()
+                for slot in borrowers:
+                    finish(dist.isend(value, self.world.rank_of_slot[slot], group=self.world.forward))
+            elif self._slot in borrowers:
+                like = self._graph.traced.named(name)
+                value = torch.empty(like.shape, dtype=like.dtype, device=self.world.device)
+                finish(dist.irecv(value, self.world.rank_of_slot[lender], group=self.world.forward))
+                self._loans[name] = value
 
     def _give_inputs(self, step: Step) -> None:
         """Slice this rank's mini-batch into pieces, and weigh the losses of each."""
@@ -171,14 +187,8 @@ class Executor:
     ) -> dict[Node, torch.Tensor]:
         """Run this rank's part on a piece; `buffers` replace those that it writes into."""
         part = self.bound.part
-        tensors = [
-            buffers[name]
-            if name in buffers
-            else self.bound.constants[name]
-            if name in self.bound.constants
-            else self._state[name]
-            for name in part.tensors
-        ]
+        sources = (buffers, self._loans, self.bound.constants, self._state)
+        tensors = [next(source[name] for source in sources if name in source) for name in part.tensors]
         with self._random(step, piece) if part.random else contextlib.nullcontext():
             values = part.module(*inputs.values(), *tensors, *part.numbers_at(self._rows(step, piece)))
         return dict(zip(part.outputs, values, strict=True))
@@ -205,7 +215,7 @@ class Executor:
         source = self.world.rank_of_slot[self._layout.slot_of(self.bound.stage, self._winner(step))]
         group = self.world.group_of(slots)
         for name in self._written:
-            torch.distributed.broadcast(self._state[name].detach(), source, group=group)
+            dist.broadcast(self._state[name].detach(), source, group=group)
 
     def _outputs(self, step: Step) -> list[Any]:
         """Join the outputs of this rank's pieces."""

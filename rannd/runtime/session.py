@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from rannd import log
 from rannd.config import Config
-from rannd.errors import RanndError, StepError, UsageError
+from rannd.errors import RanndError, StepError, TraceError, UsageError
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.signature import Call, Mode, Signature, classify
 from rannd.plan.check import check
@@ -176,11 +177,36 @@ class Session:
         graph = self._trace(signature, call)
         rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
         if deployed is None:
-            self._deploy(graph, call, rows)
-        else:
-            self._bind(deployed, graph, deployed.parameters.owners)
+            self._deployed = self._deploy(self._as_trained(graph, call), call, rows)
+        assert self._deployed is not None
+        self._bind(self._deployed, graph)
         self._signatures.append(signature)
+        if deployed is None:
+            if self.world.rank == 0:
+                logger.info("Routes verification passed.")
+            logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
         return len(self._signatures) - 1
+
+    def _as_trained(self, graph: ModelGraph, call: Call) -> ModelGraph:
+        """The graph to plan for: the one that training runs, where there is an optimizer, whatever the first call is.
+
+        Plans so do not depend on an evaluation before the first step. A model that cannot be called like that in
+        training (it wants labels, say) is planned for the call at hand.
+        """
+        mode = Mode(True, True, graph.signature.mode.autocast)
+        if self._optimizer is None or graph.signature.mode == mode:
+            return graph
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.train()
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                return self._trace(dataclasses.replace(graph.signature, mode=mode), call)
+        except (TraceError, StepError) as exc:
+            log.get("RaNNCModule").info("Planning for this call, not for training: %s", exc)
+            return graph
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def _trace(self, signature: Signature, call: Call) -> ModelGraph:
         """Trace on every rank; an error on one, and graphs that differ, are errors on all."""
@@ -217,7 +243,7 @@ class Session:
         """The model as a tracer wants to see it, once other ranks hold parts of it."""
         return nullcontext() if self._deployed is None else self._deployed.parameters.hollow()
 
-    def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> None:
+    def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> _Deployed:
         planner = Planner(self.world, self._config, graph, self._model, self._optimizer, call.tensors, rows)
         if self._config.partitioning_dry_run_np:
             planner.dry_run(self._config.partitioning_dry_run_np)
@@ -225,20 +251,17 @@ class Session:
         deployment = planner.deployment(self._load)
         if self._config.verify_partitioning:
             verify(self._model, graph, call.tensors)
-        logger = log.get("RaNNCModule")
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
         if self.world.rank == 0:
             log.get("ParamStorage").info("Synchronizing parameters ...")
         parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
         if self._optimizer is not None:
             keep_own(self._optimizer, parameters)
-        self._deployed = _Deployed(deployment, parameters, Reducer(self.world, parameters))
-        self._bind(self._deployed, graph, None)
-        if self.world.rank == 0:
-            logger.info("Routes verification passed.")
-        logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
+        return _Deployed(deployment, parameters, Reducer(self.world, parameters))
 
-    def _bind(self, deployed: _Deployed, graph: ModelGraph, owners: Mapping[str, tuple[int, ...]] | None) -> None:
+    def _bind(self, deployed: _Deployed, graph: ModelGraph) -> None:
+        planned = graph.task.graph_hash == deployed.deployment.graph_hash
+        owners = None if planned else deployed.parameters.owners
         bound = bind(graph, deployed.deployment, self.world.slot, self.world.device, owners)
         check(bound.program)
         self._executors.append(Executor(self.world, bound, deployed.parameters.aliases, self._seed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from parity.case import Case
-from parity.cases import COMPACT, FULL, known_fault
+from parity.cases import COMPACT, FULL
 from parity.compare import differences, plan_differences
 from parity.emulator import emulate
 from parity.launch import Home, Outcome, run
@@ -38,13 +38,8 @@ def _batch_of(case: Case, request: pytest.FixtureRequest) -> list[Case]:
 
 
 def _parameters() -> list[object]:
-    parameters: list[object] = []
-    for case in (*COMPACT, *FULL):
-        fault = known_fault(case)
-        marks = [pytest.mark.full] if case in FULL else []
-        marks += [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
-        parameters.append(pytest.param(case, marks=marks, id=case.name))
-    return parameters
+    full = [pytest.param(case, marks=pytest.mark.full, id=case.name) for case in FULL]
+    return [*(pytest.param(case, id=case.name) for case in COMPACT), *full]
 
 
 @pytest.mark.ranks

@@ -168,10 +168,3 @@ def _full() -> list[Case]:
 
 COMPACT = _compact()
 FULL = _full()
-
-
-def known_fault(case: Case) -> str | None:
-    """Why a case is known to fail; it has to be taken out of here with the fault, else its test fails."""
-    if case.model == "latereader" and case.stages > 1 and case.script in ("evaluate", "evalfirst"):
-        return "a graph for evaluation that reads a buffer behind the stage that holds it cannot be cut (CutError)"
-    return None
