@@ -7,9 +7,13 @@ and has one placeholder per tensor argument, in the order of the signature.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import io
 import logging
+import os
 import sys
+import tempfile
 import traceback
 import types
 import warnings
@@ -152,6 +156,7 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
     ``autograd.Function`` (their backward would be lost silently), and where a batch dimension would be
     fixed to the size of the example.
     """
+    _import_quietly()
     program = None
     problem: BaseException | None = None
     for strict in (False, True):
@@ -282,6 +287,24 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
+
+
+@functools.cache
+def _import_quietly() -> None:
+    """Import what export is going to import, which makes an empty folder for Inductor's cache as it comes.
+
+    That one is temporary; the user's own torch.compile finds its usual place afterwards. Without a writable place for
+    temporary files, or where the user has named a folder, it comes by itself.
+    """
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    if variable in os.environ:
+        return
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as folder:
+        os.environ[variable] = folder
+        try:
+            importlib.import_module("torch._inductor.compiler_bisector")
+        finally:
+            del os.environ[variable]
 
 
 @contextlib.contextmanager

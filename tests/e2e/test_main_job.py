@@ -196,13 +196,12 @@ def test_ctrl_c_leaves_no_process(job: Job, tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_elsewhere(job: Job, tmp_path: Path) -> None:
-    folder = tmp_path / "work"
-    home = tmp_path / "home"
-    folder.mkdir()
-    home.mkdir()
-    job.run("rannc-run", "-np", "2", str(ROOT / TUTORIAL[0]), *TUTORIAL[1:], folder=folder, HOME=str(home))
-    assert list(folder.iterdir()) == []
-    assert list(home.iterdir()) == []
+    places = {name: tmp_path / name for name in ("work", "home", "tmp")}
+    for place in places.values():
+        place.mkdir(mode=0o700)
+    variables = {"HOME": str(places["home"]), "TMPDIR": str(places["tmp"])}
+    job.run("rannc-run", "-np", "2", str(ROOT / TUTORIAL[0]), *TUTORIAL[1:], folder=places["work"], **variables)
+    assert [list(place.iterdir()) for place in places.values()] == [[], [], []]
 
 
 def test_importing_pyrannc_starts_nothing(job: Job) -> None:
