@@ -66,6 +66,17 @@ def _written_inside(inner: GraphModule, given: list[Any]) -> Iterator[Node]:
             yield argument
 
 
+def _returned_inside(inner: GraphModule, given: list[Any]) -> Iterator[Node]:
+    """The arguments of a region whose memory its results may share."""
+    sharing = Aliases(inner)
+    output = next(iter(reversed(inner.graph.nodes)))
+    returned = {sharing.find(node) for node in output.all_input_nodes}
+    placeholders = [node for node in inner.graph.nodes if node.op == "placeholder"]
+    for placeholder, argument in zip(placeholders, given, strict=True):
+        if isinstance(argument, Node) and sharing.find(placeholder) in returned:
+            yield argument
+
+
 def is_random(traced: Traced | GraphModule, node: Node) -> bool:
     """Whether a node draws random numbers."""
     nested = nested_graph(traced, node)
@@ -103,7 +114,10 @@ class Aliases:
     def _sources(traced: Traced | GraphModule, node: Node) -> list[Node]:
         if node.op != "call_function":
             return []
-        if node.target is operator.getitem or nested_graph(traced, node) is not None:
+        nested = nested_graph(traced, node)
+        if nested is not None:
+            return list(_returned_inside(*nested))
+        if node.target is operator.getitem:
             return [
                 source
                 for source in node.all_input_nodes

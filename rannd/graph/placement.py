@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from rannd.errors import TraceError
 from rannd.graph.effects import Aliases, base_name, is_random, nested_graph, written
 from rannd.graph.flops import forward_flops
 from rannd.graph.signature import Signature
@@ -45,6 +46,8 @@ class Placement:
     written: Set[str]
     """Names of the parameters and buffers that the graph writes into."""
     random: Set[Node]
+    writers: Mapping[Node, tuple[Node, ...]]
+    """Nodes that write into the memory of a node: its value, and its gradient, go through them, too."""
 
 
 def place(traced: Traced, signature: Signature) -> Placement:
@@ -84,7 +87,22 @@ def place(traced: Traced, signature: Signature) -> Placement:
 
     group = _groups(traced, placed, order, sharing, touched, writes)
     names = {traced.attributes[node] for node in traced.attributes if sharing.find(node) in touched}
-    return Placement(placed, group, recomputed, early, gradients, reads, attributes, names, random)
+    trained = sorted(
+        traced.attributes[node]
+        for node in traced.attributes
+        if traced.attributes[node] in names and node in gradients and any(user in gradients for user in node.users)
+    )
+    if trained:
+        raise TraceError(
+            f"the model writes into {trained[0]} while it is trained by it; write into it between calls, or freeze it "
+            "(requires_grad_(False))"
+        )
+    by_set: dict[Node, list[Node]] = {}
+    for node, targets in writes.items():
+        for target in targets:
+            by_set.setdefault(sharing.find(target), []).append(node)
+    writers = {node: tuple(by_set[sharing.find(node)]) for node in order if sharing.find(node) in by_set}
+    return Placement(placed, group, recomputed, early, gradients, reads, attributes, names, random, writers)
 
 
 def _requires_grad(
@@ -120,8 +138,12 @@ def _requires_grad(
 
 def _differentiable(node: Node) -> bool:
     """Whether a node passes gradients on."""
-    if base_name(node) in ("detach", "detach_") or (
-        operator_name(node.target) == "higher_order::wrap_with_set_grad_enabled" and node.args[0] is False
+    name = base_name(node)
+    if (
+        name in ("detach", "detach_")
+        or name.endswith("_like")
+        or name.startswith("new_")
+        or (operator_name(node.target) == "higher_order::wrap_with_set_grad_enabled" and node.args[0] is False)
     ):
         return False
     value = node.meta.get("val")

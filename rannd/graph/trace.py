@@ -7,6 +7,7 @@ and has one placeholder per tensor argument, in the order of the signature.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -28,6 +29,7 @@ from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.errors import TraceError
+from rannd.graph.pystate import kept
 from rannd.graph.signature import Signature
 from rannd.graph.sizes import PROBE_ROWS, condition, shape_at
 
@@ -81,6 +83,8 @@ class Traced:
     outputs: OutputSpec
     attributes: Mapping[Node, str]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
+    """Attributes of modules that the forward changed in vain: no graph shows that."""
 
     def tensor(self, node: Node) -> torch.Tensor:
         """The parameter, buffer or constant that a get_attr node reads."""
@@ -120,18 +124,20 @@ class Traced:
 class _Flat(nn.Module):
     """Takes the tensor leaves of a call as its only arguments."""
 
-    def __init__(self, model: nn.Module, signature: Signature, check: bool) -> None:
+    def __init__(self, model: nn.Module, signature: Signature, changes: set[str] | None) -> None:
         super().__init__()
         self.model = model
         self._signature = signature
-        self._check = check
+        self._changes = changes
         self.training = model.training
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = self._signature.unflatten(tensors)
-        result = self.model(*args, **kwargs)
-        if self._check:
-            _check_output(result)
+        if self._changes is None:  # strict tracing runs no code of ours
+            return self.model(*args, **kwargs)
+        with kept(self.model, self._changes):
+            result = self.model(*args, **kwargs)
+        _check_output(result)
         return result
 
 
@@ -158,10 +164,11 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
     """
     _import_quietly()
     program = None
+    changes: set[str] = set()
     problem: BaseException | None = None
     for strict in (False, True):
         try:
-            program = _export(model, signature, example_inputs(signature, leaves), strict)
+            program = _export(model, signature, example_inputs(signature, leaves), strict, changes)
         except TraceError:
             raise
         except Exception as exc:
@@ -186,13 +193,19 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
         raise _explain(model, problem) from problem
     with _quiet():
         root = program.module(check_guards=False)
-    return _clean(model, root, program.call_spec.out_spec)
+    return dataclasses.replace(_clean(model, root, program.call_spec.out_spec), changes=tuple(sorted(changes)))
 
 
-def _export(model: nn.Module, signature: Signature, examples: tuple[torch.Tensor, ...], strict: bool) -> Any:
+def _export(
+    model: nn.Module,
+    signature: Signature,
+    examples: tuple[torch.Tensor, ...],
+    strict: bool,
+    changes: set[str] | None = None,
+) -> Any:
     dynamic = tuple({0: Dim.AUTO} if spec.batch else None for spec in signature.tensors)
     with _quiet(), _refuse_custom_functions(model):
-        flat = _Flat(model, signature, check=not strict)
+        flat = _Flat(model, signature, None if strict else set() if changes is None else changes)
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 

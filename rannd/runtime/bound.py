@@ -43,7 +43,7 @@ class BoundGraph:
                 if node in found or node not in self.graph.placement.requires_grad:
                     continue
                 found.add(node)
-                stack += node.all_input_nodes
+                stack += (*node.all_input_nodes, *self.graph.placement.writers.get(node, ()))
             self._live[wanted] = frozenset(found)
         return self._live[wanted]
 

@@ -179,8 +179,9 @@ class Executor:
             kept = {} if self.bound.recompute else outputs
             step.saved[piece] = Saved(inputs, kept, dict(before) if self.bound.recompute else {})
         if piece == self._winner(step):
-            for name, tensor in buffers.items():
-                self._state[name].copy_(tensor)
+            with torch.no_grad():
+                for name, tensor in buffers.items():
+                    self._state[name].copy_(tensor)
 
     def _run(
         self, step: Step, piece: int, inputs: Mapping[Node, torch.Tensor], buffers: Mapping[str, torch.Tensor]

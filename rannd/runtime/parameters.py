@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rannd.errors import StepError
 from rannd.plan.deployment import Deployment
 from rannd.runtime.exchange import finish
 from rannd.runtime.world import World
@@ -87,6 +88,29 @@ class Parameters:
                 hollow = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
                 tensor.data = hollow.expand(tensor.shape)
                 tensor.grad = None
+
+    def adopt(self) -> None:
+        """Take over buffers that the script has replaced by other tensors; StepError for parameters."""
+        own = set(self.own)
+        for name, tensor in self._all():
+            first = self.names.get(name)
+            if first is None or first != name:
+                if first is None:
+                    raise StepError(
+                        f"the model has a new parameter or buffer {name} since it was deployed; wrap it anew"
+                    )
+                continue
+            old = self.tensors[first]
+            if tensor is old:
+                continue
+            if isinstance(tensor, nn.Parameter) or isinstance(old, nn.Parameter) or tensor.shape != old.shape:
+                raise StepError(
+                    f"{name} was replaced by another object since the model was deployed; change its values in place"
+                )
+            self.tensors[first] = tensor
+            if first in own:
+                tensor.data = tensor.data.to(self._world.device)
+        self.refresh()
 
     def refresh(self) -> None:
         """Make the aliases follow where parameters were given new memory or another requires_grad."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rannd import log
 from rannd.config import Config
 from rannd.errors import RanndError, StepError, TraceError, UsageError
 from rannd.graph.model import ModelGraph, build
+from rannd.graph.pystate import State, changed, state_of
 from rannd.graph.signature import Call, Mode, Signature, classify
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
@@ -31,6 +33,8 @@ from rannd.runtime.verify import dump, verify
 from rannd.runtime.world import World
 
 UNKNOWN = -1
+IDLE_CHANGES = 3
+"""So often an attribute may change for nothing before it is ignored."""
 MANY_GRAPHS = 16
 """So many graphs of one model are probably a mistake of the script."""
 
@@ -68,8 +72,10 @@ class Session:
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
         self._executors: list[Executor] = []
         self._signatures: list[Signature] = []
-        self._known: list[frozenset[str]] = []
-        """Frozen parameters when each graph was traced: which values get gradients is part of a graph."""
+        self._states: list[State] = []
+        """Python state of the model's modules when each graph was traced."""
+        self._ignored: set[tuple[str, str]] = set()
+        self._idle_changes: Counter[tuple[str, str]] = Counter()
         self._steps = 0
         self._deployed: _Deployed | None = None
 
@@ -91,23 +97,13 @@ class Session:
         `delayed()` says, when backward runs, whether gradients wait.
         """
         mode = Mode.current(training)
-        frozen = frozenset(name for name, p in self._model.named_parameters() if not p.requires_grad)
-        number = next(
-            (n for n, known in enumerate(self._known) if known == frozen and self._signatures[n].matches(call, mode)),
-            UNKNOWN,
-        )
+        state = state_of(self._model, self._ignored)
+        number = self._number(call, mode, state)
         rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
         told = self.world.gather_numbers([number, rows])
         if any(each == UNKNOWN for each, _ in told):
-            number = self._prepare(call, mode)
-            self._known.append(frozen)
-            if len(self._known) == MANY_GRAPHS and self.world.rank == 0:
-                log.get("RaNNCModule").warning(
-                    "The model was traced %d times, the last time for %s; numbers and strings among its arguments, and "
-                    "shapes but for the batch, are part of a graph. Pass what changes from call to call as tensors",
-                    MANY_GRAPHS,
-                    ", ".join(f"{name}: {tuple(t.shape)}" for name, t in zip(call.names, call.tensors, strict=True)),
-                )
+            number = self._prepare(call, mode, state)
+            self._many_graphs(call)
             told = self.world.gather_numbers([number, self._signatures[number].rows(call.tensors)])
         elif any(each != number for each, _ in told):
             raise StepError(
@@ -131,6 +127,22 @@ class Session:
             outputs = self._attach(executor, step, call, outputs, delayed)
         graph = executor.bound.graph
         return graph.traced.outputs.unflatten(outputs)
+
+    def _number(self, call: Call, mode: Mode, state: State) -> int:
+        """The graph for a call, UNKNOWN where it has to be traced."""
+        for number, (signature, known) in enumerate(zip(self._signatures, self._states, strict=True)):
+            if known == state and signature.matches(call, mode):
+                return number
+        return UNKNOWN
+
+    def _many_graphs(self, call: Call) -> None:
+        if len(self._signatures) == MANY_GRAPHS and self.world.rank == 0:
+            log.get("RaNNCModule").warning(
+                "The model was traced %d times, the last time for %s; numbers and strings among its arguments, and "
+                "shapes but for the batch, are part of a graph. Pass what changes from call to call as tensors",
+                MANY_GRAPHS,
+                ", ".join(f"{name}: {tuple(t.shape)}" for name, t in zip(call.names, call.tensors, strict=True)),
+            )
 
     def _attach(
         self, executor: Executor, step: Step, call: Call, outputs: list[Any], delayed: Callable[[], bool]
@@ -163,7 +175,7 @@ class Session:
 
     # -- graphs -----------------------------------------------------------------------------------------------
 
-    def _prepare(self, call: Call, mode: Mode) -> int:
+    def _prepare(self, call: Call, mode: Mode, state: State) -> int:
         """Trace and bind the graph of a call not seen before; deploy at the first. Returns its number."""
         logger = log.get("RaNNCModule")
         deployed = self._deployed
@@ -175,17 +187,52 @@ class Session:
         if self.world.rank == 0:
             logger.info("Tracing model%s ...", "" if deployed is None else " for other inputs or another mode")
         graph = self._trace(signature, call)
+        twin = self._twin(graph, signature, state)
+        if twin is not None:
+            return twin
         rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
-        if deployed is None:
+        if deployed is not None:
+            deployed.parameters.adopt()
+        else:
             self._deployed = self._deploy(self._as_trained(graph, call), call, rows)
         assert self._deployed is not None
         self._bind(self._deployed, graph)
         self._signatures.append(signature)
+        self._states.append(state)
         if deployed is None:
             if self.world.rank == 0:
                 logger.info("Routes verification passed.")
             logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
         return len(self._signatures) - 1
+
+    def _twin(self, graph: ModelGraph, signature: Signature, state: State) -> int | None:
+        """A graph that is the same although the Python state of the modules has changed.
+
+        An attribute that changes again and again without changing the graph (a counter of the script's) is not
+        looked at any more.
+        """
+        for number, known in enumerate(self._signatures):
+            if known != signature or self._executors[number].bound.graph.task.graph_hash != graph.task.graph_hash:
+                continue
+            pairs = changed(self._states[number], state)
+            if any(key in ("_buffers", "_parameters") for _, key in pairs):
+                return None
+            self._states[number] = state
+            self._idle_changes.update(pairs)
+            for pair in [pair for pair in pairs if self._idle_changes[pair] >= IDLE_CHANGES]:
+                self._ignored.add(pair)
+                for each in self._states:
+                    each.pop(pair, None)
+                if self.world.rank == 0:
+                    log.get("RaNNCModule").warning(
+                        "Attribute %s of module %r changed %d times without changing the graph; it is not looked at "
+                        "any more",
+                        pair[1],
+                        pair[0],
+                        IDLE_CHANGES,
+                    )
+            return number
+        return None
 
     def _as_trained(self, graph: ModelGraph, call: Call) -> ModelGraph:
         """The graph to plan for: the one that training runs, where there is an optimizer, whatever the first call is.
@@ -235,6 +282,12 @@ class Session:
                 f"{hashes[0][:12]}); build the same model and call it in the same way on every rank"
             )
         assert graph is not None
+        if self.world.rank == 0:
+            for where in graph.traced.changes:
+                log.get("RaNNCModule").warning(
+                    "forward changes attribute %s; that is no part of the graph, and is not done when the graph runs",
+                    where,
+                )
         if self._config.dump_graph and self.world.rank == 0:
             dump(graph, self._config)
         return graph
