@@ -88,9 +88,9 @@ def place(traced: Traced, signature: Signature) -> Placement:
     group = _groups(traced, placed, order, sharing, touched, writes)
     names = {traced.attributes[node] for node in traced.attributes if sharing.find(node) in touched}
     trained = sorted(
-        traced.attributes[node]
-        for node in traced.attributes
-        if traced.attributes[node] in names and node in gradients and any(user in gradients for user in node.users)
+        name
+        for node, name in traced.attributes.items()
+        if node in gradients and _trains_through(node, sharing, touched)
     )
     if trained:
         raise TraceError(
@@ -103,6 +103,20 @@ def place(traced: Traced, signature: Signature) -> Placement:
             by_set.setdefault(sharing.find(target), []).append(node)
     writers = {node: tuple(by_set[sharing.find(node)]) for node in order if sharing.find(node) in by_set}
     return Placement(placed, group, recomputed, early, gradients, reads, attributes, names, random, writers)
+
+
+def _trains_through(parameter: Node, sharing: Aliases, touched: Set[Node]) -> bool:
+    """Whether a trained parameter that is written into is read where gradients are recorded."""
+    home = sharing.find(parameter)
+    if home not in touched:
+        return False
+    members = [node for node in parameter.graph.nodes if sharing.find(node) is home]
+    return any(user not in members and not _without_gradients(user) for node in members for user in node.users)
+
+
+def _without_gradients(node: Node) -> bool:
+    """Whether a node is a region in which no gradients are recorded."""
+    return operator_name(node.target) == "higher_order::wrap_with_set_grad_enabled" and node.args[0] is False
 
 
 def _requires_grad(

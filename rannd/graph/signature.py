@@ -70,6 +70,16 @@ class Signature:
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def describe(self) -> str:
+        """The call in words, for messages: tensors with their types and shapes (B: the batch), and the mode."""
+        tensors = ", ".join(
+            f"{spec.name} {str(spec.dtype).removeprefix('torch.')}"
+            f"({', '.join(['B', *map(str, spec.shape)] if spec.batch else map(str, spec.shape))})"
+            for spec in self.tensors
+        )
+        mode = "in training" if self.mode.training else "in evaluation"
+        return f"{tensors} {mode}{'' if self.mode.grad else ' without gradients'} {self.mode.autocast}".rstrip()
+
     def rows(self, leaves: Sequence[torch.Tensor]) -> int:
         """Rows of a call's tensors, or 1 where none of them carries the batch."""
         for spec, leaf in zip(self.tensors, leaves, strict=True):

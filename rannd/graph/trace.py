@@ -366,10 +366,10 @@ def _explain(model: nn.Module, problem: BaseException) -> TraceError:
         cause = cause.__cause__ or cause.__context__
     module, line = _user_frame(model, frames)
     first = str(problem).strip().splitlines() or [type(problem).__name__]
-    return TraceError(
-        f"{module} cannot be traced{line}: {type(problem).__name__}: {first[0]} "
-        "(Python code whose way depends on the values of tensors cannot be part of a graph)"
-    )
+    hint = ""
+    if "data-dependent" in str(problem).lower() or "DataDependent" in type(problem).__name__:
+        hint = " (Python code whose way depends on the values of tensors cannot be part of a graph)"
+    return TraceError(f"{module} cannot be traced{line}: {type(problem).__name__}: {first[0]}{hint}")
 
 
 def _user_frame(model: nn.Module, frames: list[types.FrameType]) -> tuple[str, str]:

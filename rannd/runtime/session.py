@@ -268,7 +268,7 @@ class Session:
             error = exc
         if self.world.rank == 0 and self.deployment is None and graph is not None:
             log.get("RaNNCModule").info("Converting torch model to IR ...")
-        told = graph.task.graph_hash if graph is not None else f"error: {error}"
+        told = f"{graph.task.graph_hash} {signature.describe()}" if graph is not None else f"error: {error}"
         hashes = [data.decode() for data in self.world.gather_bytes(told.encode())]
         if error is not None:
             raise error
@@ -277,10 +277,13 @@ class Session:
             raise StepError(f"rank {failed[0]} could not trace the model: {hashes[failed[0]].removeprefix('error: ')}")
         different = [rank for rank, each in enumerate(hashes) if each != hashes[0]]
         if different:
-            raise StepError(
-                f"ranks {different} have another model than rank 0 (graph {hashes[different[0]][:12]}, not "
-                f"{hashes[0][:12]}); build the same model and call it in the same way on every rank"
+            (mine, call_here), (other, call_there) = (hashes[r].split(" ", 1) for r in (0, different[0]))
+            what = (
+                f"rank {different[0]} calls the model with {call_there}, rank 0 with {call_here}"
+                if call_here != call_there
+                else f"ranks {different} have another model than rank 0 (graph {other[:12]}, not {mine[:12]})"
             )
+            raise StepError(f"{what}; build the same model and call it in the same way on every rank")
         assert graph is not None
         if self.world.rank == 0:
             for where in graph.traced.changes:

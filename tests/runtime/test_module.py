@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,112 @@ def test_models_feed_each_other() -> None:
     for model, plain in zip(mine, (first, second), strict=True):
         for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=0)
+
+
+class Switched(nn.Module):
+    """Python attributes steer the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = 1.0
+        self.sizes = [1, 2]
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x)) * self.scale * self.mask * self.sizes[0]
+
+
+def _scale(model: Switched) -> None:
+    model.scale = 3.0
+
+
+def _sizes(model: Switched) -> None:
+    model.sizes[0] = 5
+
+
+def _freeze(model: Switched) -> None:
+    model.norm.eval()
+
+
+def _replace(model: Switched) -> None:
+    model.mask = torch.tensor([0.0, 1.0, 0.0, 1.0])
+
+
+def _hook(model: Switched) -> None:
+    model.layer.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+@pytest.mark.parametrize("change", [_scale, _sizes, _freeze, _replace, _hook])
+def test_changes_of_the_python_state_are_seen(change: Callable[[Switched], None]) -> None:
+    plain = Switched()
+    inner = copy.deepcopy(plain)
+    model = wrapped(inner)
+    for turn in range(4):
+        if turn == 2:
+            change(plain)
+            change(inner)
+        x = torch.randn(8, 4)
+        torch.testing.assert_close(model(x), plain(x))
+    for mine, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_a_counter_of_the_script_is_not_traced_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    inner = nn.Linear(4, 4)
+    model = wrapped(inner)
+    with caplog.at_level("INFO", logger="rannd"):
+        for step in range(10):
+            inner.step = step
+            model(torch.randn(2, 4))
+    traced = [record for record in caplog.records if record.message.startswith("Tracing model")]
+    assert 2 <= len(traced) <= 4
+    assert "it is not looked at any more" in caplog.text
+
+
+def test_what_forward_changes_in_vain_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    class Remembering(nn.Linear):
+        last: torch.Tensor | None = None
+
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.last = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    wrapped(Counting(4, 4))(torch.randn(2, 4))
+    assert "forward changes attribute calls of the model" in caplog.text
+    model = Remembering()
+    with pytest.raises(TraceError, match="keeps a tensor from call to call in attribute last of the model"):
+        wrapped(model)(torch.randn(2, 4))
+    assert model.last is None
+
+
+def test_a_parameter_replaced_after_the_deployment_is_refused() -> None:
+    inner = nn.Linear(4, 4)
+    model = wrapped(inner)
+    model(torch.randn(2, 4))
+    inner.weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(StepError, match="weight was replaced by another object"):
+        model(torch.randn(2, 4))
+
+
+def test_a_parameter_written_while_it_is_trained_is_refused() -> None:
+    class Clipped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    with pytest.raises(TraceError, match="writes into weight while it is trained"):
+        wrapped(Clipped(4, 4))(torch.randn(2, 4))

@@ -313,6 +313,39 @@ class Regularised(nn.Module):
         return error
 
 
+class Filled(nn.Module):
+    """Fills a tensor in place and reads it several layers later; one branch is read for its shape alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        half = WIDTH // 2
+        swapped = torch.zeros(x.shape[0], WIDTH, dtype=x.dtype)
+        swapped[:, :half] = x[:, half:]
+        swapped[:, half:] = x[:, :half]
+        x = torch.tanh(self.layers[1](swapped))
+        unread = self.layers[2](x)
+        x = torch.tanh(self.layers[3](x)) + torch.ones_like(unread)
+        return self.layers[4](x) + swapped
+
+
+class Spectral(nn.Module):
+    """Spectrally normalised layers: buffers written without gradients by what reads the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        self.layers = nn.ModuleList([nn.utils.parametrizations.spectral_norm(layer) for layer in layers])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 class Masked(nn.Module):
     """Token classification whose mean loss leaves padded labels out."""
 

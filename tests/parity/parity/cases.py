@@ -139,6 +139,9 @@ EXTRA = [
     Case("gpt2", ranks=4, stages=3, micro=2, optimizer="adamw"),
     # what other graphs of a model need from stages that the training graph cut
     Case("latereader", ranks=2, stages=2, micro=2, script="evaluate"),
+    # writes that a cut has to respect, weights that only their decay would move
+    Case("filled", ranks=3, stages=3, micro=2, optimizer="adamw"),
+    Case("spectral", ranks=2, stages=2, micro=2),
     # one-row pieces, fewer rows than microbatches
     Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
     Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),

@@ -150,6 +150,8 @@ ZOO: dict[str, Entry] = {
     "running": Entry(build=blocks.Running, batch=_one, coupled=True, empty=False),
     "frozen": Entry(build=blocks.Frozen, batch=_one),
     "finetuned": Entry(build=blocks.FineTuned, batch=_plain),
+    "filled": Entry(build=blocks.Filled, batch=_one),
+    "spectral": Entry(build=blocks.Spectral, batch=_one),
     "unused": Entry(build=blocks.Unused, batch=_one),
     "inplace": Entry(build=blocks.InPlace, batch=_one),
     "attention": Entry(build=blocks.Attention, batch=_sequence, empty=False),
