@@ -7,7 +7,8 @@ of the Program on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.fx import Node
 from rannd.errors import StepError
 from rannd.graph.cut import crossing_shape
 from rannd.runtime.world import World
+
+FLAG_BITS = 62
+"""Flags that one number of a message holds."""
 
 Sink = Callable[[Node, torch.Tensor], None]
 
@@ -80,6 +84,41 @@ class Exchange:
         sent, self._sent = self._sent, []
         for work, _ in sent:
             finish(work)
+
+
+class Phase(enum.IntEnum):
+    """What a rank is about to do with all others."""
+
+    FORWARD = 1
+    BACKWARD = 2
+
+
+def agree(world: World, phase: Phase, step: int, first: int, second: int) -> list[tuple[int, int]]:
+    """The two numbers of every rank, by rank. StepError where ranks are not at the same place of the script."""
+    told = world.gather_numbers([phase, step, first, second])
+    places = [(Phase(each[0]), each[1]) for each in told]
+    if len(set(places)) > 1:
+        other = next(rank for rank, place in enumerate(places) if place != places[0])
+        raise StepError(
+            f"rank 0 is in the {places[0][0].name.lower()} of call {places[0][1]}, rank {other} in the "
+            f"{places[other][0].name.lower()} of call {places[other][1]}: every rank has to call the model, and "
+            "backward, equally often and in the same order"
+        )
+    return [(each[2], each[3]) for each in told]
+
+
+def pack_flags(flags: Sequence[bool]) -> tuple[int, int]:
+    """Up to 124 flags as two numbers; more count as all set."""
+    if len(flags) > 2 * FLAG_BITS:
+        return 2**FLAG_BITS - 1, 2**FLAG_BITS - 1
+    bits = sum(int(flag) << place for place, flag in enumerate(flags))
+    return bits % 2**FLAG_BITS, bits >> FLAG_BITS
+
+
+def unpack_flags(first: int, second: int, count: int) -> list[bool]:
+    """The flags that `pack_flags` packed."""
+    bits = first | second << FLAG_BITS
+    return [count > 2 * FLAG_BITS or bool(bits >> place & 1) for place in range(count)]
 
 
 def finish(work: dist.Work | None) -> None:

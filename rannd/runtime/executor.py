@@ -18,7 +18,7 @@ from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
 from rannd.graph.sizes import number_at
 from rannd.plan.schedule import TRANSFERS, Action, Kind
 from rannd.runtime.bound import BoundGraph
-from rannd.runtime.exchange import Exchange, finish, split_rows
+from rannd.runtime.exchange import Exchange, Phase, agree, finish, pack_flags, split_rows, unpack_flags
 from rannd.runtime.world import World
 
 Key = tuple[int, Node]
@@ -275,7 +275,9 @@ class Executor:
                 "again (retain_graph keeps nothing here)"
             )
         step.finished = True
-        flags = self.world.gather_numbers([gradient is not None for gradient in gradients])
+        packed = pack_flags([gradient is not None for gradient in gradients])
+        told = agree(self.world, Phase.BACKWARD, step.number, *packed)
+        flags = [unpack_flags(first, second, len(gradients)) for first, second in told]
         wanted = tuple(any(column) for column in zip(*flags, strict=True))
         live = self.bound.live(wanted)
         self._give_seeds(step, gradients, live)

@@ -25,6 +25,7 @@ from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
 from rannd.runtime.bound import bind, planned_stages, tensor_owners
 from rannd.runtime.deploy import Planner
+from rannd.runtime.exchange import Phase, agree
 from rannd.runtime.executor import Executor, Step
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.optimizer import keep_own
@@ -100,11 +101,11 @@ class Session:
         state = state_of(self._model, self._ignored)
         number = self._number(call, mode, state)
         rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
-        told = self.world.gather_numbers([number, rows])
+        told = agree(self.world, Phase.FORWARD, self._steps, number, rows)
         if any(each == UNKNOWN for each, _ in told):
             number = self._prepare(call, mode, state)
             self._many_graphs(call)
-            told = self.world.gather_numbers([number, self._signatures[number].rows(call.tensors)])
+            told = agree(self.world, Phase.FORWARD, self._steps, number, self._signatures[number].rows(call.tensors))
         elif any(each != number for each, _ in told):
             raise StepError(
                 f"ranks call the model in different ways: graphs {[each for each, _ in told]} of "

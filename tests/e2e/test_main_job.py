@@ -159,6 +159,27 @@ def test_a_crash_of_one_rank_ends_all(job: Job, tmp_path: Path) -> None:
     assert not _alive(output)
 
 
+def test_ranks_that_call_unequally_are_told(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "unequal.py"
+    script.write_text(
+        "import pyrannc, torch\n"
+        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n"
+        "for step in range(3):\n"
+        "    out = model(torch.randn(2, 4)).sum()\n"
+        "    if step != 1 or pyrannc.get_rank() == 0:\n"
+        "        out.backward()\n"
+    )
+    output = job.train(2, str(script), code=1)
+    assert "every rank has to call the model, and backward, equally often and in the same order" in output
+    script.write_text(
+        "import pyrannc, torch\n"
+        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n"
+        "model(torch.randn(2, 4) if pyrannc.get_rank() else torch.randn(2, 3, 4))\n"
+    )
+    output = job.train(2, str(script), code=1)
+    assert re.search(r"rank 1 calls the model with argument 0 float32\(B, 4\) .*, rank 0 with .*\(B, 3, 4\)", output)
+
+
 def test_ctrl_c_leaves_no_process(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(
