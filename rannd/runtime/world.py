@@ -233,12 +233,11 @@ def _rendezvous(place: Place) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
-    if backend != "gloo":  # gloo's connections end with the process: a rank that fails is so the first to be gone
-        atexit.register(_leave)
+    atexit.register(_leave)
 
 
 def _leave() -> None:
-    """Close the groups: NCCL's communicators have to be."""
+    """Close the groups before Python ends: their threads sometimes abort a process that leaves without."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
