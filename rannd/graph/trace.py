@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 import io
 import logging
-import os
 import sys
-import tempfile
 import traceback
 import types
 import warnings
@@ -162,7 +158,6 @@ def trace(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) ->
     ``autograd.Function`` (their backward would be lost silently), and where a batch dimension would be
     fixed to the size of the example.
     """
-    _import_quietly()
     program = None
     changes: set[str] = set()
     problem: BaseException | None = None
@@ -300,24 +295,6 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-@functools.cache
-def _import_quietly() -> None:
-    """Import what export is going to import, which makes an empty folder for Inductor's cache as it comes.
-
-    That one is temporary; the user's own torch.compile finds its usual place afterwards. Without a writable place for
-    temporary files, or where the user has named a folder, it comes by itself.
-    """
-    variable = "TORCHINDUCTOR_CACHE_DIR"
-    if variable in os.environ:
-        return
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as folder:
-        os.environ[variable] = folder
-        try:
-            importlib.import_module("torch._inductor.compiler_bisector")
-        finally:
-            del os.environ[variable]
 
 
 @contextlib.contextmanager

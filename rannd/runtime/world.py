@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +37,9 @@ RANK_VARIABLES = (
 """Names of rank, size, local rank and local size of each kind of launcher."""
 
 TIMEOUT = timedelta(minutes=30)
+
+LOCK_S = 0.1
+"""How long Python's lock is free for gloo's threads at the end."""
 
 
 @dataclass(frozen=True)
@@ -237,9 +241,16 @@ def _rendezvous(place: Place) -> None:
 
 
 def _leave() -> None:
-    """Close the groups before Python ends: their threads sometimes abort a process that leaves without."""
-    if dist.is_initialized():
+    """Leave in a way that neither aborts this process nor ends others before it.
+
+    gloo's threads drop the tensors of finished work a moment after the work is done, and need Python's lock for it;
+    when Python is ending already, that aborts the process. So they get the lock once more, for a while. Closing the
+    groups would wait for the threads, too, but it also cuts the other ranks off, which would then fail before a rank
+    that is ending with an error. NCCL's communicators have to be closed.
+    """
+    if torch.cuda.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    time.sleep(LOCK_S)
 
 
 def _agree_through_mpi(place: Place) -> tuple[str, int]:

@@ -143,4 +143,4 @@ def test_every_model_of_the_zoo_trains(model: str) -> None:
         assert np.abs(record[f"0/grad/{name}"]).max() > 1e-6
         assert np.abs(record[f"end/param/{name}"] - start[name].detach().numpy()).max() > 1e-7
     still = {name for name in start if f"0/nograd/{name}" in record}
-    assert bool(still) == (model in ("frozen", "finetuned", "unused", "auxiliary"))
+    assert bool(still) == (model in ("frozen", "finetuned", "unused", "auxiliary", "filled"))
