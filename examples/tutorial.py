@@ -2,8 +2,9 @@
 
     rannc-run -np 2 examples/tutorial.py BATCH HIDDEN LAYERS
 
-BATCH is the mini-batch of one rank. With `64 512 10` the model is small and every rank gets all of it (data
-parallelism); `RANNC_MEM_LIMIT_GB=0.02` makes the planner cut it into stages.
+BATCH is the mini-batch of one rank. With `64 512 10` the model is small, and the planner is free: all of
+it on every rank (data parallelism), or stages where reducing gradients would take longer than a pipeline's wait.
+`RANNC_MEM_LIMIT_GB=0.05` leaves it no choice but stages.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The op graph as the planner sees it: ops and values, sizes as functions of the batch.
 
-No torch in this file: ``rannd.plan`` and ``rannd-run --plan-only`` read it without loading torch.
+No torch in this file: ``rannd.plan`` and ``rannc-run --plan-only`` read it without loading torch.
 
 A :class:`TaskGraph` holds only ops that have to be placed on a stage. Ops that do not depend on the
 batch (weight transposes) and cheap gradient-free ones that depend on model inputs alone (masks,
