@@ -12,6 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("noisy", deadline=None)  # the machine may be busy
+settings.load_profile("noisy")
 
 
 class DaemonHome:

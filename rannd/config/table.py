@@ -260,10 +260,16 @@ class Config:
         False, "Compare the partitioned model's results with the whole model's.", group=_DEBUG, plan_affecting=False
     )
     dump_graph: bool = item(
-        False, "Write the traced graph to files that begin with dump_graph_prefix.", group=_DEBUG, plan_affecting=False
+        False,
+        "Write each graph with its blocks and stages: a .json and a .dot (Graphviz), named by its hash.",
+        group=_DEBUG,
+        plan_affecting=False,
     )
     dump_graph_prefix: str = item(
-        "", "Start of the names of dump_graph's files, which needs it.", group=_DEBUG, plan_affecting=False
+        "",
+        "What the names of dump_graph's files begin with, folder included; dump_graph needs it.",
+        group=_DEBUG,
+        plan_affecting=False,
     )
     profiling: bool = item(
         False, "Measure where the time of a step goes.", group=_DEBUG, plan_affecting=False, no_effect=_LATER

@@ -183,6 +183,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
         ("backend", "over", 8),
     ),
     "profile": (("block", "block", 8), ("rows", "rows", 24), ("device_model", "on", 32), ("threads", "threads", 8)),
+    "trace": (("model", "of", 48), ("call", "for", 72)),
     "link": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),
 }
 

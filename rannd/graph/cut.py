@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from rannd.errors import CutError
 from rannd.graph.placement import Placement
 from rannd.graph.sizes import is_number, number_at, shape_at
-from rannd.graph.trace import Traced
+from rannd.graph.traced import Traced
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 from torch.fx import GraphModule, Node
 
-from rannd.graph.trace import Traced, arguments, attribute, operator_name
+from rannd.graph.leaves import NAME as LEAF
+from rannd.graph.traced import Traced, arguments, attribute, operator_name
+from rannd.graph.values import TensorValue
 
 # Operators that may return their argument itself although their schema does not say so.
 _MAY_RETURN_ARGUMENT = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "type_as", "to",
@@ -24,7 +27,7 @@ def base_name(node: Node) -> str:
     return operator_name(node.target).removeprefix("aten::").split(".")[0]
 
 
-def nested_graph(traced: Traced | GraphModule, node: Node) -> tuple[GraphModule, list[Any]] | None:
+def nested_graph(traced: Traced | nn.Module, node: Node) -> tuple[GraphModule, list[Any]] | None:
     """(graph, arguments) of a region of its own (no_grad, autocast), None for plain operators."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
@@ -37,7 +40,7 @@ def nested_graph(traced: Traced | GraphModule, node: Node) -> tuple[GraphModule,
     return None
 
 
-def written(traced: Traced | GraphModule, node: Node) -> list[Node]:
+def written(traced: Traced | nn.Module, node: Node) -> list[Node]:
     """The arguments that a node writes into."""
     if node.op != "call_function":
         return []
@@ -77,11 +80,13 @@ def _returned_inside(inner: GraphModule, given: list[Any]) -> Iterator[Node]:
             yield argument
 
 
-def is_random(traced: Traced | GraphModule, node: Node) -> bool:
+def is_random(traced: Traced | nn.Module, node: Node) -> bool:
     """Whether a node draws random numbers."""
     nested = nested_graph(traced, node)
     if nested is not None:
         return any(is_random(nested[0], inner) for inner in nested[0].graph.nodes)
+    if operator_name(node.target) == LEAF:
+        return True  # nobody knows; it is run with random numbers of its own, once
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     named = arguments(node)
@@ -111,7 +116,7 @@ class Aliases:
             node = above
 
     @staticmethod
-    def _sources(traced: Traced | GraphModule, node: Node) -> list[Node]:
+    def _sources(traced: Traced | nn.Module, node: Node) -> list[Node]:
         if node.op != "call_function":
             return []
         nested = nested_graph(traced, node)
@@ -119,18 +124,14 @@ class Aliases:
             return list(_returned_inside(*nested))
         if node.target is operator.getitem:
             return [
-                source
-                for source in node.all_input_nodes
-                if isinstance(source.meta.get("val"), (torch.Tensor, tuple, list))
+                source for source in node.all_input_nodes if isinstance(source.meta.get("val"), (TensorValue, tuple))
             ]
         if not isinstance(node.target, torch._ops.OpOverload):
             return []
         schema = node.target._schema
         if base_name(node) in _MAY_RETURN_ARGUMENT:
             return [
-                source
-                for source in node.all_input_nodes
-                if isinstance(source.meta.get("val"), (torch.Tensor, tuple, list))
+                source for source in node.all_input_nodes if isinstance(source.meta.get("val"), (TensorValue, tuple))
             ]
         if not any(result.alias_info is not None for result in schema.returns):
             return []

@@ -55,11 +55,14 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     name: str
     target: str
     """The operator, e.g. ``aten::linear``."""
+    hash: str
+    """What the op does and to what: operator, plain arguments, types and shapes as functions of the rows, what gets a
+    gradient. Neither names nor its place in the model: equal ops of equal layers have equal hashes."""
     inputs: tuple[int, ...]
-    """Values read, each once, also through recomputed ops."""
+    """Values read, each once, also through recomputed ops, in the order in which the op's hash numbers them."""
     outputs: tuple[int, ...]
     params: tuple[int, ...]
-    """Parameters and buffers read, each once, also through recomputed ops."""
+    """Parameters and buffers read, each once, also through recomputed ops, in the order that the hash knows."""
     flops: Size
     """Floating-point operations of the forward pass, estimated from the shapes."""
     group: int

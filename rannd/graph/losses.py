@@ -5,7 +5,8 @@ The weights come in as extra arguments of the graph, one number per piece, so th
 With W ranks, n_r rows on rank r, N rows in all, and n_p rows in piece p of rank r:
 
     share of the rows        W n_p / N            for means over rows
-    1 / denominator          W n_r / (N D_r)      for means over the labels that count (D_r of them on rank r)
+    1 / denominator          W n_r / (N D_r)      for means over the labels that count (D_r of them on rank r), and for
+                                                  other sums that are divided by a number D_r made of the arguments
 
 The mean over ranks of what the pieces compute is then the global value.
 """
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from rannd.graph.effects import base_name
 from rannd.graph.row_states import FIXED, WHOLE, Reduction, Rows, Scalar
 from rannd.graph.rows import RowAnalysis
 from rannd.graph.sizes import is_number
-from rannd.graph.trace import Traced, arguments
+from rannd.graph.traced import Traced, arguments
+from rannd.graph.values import TensorValue
 
 ROWS_WEIGHT = "rannd_share_of_rows"
 LABELS_WEIGHT = "rannd_label_weight_"
@@ -57,6 +60,23 @@ def results(traced: Traced, analysis: RowAnalysis) -> tuple[Result, ...]:
     return tuple(found)
 
 
+def keep_single_rows(analysis: RowAnalysis) -> None:
+    """Let operators that drop dimensions of size 1 keep the samples' own where a piece has one row.
+
+    A mini-batch of one row keeps it, too, where the model itself would drop it.
+    """
+    if analysis.coupled is not None:
+        return  # mini-batches run whole, as the model itself does
+    for node in analysis.squeezed:
+        named = arguments(node)
+        shape = named["self"].meta["val"].shape
+        dim = named.get("dim")
+        dims = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+        operator = torch.ops.aten.squeeze_ if base_name(node) == "squeeze_" else torch.ops.aten.squeeze
+        node.target = operator.dims
+        node.args, node.kwargs = (named["self"], [each for each in dims if shape[each] == 1]), {}
+
+
 def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
     """Insert the weights into the graph; returns the names of the placeholders that were added."""
     graph = traced.graph
@@ -68,22 +88,28 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
         if name not in weights:
             with graph.inserting_after(last):
                 node = graph.placeholder(name)
-            node.meta["val"] = torch.empty((), dtype=torch.float64, device="meta")
+            node.meta["val"] = TensorValue(torch.float64, ())
             weights[name] = last = node
         return weights[name]
 
     def scaled(value: Node | float, name: str, dtype: torch.dtype) -> Node:
         """`value` times a weight, in the value's own type."""
         factor = graph.call_function(torch.ops.aten.to.dtype, (weight(name), dtype))
-        factor.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+        factor.meta["val"] = TensorValue(dtype, ())
         product = graph.call_function(torch.ops.aten.mul.Tensor, (factor, value))
         shape = value.meta["val"].shape if isinstance(value, Node) else ()
-        product.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        product.meta["val"] = TensorValue(dtype, shape)
         if isinstance(value, Node):
             product.args = (value, factor)
         return product
 
     for number, node in enumerate(analysis.masked):
+        if base_name(node) == "div":
+            with graph.inserting_before(node):
+                product = scaled(arguments(node)["self"], f"{LABELS_WEIGHT}{number}", node.meta["val"].dtype)
+            node.replace_all_uses_with(product)
+            graph.erase_node(node)
+            continue
         _set_argument(node, "reduction", 2)
         value = node.meta["val"]
         with graph.inserting_before(node.next):
@@ -117,9 +143,9 @@ def _set_argument(node: Node, name: str, value: object) -> None:
 
 
 def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None:
-    """A module that counts, for each loss in `masked`, the labels that count: arguments of the model -> numbers.
+    """A module that computes the denominator of each node in `masked`: arguments of the model -> numbers.
 
-    Has to be built before the weights are inserted.
+    Takes all rows of a rank. Has to be built before the weights are inserted.
     """
     if not masked:
         return None
@@ -128,7 +154,7 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
     for node in traced.placeholders:
         copies[node] = graph.placeholder(node.name)
     needed: set[Node] = set()
-    stack = [arguments(node)["target"] for node in masked]
+    stack = [arguments(node)["other" if base_name(node) == "div" else "target"] for node in masked]
     while stack:
         node = stack.pop()
         if node not in needed:
@@ -140,21 +166,19 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
     counts = []
     for node in masked:
         named = arguments(node)
+        if base_name(node) == "div":
+            counts.append(copies[named["other"]])
+            continue
         counted = graph.call_function(torch.ops.aten.ne.Scalar, (copies[named["target"]], named["ignore_index"]))
         counts.append(graph.call_function(torch.ops.aten.sum.default, (counted,)))
     graph.output(tuple(counts))
     return GraphModule(traced.root, graph, "LabelCounts")
 
 
-def is_weight(name: str) -> bool:
-    """Whether a placeholder was added by `weigh`."""
-    return name == ROWS_WEIGHT or name.startswith(LABELS_WEIGHT)
-
-
 def pieces_weights(
     names: tuple[str, ...], *, world: int, rows: int, rank_rows: int, total_rows: int, counts: Mapping[str, float]
 ) -> tuple[float, ...]:
-    """Values of the weights for a piece of `rows` rows; `counts` has the rank's labels that count, by weight."""
+    """Values of the weights for a piece of `rows` rows; `counts` has the rank's denominators, by weight."""
     values = []
     for name in names:
         if name == ROWS_WEIGHT:

@@ -11,13 +11,15 @@ from torch.fx import GraphModule, Node
 
 from rannd.graph import losses
 from rannd.graph.flops import forward_flops
-from rannd.graph.hashing import graph_hash
+from rannd.graph.hashing import graph_hash, structures
 from rannd.graph.ir import Op, Param, Size, TaskGraph, Value
+from rannd.graph.misuse import explained
 from rannd.graph.placement import Placement, place
-from rannd.graph.rows import analyse, module_of
+from rannd.graph.rows import RowAnalysis, analyse
 from rannd.graph.signature import Signature
 from rannd.graph.sizes import is_plain_tensor, polynomial, tensor_bytes
-from rannd.graph.trace import Traced, operator_name, retarget, trace
+from rannd.graph.trace import trace
+from rannd.graph.traced import Traced, operator_name, retarget
 
 
 @dataclass(frozen=True)
@@ -34,27 +36,40 @@ class ModelGraph:
     weights: tuple[str, ...]
     """Names of the arguments that carry the weights of losses, behind the tensors of the signature."""
     label_counts: GraphModule | None
-    """Counts the labels of each averaged loss from the arguments, see losses.label_counts."""
+    """Computes the denominators of means from a rank's arguments, see losses.label_counts."""
     coupled: str | None
     """Why samples depend on each other; None where they do not."""
+    analysis: RowAnalysis
+    """Where the samples are in each value."""
 
 
-def build(model: nn.Module, signature: Signature, leaves: list[torch.Tensor], device: torch.device) -> ModelGraph:
+def build(
+    model: nn.Module,
+    signature: Signature,
+    leaves: list[torch.Tensor],
+    device: torch.device,
+    traced: Traced | None = None,
+) -> ModelGraph:
     """Trace `model` for calls with `signature` and find out what is needed to plan, cut and run it.
 
-    `leaves` are the tensors of a real call; `device` is where the graph will run.
+    `leaves` are the tensors of a real call; `device` is where the graph will run. A model that is `traced` already (it
+    came from a cache) is not traced again.
     """
-    traced = retarget(trace(model, signature, leaves), device)
+    if traced is None:
+        with explained(model, signature, leaves):
+            traced, signature = trace(model, signature, leaves)
+    traced = retarget(traced, device)
     digest = graph_hash(traced, signature)
     placement = place(traced, signature)
     analysis = analyse(traced, signature, placement.early)
     results = losses.results(traced, analysis)
     counts = losses.label_counts(traced, analysis.masked)
     weights = losses.weigh(traced, analysis)
+    losses.keep_single_rows(analysis)
     placement = place(traced, signature)
     nodes = {f"{number}:{_short(node)}": node for number, node in enumerate(placement.placed)}
-    task = _task_graph(model, traced, placement, nodes, digest, analysis.coupled is not None)
-    return ModelGraph(signature, traced, placement, task, nodes, results, weights, counts, analysis.coupled)
+    task = _task_graph(model, traced, placement, nodes, digest, signature.mode.autocast, analysis.coupled is not None)
+    return ModelGraph(signature, traced, placement, task, nodes, results, weights, counts, analysis.coupled, analysis)
 
 
 def _short(node: Node) -> str:
@@ -62,7 +77,13 @@ def _short(node: Node) -> str:
 
 
 def _task_graph(
-    model: nn.Module, traced: Traced, placement: Placement, nodes: Mapping[str, Node], digest: str, coupled: bool
+    model: nn.Module,
+    traced: Traced,
+    placement: Placement,
+    nodes: Mapping[str, Node],
+    digest: str,
+    autocast: str,
+    coupled: bool,
 ) -> TaskGraph:
     params: list[Param] = []
     param_number: dict[str, int] = {}
@@ -88,13 +109,21 @@ def _task_graph(
         return value_number[node]
 
     ops: list[Op] = []
+    known = structures(traced, placement, autocast)
     for number, (name, node) in enumerate(nodes.items()):
-        inputs = tuple(value(source, -1) for source in placement.reads[node])
-        read = tuple(sorted({param_number[traced.attributes[a]] for a in placement.attributes[node]}))
-        flops = polynomial(_flops(node))
-        output = (value(node, number),)
+        inputs = tuple(value(source, -1) for source in known[node].inputs)
         ops.append(
-            Op(name, operator_name(node.target), inputs, output, read, flops, placement.group[node], module_of(node))
+            Op(
+                name=name,
+                target=operator_name(node.target),
+                hash=known[node].digest,
+                inputs=inputs,
+                outputs=(value(node, number),),
+                params=tuple(param_number[traced.attributes[each]] for each in known[node].tensors),
+                flops=polynomial(_flops(node)),
+                group=placement.group[node],
+                module=node.meta.get("module", ""),
+            )
         )
     used = {param for op in ops for param in op.params}
     unused = tuple(number for number in range(len(params)) if number not in used)

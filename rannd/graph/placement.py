@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from rannd.errors import TraceError
 from rannd.graph.effects import Aliases, base_name, is_random, nested_graph, written
 from rannd.graph.flops import forward_flops
 from rannd.graph.signature import Signature
-from rannd.graph.sizes import is_number, is_plain_tensor, numel_at
-from rannd.graph.trace import Traced, operator_name
+from rannd.graph.sizes import is_known, is_number, is_plain_tensor, numel_at
+from rannd.graph.traced import Traced, operator_name
+from rannd.graph.values import TensorValue
 
 CHEAP_FLOPS_PER_ELEMENT = 16
 """A recomputed node may cost this many operations for each element it makes; a matrix product costs more."""
@@ -161,8 +161,8 @@ def _differentiable(node: Node) -> bool:
     ):
         return False
     value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+    values = value if isinstance(value, tuple) else [value]
+    return any(isinstance(v, TensorValue) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def _recomputed(
@@ -208,8 +208,8 @@ def _recomputed(
 def _sized(node: Node) -> bool:
     """Whether all that a node makes are tensors of known size."""
     value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return is_plain_tensor(node) or (bool(values) and all(isinstance(v, torch.Tensor) for v in values))
+    values = value if isinstance(value, tuple) else [value]
+    return bool(values) and all(isinstance(v, TensorValue) and is_known(v) for v in values)
 
 
 def _cheap(traced: Traced, node: Node) -> bool:
@@ -218,7 +218,7 @@ def _cheap(traced: Traced, node: Node) -> bool:
         return all(_cheap(traced, inner) for inner in nested[0].graph.nodes if inner.op == "call_function")
     made = node.meta.get("val")
     values = made if isinstance(made, (tuple, list)) else [made]
-    elements = sum(numel_at(value, 2) for value in values if isinstance(value, torch.Tensor))
+    elements = sum(numel_at(value, 2) for value in values if isinstance(value, TensorValue))
     return forward_flops(node, 2) <= CHEAP_FLOPS_PER_ELEMENT * max(elements, 1)
 
 

@@ -1,97 +1,286 @@
 """What a graph cannot see: the Python state of the model's modules, which its code may have read while it was traced.
 
-The state of a module is its training flag, its attributes that are plain values, and which buffers, parameters and
-hooks it has. A call with another state than a graph was traced with is another graph.
+A call with another state than a graph was traced with is another graph. The state of a module is
+
+- its training flag, and its other attributes that are plain values, by value: 1, 1.0 and True differ, NaN is NaN;
+- lists, tuples, sets and dicts among them, by what they hold, three levels deep;
+- all other attributes by identity: tensors, arrays, functions, objects. Of an object (a configuration, say) what its
+  attributes hold is seen as well, as that of a module's attributes, but for objects in them;
+- which parameters, buffers, submodules and hooks it has.
+
+Tensors and arrays that are written in place, what objects in objects hold, items of a container beyond the first
+hundreds, globals and attributes of classes are not seen. No code of the user's is run: no comparison, no property.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Set
-from typing import Any
+import types
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
-from rannd.errors import TraceError
-
-State = dict[tuple[str, str], object]
-
-_PLAIN = (int, float, bool, str, type(None), torch.dtype)
-_KINDS = frozenset(_PLAIN)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_LONGEST = 16
-"""Longer lists and tuples are data, not settings."""
+from rannd.graph.attributes import ABSENT, DEEPEST, INTERNAL, LONGEST, Sort, Writer, is_object, read_attributes
+from rannd.graph.attributes import HOOKS as HOOKS
+from rannd.graph.blame import Offence, Place
 
 
-def state_of(model: nn.Module, ignored: Set[tuple[str, str]] = frozenset()) -> State:
-    """The Python state of all modules, but for the (module, attribute) pairs in `ignored`."""
-    state: State = {}
-    for name, module in model.named_modules():
-        for key, value in module.__dict__.items():
-            kind = type(value)
-            if kind in _KINDS:
-                state[name, key] = value
-            elif key == "_parameters":
-                state[name, key] = tuple((id(p), p is not None and p.requires_grad) for p in value.values())
-            elif key == "_buffers" or (key in _HOOKS and value):
-                state[name, key] = tuple(map(id, value.values()))
-            elif kind in (list, tuple) and len(value) <= _LONGEST and all(type(item) in _KINDS for item in value):
-                state[name, key] = (kind, *value)
-    for pair in ignored:
-        state.pop(pair, None)
-    return state
+@dataclass(eq=False)
+class State:
+    """The Python state of a model's modules; states are compared with == and `changed`."""
+
+    modules: dict[str, dict[str, object]]
+    """Module path -> attribute -> its value, in a form that compares without running code of the user's."""
+    held: list[object] = field(default_factory=list, repr=False)
+    """What `modules` knows by id, so that no other object gets it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self.modules == other.modules
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def forget(self, names: Set[str]) -> None:
+        """Drop the attributes of these names, of modules and of objects that they have."""
+        for attributes in self.modules.values():
+            for name in names & attributes.keys():
+                del attributes[name]
+            for value in attributes.values():
+                if is_object(value):
+                    for name in names & value[3].keys():
+                        del value[3][name]
 
 
-def changed(before: State, after: State) -> list[tuple[str, str]]:
-    """The (module, attribute) pairs in which two states differ."""
-    return [pair for pair in before.keys() | after.keys() if before.get(pair, state_of) != after.get(pair, state_of)]
+def state_of(model: nn.Module, ignored: Set[str] = frozenset()) -> State:
+    """The Python state of all modules, but for attributes of the names in `ignored`. Runs in every call."""
+    modules = list(_modules(model))
+    writer = Writer(ignored, {id(module) for _, module in modules})
+    return State({name: writer.module(module) for name, module in modules}, writer.held)
+
+
+def outside(state: State, leaves: Sequence[str]) -> State:
+    """A state without the modules that run as opaque operators: their code is run in every call, and sees its state.
+
+    Their training flags stay: the shapes of what they make may depend on those.
+    """
+    if not leaves:
+        return state
+
+    def within(name: str) -> bool:
+        return any(path == "" or name == path or name.startswith(f"{path}.") for path in leaves)
+
+    return State(
+        {
+            name: {"training": attributes.get("training", ABSENT)} if within(name) else attributes
+            for name, attributes in state.modules.items()
+        },
+        state.held,
+    )
+
+
+@dataclass(frozen=True)
+class Change:
+    """An attribute in which two states differ."""
+
+    module: str
+    attribute: str
+    inner: str = ""
+    """The attribute of the object that the attribute is, where that is the same object."""
+
+    def unread(self, read: Container[str]) -> str | None:
+        """A name that code would have to read to see what differs, and that is not among `read`."""
+        if self.attribute in INTERNAL:
+            return None
+        return next(
+            (name for name in (self.attribute, self.inner) if name and name not in INTERNAL and name not in read), None
+        )
+
+    def __str__(self) -> str:
+        path = f"{self.attribute}.{self.inner}" if self.inner else self.attribute
+        return f"{path} of module {self.module}" if self.module else f"{path} of the model"
+
+
+def changed(before: State, after: State) -> list[Change]:
+    """The attributes in which two states differ."""
+    found = []
+    for module in dict.fromkeys([*before.modules, *after.modules]):
+        one, other = before.modules.get(module, {}), after.modules.get(module, {})
+        for key in _differing(one, other):
+            old, new = one.get(key), other.get(key)
+            if is_object(old) and is_object(new) and old[:3] == new[:3]:
+                found += [Change(module, key, inner) for inner in _differing(old[3], new[3])]
+            else:
+                found.append(Change(module, key))
+    return found
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [key for key in dict.fromkeys([*one, *other]) if one.get(key, ABSENT) != other.get(key, ABSENT)]
+
+
+def same_constants(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], held: Sequence[object]) -> bool:
+    """Whether two graphs of equal content read the same tensors of the user's, which may be written in place later.
+
+    `held`: what the modules have, from their state. Constants that the code makes when it is traced need not be the
+    same.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in held if _has_memory(tensor)}
+    return all(
+        name in other
+        and (
+            not _has_memory(tensor)
+            or tensor.untyped_storage().data_ptr() not in storages
+            or (_has_memory(other[name]) and tensor.data_ptr() == other[name].data_ptr())
+        )
+        for name, tensor in one.items()
+    )
+
+
+def _has_memory(value: object) -> TypeGuard[torch.Tensor]:
+    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta  # type: ignore[attr-defined]
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The containers of a module's hooks."""
+    return [module.__dict__[name] for name in HOOKS if name in module.__dict__]
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As named_modules, which takes twice as long."""
+    waiting = [("", model)]
+    seen = set()
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        children = module.__dict__["_modules"]
+        if children:
+            prefix = f"{name}." if name else ""
+            waiting += [(prefix + key, child) for key, child in reversed(children.items()) if child is not None]
+
+
+# -- while the model is traced ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
-    """Run the model's code for tracing, and undo what it did to the modules' attributes.
+    """Run the model's code for tracing, and undo what it did to the modules' attributes, and to what those hold.
 
-    Plain attributes that it changed are named in `changes`, because their changes are no part of the graph;
-    TraceError where it keeps a tensor from call to call.
+    What it changed is named in `changes`, because its changes are no part of the graph; Offence where it keeps a
+    tensor from call to call, in an attribute or by replacing a buffer.
     """
-    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    lists = {
-        (name, key): list(value)
-        for name, attributes in before.items()
-        for key, value in attributes.items()
-        if type(value) is list and len(value) <= _LONGEST
-    }
-    yield
-    for name, module in model.named_modules():
-        if name not in before:
-            continue
-        for key, value in list(module.__dict__.items()):
-            old = before[name].get(key, kept)
-            where = f"{key} of module {name}" if name else f"{key} of the model"
-            if isinstance(value, torch.Tensor) and value is not old:
-                _put_back(module, key, old)
-                if old is not kept:
-                    raise TraceError(
-                        f"forward keeps a tensor from call to call in attribute {where}; no graph can show that. "
-                        "Register it as a buffer, and write into it in place"
-                    )
-                changes.add(where)
-            elif (name, key) in lists and value is old and _differ(value, lists[name, key]):
-                value[:] = lists[name, key]
-                changes.add(where)
-            elif type(value) in _KINDS and value is not old and value != old:
-                _put_back(module, key, old)
-                changes.add(where)
+    modules = list(_modules(model))
+    before = {name: dict(module.__dict__) for name, module in modules}
+    contents = _Contents(model)
+    hooks = [(held, dict(held)) for _, module in modules for held in hooks_of(module)]
+    buffers = [(name, module._buffers, dict(module._buffers)) for name, module in modules]
+    state = state_of(model)
+    seen: list[Change] = []
+    try:
+        yield
+        seen = changed(state, state_of(model))
+    finally:
+        for held, content in hooks:  # with the flags that say that they are there
+            held.clear()
+            held.update(content)
+        tensors: list[Change] = []
+        for name, held_buffers, tensors_before in buffers:
+            replaced = [key for key, value in held_buffers.items() if tensors_before.get(key) is not value]
+            tensors += [Change(name, key) for key in replaced]
+            held_buffers.clear()
+            held_buffers.update(tensors_before)
+        for name, module in modules:
+            own, attributes = module.__dict__, before[name]
+            for key in [key for key, value in own.items() if key not in INTERNAL or key == "training"]:
+                value, old = own[key], attributes.get(key, ABSENT)
+                if value is old:
+                    continue
+                if issubclass(type(value), torch.Tensor) and old is not ABSENT:
+                    tensors.append(Change(name, key))
+                if old is ABSENT:
+                    del own[key]
+                else:
+                    own[key] = old
+            for key in [key for key in attributes if key not in own and key not in INTERNAL]:
+                own[key] = attributes[key]
+        contents.put_back()
+    if tensors:
+        where = Place((tensors[0].module, "") if tensors[0].module else ("",), "")
+        raise Offence(
+            f"keeps a tensor from call to call in {tensors[0].attribute}",
+            where,
+            "which a graph cannot (register a buffer, and write into it in place)",
+        )
+    changes.update(str(each) for each in seen if each.attribute not in INTERNAL or each.attribute == "training")
 
 
-def _differ(one: list[Any], other: list[Any]) -> bool:
-    """Whether two lists differ, without comparing what they hold (tensors do not compare)."""
-    return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
+class _Contents:
+    """What the attributes of modules hold, to be put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._slots: list[tuple[types.MemberDescriptorType, Any, Any]] = []
+        sorts: dict[type, Sort] = {}
+        modules = list(_modules(model))
+        seen = {id(module) for _, module in modules}
+        waiting = [(value, 0) for _, module in modules for key, value in module.__dict__.items() if key not in INTERNAL]
+        while waiting:
+            value, depth = waiting.pop()
+            kind = type(value)
+            sort = sorts.setdefault(kind, Sort(kind)) if kind not in sorts else sorts[kind]
+            if id(value) in seen or depth >= DEEPEST:
+                continue
+            if sort.items is not None:
+                seen.add(id(value))
+                if sort.kind not in (tuple, frozenset):
+                    copy = dict(dict.items(value)) if sort.kind is dict else list(sort.items(value))
+                    self._containers[id(value)] = (value, copy)
+                waiting += [(item, depth + 1) for item in islice(sort.items(value), LONGEST[depth])]
+            elif depth == 0 and sort.has_attributes:
+                seen.add(id(value))
+                if sort.dict is not None:
+                    own = sort.dict.__get__(value)
+                    self._containers[id(own)] = (own, dict(own))
+                self._slots += [(slot, value, slot.__get__(value)) for slot in _filled(value, sort)]
+                waiting += [(item, 1) for _, item in islice(read_attributes(value, sort), LONGEST[0])]
+
+    def put_back(self) -> None:
+        """Undo all changes that were made since."""
+        for held, content in self._containers.values():
+            kind = type(held)
+            if issubclass(kind, dict):
+                now = dict(dict.items(held))
+                if _same(list(now), list(content)) and _same(list(now.values()), list(content.values())):
+                    continue
+                dict.clear(held)
+                dict.update(held, content)
+            elif issubclass(kind, list):
+                if not _same(list(list.__iter__(held)), content):
+                    list.__setitem__(held, slice(None), content)
+            elif issubclass(kind, deque):
+                if not _same(list(deque.__iter__(held)), content):
+                    deque.clear(held)
+                    deque.extend(held, content)
+            elif {id(item) for item in set.__iter__(held)} != {id(item) for item in content}:
+                set.clear(held)
+                set.update(held, content)
+        for slot, value, content in self._slots:
+            slot.__set__(value, content)
 
 
-def _put_back(module: nn.Module, key: str, old: Any) -> None:
-    if old is kept:
-        del module.__dict__[key]
-    else:
-        module.__dict__[key] = old
+def _filled(value: Any, sort: Sort) -> Iterator[types.MemberDescriptorType]:
+    for _, slot in sort.slots:
+        with contextlib.suppress(AttributeError):
+            slot.__get__(value)
+            yield slot
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Whether two lists hold the same objects; without comparing them, tensors do not compare."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

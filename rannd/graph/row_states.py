@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from torch.fx import Node
+
 
 class Kind(enum.Enum):
     """States without further fields."""
@@ -26,9 +28,40 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowIndex:
-    """The numbers 0 .. rows-1 along `dim`; all other dimensions have size 1 or repeat it."""
+    """`step` times the numbers 0 .. rows-1 along `dim`; all other dimensions have size 1 or repeat it."""
 
     dim: int
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class Places:
+    """The numbers 0 .. rows x inner - 1, in one dimension."""
+
+    inner: int
+
+
+class Role(enum.Enum):
+    """What something has to do with a sort of all places (rows x inner) by their keys."""
+
+    KEYS = "the keys, sorted"
+    ORDER = "the places, in the order of their keys (divided by `share`)"
+    VALUES = "dimension 0 has what belongs to each place, in that order"
+    COUNTS = "how many places have each key"
+    ENDS = "where the places of each key end"
+    BLANK = "nothing yet: a tensor to be written as a whole"
+    INVERSE = "where each place is in that order"
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Made in the order of a sort, see row_rules/routing.py."""
+
+    by: Node
+    """The sort."""
+    inner: int
+    role: Role
+    share: int = 1
 
 
 class Reduction(enum.Enum):
@@ -45,12 +78,12 @@ class Reduction(enum.Enum):
 
 @dataclass(frozen=True)
 class Scalar:
-    """One number reduced over all samples."""
+    """One number, or a few, reduced over all samples."""
 
     reduction: Reduction
 
 
-State: TypeAlias = Kind | Rows | RowIndex | Scalar | tuple["State", ...]
+State: TypeAlias = Kind | Rows | RowIndex | Places | Sorted | Scalar | tuple["State", ...]
 
 FIXED, COUNT, WHOLE = Kind.FIXED, Kind.COUNT, Kind.WHOLE
 

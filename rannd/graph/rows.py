@@ -1,6 +1,6 @@
 """Follow the samples of a batch through the graph.
 
-For every node: does it depend on the samples, and where in its shape are they? The rules (row_rules.py) are
+For every node: does it depend on the samples, and where in its shape are they? The rules (row_rules/) are
 conservative: what no rule knows is reported as *coupling* the samples, and then each rank's mini-batch runs
 whole. That is right for any model; it only rules microbatches out.
 """
@@ -14,20 +14,43 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.fx import Graph, GraphModule, Node
+from torch import nn
+from torch.fx import Graph, Node
 
 from rannd.graph.effects import base_name, is_random, nested_graph
-from rannd.graph.row_rules import CLASS_LOSSES, RULES, Operation, pointwise
-from rannd.graph.row_states import COUNT, FIXED, WHOLE, Coupled, Reduction, RowIndex, Rows, Scalar, State
+from rannd.graph.leaves import NAME as LEAF
+from rannd.graph.row_rules.elementwise import pointwise
+from rannd.graph.row_rules.losses import CLASS_LOSSES
+from rannd.graph.row_rules.operation import Operation
+from rannd.graph.row_rules.routing import SORTED_RULES, is_sorted
+from rannd.graph.row_rules.routing import pointwise as sorted_pointwise
+from rannd.graph.row_rules.table import RULES
+from rannd.graph.row_states import (
+    COUNT,
+    FIXED,
+    WHOLE,
+    Coupled,
+    Places,
+    Reduction,
+    Role,
+    RowIndex,
+    Rows,
+    Scalar,
+    Sorted,
+    State,
+)
 from rannd.graph.signature import Signature
-from rannd.graph.sizes import PROBE_ROWS, depends_on_rows, is_number, multiple_of_rows, shape_at
-from rannd.graph.trace import Traced, arguments, operator_name
+from rannd.graph.sizes import PROBE_ROWS, depends_on_rows, is_number, is_plain_tensor, multiple_of_rows, shape_at
+from rannd.graph.traced import Traced, arguments, operator_name
+from rannd.graph.values import TensorValue
 
 SCALAR_LINEAR = {"neg", "to", "_to_copy", "clone", "detach", "alias", "view", "reshape", "squeeze", "unsqueeze",
-                 "contiguous", "lift_fresh_copy", "flatten", "ravel"}  # fmt: skip
+                 "contiguous", "lift_fresh_copy", "flatten", "ravel", "select", "slice", "expand", "permute", "t",
+                 "transpose"}  # fmt: skip
 """Operators under which a reduced number stays what it is."""
 
-SIZES = ("size", "sizes", "shape", "repeats", "start", "end", "step", "length")
+SIZES = ("size", "sizes", "shape", "repeats", "start", "end", "step", "length", "split_size", "split_sizes",
+         "output_size")  # fmt: skip
 """Arguments that may be made of the number of rows; `_check` sees what comes of it."""
 
 REGIONS = ("higher_order::wrap_with_set_grad_enabled", "higher_order::wrap_with_autocast")
@@ -47,7 +70,10 @@ class RowAnalysis:
     coupled: str | None
     weighted: tuple[tuple[Node, str], ...] = ()
     masked: tuple[Node, ...] = ()
-    """Losses averaged over the labels that count, where the labels are known before the first piece runs."""
+    """Means with a denominator that is known before the first piece runs: losses averaged over the labels that count,
+    and sums divided by a number that is made of the arguments alone."""
+    squeezed: tuple[Node, ...] = ()
+    """Nodes that would drop the dimension of the samples where a piece has one row."""
 
 
 @dataclass
@@ -56,13 +82,20 @@ class _Walk:
     coupled: str | None = None
     weighted: list[tuple[Node, str]] = field(default_factory=list)
     masked: list[Node] = field(default_factory=list)
+    squeezed: list[Node] = field(default_factory=list)
     early: Set[Node] = frozenset()
+    hidden: dict[Node, str] = field(default_factory=dict)
+    """Early nodes that mix samples, and how: that matters only where they are used as anything but a denominator."""
     inside: int = 0
     """Depth of regions: what is in one cannot be weighted from outside."""
 
     def couple(self, node: Node, reason: str) -> None:
-        if self.coupled is None:
-            self.coupled = f"{reason} ({node.name}{_where(node)})"
+        source = next((other for other in node.all_input_nodes if other in self.hidden), None)
+        told = self.hidden[source] if source is not None else f"{reason} ({node.name}{_where(node)})"
+        if node in self.early:
+            self.hidden[node] = told
+        elif self.coupled is None:
+            self.coupled = told
 
 
 def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalysis:
@@ -70,29 +103,26 @@ def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalys
     walk = _Walk(early=early)
     inputs: list[State] = [Rows(0, 1, 1) if spec.batch else FIXED for spec in signature.tensors]
     _walk(walk, traced.graph, traced.root, inputs)
+    if signature.fixed_rows is not None:
+        walk.coupled = f"the graph is for {signature.fixed_rows} rows alone"
     for node in traced.results:
         state = walk.states[node]
-        if isinstance(state, RowIndex) or (isinstance(state, Rows) and state.outer != 1):
+        if isinstance(state, Scalar) and node.meta["val"].ndim:
+            walk.couple(node, "an output that is no single number is made of all samples")
+            walk.states[node] = WHOLE
+        if isinstance(state, (RowIndex, Places, Sorted)) or (isinstance(state, Rows) and state.outer != 1):
             walk.couple(node, "an output does not have the samples in order")
         if state is WHOLE or isinstance(state, tuple) or state == Scalar(Reduction.OTHER):
             walk.couple(node, "an output is made of all samples in a way no rule knows")
-    return RowAnalysis(walk.states, walk.coupled, tuple(walk.weighted), tuple(walk.masked))
-
-
-def module_of(node: Node) -> str:
-    """Dotted path of the user's module that ran the op ('' for the model itself)."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed(stack.values()))[0] if stack else ""
-    name = path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
-    return "" if name.startswith("_empty") else name
+    return RowAnalysis(walk.states, walk.coupled, tuple(walk.weighted), tuple(walk.masked), tuple(walk.squeezed))
 
 
 def _where(node: Node) -> str:
-    module = module_of(node)
+    module = node.meta.get("module", "")
     return f" in module {module}" if module else ""
 
 
-def _walk(walk: _Walk, graph: Graph, root: GraphModule, inputs: Sequence[State]) -> tuple[State, ...]:
+def _walk(walk: _Walk, graph: Graph, root: nn.Module, inputs: Sequence[State]) -> tuple[State, ...]:
     """Compute the state of every node; returns the states of the graph's outputs."""
     given = iter(inputs)
     for node in graph.nodes:
@@ -118,7 +148,7 @@ def _state(walk: _Walk, value: Any) -> State:
     return FIXED
 
 
-def _result(walk: _Walk, node: Node, root: GraphModule) -> State:
+def _result(walk: _Walk, node: Node, root: nn.Module) -> State:
     value = node.meta.get("val")
     if is_number(value):
         return COUNT if depends_on_rows(value) else FIXED
@@ -129,6 +159,8 @@ def _result(walk: _Walk, node: Node, root: GraphModule) -> State:
         return FIXED
     try:
         state = _follow(walk, node, states, root)
+        if state is WHOLE:  # an element of a tuple that nobody may want; what follows it is coupled
+            return WHOLE
         _check(value, state)
     except Coupled as reason:
         walk.couple(node, str(reason))
@@ -136,7 +168,7 @@ def _result(walk: _Walk, node: Node, root: GraphModule) -> State:
     return state
 
 
-def _follow(walk: _Walk, node: Node, states: Sequence[State], root: GraphModule) -> State:
+def _follow(walk: _Walk, node: Node, states: Sequence[State], root: nn.Module) -> State:
     """The state of a node with arguments that depend on the samples; Coupled where they are mixed."""
     if node.target is operator.getitem:
         source = walk.states[node.args[0]]  # type: ignore[index]
@@ -145,6 +177,9 @@ def _follow(walk: _Walk, node: Node, states: Sequence[State], root: GraphModule)
         return source[node.args[1]]  # type: ignore[index]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _nested(walk, node, root)
+    if _has_early_denominator(walk, node):
+        walk.masked.append(node)
+        return Scalar(Reduction.EXACT)
     if any(state is WHOLE or isinstance(state, tuple) for state in states) and not _reduces(node):
         raise Coupled(f"{operator_name(node.target)} follows an op that mixes samples")
     if any(isinstance(state, Scalar) for state in states):
@@ -162,14 +197,17 @@ def _check(value: Any, state: State) -> None:
         if not isinstance(state, tuple) or len(state) != len(value):
             raise Coupled("no rule knows all that an op makes")
         for each, own in zip(value, state, strict=True):
-            _check(each, own)
-    elif isinstance(value, torch.Tensor):
+            if own is not WHOLE:  # what follows it is coupled
+                _check(each, own)
+    elif isinstance(value, TensorValue):
         expected = [0] * value.ndim
         if isinstance(state, Rows) and 0 <= state.dim < value.ndim:
             expected[state.dim] = state.outer * state.inner
         elif isinstance(state, RowIndex) and 0 <= state.dim < value.ndim:
             expected[state.dim] = 1
-        elif not (state is FIXED or isinstance(state, Scalar)):
+        elif isinstance(state, Places) or (isinstance(state, Sorted) and state.role not in (Role.COUNTS, Role.ENDS)):
+            expected[:1] = [state.inner]
+        elif not (state is FIXED or isinstance(state, (Scalar, Sorted))):
             raise Coupled("no rule knows what an op makes of the samples")
         if [multiple_of_rows(size) for size in value.shape] != expected:
             raise Coupled("a shape is made of the number of rows in a way no rule knows")
@@ -186,6 +224,8 @@ def _reduces(node: Node) -> bool:
 
 def _apply(walk: _Walk, node: Node) -> State:
     """The state by the operator's rule."""
+    if operator_name(node.target) == LEAF:
+        raise Coupled("nobody sees into a module that runs as one operator")
     if not isinstance(node.target, torch._ops.OpOverload):
         raise Coupled(f"{operator_name(node.target)} is not followed")
     name = base_name(node)
@@ -198,11 +238,14 @@ def _apply(walk: _Walk, node: Node) -> State:
         node,
         named,
         lambda value: _state(walk, value),
-        lambda value: shape_at(value.meta["val"], PROBE_ROWS) if isinstance(value, Node) else (),
+        _probed,
     )
     rule = RULES.get(name)
+    sorts = any(is_sorted(walk.states[source]) for source in node.all_input_nodes)
+    if sorts:
+        rule = SORTED_RULES.get(name, sorted_pointwise if rule is pointwise else None)
     if rule is None and torch.Tag.pointwise in node.target.tags:
-        rule = pointwise
+        rule = sorted_pointwise if sorts else pointwise
     if rule is None:
         raise Coupled(f"no rule knows what {operator_name(node.target)} does to the samples")
     try:
@@ -213,15 +256,39 @@ def _apply(walk: _Walk, node: Node) -> State:
             raise
         walk.couple(node, str(reason))
         return Scalar(kind)
+    if name in ("squeeze", "squeeze_") and _drops_a_single_row(walk, named):
+        if walk.inside:
+            raise Coupled(f"{name} drops the dimension of the samples where there is one")
+        walk.squeezed.append(node)
     if state == Scalar(Reduction.MEAN) and name in CLASS_LOSSES:
         return _masked_mean(walk, node, named)
     return state
 
 
+def _drops_a_single_row(walk: _Walk, named: Mapping[str, Any]) -> bool:
+    """Whether a squeeze is one of the dimension of the samples, if that has size 1."""
+    source = named["self"]
+    state = walk.states[source]
+    if not isinstance(state, (Rows, RowIndex)) or (isinstance(state, Rows) and state.outer * state.inner != 1):
+        return False
+    dim = named.get("dim")
+    ndim = source.meta["val"].ndim
+    return dim is None or state.dim in {each % ndim for each in ([dim] if isinstance(dim, int) else dim)}
+
+
+def _probed(value: Any) -> tuple[int, ...]:
+    """Shape of a value for PROBE_ROWS rows; Coupled where it depends on more than the rows."""
+    if not isinstance(value, Node):
+        return ()
+    if not is_plain_tensor(value):
+        raise Coupled("a size depends on what is in a tensor")
+    return shape_at(value.meta["val"], PROBE_ROWS)
+
+
 def _reduction(node: Node, named: Mapping[str, Any]) -> Reduction | None:
     """How an op makes one number of whatever it is given, None for ops that do not."""
     result = node.meta.get("val")
-    if not _reduces(node) or not isinstance(result, torch.Tensor) or result.ndim:
+    if not _reduces(node) or not isinstance(result, TensorValue) or result.ndim:
         return None
     if base_name(node) in ("sum", "mean"):
         return Reduction.MEAN if base_name(node) == "mean" else Reduction.SUM
@@ -240,7 +307,23 @@ def _masked_mean(walk: _Walk, node: Node, named: Mapping[str, Any]) -> State:
     return Scalar(Reduction.MEAN)
 
 
-def _nested(walk: _Walk, node: Node, root: GraphModule) -> State:
+def _has_early_denominator(walk: _Walk, node: Node) -> bool:
+    """Whether a node divides a sum over all samples by a number that is made of the arguments alone."""
+    if base_name(node) != "div" or node in walk.early:
+        return False
+    named = arguments(node)
+    sums, divisor = named["self"], named["other"]
+    return (
+        named.get("rounding_mode") is None
+        and _state(walk, sums) == Scalar(Reduction.SUM)
+        and divisor in walk.early
+        and (walk.states[divisor] is WHOLE or isinstance(walk.states[divisor], Scalar))
+        and is_plain_tensor(divisor)
+        and divisor.meta["val"].ndim == 0
+    )
+
+
+def _nested(walk: _Walk, node: Node, root: nn.Module) -> State:
     """A region of its own (no_grad, autocast): follow the samples inside."""
     region = nested_graph(root, node) if operator_name(node.target) in REGIONS else None
     if region is None:

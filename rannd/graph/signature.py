@@ -7,16 +7,19 @@ Everything else (None, numbers, strings) is part of the graph itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from rannd.errors import UsageError
+from rannd.graph.containers import register_dataclasses
+from rannd.graph.misuse import refusal
 
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
@@ -50,6 +53,19 @@ class Mode:
         ]
         return Mode(training, torch.is_grad_enabled(), ",".join(regions))
 
+    @contextlib.contextmanager
+    def autocasting(self) -> Iterator[None]:
+        """The autocast regions of the mode, whatever the ones around are: a backward runs outside of the user's."""
+        wanted = dict(region.split(":") for region in self.autocast.split(",") if region)
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                enabled = device in wanted
+                dtype = getattr(torch, wanted[device].removeprefix("torch.")) if enabled else None
+                here = torch.is_autocast_enabled(device)
+                if here != enabled or (enabled and torch.get_autocast_dtype(device) != dtype):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -62,19 +78,43 @@ class Signature:
     constants: tuple[tuple[int, Any], ...]
     """(leaf number, value) of all other leaves."""
     mode: Mode
+    fixed_rows: int | None = None
+    """The only number of rows that the graph is for, where the model's code does not leave it open."""
+    open: tuple[tuple[int, int], ...] = ()
+    """(tensor, dimension of its `shape`) of further dimensions to be left open when the model is traced."""
+
+    def open_dims(self, tensor: int) -> list[int]:
+        """Dimensions of a tensor, with the batch, that are left open when the model is traced."""
+        batch = self.tensors[tensor].batch
+        found = [0] if batch and self.fixed_rows is None else []
+        return found + [dim + batch for number, dim in self.open if number == tensor]
+
+    def family(self) -> str:
+        """A text that is equal for signatures that differ in nothing but sizes."""
+        tensors = [replace(spec, shape=(0,) * len(spec.shape)) for spec in self.tensors]
+        return replace(self, tensors=tuple(tensors)).key()
 
     def key(self) -> str:
         """A short text that is equal on ranks that run the same graph."""
         text = repr(
-            (str(self.spec), self.tensors, self.positions, [(i, repr(c)) for i, c in self.constants], self.mode)
+            (
+                str(self.spec),
+                self.tensors,
+                self.positions,
+                [(i, repr(c)) for i, c in self.constants],
+                self.mode,
+                self.fixed_rows,
+                self.open,
+            )
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
         """The call in words, for messages: tensors with their types and shapes (B: the batch), and the mode."""
+        batch = "B" if self.fixed_rows is None else str(self.fixed_rows)
         tensors = ", ".join(
             f"{spec.name} {str(spec.dtype).removeprefix('torch.')}"
-            f"({', '.join(['B', *map(str, spec.shape)] if spec.batch else map(str, spec.shape))})"
+            f"({', '.join([batch, *map(str, spec.shape)] if spec.batch else map(str, spec.shape))})"
             for spec in self.tensors
         )
         mode = "in training" if self.mode.training else "in evaluation"
@@ -96,10 +136,11 @@ class Signature:
         rows = {
             leaf.shape[0] if leaf.ndim else -1 for s, leaf in zip(self.tensors, call.tensors, strict=True) if s.batch
         }
-        if len(rows) > 1 or -1 in rows:
+        if len(rows) > 1 or -1 in rows or (self.fixed_rows is not None and rows != {self.fixed_rows}):
             return False
         return all(
             leaf.dtype == s.dtype
+            and not leaf.is_meta
             and leaf.requires_grad == s.requires_grad
             and tuple(leaf.shape[1:] if s.batch else leaf.shape) == s.shape
             for s, leaf in zip(self.tensors, call.tensors, strict=True)
@@ -133,24 +174,23 @@ class Call:
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flatten a call's arguments; UsageError for objects that are neither containers, tensors nor plain values."""
+    """Flatten a call's arguments; UsageError for what is neither a container, a dense tensor, nor a plain value."""
     ordered = {name: kwargs[name] for name in sorted(kwargs)}
+    register_dataclasses((args, ordered))
     paths, spec = pytree.tree_flatten_with_path((tuple(args), ordered))
     names, tensors, positions, constants = [], [], [], []
     for position, (path, leaf) in enumerate(paths):
         name = _argument_name(path)
         if isinstance(leaf, torch.Tensor):
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                raise UsageError(refusal(name, leaf))
             names.append(name)
             tensors.append(leaf)
             positions.append(position)
         elif isinstance(leaf, CONSTANT_TYPES):
             constants.append((position, leaf))
         else:
-            raise UsageError(
-                f"{name} of the model is a {type(leaf).__module__}.{type(leaf).__qualname__}; the model takes "
-                "tensors, None, numbers, strings and containers of them (register other containers with "
-                "torch.utils._pytree.register_pytree_node)"
-            )
+            raise UsageError(refusal(name, leaf))
     return Call(spec, tuple(names), tuple(tensors), tuple(positions), tuple(constants))
 
 
@@ -162,7 +202,11 @@ def classify(call: Call, mode: Mode, shapes: Sequence[Sequence[Sequence[int]]]) 
     the batch when its first dimension is that size on every rank.
     """
     if not call.tensors:
-        raise UsageError("the model is called without any tensor; it needs at least one batch of samples")
+        given = ", ".join([*(repr(value) for _, value in call.constants[:3]), *(["..."] if call.constants[3:] else [])])
+        raise UsageError(
+            f"the model is called without any tensor{f' (with {given})' if given else ''}; it needs at least one batch "
+            "of samples. Make tensors of lists of numbers: torch.tensor(x)"
+        )
     for rank, other in enumerate(shapes):
         if len(other) != len(call.tensors):
             raise UsageError(

@@ -1,8 +1,4 @@
-"""Shapes as functions of the number of rows.
-
-Only first dimensions of batch tensors are symbolic when a model is traced, and all of them are the number of
-rows of a piece. So every symbol stands for the rows, and any shape is a function of one number.
-"""
+"""Shapes and other numbers as functions of the number of rows."""
 
 from __future__ import annotations
 
@@ -11,79 +7,86 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
-import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.functions import ToFloat
 
 from rannd.graph.ir import Size
+from rannd.graph.values import ROWS, Dim, Number, TensorValue, unified
 
 PROBE_ROWS = 1_000_003
 """A prime that no other dimension of a model has: a dimension that it divides holds the batch."""
 
 
 @lru_cache(maxsize=100_000)
-def _at(expr: Any, rows: int) -> int | float | bool:
-    value = expr.subs(dict.fromkeys(expr.free_symbols, rows))
-    if value.is_Boolean:
-        return bool(value)
-    return int(value) if value.is_integer else float(value)
+def _at(expr: Any, rows: int) -> Any:
+    return expr.subs(ROWS, rows)
 
 
-def number_at(value: Any, rows: int) -> Any:
-    """A number that may be symbolic (SymInt, SymFloat, SymBool), for a piece of `rows` rows."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _at(value.node.expr, rows)
-    return value
+def number_at(value: Number | Dim | float, rows: int) -> Any:
+    """A size or number for a piece of `rows` rows."""
+    if isinstance(value, Number):
+        found = _at(value.expr, rows)
+        return bool(found) if value.kind == "bool" else int(found) if value.kind == "int" else float(found)
+    return int(_at(value, rows)) if isinstance(value, sympy.Expr) else value
 
 
-def shape_at(value: torch.Tensor, rows: int) -> tuple[int, ...]:
-    """Shape of a traced tensor for a piece of `rows` rows."""
-    return tuple(number_at(size, rows) for size in value.shape)
+def shape_at(value: TensorValue, rows: int) -> tuple[int, ...]:
+    """Shape of a tensor for a piece of `rows` rows."""
+    return tuple([size if type(size) is int else int(_at(size, rows)) for size in value.shape])
 
 
-_ROWS = sympy.Symbol("rows", integer=True, positive=True)
+def _expression(value: object) -> Any:
+    """The expression in a size or number; None for plain numbers."""
+    if isinstance(value, Number):
+        return value.expr
+    return value if isinstance(value, sympy.Basic) else None
 
 
 @lru_cache(maxsize=100_000)
-def _unified(expr: Any) -> Any:
-    """An expression in the number of rows alone: every symbol of a traced model stands for it."""
-    return sympy.expand(expr.replace(ToFloat, lambda value: value).subs(dict.fromkeys(expr.free_symbols, _ROWS)))
+def _is_known(expr: Any) -> bool:
+    return bool(expr.free_symbols <= {ROWS})
 
 
-def depends_on_rows(value: Any) -> bool:
-    """Whether a number differs for pieces of different sizes."""
-    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-    return symbolic and bool(_unified(value.node.expr).free_symbols)
+def depends_on_rows(value: Number | Dim | float) -> bool:
+    """Whether a size or number differs for pieces of different sizes."""
+    expr = _expression(value)
+    return expr is not None and bool(expr.free_symbols)
 
 
-def multiple_of_rows(value: Any) -> int | None:
-    """k where a number is k x rows for every number of rows; 0 for constants, None for anything else."""
-    if not depends_on_rows(value):
-        return 0
-    if free_unbacked_symbols(value):
+@lru_cache(maxsize=100_000)
+def _multiple(expr: Any) -> int | None:
+    if not _is_known(expr):
         return None
-    factor = sympy.expand(_unified(value.node.expr) / _ROWS)
+    factor = sympy.expand(expr / ROWS)
     return int(factor) if factor.is_Integer and factor > 0 else None
 
 
-def condition(expr: Any) -> Callable[[int], bool]:
-    """A condition on the sizes of a traced model as a function of the rows; true where nothing speaks against it."""
-    unified = _unified(expr)
-    if not unified.free_symbols:
-        return lambda rows: unified != sympy.false
-    return lambda rows: unified.subs(_ROWS, rows) != sympy.false
+def multiple_of_rows(value: Number | Dim | float) -> int | None:
+    """k where a number is k x rows for every number of rows; 0 for constants, None for anything else."""
+    return _multiple(_expression(value)) if depends_on_rows(value) else 0
 
 
-def is_number(value: Any) -> bool:
-    """Whether a traced value is a number that depends on the rows alone."""
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and not free_unbacked_symbols(value)
+def holds(expr: Any) -> Callable[[int], bool]:
+    """A condition that tracing recorded as a function of the rows; true where nothing speaks against it."""
+    condition = unified(expr)
+    if not condition.free_symbols:
+        return lambda rows: bool(condition != sympy.false)
+    return lambda rows: bool(condition.subs(ROWS, rows) != sympy.false)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number that depends on the rows alone."""
+    return isinstance(value, Number) and _is_known(value.expr)
+
+
+def is_known(value: TensorValue) -> bool:
+    """Whether the shape of a tensor is known from the number of rows."""
+    return all(type(size) is int or _is_known(size) for size in value.shape)
 
 
 def is_plain_tensor(node: Node) -> bool:
     """Whether a node makes one tensor whose shape is known from the number of rows."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and not free_unbacked_symbols(value.shape)
+    return isinstance(value, TensorValue) and is_known(value)
 
 
 def polynomial(function: Any) -> Size:
@@ -94,13 +97,14 @@ def polynomial(function: Any) -> Size:
     return Size(one - c1 - c2, c1, c2)
 
 
-def tensor_bytes(value: torch.Tensor) -> Size:
-    """Bytes of a traced tensor as a function of the rows."""
+@lru_cache(maxsize=100_000)
+def tensor_bytes(value: TensorValue) -> Size:
+    """Bytes of a tensor as a function of the rows."""
     return polynomial(lambda rows: numel_at(value, rows) * value.element_size())
 
 
-def numel_at(value: torch.Tensor, rows: int) -> int:
-    """Elements of a traced tensor for a piece of `rows` rows."""
+def numel_at(value: TensorValue, rows: int) -> int:
+    """Elements of a tensor for a piece of `rows` rows."""
     count = 1
     for size in shape_at(value, rows):
         count *= size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from rannd.config import Config
 from rannd.errors import PlanError
 
 
@@ -43,6 +44,11 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Only powers of two (and all devices) as numbers of replicas."""
     mem_margin: float = 0.1
     """Part of a device's memory that was kept out of the planner's limit; read for messages only."""
+
+    @staticmethod
+    def of(config: Config) -> PlanOptions:
+        """What the configuration demands."""
+        return PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__})
 
     def __post_init__(self) -> None:
         for low, item in ((0, "partition_num"), (0, "replica_num"), (0, "pipeline_num"), (1, "min_pipeline")):

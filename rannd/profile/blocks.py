@@ -10,7 +10,6 @@ from torch.fx import Node
 
 from rannd import log
 from rannd.graph.cut import Part, extract
-from rannd.graph.hashing import part_hash
 from rannd.graph.model import ModelGraph
 from rannd.profile.costs import BlockCost
 from rannd.profile.measure import Sample, measure
@@ -27,13 +26,6 @@ def block_parts(graph: ModelGraph, blocks: Sequence[Sequence[int]]) -> list[Part
         extract(graph.traced, graph.placement, {nodes[op] for op in ops}, f"Block{number}")
         for number, ops in enumerate(blocks)
     ]
-
-
-def block_hashes(graph: ModelGraph, parts: Sequence[Part]) -> list[str]:
-    """Structural hash of each part."""
-    gradients = graph.placement.requires_grad
-    autocast = graph.signature.mode.autocast
-    return [part_hash(part, lambda node: node in gradients, autocast) for part in parts]
 
 
 def measure_missing(

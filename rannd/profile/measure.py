@@ -8,14 +8,16 @@ to be one. The state of the user's model and the random number generators stay u
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.fx import Node
+from torch.fx import Interpreter, Node
 
 from rannd.errors import ProfileError
 from rannd.graph.cut import Part, crossing_shape
 from rannd.graph.ir import Size
+from rannd.graph.traced import operator_name
 from rannd.profile.costs import BlockCost
 
 WARM_UPS = 1
@@ -33,6 +35,7 @@ class Sample:
         gradients: frozenset[Node],
         state: Mapping[str, torch.Tensor],
         device: torch.device,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.arguments = arguments
         """Each argument of the graph, with whether it carries the batch."""
@@ -40,6 +43,8 @@ class Sample:
         self.state = state
         """Every parameter, buffer and constant, for shape, type and flag alone."""
         self.device = device
+        self.around = around
+        """What to run parts in: undoes what the user's own code does to the model, where a part runs it."""
 
     def value(self, node: Node, rows: int) -> torch.Tensor:
         """A value for `node` in a piece of `rows` rows."""
@@ -62,7 +67,7 @@ def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
     """
     devices = [sample.device] if sample.device.type == "cuda" else []
     found: list[tuple[float, float, float]] = []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), sample.around():
         tensors = {}
         for name in part.tensors:
             like = sample.state[name]
@@ -72,9 +77,16 @@ def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
             try:
                 found.append(_at(part, sample, tensors, count))
             except Exception as exc:
+                where, advice = "", ""
+                if not isinstance(exc, torch.OutOfMemoryError):
+                    where = _failing(part, sample, tensors, count)
+                    advice = (
+                        ". If the model fails in the same call without RaNNCModule, mend the call: types, shapes and "
+                        "values of its tensors"
+                    )
                 raise ProfileError(
                     f"{type(part.module).__name__} cannot be measured with {count} rows on {sample.device}: "
-                    f"{type(exc).__name__}: {exc}"
+                    f"{where}{type(exc).__name__}: {str(exc).rstrip('.')}{advice}"
                 ) from exc
     forward, backward, kept = ([each[index] for each in found] for index in range(3))
     return BlockCost(_line(rows, forward), _line(rows, backward), _line(rows, kept))
@@ -113,6 +125,29 @@ def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: i
             if forward[-1] + backward[-1] > LONG_US:
                 break
     return min(forward), min(backward), kept
+
+
+def _failing(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> str:
+    """'aten::embedding in module e: ' where that op fails, '' where all run."""
+    steps = _Steps(part.module)
+    inputs = [sample.value(node, rows) for node in part.inputs]
+    try:
+        steps.run(*inputs, *tensors.values(), *part.numbers_at(rows))
+    except Exception:
+        module = steps.at.meta.get("module", "")
+        return f"{operator_name(steps.at.target)} in {f'module {module}' if module else 'the model'}: "
+    return ""
+
+
+class _Steps(Interpreter):
+    """Runs a part op by op, and knows where it is."""
+
+    at: Node
+
+    def run_node(self, n: Node) -> object:
+        """As of any interpreter."""
+        self.at = n
+        return super().run_node(n)
 
 
 def _now(device: torch.device) -> float:

@@ -31,6 +31,8 @@ class BoundGraph:
     constants: Mapping[str, torch.Tensor]
     borrowed: Mapping[str, tuple[int, tuple[int, ...]]]
     """Tensors that stages read but do not hold: (slot that lends, slots that borrow), lent before each step."""
+    stage_of: Mapping[Node, int]
+    """Stage of every placed node."""
     _live: dict[tuple[bool, ...], frozenset[Node]] = field(default_factory=dict)
 
     def live(self, wanted: tuple[bool, ...]) -> frozenset[Node]:
@@ -132,4 +134,5 @@ def bind(
         travelling,
         constants,
         borrowed,
+        stage_of,
     )

@@ -8,13 +8,13 @@ One rank of every other node hands the result to its own node's daemon.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import math
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -24,20 +24,23 @@ from torch import nn
 import rannd.errors
 from rannd import log
 from rannd.config import Config
-from rannd.daemon.client import Client, Lease, connect
+from rannd.daemon.client import Client, Lease
 from rannd.daemon.keys import Key, deployment_key, link_key, profile_key
 from rannd.daemon.version import version
 from rannd.errors import DeploymentError, RanndError
 from rannd.graph.model import ModelGraph
+from rannd.graph.opaque import preserved
+from rannd.graph.structure import block_hashes
 from rannd.plan.blocks import Block, make_blocks
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.options import PlanOptions
 from rannd.plan.search import assignment_lines, estimate_lines, plan
-from rannd.profile.blocks import block_hashes, block_parts, measure_missing
+from rannd.profile.blocks import block_parts, measure_missing
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import Sample
 from rannd.runtime.bound import planned_stages
+from rannd.runtime.cache import GIB, Cache
 from rannd.runtime.world import World, device_memory, device_model
 
 LEASE_WAIT_S = 1200.0
@@ -45,8 +48,6 @@ LEASE_WAIT_S = 1200.0
 
 The other ranks wait meanwhile, and give up after the 30 minutes of their groups.
 """
-
-_GIB = 1024**3
 
 
 class Planner:
@@ -56,6 +57,7 @@ class Planner:
         self,
         world: World,
         config: Config,
+        cache: Cache,
         graph: ModelGraph,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -64,6 +66,7 @@ class Planner:
     ) -> None:
         self._world = world
         self._config = config
+        self._cache = cache
         self._graph = graph
         self._model = model
         self._leaves = leaves
@@ -71,9 +74,9 @@ class Planner:
         self._optimizer = (
             "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
-        self._options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__})
+        self._options = PlanOptions.of(config)
         memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
-        limit = min(memory, int(config.mem_limit_gb * _GIB)) if config.mem_limit_gb else memory
+        limit = min(memory, int(config.mem_limit_gb * GIB)) if config.mem_limit_gb else memory
         self.usable_memory = int(limit * (1 - config.mem_margin))
         self._model_name = device_model(world)
         self._backend = "nccl" if world.device.type == "cuda" else "gloo"
@@ -89,26 +92,25 @@ class Planner:
             log.get("RaNNCModule").info("Using the deployment in %s", file)
             return self._checked(data)
         key = self._key()
-        with self._daemon() as client:
-            found, lease = self._ask(client, key)
-            if found:
-                deployment = self._checked(found)
-                self._tell_hit(deployment, key)
-                return deployment
-            try:
-                data = self._make(client)
-                if client is not None:
-                    client.put(key, data)
-            finally:
-                if lease is not None:
-                    lease.release()
+        client = self._cache.client
+        found, lease = self._ask(client, key)
+        if found:
+            deployment = self._checked(found)
+            self._tell_hit(deployment, key)
+            return deployment
+        try:
+            data = self._make(client)
+            if client is not None:
+                client.put(key, data)
+        finally:
+            if lease is not None:
+                lease.release()
         self._give_to_other_nodes(key, data)
         return self._checked(data)
 
     def dry_run(self, devices: int) -> Deployment:
         """A plan for so many devices of this kind that need not be there. Collective."""
-        with self._daemon() as client:
-            return decode(self._make(client, devices))
+        return decode(self._make(self._cache.client, devices))
 
     # -- parts ------------------------------------------------------------------------------------------------
 
@@ -130,24 +132,6 @@ class Planner:
             versions=self._versions,
             plan_items=self._config.plan_items(),
             optimizer=self._optimizer,
-        )
-
-    @contextlib.contextmanager
-    def _daemon(self) -> Iterator[Client | None]:
-        """A client on rank 0, None on the others."""
-        if self._world.rank != 0:
-            yield None
-            return
-        with self._connect() as client:
-            yield client
-
-    def _connect(self) -> Client:
-        config = self._config
-        return connect(
-            mode=config.cache,  # type: ignore[arg-type]
-            timeout_s=config.daemon_timeout_s,
-            idle_s=config.daemon_idle_s,
-            max_bytes=int(config.cache_max_gb * _GIB),
         )
 
     def _ask(self, client: Client | None, key: Key) -> tuple[bytes, Lease | None]:
@@ -246,7 +230,7 @@ class Planner:
 
     def _costs(self, client: Client | None, blocks: Sequence[Block]) -> CostTable:
         parts = block_parts(self._graph, [block.ops for block in blocks])
-        hashes = block_hashes(self._graph, parts)
+        hashes = block_hashes(self._graph.task, [block.ops for block in blocks])
         rows = self._profile_rows()
         keys = {each: self._profile_key(each, rows) for each in dict.fromkeys(hashes)}
         known: dict[str, BlockCost] = {}
@@ -293,7 +277,8 @@ class Planner:
         state: dict[str, torch.Tensor] = {**self._graph.traced.constants}
         for name, tensor in [*self._model.named_buffers(), *self._model.named_parameters()]:
             state[name] = tensor
-        return Sample(arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device)
+        around = functools.partial(preserved, self._model) if self._graph.traced.leaf_paths else nullcontext
+        return Sample(arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device, around)
 
     def _links(self, client: Client | None) -> LinkCost:
         if self._world.size == 1:
@@ -322,7 +307,7 @@ class Planner:
         mine = self._world.slots[self._world.slot].node
         home = self._world.slots[self._world.rank_of_slot.index(0)].node
         if mine != home and nodes.index(mine) == self._world.slot:
-            with self._connect() as client:
+            with self._cache.connect() as client:
                 client.put(key, data)
 
     def _tell_hit(self, deployment: Deployment, key: Key) -> None:

@@ -128,7 +128,7 @@ class Executor:
                 (leaf[first : first + rows] if spec.batch else leaf).detach()
                 for spec, leaf in zip(specs, step.leaves, strict=True)
             ]
-        counts = self._label_counts(list(slices.values()))
+        counts = self._label_counts(step)
         for piece in pieces:
             values = pieces_weights(
                 self._graph.weights,
@@ -142,14 +142,13 @@ class Executor:
             for node, tensor in zip(self._nodes, [*slices[piece], *weights], strict=True):
                 step.values[piece, node] = tensor
 
-    def _label_counts(self, pieces: list[list[torch.Tensor]]) -> dict[str, float]:
-        """Labels of this rank that count, for each averaged loss."""
-        if self._counts is None:
+    def _label_counts(self, step: Step) -> dict[str, float]:
+        """Denominators of this rank's means (labels that count), over its whole mini-batch."""
+        if self._counts is None or step.rows[self._slot] == 0:
             return {}
         with torch.no_grad():
-            found = [self._counts(*tensors) for tensors in pieces]
-        totals = [sum(float(count) for count in counts) for counts in zip(*found, strict=True)]
-        return {f"{LABELS_WEIGHT}{number}": count for number, count in enumerate(totals)}
+            found = self._counts(*(leaf.detach() for leaf in step.leaves))
+        return {f"{LABELS_WEIGHT}{number}": float(count) for number, count in enumerate(found)}
 
     def _transfer_values(self, step: Step, exchange: Exchange, action: Action) -> None:
         piece, edge = action.piece, (action.src, action.dst)
@@ -190,7 +189,10 @@ class Executor:
         part = self.bound.part
         sources = (buffers, self._loans, self.bound.constants, self._state)
         tensors = [next(source[name] for source in sources if name in source) for name in part.tensors]
-        with self._random(step, piece) if part.random else contextlib.nullcontext():
+        with (
+            self._random(step, piece) if part.random else contextlib.nullcontext(),
+            self._graph.signature.mode.autocasting(),
+        ):
             values = part.module(*inputs.values(), *tensors, *part.numbers_at(self._rows(step, piece)))
         return dict(zip(part.outputs, values, strict=True))
 

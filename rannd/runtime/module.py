@@ -72,10 +72,19 @@ class RaNNCModule(nn.Module):
         for name, changed in refused.items():
             if changed:
                 raise UsageError(f"{name} is not available in this version of rannd; leave it at its default")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise UsageError(
+                "RaNNCModule traces a model's Python code; wrap the module that the ScriptModule was made of"
+            )
         if not isinstance(model, nn.Module):
             raise UsageError(f"RaNNCModule wraps a torch.nn.Module, not a {type(model).__qualname__}")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer is a {type(optimizer).__qualname__}; a torch.optim.Optimizer is wanted")
+        if optimizer is not None and not _shares_parameters(model, optimizer):
+            raise UsageError(
+                "the optimizer has none of the model's parameters; make it from the parameters of the model that is "
+                "wrapped, after all that replaces them"
+            )
         config = configuration.load()
         log.setup(level=config.log_level)
         if config.show_config_items:
@@ -238,6 +247,11 @@ class RaNNCModule(nn.Module):
     def drop(self) -> None:
         """Forget deployment and graphs; see `pyrannc.clear`."""
         self._session = None  # type: ignore[assignment]
+
+
+def _shares_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def clear() -> None:

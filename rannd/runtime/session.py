@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,29 +13,38 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.fx import Node
 
 from rannd import log
 from rannd.config import Config
-from rannd.errors import RanndError, StepError, TraceError, UsageError
-from rannd.graph.model import ModelGraph, build
-from rannd.graph.pystate import State, changed, state_of
+from rannd.errors import StepError, TraceError, UsageError
+from rannd.graph.mentions import Mentions
+from rannd.graph.misuse import check_ready
+from rannd.graph.model import ModelGraph
+from rannd.graph.pystate import Change, State, changed, outside, same_constants, state_of
 from rannd.graph.signature import Call, Mode, Signature, classify
+from rannd.graph.traced import Decisions
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
 from rannd.runtime.bound import bind, planned_stages, tensor_owners
+from rannd.runtime.bridge import attach
+from rannd.runtime.cache import Cache
 from rannd.runtime.deploy import Planner
+from rannd.runtime.dump import dump
 from rannd.runtime.exchange import Phase, agree
 from rannd.runtime.executor import Executor, Step
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.optimizer import keep_own
 from rannd.runtime.parameters import Parameters
-from rannd.runtime.verify import dump, verify
+from rannd.runtime.tracing import Tracer, other_branches
+from rannd.runtime.verify import verify
 from rannd.runtime.world import World
 
 UNKNOWN = -1
 IDLE_CHANGES = 3
-"""So often an attribute may change for nothing before it is ignored."""
+"""So often an attribute may change for nothing before the user is told what that costs."""
+MOST_STATES = 8
+"""So many Python states are remembered that lead to one graph."""
 MANY_GRAPHS = 16
 """So many graphs of one model are probably a mistake of the script."""
 
@@ -73,10 +82,14 @@ class Session:
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
         self._executors: list[Executor] = []
         self._signatures: list[Signature] = []
-        self._states: list[State] = []
-        """Python state of the model's modules when each graph was traced."""
-        self._ignored: set[tuple[str, str]] = set()
-        self._idle_changes: Counter[tuple[str, str]] = Counter()
+        self._ways: list[list[tuple[State, Decisions | None]]] = []
+        """What leads to each graph: Python state of the model's modules, and the branches that its code takes then.
+        The latest state comes last."""
+        self._ignored: set[str] = set()
+        """Names of attributes that changed, and that no code reads."""
+        self._idle_changes: Counter[str] = Counter()
+        self._cache = Cache(world, config)
+        self._tracer = Tracer(world, self._cache, model)
         self._steps = 0
         self._deployed: _Deployed | None = None
 
@@ -103,15 +116,12 @@ class Session:
         rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
         told = agree(self.world, Phase.FORWARD, self._steps, number, rows)
         if any(each == UNKNOWN for each, _ in told):
-            number = self._prepare(call, mode, state)
+            with self._cache.connected():
+                number = self._prepare(call, mode, state)
             self._many_graphs(call)
             told = agree(self.world, Phase.FORWARD, self._steps, number, self._signatures[number].rows(call.tensors))
-        elif any(each != number for each, _ in told):
-            raise StepError(
-                f"ranks call the model in different ways: graphs {[each for each, _ in told]} of "
-                f"{len(self._signatures)}; shapes (but for the batch), types, and training mode have to be the same "
-                "on all ranks"
-            )
+        else:
+            number = self._common(told)
         executor = self._executors[number]
         by_slot = tuple(told[rank][1] for rank in self.world.rank_of_slot)
         if not any(by_slot):
@@ -125,43 +135,60 @@ class Session:
         home = call.tensors[0].device
         outputs = [value.to(home) if isinstance(value, torch.Tensor) else value for value in outputs]
         if torch.is_grad_enabled():
-            outputs = self._attach(executor, step, call, outputs, delayed)
+            outputs = attach(executor, step, call.tensors, outputs, delayed, self.reduce)
         graph = executor.bound.graph
         return graph.traced.outputs.unflatten(outputs)
 
     def _number(self, call: Call, mode: Mode, state: State) -> int:
         """The graph for a call, UNKNOWN where it has to be traced."""
-        for number, (signature, known) in enumerate(zip(self._signatures, self._states, strict=True)):
-            if known == state and signature.matches(call, mode):
+        for number, signature in enumerate(self._signatures):
+            if not signature.matches(call, mode):
+                continue
+            here = outside(state, self._executors[number].bound.graph.traced.leaf_paths)
+            ways = [way for known, way in self._ways[number] if known == here]
+            if ways and self._decides(number, ways, call):
                 return number
         return UNKNOWN
 
+    def _decides(self, number: int, ways: Sequence[Decisions | None], call: Call) -> bool:
+        """Whether the model's code takes the branches of this graph for a call; any, where the call has no rows."""
+        rows = self._signatures[number].rows(call.tensors)
+        if rows in self._executors[number].bound.graph.traced.holes:
+            return False
+        if None in ways or rows == 0:
+            return True
+        tensors = [tensor.to(self.world.device) for tensor in call.tensors]
+        return any(way is not None and way.hold(tensors) for way in ways)
+
+    def _common(self, told: Sequence[tuple[int, int]]) -> int:
+        """The graph that all ranks run, from the graph and the rows of each; those without rows follow the others."""
+        number = next((each for each, rows in told if rows), told[0][0])
+        other = next((rank for rank, (each, rows) in enumerate(told) if each != number and rows), None)
+        alike = all(
+            self._signatures[each] == self._signatures[number] and self._share_a_state(each, number) for each, _ in told
+        )
+        if not alike:
+            raise StepError(
+                f"ranks call the model in different ways: graphs {[each for each, _ in told]} of "
+                f"{len(self._signatures)}; shapes (but for the batch), types, and training mode have to be the same "
+                "on all ranks"
+            )
+        if other is not None:
+            raise StepError(other_branches(other))
+        return number
+
+    def _share_a_state(self, one: int, other: int) -> bool:
+        """Whether some Python state of the modules leads to both graphs."""
+        return any(state == known for state, _ in self._ways[one] for known, _ in self._ways[other])
+
     def _many_graphs(self, call: Call) -> None:
-        if len(self._signatures) == MANY_GRAPHS and self.world.rank == 0:
+        if self._tracer.traced == MANY_GRAPHS and self.world.rank == 0:
             log.get("RaNNCModule").warning(
                 "The model was traced %d times, the last time for %s; numbers and strings among its arguments, and "
                 "shapes but for the batch, are part of a graph. Pass what changes from call to call as tensors",
                 MANY_GRAPHS,
                 ", ".join(f"{name}: {tuple(t.shape)}" for name, t in zip(call.names, call.tensors, strict=True)),
             )
-
-    def _attach(
-        self, executor: Executor, step: Step, call: Call, outputs: list[Any], delayed: Callable[[], bool]
-    ) -> list[Any]:
-        """Make the outputs part of the script's autograd graph."""
-        graph = executor.bound.graph
-        places = [place for place, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
-        nodes = graph.traced.results
-        marked = [nodes[place] in graph.placement.requires_grad for place in places]
-        if not any(marked):
-            return outputs
-        bridge = _Call(self, executor, step, len(outputs), places, delayed)
-        anchor = torch.zeros((), requires_grad=True)
-        tensors = [outputs[place] for place in places]
-        attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, tensors, anchor, *call.tensors)  # type: ignore[no-untyped-call]
-        for place, value in zip(places, attached, strict=True):
-            outputs[place] = value
-        return outputs
 
     def reduce(self) -> None:
         """Reduce gradients that wait."""
@@ -180,6 +207,7 @@ class Session:
         """Trace and bind the graph of a call not seen before; deploy at the first. Returns its number."""
         logger = log.get("RaNNCModule")
         deployed = self._deployed
+        check_ready(self._model, call.names, call.tensors)
         shapes = [
             msgspec.msgpack.decode(data, type=list[list[int]])
             for data in self.world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
@@ -188,10 +216,16 @@ class Session:
         if self.world.rank == 0:
             logger.info("Tracing model%s ...", "" if deployed is None else " for other inputs or another mode")
         graph = self._trace(signature, call)
-        twin = self._twin(graph, signature, state)
+        signature = graph.signature
+        if self._ignored:  # there may be new code, a hook
+            mentions = Mentions(self._model)
+            self._ignored = {name for name in self._ignored if name not in mentions}
+        twin = self._twin(graph, state)
         if twin is not None:
             return twin
         rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
+        if not any(rows):
+            raise StepError("the mini-batches of all ranks are empty; skip the step")
         if deployed is not None:
             deployed.parameters.adopt()
         else:
@@ -199,41 +233,66 @@ class Session:
         assert self._deployed is not None
         self._bind(self._deployed, graph)
         self._signatures.append(signature)
-        self._states.append(state)
+        self._ways.append([(outside(state, graph.traced.leaf_paths), graph.traced.decisions)])
         if deployed is None:
             if self.world.rank == 0:
                 logger.info("Routes verification passed.")
             logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
         return len(self._signatures) - 1
 
-    def _twin(self, graph: ModelGraph, signature: Signature, state: State) -> int | None:
-        """A graph that is the same although the Python state of the modules has changed.
+    def _twin(self, graph: ModelGraph, state: State) -> int | None:
+        """A graph that is the same although the Python state of the modules, or a branch of their code, is another.
 
-        An attribute that changes again and again without changing the graph (a counter of the script's) is not
-        looked at any more.
+        It is the graph of that state as well from now on.
         """
+        state = outside(state, graph.traced.leaf_paths)
         for number, known in enumerate(self._signatures):
-            if known != signature or self._executors[number].bound.graph.task.graph_hash != graph.task.graph_hash:
+            other = self._executors[number].bound.graph
+            if known != graph.signature or other.task.graph_hash != graph.task.graph_hash:
                 continue
-            pairs = changed(self._states[number], state)
-            if any(key in ("_buffers", "_parameters") for _, key in pairs):
+            ways = self._ways[number]
+            changes = changed(ways[-1][0], state)
+            if any(each.attribute in ("_buffers", "_parameters") for each in changes):
                 return None
-            self._states[number] = state
-            self._idle_changes.update(pairs)
-            for pair in [pair for pair in pairs if self._idle_changes[pair] >= IDLE_CHANGES]:
-                self._ignored.add(pair)
-                for each in self._states:
-                    each.pop(pair, None)
-                if self.world.rank == 0:
-                    log.get("RaNNCModule").warning(
-                        "Attribute %s of module %r changed %d times without changing the graph; it is not looked at "
-                        "any more",
-                        pair[1],
-                        pair[0],
-                        IDLE_CHANGES,
-                    )
+            if not same_constants(graph.traced.constants, other.traced.constants, state.held):
+                return None
+            # What the code decides with numbers in attributes is for the state that it was traced with.
+            ways[:] = _latest([*ways, (state, graph.traced.decisions)])
+            self._idle(changes)
             return number
         return None
+
+    def _idle(self, changes: Sequence[Change]) -> None:
+        """Attributes changed without changing the graph. What no code reads is not looked at any more.
+
+        Other changes go on being traced: they may well change the graph another time (`if self.epoch < 6`).
+        """
+        logger = log.get("RaNNCModule")
+        mentions = Mentions(self._model)
+        unread = [each.unread(mentions) for each in changes]
+        names = {name for name in unread if name is not None}
+        self._ignored |= names
+        for ways in self._ways:
+            for state, _ in ways:
+                state.forget(names)
+        if self.world.rank != 0:
+            return
+        for change, name in zip(changes, unread, strict=True):
+            if name is not None:
+                logger.info(
+                    "Attribute %s changed, and no code of the model reads a %r: it is not looked at any more",
+                    change,
+                    name,
+                )
+                continue
+            self._idle_changes[str(change)] += 1
+            if self._idle_changes[str(change)] == IDLE_CHANGES:
+                logger.warning(
+                    "Attribute %s changed %d times without changing the graph, but the model was traced each time, "
+                    "because its code reads it; pass what changes from call to call as a tensor argument",
+                    change,
+                    IDLE_CHANGES,
+                )
 
     def _as_trained(self, graph: ModelGraph, call: Call) -> ModelGraph:
         """The graph to plan for: the one that training runs, where there is an optimizer, whatever the first call is.
@@ -248,7 +307,7 @@ class Session:
         self._model.train()
         try:
             with torch.inference_mode(False), torch.enable_grad():
-                return self._trace(dataclasses.replace(graph.signature, mode=mode), call)
+                return self._trace(dataclasses.replace(graph.signature, mode=mode, fixed_rows=None), call)
         except (TraceError, StepError) as exc:
             log.get("RaNNCModule").info("Planning for this call, not for training: %s", exc)
             return graph
@@ -257,54 +316,46 @@ class Session:
                 module.training = training
 
     def _trace(self, signature: Signature, call: Call) -> ModelGraph:
-        """Trace on every rank; an error on one, and graphs that differ, are errors on all."""
-        graph: ModelGraph | None = None
-        error: RanndError | None = None
-        try:
-            with self._whole_model():
-                home = next((p.device for p in self._model.parameters()), self.world.device)
-                leaves = [tensor.detach().to(home).requires_grad_(tensor.requires_grad) for tensor in call.tensors]
-                graph = build(self._model, signature, leaves, self.world.device)
-        except RanndError as exc:
-            error = exc
-        if self.world.rank == 0 and self.deployment is None and graph is not None:
+        """The graph of a call, from the cache or traced now; checked against the model where that is wanted."""
+        with self._whole_model():
+            graph, cached = self._tracer.graph(signature, call.tensors, state_of(self._model, self._ignored))
+            if cached and self._config.verify_partitioning and self.deployment is None:
+                wrong = self._verified(graph, call)
+                if wrong:
+                    self._tracer.distrust(wrong)
+                    graph, _ = self._tracer.graph(signature, call.tensors, state_of(self._model, self._ignored))
+        if self.world.rank == 0 and self.deployment is None:
             log.get("RaNNCModule").info("Converting torch model to IR ...")
-        told = f"{graph.task.graph_hash} {signature.describe()}" if graph is not None else f"error: {error}"
-        hashes = [data.decode() for data in self.world.gather_bytes(told.encode())]
-        if error is not None:
-            raise error
-        failed = [rank for rank, each in enumerate(hashes) if each.startswith("error: ")]
-        if failed:
-            raise StepError(f"rank {failed[0]} could not trace the model: {hashes[failed[0]].removeprefix('error: ')}")
-        different = [rank for rank, each in enumerate(hashes) if each != hashes[0]]
-        if different:
-            (mine, call_here), (other, call_there) = (hashes[r].split(" ", 1) for r in (0, different[0]))
-            what = (
-                f"rank {different[0]} calls the model with {call_there}, rank 0 with {call_here}"
-                if call_here != call_there
-                else f"ranks {different} have another model than rank 0 (graph {other[:12]}, not {mine[:12]})"
-            )
-            raise StepError(f"{what}; build the same model and call it in the same way on every rank")
-        assert graph is not None
-        if self.world.rank == 0:
-            for where in graph.traced.changes:
-                log.get("RaNNCModule").warning(
-                    "forward changes attribute %s; that is no part of the graph, and is not done when the graph runs",
-                    where,
-                )
-        if self._config.dump_graph and self.world.rank == 0:
-            dump(graph, self._config)
         return graph
+
+    def _verified(self, graph: ModelGraph, call: Call) -> str:
+        """What some rank found wrong about a graph, '' where all found it right."""
+        wrong = ""
+        try:
+            verify(self._model, graph, call.tensors)
+        except TraceError as exc:
+            wrong = str(exc)
+        return next((text for data in self.world.gather_bytes(wrong.encode()) if (text := data.decode())), "")
 
     def _whole_model(self) -> AbstractContextManager[None]:
         """The model as a tracer wants to see it, once other ranks hold parts of it."""
         return nullcontext() if self._deployed is None else self._deployed.parameters.hollow()
 
     def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> _Deployed:
-        planner = Planner(self.world, self._config, graph, self._model, self._optimizer, call.tensors, rows)
+        planner = Planner(
+            self.world, self._config, self._cache, graph, self._model, self._optimizer, call.tensors, rows
+        )
         if self._config.partitioning_dry_run_np:
-            planner.dry_run(self._config.partitioning_dry_run_np)
+            deployment = planner.dry_run(self._config.partitioning_dry_run_np)
+            self._dump(graph, deployment, planned_stages(graph, deployment))
             raise DryRunDone(0)
+        shapeless = [name for name, tensor in self._model.named_parameters() if tensor.is_meta]
+        if shapeless:
+            raise UsageError(
+                f"{len(shapeless)} parameters of the model are on the meta device, the first is {shapeless[0]}; such a "
+                "model can be planned (partitioning_dry_run_np=NUMBER_OF_DEVICES), but not trained: give it values "
+                "first, with model.to_empty(device='cpu') and its checkpoint, say"
+            )
         deployment = planner.deployment(self._load)
         if self._config.verify_partitioning:
             verify(self._model, graph, call.tensors)
@@ -322,62 +373,20 @@ class Session:
         bound = bind(graph, deployed.deployment, self.world.slot, self.world.device, owners)
         check(bound.program)
         self._executors.append(Executor(self.world, bound, deployed.parameters.aliases, self._seed))
+        self._dump(graph, deployed.deployment, bound.stage_of)
+
+    def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
+        if self._config.dump_graph and self.world.rank == 0:
+            dump(self._config, graph, deployment, stage_of)
 
 
-class _Call:
-    """What the backward of a call needs to know."""
-
-    def __init__(
-        self,
-        session: Session,
-        executor: Executor,
-        step: Step,
-        outputs: int,
-        places: Sequence[int],
-        delayed: Callable[[], bool],
-    ) -> None:
-        self._session = session
-        self._executor = executor
-        self._step = step
-        self._outputs = outputs
-        self._places = places
-        self._delayed = delayed
-
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the call's tensors from those of its tensor outputs."""
-        given: list[torch.Tensor | None] = [None] * self._outputs
-        for place, gradient in zip(self._places, gradients, strict=True):
-            given[place] = gradient
-        found = self._executor.backward(self._step, given)
-        if not self._delayed():
-            self._session.reduce()
-        return found
-
-
-class _Bridge(torch.autograd.Function):
-    """Stands for the whole model in the script's autograd graph: its forward has run already."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: _Call,
-        marked: list[bool],
-        outputs: list[torch.Tensor],
-        anchor: torch.Tensor,
-        *inputs: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.devices = [tensor.device for tensor in inputs]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(value for value, mark in zip(outputs, marked, strict=True) if not mark))
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        found = ctx.call.backward(gradients)
-        moved = [None if g is None else g.to(device) for g, device in zip(found, ctx.devices, strict=True)]
-        return (None, None, None, None, *moved)
+def _latest(ways: Sequence[tuple[State, Decisions | None]]) -> list[tuple[State, Decisions | None]]:
+    """The ways of the latest states."""
+    states: list[State] = []
+    for state, _ in reversed(ways):
+        if state not in states:
+            states.append(state)
+    return [way for way in ways if way[0] in states[:MOST_STATES]]
 
 
 def ensure_single_wrap(model: nn.Module) -> None:

@@ -1,17 +1,15 @@
-"""Compare the traced graph with the user's own model, and write it down for people to read."""
+"""Compare the traced graph with the user's own model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 from rannd import log
-from rannd.config import Config
-from rannd.errors import TraceError, UsageError
+from rannd.errors import TraceError
 from rannd.graph.cut import extract
 from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
 from rannd.graph.model import ModelGraph
@@ -67,17 +65,3 @@ def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor])
                 "show. Please report this model"
             )
     log.get("RaNNCModule").info("The traced graph gives the same outputs as the model.")
-
-
-def dump(graph: ModelGraph, config: Config) -> None:
-    """Write the graph as text to ``<dump_graph_prefix><hash>.txt``."""
-    if not config.dump_graph_prefix:
-        raise UsageError("dump_graph is set, but not dump_graph_prefix; name the beginning of the files to write")
-    file = Path(f"{config.dump_graph_prefix}{graph.task.graph_hash[:12]}.txt").expanduser()
-    lines = [f"graph {graph.task.graph_hash}", f"rows depend on each other: {graph.coupled or 'no'}", ""]
-    lines += [f"{name}  {node.format_node()}" for name, node in graph.nodes.items()]
-    try:
-        file.write_text("\n".join(lines) + "\n")
-    except OSError as exc:
-        raise UsageError(f"dump_graph: {file} cannot be written: {exc.strerror}") from exc
-    log.get("RaNNCModule").info("Graph written to %s", file)

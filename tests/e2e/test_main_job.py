@@ -121,9 +121,15 @@ def test_verify_partitioning_and_dump_graph(job: Job, tmp_path: Path) -> None:
         RANNC_DUMP_GRAPH_PREFIX=str(prefix),
     )
     assert "The traced graph gives the same outputs as the model." in output
-    (file,) = tmp_path.iterdir()
-    assert file.name.startswith("graph-")
-    assert file.read_text().count("linear") >= 10
+    dot, told = sorted(tmp_path.iterdir())
+    assert re.fullmatch(r"graph-[0-9a-f]{12}\.dot", dot.name)
+    assert told.name == f"{dot.stem}.json"
+    found = json.loads(told.read_text())
+    assert found["graph_hash"].startswith(dot.stem.removeprefix("graph-"))
+    assert sum(op["target"] == "aten::linear" for op in found["ops"]) >= 10
+    assert {op for block in found["blocks"] for op in block["ops"]} == set(range(len(found["ops"])))
+    assert sorted(slot for stage in found["stages"] for slot in stage["slots"]) == [0, 1]
+    assert dot.read_text().count("subgraph") >= len(found["stages"]) + len(found["blocks"])
 
 
 def test_a_saved_deployment_is_used(job: Job, tmp_path: Path) -> None:

@@ -134,9 +134,9 @@ def in_pieces(graph: ModelGraph, model: nn.Module, tensors: Sequence[Tensor], si
     return _differentiate(joined, model, leaves)
 
 
-def assert_same(found: Outcome, expected: Outcome, *, exact: bool = False) -> None:
-    """Same outputs (`exact`: to the last bit) and the same gradients, to rounding in double precision."""
-    near = {"rtol": 1e-9, "atol": 1e-10, "equal_nan": True}
+def assert_same(found: Outcome, expected: Outcome, *, exact: bool = False, within: float = 1e-9) -> None:
+    """Same outputs (`exact`: to the last bit) and the same gradients, to rounding (`within`: for doubles)."""
+    near = {"rtol": within, "atol": within / 10, "equal_nan": True}
     tolerance = {"rtol": 0.0, "atol": 0.0, "equal_nan": True} if exact else near
     for place, (value, other) in enumerate(zip(found[0], expected[0], strict=True)):
         torch.testing.assert_close(value, other, **tolerance, msg=lambda m, p=place: f"output {p}: {m}")

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
-from pieces import Small, assert_same, graph_of, state_of, weights_of
+from pieces import Small, assert_same, graph_of
 from row_cases import INDEPENDENT, img, marks, seq, x
+from stages import buffers_kept, parts_of, random_stages, run_eager, run_stages
 from torch import Tensor, nn
 from torch.fx import Node
 
 from rannd.errors import CutError
-from rannd.graph.cut import Part, cut, extract, stages_by_owner
+from rannd.graph.cut import cut, extract, stages_by_owner
 from rannd.graph.model import ModelGraph
-from rannd.graph.sizes import number_at
 
 
 @pytest.fixture(autouse=True)
@@ -25,84 +24,6 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def random_stages(graph: ModelGraph, stages: int, generator: random.Random) -> dict[Node, int]:
-    """Some stage for every op: not before what it reads, and one for each group."""
-    placement = graph.placement
-    stage = dict.fromkeys(placement.group.values(), 0)
-    for node in placement.placed:
-        if generator.random() < 2 * stages / len(placement.placed):
-            group = placement.group[node]
-            stage[group] = max(stage[group], generator.randrange(stages))
-    changed = True
-    while changed:
-        changed = False
-        for node in placement.placed:
-            least = max((stage[placement.group[s]] for s in placement.reads[node] if s.op != "placeholder"), default=0)
-            if stage[placement.group[node]] < least:
-                stage[placement.group[node]] = least
-                changed = True
-    return {node: stage[placement.group[node]] for node in placement.placed}
-
-
-def run_stages(graph: ModelGraph, model: nn.Module, parts: tuple[Part, ...], tensors: list[Tensor]) -> Any:
-    """Outputs and gradients, stage by stage, with a new autograd graph in each."""
-    model.zero_grad(set_to_none=True)
-    rows = tensors[0].shape[0]
-    state = state_of(graph, model)
-    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    given = [*leaves, *weights_of(graph, tensors, rows, rows)]
-    values: dict[Node, Tensor] = dict(zip(graph.traced.placeholders, given, strict=True))
-    taken: list[dict[Node, Tensor]] = []
-    made: list[dict[Node, Tensor]] = []
-    for part in parts:
-        inputs = {}
-        for node in part.inputs:
-            value = values[node].detach()
-            inputs[node] = value.requires_grad_() if node in graph.placement.requires_grad else value
-        found = part.module(*inputs.values(), *(state[name] for name in part.tensors), *part.numbers_at(rows))
-        outputs = dict(zip(part.outputs, found, strict=True))
-        values.update({node: value.detach() for node, value in outputs.items()})
-        taken.append(inputs)
-        made.append(outputs)
-    results: list[Any] = []
-    gradients: dict[Node, Tensor] = {}
-    for node in graph.traced.results:
-        if node not in values:
-            results.append(number_at(node.meta["val"], rows))
-            continue
-        results.append(values[node])
-        if node in graph.placement.requires_grad:
-            gradients[node] = torch.linspace(0.5, 1.5, values[node].numel(), dtype=values[node].dtype).reshape(
-                values[node].shape
-            )
-    for inputs, outputs in zip(reversed(taken), reversed(made), strict=True):
-        roots = [(v, gradients[n]) for n, v in outputs.items() if n in gradients and v.requires_grad]
-        if roots:
-            torch.autograd.backward([v for v, _ in roots], [g for _, g in roots])
-        for node, value in inputs.items():
-            if value.grad is not None:
-                gradients[node] = gradients[node] + value.grad if node in gradients else value.grad
-    found_gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    for number, (node, leaf) in enumerate(zip(graph.traced.placeholders, leaves, strict=False)):
-        if leaf.requires_grad and node in gradients:
-            found_gradients[f"input {number}"] = gradients[node]
-    return results, found_gradients
-
-
-def run_eager(graph: ModelGraph, model: nn.Module, tensors: list[Tensor]) -> Any:
-    model.zero_grad(set_to_none=True)
-    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    args, kwargs = graph.signature.unflatten(leaves)
-    flat = pytree.tree_leaves(model(*args, **kwargs))
-    outputs = [flat[position] for position in graph.traced.outputs.positions]
-    roots = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
-    seeds = [torch.linspace(0.5, 1.5, v.numel(), dtype=v.dtype).reshape(v.shape) for v in roots]
-    torch.autograd.backward(roots, seeds)
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    gradients |= {f"input {n}": leaf.grad for n, leaf in enumerate(leaves) if leaf.grad is not None}
-    return [value.detach() if isinstance(value, Tensor) else value for value in outputs], gradients
 
 
 def _written_tensor(m: Any, a: Tensor) -> Tensor:
@@ -197,24 +118,16 @@ def test_stage_by_stage_is_exact(name: str) -> None:
     model = Small(function)
     tensors = [make() for make in arguments]
     graph = graph_of(model, *tensors)
-    before = {key: buffer.clone() for key, buffer in model.named_buffers()}
-
-    def restore() -> None:
-        for key, buffer in model.named_buffers():
-            buffer.data.copy_(before[key])
-
-    expected = run_eager(graph, model, tensors)
-    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
-    restore()
+    with buffers_kept(model) as buffers:
+        expected = run_eager(graph, model, tensors)
     generator = random.Random(name)
     for stages in (1, 2, 3, 4, 5, 5):
-        stage_of = random_stages(graph, stages, generator)
-        parts = cut(graph.traced, graph.placement, stage_of, [f"Stage{number}" for number in range(stages)])
-        found = run_stages(graph, model, parts, tensors)
-        assert_same(found, expected, exact="padded" not in name)
-        for key, buffer in model.named_buffers():
-            assert torch.equal(buffer, buffers[key]), key
-        restore()
+        parts = parts_of(graph, random_stages(graph, stages, generator))
+        with buffers_kept(model) as found:
+            outcome = run_stages(graph, model, parts, tensors)
+        assert_same(outcome, expected, exact="padded" not in name)
+        for key, buffer in buffers.items():
+            assert torch.equal(found[key], buffer), key
 
 
 def test_written_tensors_get_gradients_at_a_boundary() -> None:

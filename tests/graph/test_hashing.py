@@ -1,4 +1,4 @@
-"""Hashes: equal for equal graphs everywhere, different for anything that changes what is computed or what it costs."""
+"""Hashes of whole graphs: equal everywhere, different for anything that changes what is computed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import graph_of
+from pieces import Small, graph_of, signature_of
 from torch import Tensor, nn
 
-from rannd.graph.cut import extract
-from rannd.graph.hashing import part_hash
-from rannd.graph.model import ModelGraph
+from rannd.graph.model import ModelGraph, build
 
 HERE = Path(__file__).parent
 
@@ -88,7 +86,7 @@ def test_equal_in_another_process() -> None:
         {"constant": 2.0},
         {"time": 6},
     ],
-    ids=str,
+    ids=lambda change: next(iter(change)),
 )
 def test_a_change_changes_it(change: dict[str, Any]) -> None:
     assert digest(**change) != REFERENCE
@@ -109,42 +107,19 @@ def test_modes_and_types_change_it() -> None:
     assert len(set(found)) == len(found)
 
 
+def test_ranks_have_devices_of_their_own() -> None:
+    """A tensor that is made on the way is made on each rank's device."""
+    found = []
+    for ordinal in range(2):
+        model = Small(lambda m, x: x @ m.w + torch.arange(6, device=x.device))
+        signature, tensors = signature_of(model, torch.randn(4, 6))
+        found.append(build(model, signature, tensors, torch.device("cuda", ordinal)).task)
+    assert any(op.target == "aten::add.Tensor" for op in found[0].ops)
+    assert found[0].graph_hash == found[1].graph_hash
+    assert found[0] == found[1]
+
+
 def test_an_inputs_gradient_changes_it() -> None:
     model = nn.Linear(3, 3)
     plain, wanted = torch.randn(4, 3), torch.randn(4, 3, requires_grad=True)
     assert graph_of(model, plain).task.graph_hash != graph_of(model, wanted).task.graph_hash
-
-
-def layer_hashes(graph: ModelGraph, autocast: str = "") -> list[str]:
-    """Hash of each layer as a part."""
-    members: dict[str, set[Any]] = {}
-    for task, node in zip(graph.task.ops, graph.nodes.values(), strict=True):
-        if task.module.startswith("layers."):
-            members.setdefault(task.module.split(".")[1], set()).add(node)
-    parts = [extract(graph.traced, graph.placement, nodes, "Layer") for nodes in members.values()]
-    return [part_hash(part, lambda node: node in graph.placement.requires_grad, autocast) for part in parts]
-
-
-def test_equal_layers_have_equal_parts() -> None:
-    graph = model_graph(layers=3)
-    assert len(layer_hashes(graph)) == 3
-    assert set(layer_hashes(graph)) == set(layer_hashes(model_graph(seed=9, rows=6, layers=2)))
-
-
-@pytest.mark.parametrize("change", [{"width": 16}, {"p": 0.3}, {"eps": 1e-3}, {"time": 7}], ids=str)
-def test_other_layers_have_other_parts(change: dict[str, Any]) -> None:
-    assert set(layer_hashes(model_graph())).isdisjoint(layer_hashes(model_graph(**change)))
-
-
-def test_frozen_weights_have_parts_of_their_own() -> None:
-    """Their backward costs less."""
-    model = Model()
-    model.layers[1].requires_grad_(False)
-    first, second = layer_hashes(graph_of(model, torch.randint(0, 11, (4, 5))))
-    assert first == layer_hashes(model_graph())[0]
-    assert second != first
-
-
-def test_autocast_has_parts_of_its_own() -> None:
-    graph = model_graph()
-    assert set(layer_hashes(graph)).isdisjoint(layer_hashes(graph, "cpu:torch.bfloat16"))

@@ -45,7 +45,19 @@ class GraphBuilder:
         index = len(self.ops)
         value = self._value(index, size, grad, output)
         own = 1_000_000 + index if group is None else group
-        self.ops.append(Op(f"op{index}", target, tuple(inputs), (value,), tuple(params), Size(0, flops), own, module))
+        self.ops.append(
+            Op(
+                f"op{index}",
+                target,
+                f"of {target}",
+                tuple(inputs),
+                (value,),
+                tuple(params),
+                Size(0, flops),
+                own,
+                module,
+            )
+        )
         return value
 
     def _value(self, producer: int, size: float, grad: bool, output: bool) -> int:

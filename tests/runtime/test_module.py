@@ -312,8 +312,8 @@ def test_a_counter_of_the_script_is_not_traced_for_ever(caplog: pytest.LogCaptur
             inner.step = step
             model(torch.randn(2, 4))
     traced = [record for record in caplog.records if record.message.startswith("Tracing model")]
-    assert 2 <= len(traced) <= 4
-    assert "it is not looked at any more" in caplog.text
+    assert len(traced) == 2
+    assert "Attribute step of the model changed, and no code of the model reads a" in caplog.text
 
 
 def test_what_forward_changes_in_vain_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -338,9 +338,10 @@ def test_what_forward_changes_in_vain_is_told(caplog: pytest.LogCaptureFixture) 
     wrapped(Counting(4, 4))(torch.randn(2, 4))
     assert "forward changes attribute calls of the model" in caplog.text
     model = Remembering()
-    with pytest.raises(TraceError, match="keeps a tensor from call to call in attribute last of the model"):
-        wrapped(model)(torch.randn(2, 4))
-    assert model.last is None
+    made = wrapped(model)(torch.randn(2, 4))  # its own code runs, in one operator
+    assert "keeps a tensor from call to call in last" in caplog.text
+    assert model.last is not None
+    assert torch.equal(model.last, made)
 
 
 def test_a_parameter_replaced_after_the_deployment_is_refused() -> None:

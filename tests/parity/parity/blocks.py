@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
 CLASSES = 7
@@ -213,6 +214,71 @@ class Running(nn.Module):
             self.mean.mul_(0.9).add_(x.detach().mean(dim=0), alpha=0.1)
         x = torch.tanh(self.layers[2](x - self.mean.clone()))
         return self.layers[4](torch.tanh(self.layers[3](x)))
+
+
+class _Tripled(torch.autograd.Function):
+    """Has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 3
+
+
+class _Choosing(nn.Module):
+    """Goes the way that its input says, and counts how often it went which."""
+
+    ways: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.memory = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.register_buffer("ways", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = int(x.sum() > 0)
+        if self.training:
+            self.ways[way] += 1
+        remembered, _ = self.memory(torch.stack([x, -x], 1))
+        layer, other = (self.one, self.two) if way else (self.two, self.one)
+        made = checkpoint(layer, x, use_reentrant=True) if torch.is_grad_enabled() else layer(x)
+        return x + torch.tanh(made) + 0.1 * other(x) + remembered[:, 1]
+
+
+class _Tripling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Tripled.apply(x)
+
+
+class Opaque(nn.Module):
+    """Submodules that no graph can show, between layers that one can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.choosing, self.tripling = _Choosing(), _Tripling()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+        x = self.tripling(self.choosing(x))
+        return self.layers[3](torch.tanh(self.layers[2](x)))
+
+
+class Untraceable(nn.Module):
+    """Nothing of it can be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) if float(x.detach().sum()) > 0 else layer(x)
+        return x
 
 
 class Frozen(nn.Module):

@@ -52,7 +52,7 @@ MICRO = [1, 2, 4, 8]
 ROWS = ["even", "uneven", "late", "lateuneven", "empty", "firstempty"]
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "model": list(ZOO),
+    "model": [name for name in ZOO if name != "untraceable"],  # that one cannot be cut
     "shape": SHAPES,
     "micro": MICRO,
     "optimizer": list(OPTIMIZERS),
@@ -142,6 +142,11 @@ EXTRA = [
     # writes that a cut has to respect, weights that only their decay would move
     Case("filled", ranks=3, stages=3, micro=2, optimizer="adamw"),
     Case("spectral", ranks=2, stages=2, micro=2),
+    Case("opaque", ranks=2, stages=2),
+    Case("opaque", ranks=3, stages=3, optimizer="adamw", script="evaluate", rows=(5, 8, 3)),
+    Case("opaque", ranks=4, stages=2, optimizer="adam", script="accumulate"),
+    Case("untraceable", ranks=1, script="evaluate"),
+    Case("untraceable", ranks=3, optimizer="adam", rows=(8, 5, 3), late_rows=(4, 1, 2)),
     # one-row pieces, fewer rows than microbatches
     Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
     Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),

@@ -148,6 +148,8 @@ ZOO: dict[str, Entry] = {
     "counter": Entry(build=blocks.Counter, batch=_one),
     "latereader": Entry(build=blocks.LateReader, batch=_one),
     "running": Entry(build=blocks.Running, batch=_one, coupled=True, empty=False),
+    "opaque": Entry(build=blocks.Opaque, batch=_one, coupled=True, empty=False),
+    "untraceable": Entry(build=blocks.Untraceable, batch=_one, coupled=True, empty=False),
     "frozen": Entry(build=blocks.Frozen, batch=_one),
     "finetuned": Entry(build=blocks.FineTuned, batch=_plain),
     "filled": Entry(build=blocks.Filled, batch=_one),

@@ -1,0 +1,161 @@
+"""What the front-end costs: tracing beside loading the trace from the cache, the graph's hash, very large models.
+
+    python bench/graph.py [--layers 150] [--rounds 5] [--no-large]
+
+One thread. 'cached' is all that a repeated run does in place of tracing: fingerprint of the model, decoding, hash.
+The large models are on the meta device, in a process of their own, so that its peak memory is theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+LARGE = ("llama-70b", "gpt3-175b")
+ROWS, SEQUENCE = 2, 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=150, help="layers of the GPT-2 that is stored and loaded")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-large", action="store_true", help="leave the large models out")
+    parser.add_argument("--only", choices=LARGE, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        large(options.only)
+        return
+    import torch
+
+    print(f"torch {torch.__version__}, one thread, {datetime.now(UTC):%Y-%m-%d}")
+    stored(options.layers, options.rounds)
+    for name in () if options.no_large else LARGE:
+        subprocess.run([sys.executable, __file__, "--only", name], check=True)
+
+
+def _gpt2(layers: int) -> Any:
+    import transformers
+
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=50, n_positions=32, n_embd=8, n_layer=layers, n_head=2, use_cache=False, bos_token_id=0,
+            eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _call(model: Any, rows: int, sequence: int) -> tuple[Any, list[Any]]:
+    """Signature and tensors of a training call."""
+    import torch
+
+    from rannd.graph.signature import Mode, classify, flatten_call
+
+    ids = torch.randint(3, 50, (rows, sequence))
+    call = flatten_call((), {"input_ids": ids, "labels": ids})
+    home = next(model.parameters()).device
+    signature = classify(call, Mode.current(model.training), [call.shapes()])
+    return signature, [tensor.to(home) for tensor in call.tensors]
+
+
+def _times(action: Callable[[], Any], rounds: int) -> tuple[float, str]:
+    """Median, and what to print: median and worst in milliseconds."""
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        action()
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found), f"{statistics.median(found):9.1f} ms (worst of {rounds}: {max(found):.1f})"
+
+
+def stored(layers: int, rounds: int) -> None:
+    """A deep GPT-2: traced, stored, loaded."""
+    from rannd.graph.codec import decode, encode
+    from rannd.graph.fingerprint import fingerprint
+    from rannd.graph.hashing import graph_hash
+    from rannd.graph.model import build
+    from rannd.graph.trace import trace
+
+    model = _gpt2(layers).train()
+    signature, tensors = _call(model, 4, 16)
+    start = time.perf_counter()
+    traced, signature = trace(model, signature, tensors)
+    first = (time.perf_counter() - start) * 1e3
+    data = encode(traced, signature.fixed_rows)
+    nodes = len(traced.graph.nodes)
+
+    def cached() -> None:
+        fingerprint(model, signature)
+        loaded, _ = decode(data, model)
+        graph_hash(loaded, signature)
+
+    tracing, text = _times(lambda: trace(model, signature, tensors), min(rounds, 3))
+    print(f"GPT-2 of {layers} layers, {nodes} nodes, stored in {len(data)} bytes")
+    print(f"  trace       {text}; first in the process {first:.1f} ms")
+    loading, text = _times(cached, rounds)
+    print(f"  cached      {text}: {tracing / loading:.1f} times faster than tracing")
+    for name, action in {
+        "fingerprint": lambda: fingerprint(model, signature),
+        "decode": lambda: decode(data, model),
+        "hash": lambda: graph_hash(traced, signature),
+        "encode": lambda: encode(traced, None),
+    }.items():
+        middle, text = _times(action, rounds)
+        each = f", {middle * 10_000 / nodes:.1f} ms for 10,000 nodes" if name == "hash" else ""
+        print(f"  {name:11s} {text}{each}")
+    home = tensors[0].device
+    _, text = _times(lambda: build(model, signature, tensors, home, decode(data, model)[0]), rounds)
+    print(f"  decode, find rows and stages' rules, task graph {text}")
+
+
+def _peak_kib() -> int:
+    """Peak resident memory of this process alone (what getrusage says begins with the parent's)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def large(name: str) -> None:
+    """A model that no machine here could hold, on the meta device."""
+    import torch
+    import transformers
+
+    from rannd.graph.model import build
+    from rannd.graph.trace import trace
+
+    before = _peak_kib()
+    with torch.device("meta"):
+        if name == "llama-70b":
+            config = transformers.LlamaConfig(
+                hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+                num_key_value_heads=8, vocab_size=32000,
+            )  # fmt: skip
+            model = transformers.LlamaForCausalLM(config).train()
+        else:
+            config = transformers.GPT2Config(n_positions=SEQUENCE, n_embd=12288, n_layer=96, n_head=96)
+            model = transformers.GPT2LMHeadModel(config).train()
+    signature, tensors = _call(model, ROWS, SEQUENCE)
+    start = time.perf_counter()
+    traced, signature = trace(model, signature, tensors)
+    tracing = time.perf_counter() - start
+    start = time.perf_counter()
+    graph = build(model, signature, tensors, torch.device("cpu"), traced)
+    building = time.perf_counter() - start
+    peak = _peak_kib()
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    print(
+        f"{name}: {billions:.0f} billion parameters, {len(graph.nodes)} ops, trace {tracing:.1f} s, task graph "
+        f"{building:.1f} s, peak memory {peak / 2**20:.2f} GiB ({before / 2**20:.2f} before the model was made)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Whose code it is: the user's module and line behind an exception, or behind what no graph can show."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the user's code something is."""
+
+    modules: tuple[str, ...]
+    """Dotted paths of the modules that were running, innermost first; the last is '', the model itself."""
+    line: str
+    """', at FILE:LINE', or ''."""
+    exact: bool = True
+    """False where the innermost module is not one of the model's (torch traces copies of some), or none was seen."""
+
+
+class Offence(BaseException):
+    """Code of which tracing would silently lose something: gradients, or that random numbers are drawn.
+
+    Not an Exception: the user's code must not be able to catch it and go another way than it usually goes.
+    Strict export loses it just as silently, but where `strict_keeps`.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        place: Place,
+        loss: str = "whose backward would be lost in a graph",
+        *,
+        strict_keeps: bool = False,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.place = place
+        self.loss = loss
+        self.strict_keeps = strict_keeps
+
+
+HARMLESS_HOOKS = (save_on_cpu,)
+"""Hooks of saved tensors that only decide where these are kept."""
+
+
+@contextlib.contextmanager
+def watch_gradients(model: nn.Module) -> Iterator[None]:
+    """Raise Offence where code runs that has gradients of its own while it is traced.
+
+    Export runs through the forward of a custom ``autograd.Function`` and forgets its backward; it forgets hooks of
+    tensors, too. Gradients would be silently wrong.
+    """
+    apply = torch.autograd.Function.__dict__["apply"]
+    hook = torch.Tensor.register_hook
+    transforms = torch._C._are_functorch_transforms_active
+    enter = saved_tensors_hooks.__enter__
+    inference = torch.inference_mode.__enter__
+
+    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:  # recomputing is the plan's business; its forward records no gradients
+            function, _, *inputs = args
+            return function(*inputs)
+        return apply.__func__(cls, *args, **kwargs)
+
+    def asked() -> bool:
+        """What `apply` asks first, under whatever name the user's code knows it (``fn = MyFunction.apply``)."""
+        frame = sys._getframe(1)
+        if frame.f_code is apply.__func__.__code__:
+            cls = frame.f_locals["cls"]
+            if not cls.__name__.startswith("GeneratedBackwardFor_"):  # torch.library's; the graph has the operator
+                raise Offence(f"runs the custom autograd.Function {cls.__module__}.{cls.__qualname__}", here(model))
+        return bool(transforms())
+
+    def hooked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise Offence("registers a hook for the gradient of a tensor", here(model))
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        own = sys.modules["torch"].__path__[0]
+        users = not type(hooks).__module__.startswith("torch.")
+        users = users or not sys._getframe(1).f_code.co_filename.startswith(own)
+        if users and type(hooks) not in HARMLESS_HOOKS:
+            raise Offence("has hooks for the tensors that are saved for the backward", here(model))
+        enter(hooks)
+
+    def inferring(mode: torch.inference_mode) -> None:
+        if mode.mode and not sys._getframe(1).f_code.co_filename.startswith(sys.modules["torch"].__path__[0]):
+            raise Offence("enters inference_mode", here(model), "which a graph forgets")
+        inference(mode)
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
+    torch.Tensor.register_hook = hooked  # type: ignore[method-assign, assignment]
+    torch._C._are_functorch_transforms_active = asked
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    torch.inference_mode.__enter__ = inferring  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.Tensor.register_hook = hook  # type: ignore[method-assign]
+        torch._C._are_functorch_transforms_active = transforms
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = inference  # type: ignore[method-assign]
+
+
+class NodesUnseen(TorchFunctionMode):
+    """Raises Offence where the user's code asks for a tensor's node in the autograd graph: there is none in a graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.grad_fn:
+            raise Offence("uses the grad_fn of a tensor", here(self._model))
+        return func(*args, **(kwargs or {}))
+
+
+def here(model: nn.Module) -> Place:
+    """Where in the user's code the caller is running."""
+    frames = []
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return place_of(model, frames)
+
+
+def of_exception(model: nn.Module, problem: BaseException) -> Place:
+    """Where an exception arose."""
+    frames: list[types.FrameType] = []
+    seen: set[int] = set()
+    cause: BaseException | None = problem
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)][::-1] + frames
+        cause = cause.__cause__ or cause.__context__
+    return place_of(model, frames)
+
+
+def of_torch(filename: str) -> bool:
+    """Whether a file belongs to torch."""
+    return filename.startswith(sys.modules["torch"].__path__[0])
+
+
+def place_of(model: nn.Module, frames: list[types.FrameType]) -> Place:
+    """The user's code in a stack, innermost frame first."""
+    names = {id(module): name for name, module in model.named_modules()}
+    own = (sys.modules["torch"].__path__[0], sys.modules["rannd.graph"].__path__[0])
+    modules: list[str] = []
+    line = ""
+    innermost: bool | None = None
+    for frame in frames:
+        filename = frame.f_code.co_filename
+        users = not filename.startswith((*own, "<"))
+        owner = frame.f_locals.get("self")
+        if not line and users and (id(owner) in names or frame.f_code.co_name == "forward"):
+            line = f", at {filename}:{frame.f_lineno}"
+        if innermost is None and users and isinstance(owner, nn.Module):
+            innermost = id(owner) in names
+        if isinstance(owner, nn.Module) and id(owner) in names and names[id(owner)] not in modules:
+            modules.append(names[id(owner)])
+    return Place((*(name for name in modules if name), ""), line, exact=bool(innermost))
+
+
+def described(model: nn.Module, path: str) -> str:
+    """A module in words."""
+    name, _, method = path.partition(":")
+    kind = type(model.get_submodule(name)).__qualname__
+    where = f"module {name} ({kind})" if name else f"the model ({kind})"
+    return f"method {method} of {where}" if method else where
+
+
+def in_words(problem: BaseException) -> str:
+    """The first line of an exception, with a word on what it means."""
+    if isinstance(problem, Offence):
+        return f"it {problem.what}, {problem.loss}"
+    first = str(problem).strip().splitlines() or [""]
+    hint = ""
+    if "data-dependent" in str(problem).lower() or "DataDependent" in type(problem).__name__:
+        hint = " (Python code whose way depends on the values of tensors cannot be part of a graph)"
+    return f"{type(problem).__name__}: {first[0]}{hint}"

@@ -1,0 +1,227 @@
+"""Containers in the model's arguments and results: which are looked into, and what ranks cannot hand back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from rannd.errors import TraceError
+
+_HELD = (type(None), bool, int, float, complex, str, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool,
+         torch.dtype, torch.device)  # fmt: skip
+"""What an argument or a result is made of."""
+
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+
+
+def register_dataclasses(value: Any) -> None:
+    """Let pytree see into the dataclasses in a value, and into the classes that users derive from collections.
+
+    Their authors need not have registered them. Classes derived from tuple, list, dict and UserDict (tokenizers hand
+    such ones out) are made again without calling their `__init__`, with the attributes that they had.
+    """
+    for leaf in pytree.tree_leaves(value):
+        kind = type(leaf)
+        if _can_register(kind) and not isinstance(leaf, _HELD) and kind not in pytree.SUPPORTED_NODES:
+            _register(kind)
+            register_dataclasses(leaf)
+
+
+def _can_register(kind: type) -> bool:
+    return dataclasses.is_dataclass(kind) or issubclass(kind, (tuple, list, dict, UserDict))
+
+
+def _register(kind: type) -> None:
+    if dataclasses.is_dataclass(kind):
+        _register_dataclass(kind)
+    elif issubclass(kind, (dict, UserDict)):
+        _register_mapping(kind)
+    else:
+        _register_sequence(kind)
+
+
+def _register_sequence(kind: type) -> None:
+    """A class derived from tuple or list. Its values are followed by those of its attributes."""
+    base: Any = tuple if issubclass(kind, tuple) else list
+
+    def flatten(instance: Any) -> tuple[list[Any], list[Any]]:
+        names, values = _attributes(instance)
+        return [*instance, *values], [names]
+
+    def unflatten(values: Any, context: Any) -> Any:
+        (names,) = context
+        values = list(values)
+        count = len(values) - len(names)
+        instance = base.__new__(kind, values[:count])
+        if base is list:
+            list.extend(instance, values[:count])
+        return _with_attributes(instance, names, values[count:])
+
+    def keys(instance: Any) -> list[Any]:
+        return [pytree.SequenceKey(place) for place in range(len(instance))]
+
+    _register_collection(kind, flatten, unflatten, keys)
+
+
+def _register_mapping(kind: type) -> None:
+    """A class derived from dict or UserDict. Its values are followed by those of its attributes."""
+    base: Any = next(each for each in kind.__mro__ if each in (OrderedDict, defaultdict, dict, UserDict))
+
+    def flatten(instance: Any) -> tuple[list[Any], list[Any]]:
+        names, values = _attributes(instance)
+        return [*instance.values(), *values], [list(instance), names]
+
+    def unflatten(values: Any, context: Any) -> Any:
+        keys, names = context
+        values = list(values)
+        instance = base.__new__(kind)
+        if base is UserDict:
+            instance.__dict__["data"] = {}
+        for key, value in zip(keys, values[: len(keys)], strict=True):
+            base.__setitem__(instance, key, value)
+        return _with_attributes(instance, names, values[len(keys) :])
+
+    def keys(instance: Any) -> list[Any]:
+        return [pytree.MappingKey(key) for key in instance]
+
+    _register_collection(kind, flatten, unflatten, keys)
+
+
+def _register_collection(
+    kind: type,
+    flatten: Callable[[Any], tuple[list[Any], list[Any]]],
+    unflatten: Callable[[Any, Any], Any],
+    keys: Callable[[Any], list[Any]],
+) -> None:
+    def with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        values, context = flatten(instance)
+        named = [*keys(instance), *(pytree.GetAttrKey(name) for name in context[-1])]
+        return list(zip(named, values, strict=True)), context
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=lambda context: context,
+        flatten_with_keys_fn=with_keys,
+    )
+
+
+def _attributes(instance: Any) -> tuple[list[str], list[Any]]:
+    """Names and values of what a collection carries beside its content.
+
+    A tokenizer's batch carries the tokenizer's own objects, which no model reads: None stands for them.
+    """
+    held = dict(getattr(instance, "__dict__", {}))
+    if isinstance(instance, UserDict):
+        del held["data"]
+        held = {name: value if isinstance(value, _PLAIN) else None for name, value in held.items()}
+    return list(held), list(held.values())
+
+
+def _with_attributes(instance: Any, names: Any, values: Any) -> Any:
+    for name, value in zip(names, values, strict=True):
+        instance.__dict__[name] = value
+    return instance
+
+
+def _register_dataclass(kind: type) -> None:
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def flatten(instance: Any) -> tuple[list[Any], None]:
+        return [getattr(instance, name) for name in names], None
+
+    def unflatten(values: Any, _: None) -> Any:
+        instance: Any = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(instance, name, value)
+        return instance
+
+    def with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], None]:
+        return [(pytree.GetAttrKey(name), getattr(instance, name)) for name in names], None
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=with_keys,
+    )
+
+
+def plain_output(result: Any, dropped: list[str]) -> Any:
+    """A model's result with None in the places of objects that ranks cannot hand back (named in `dropped`).
+
+    TraceError where no tensor is left.
+    """
+    register_dataclasses(result)
+    paths, spec = pytree.tree_flatten_with_path(result)
+    leaves = []
+    for path, leaf in paths:
+        if not isinstance(leaf, _HELD):
+            name = pytree.keystr(path) or "the result"
+            dropped.append(f"{name} ({type(leaf).__module__}.{type(leaf).__qualname__})")
+            leaf = None
+        leaves.append(leaf)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        held = f", only {', '.join(dropped)}" if dropped else ""
+        raise TraceError(
+            f"the model returns no tensor{held}; it has to return tensors, or containers of them (lists, dicts, "
+            "dataclasses, or types that are registered with torch.utils._pytree.register_pytree_node)"
+        )
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def spec_to_text(spec: pytree.TreeSpec) -> str:
+    """A structure as text. ValueError where it has containers that cannot be found again by their name."""
+    try:
+        text = pytree.treespec_dumps(spec)
+        same = spec_from_text(text) == spec
+    except Exception as exc:
+        raise ValueError(f"the structure {spec} has no form as text: {exc}") from exc
+    if not same:
+        raise ValueError(f"the structure {spec} changes on its way through text")
+    return text
+
+
+def spec_from_text(text: str) -> pytree.TreeSpec:
+    """The structure in a text; its classes are looked up among those that the program has imported."""
+    for name in _class_names(json.loads(text)):
+        if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            _register(_imported(name))
+    return pytree.treespec_loads(text)
+
+
+def _class_names(data: Any) -> set[str]:
+    """Names of the containers in a serialized structure."""
+    found: set[str] = set()
+    if isinstance(data, list):
+        for item in data:
+            found |= _class_names(item)
+    elif isinstance(data, dict):
+        if isinstance(data.get("type"), str):
+            found.add(data["type"])
+        found |= _class_names(data.get("children_spec"))
+    return found
+
+
+def _imported(name: str) -> type:
+    """A container that the program has imported, by module and name."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:count]))
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        if isinstance(found, type) and _can_register(found):
+            return found
+    raise ValueError(f"the program has no container {name}")

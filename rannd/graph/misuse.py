@@ -1,0 +1,116 @@
+"""What newcomers get wrong when they call a model, in words: what it was, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from rannd.errors import TraceError, UsageError
+
+if TYPE_CHECKING:
+    from rannd.graph.signature import Signature
+
+MOST_NOTES = 3
+
+
+def refusal(name: str, value: Any) -> str:
+    """Why an argument cannot be given to a model that ranks share."""
+    if isinstance(value, torch.Tensor):
+        kind = "nested" if value.is_nested else f"sparse ({value.layout})"
+        return (
+            f"{name} of the model is a {kind} tensor, whose samples cannot be told apart and sent to ranks; pass "
+            f"{'a padded tensor and a mask' if value.is_nested else 'a dense one, x.to_dense()'}"
+        )
+    return f"{name} of the model is a {type(value).__module__}.{type(value).__qualname__}; {_advice(value)}"
+
+
+def _advice(value: Any) -> str:
+    if type(value).__module__ == "numpy":
+        return "make a tensor of it, torch.as_tensor(x), or x.item() where it is a single number"
+    if isinstance(value, nn.Module):
+        return "make it an attribute of the model, so that its parameters are the model's"
+    if isinstance(value, Iterator):
+        return "it can be read only once; pass a list of what it gives"
+    if isinstance(value, Set):
+        return "it has no order; pass a sorted list"
+    if isinstance(value, enum.Enum):
+        return "pass its value"
+    if isinstance(value, Mapping):
+        return "pass a dict of it"
+    if isinstance(value, range):
+        return "pass a tuple of it"
+    if isinstance(value, Callable):  # type: ignore[arg-type]
+        return "make it an attribute of the model"
+    return (
+        "the model takes tensors, None, numbers, strings and containers of them: lists, tuples, dicts, dataclasses, "
+        "and types that are registered with torch.utils._pytree.register_pytree_node"
+    )
+
+
+def check_ready(model: nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """UsageError where a model is not there yet, or a tensor of a call has no values to be moved."""
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise UsageError(
+            f"parameter {lazy[0]} of the model has no shape yet (a lazy module); call the model once with a small "
+            "batch before it is wrapped, and make the optimizer after that"
+        )
+    devices = {parameter.device.type for parameter in model.parameters()}
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.is_meta and devices - {"meta"}:
+            raise UsageError(
+                f"{name} of the model is on the meta device, which holds no values, and the model is on "
+                f"{', '.join(sorted(devices))}; make the tensor on the CPU, or on the model's device"
+            )
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Add what looks wrong about a call to the TraceError that it ends in.
+
+    A model is traced with another number of rows than the call's, so its own message may speak of sizes that its user
+    has never seen.
+    """
+    try:
+        yield
+    except TraceError as exc:
+        notes = _notes(model, signature, tensors)
+        if not notes:
+            raise
+        raise TraceError(f"{str(exc).rstrip('.')}. Note: {'; '.join(notes[:MOST_NOTES])}") from exc
+
+
+def _notes(model: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor]) -> list[str]:
+    rows = signature.rows(tensors)
+    batch = next((spec.name for spec in signature.tensors if spec.batch), "")
+    found = [
+        f"{spec.name} has {tensor.shape[0]} rows and {batch} has {rows}: tensors with another number of rows "
+        "than the batch are not split, but given whole to every piece"
+        for spec, tensor in zip(signature.tensors, tensors, strict=True)
+        if not spec.batch and tensor.ndim
+    ]
+    found += [
+        f"{name} is a list of {rows} numbers, which are the same for all samples; if it has one for each sample, make "
+        "a tensor of it, torch.tensor(x)"
+        for name, value in _named_arguments(signature)
+        if rows > 1 and len(value) == rows
+    ]
+    homes = {parameter.device: name for name, parameter in model.named_parameters()}
+    if len(homes) > 1:
+        told = ", ".join(f"{name} on {device}" for device, name in homes.items())
+        found.append(f"parameters are on several devices: {told}; move the whole model to one, model.to(device)")
+    return found
+
+
+def _named_arguments(signature: Signature) -> Iterator[tuple[str, list[Any] | tuple[Any, ...]]]:
+    """Arguments that are lists of numbers."""
+    args, kwargs = signature.unflatten([None] * len(signature.tensors))
+    for name, value in [*((f"argument {place}", each) for place, each in enumerate(args)), *kwargs.items()]:
+        if isinstance(value, (list, tuple)) and value and all(isinstance(each, (int, float)) for each in value):
+            yield name, value

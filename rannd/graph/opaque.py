@@ -1,0 +1,324 @@
+"""Let chosen submodules run as leaves: find out what their calls make, then put operators in their place.
+
+Both need the module's own code out of the way: `_replaced` gives it another forward for a while and takes its hooks
+off, because the hooks run with the module, inside the leaf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from rannd.graph.containers import register_dataclasses
+from rannd.graph.leaves import LeafCall, LeafTable, Made
+from rannd.graph.methods import ForeignUse, Method, own_state_only, part_of, replaced
+from rannd.graph.pystate import HOOKS, hooks_of
+from rannd.graph.signature import CONSTANT_TYPES
+from rannd.graph.values import ROWS, Dim
+
+
+class NotALeaf(Exception):
+    """A module cannot run as a leaf; its caller has to."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(why)
+        self.path = path
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module's calls run `forward` and nothing else."""
+    if isinstance(module, Method):
+        with replaced(module, forward):
+            yield
+        return
+    own = module.__dict__
+    before = {name: own[name] for name in (*HOOKS, "forward") if name in own}
+    for name in HOOKS:
+        if name in own:
+            own[name] = type(own[name])()
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        own.pop("forward", None)
+        own.update(before)
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Undo what running the model does to its modules' attributes and buffers, and to random number generators."""
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    containers: list[dict[Any, Any]] = [
+        held for module in model.modules() for held in [module.__dict__["_buffers"], *hooks_of(module)]
+    ]
+    inner = [(held, dict(held)) for held in containers]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({buffer.device for buffer in [*model.parameters(), *model.buffers()]}, key=str)
+    generators = [
+        (value, value.get_state())
+        for module in model.modules()
+        for value in module.__dict__.values()
+        if isinstance(value, torch.Generator)
+    ]
+    dice, numpy_dice = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        try:
+            yield
+        finally:
+            for generator, drawn in generators:
+                generator.set_state(drawn)
+            random.setstate(dice)
+            numpy.random.set_state(numpy_dice)
+            for module, before in attributes:
+                for name in module.__dict__.keys() - before.keys():
+                    del module.__dict__[name]
+                module.__dict__.update(before)
+            for held, content in inner:
+                held.clear()
+                held.update(content)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+@dataclass
+class _Seen:
+    """One call, as it ran with one number of rows."""
+
+    spec: pytree.TreeSpec
+    leaves: list[Any]
+    changed: set[str | int]
+    result: pytree.TreeSpec
+    results: list[Any]
+    shares: bool
+
+
+def record(model: nn.Module, paths: Sequence[str], runs: Sequence[tuple[int, Callable[[], Any]]]) -> LeafTable:
+    """The calls of the modules at `paths`.
+
+    `runs` has at least two pairs of a number of rows and a function that calls the model with so many. NotALeaf where
+    a module takes or makes something that an operator cannot, or not the same in every run.
+    """
+    seen: list[dict[str, list[_Seen]]] = []
+    for _, run in runs:
+        found: dict[str, list[_Seen]] = {path: [] for path in paths}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved(model))
+            for path in paths:
+                module = part_of(model, path)
+                stack.enter_context(_watched(model, path, module, found[path]))
+            run()
+        seen.append(found)
+    rows = [count for count, _ in runs]
+    calls: dict[str, LeafCall] = {}
+    for path in paths:
+        if len({len(found[path]) for found in seen}) != 1:
+            raise NotALeaf(path, "it is not called equally often for batches of different sizes")
+        for number, each in enumerate(zip(*(found[path] for found in seen), strict=True)):
+            calls[f"{path}#{number}"] = _call(path, part_of(model, path), rows, each)
+    return LeafTable(model, calls)
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, path: str, module: nn.Module, found: list[_Seen]) -> Iterator[None]:
+    own = dict(module.__dict__)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        register_dataclasses((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        state: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        given: dict[str | int, torch.Tensor] = dict(state.items())
+        given.update((place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        versions = {name: tensor._version for name, tensor in given.items()}
+        contents = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        try:
+            with own_state_only(model, module), _as_it_is(module, own):
+                result = module(*args, **kwargs)
+        except ForeignUse as exc:
+            raise NotALeaf(path, str(exc)) from exc
+        changed = {name for name, tensor in given.items() if tensor._version != versions[name]}
+        for name, buffer in module.named_buffers():  # not everything that is written gets another version
+            if buffer is not state.get(name) or not _equal(buffer, contents[name]):
+                changed.add(name)
+        changed |= _statistics(module)
+        register_dataclasses(result)
+        results, made = pytree.tree_flatten(result)
+        for leaf in results:
+            if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
+                raise NotALeaf(path, f"it returns a {type(leaf).__module__}.{type(leaf).__qualname__}")
+        tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        shares = _share(tensors, list(given.values()))
+        outlines = [_outline(leaf) for leaf in results]
+        found.append(_Seen(spec, [_outline(leaf) for leaf in leaves], changed, made, outlines, shares))
+        return result
+
+    with _replaced(module, forward):
+        yield
+
+
+@contextlib.contextmanager
+def _as_it_is(module: nn.Module, own: Mapping[str, Any]) -> Iterator[None]:
+    """A replaced module for one call as it was before, with the attributes `own`."""
+    if isinstance(module, Method):  # runs the class's function in any case
+        yield
+        return
+    current = {name: module.__dict__[name] for name in (*HOOKS, "forward") if name in module.__dict__}
+    module.__dict__.pop("forward")
+    module.__dict__.update({name: own[name] for name in (*HOOKS, "forward") if name in own})
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+        module.__dict__.update(current)
+
+
+def _share(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+    """Whether results share memory with each other or with what was given."""
+    storages = [tensor.untyped_storage()._cdata for tensor in results]
+    return len(set(storages)) < len(storages) or bool({t.untyped_storage()._cdata for t in given} & set(storages))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _statistics(module: nn.Module) -> set[str]:
+    """Buffers that normalisation layers write in training, whether or not their content changes."""
+    return {
+        f"{name}.{buffer}" if name else buffer
+        for name, each in module.named_modules()
+        if isinstance(each, nn.modules.batchnorm._NormBase) and each.training and each.track_running_stats
+        for buffer in each._buffers
+    }
+
+
+@dataclass(frozen=True)
+class _Outline:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+
+def _outline(leaf: Any) -> Any:
+    return _Outline(leaf.dtype, tuple(leaf.shape), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _call(path: str, module: nn.Module, rows: Sequence[int], seen: Sequence[_Seen]) -> LeafCall:
+    first = seen[0]
+    if any(each.spec != first.spec for each in seen):
+        raise NotALeaf(path, "its arguments are nested differently for batches of different sizes")
+    if any(each.result != first.result for each in seen):
+        raise NotALeaf(path, "its results are nested differently for batches of different sizes")
+    changed = set().union(*(each.changed for each in seen))
+    tensors: list[str | int] = []
+    written: list[str | int] = []
+    numbers: list[int] = []
+    constants: list[tuple[int, Any]] = []
+    for name in [*dict(module.named_parameters()), *dict(module.named_buffers())]:
+        (written if name in changed else tensors).append(name)
+    for place, leaf in enumerate(first.leaves):
+        values = [each.leaves[place] for each in seen]
+        if isinstance(leaf, _Outline):
+            (written if place in changed else tensors).append(place)
+        elif not isinstance(leaf, CONSTANT_TYPES):
+            raise NotALeaf(path, f"it takes a {type(leaf).__module__}.{type(leaf).__qualname__}")
+        elif all(type(value) is type(leaf) and value == leaf for value in values):
+            constants.append((place, leaf))
+        elif all(type(value) is int for value in values):
+            numbers.append(place)
+        else:
+            raise NotALeaf(path, f"it takes values that depend on the batch: {values}")
+    if not tensors and not written:
+        raise NotALeaf(path, "it takes no tensor and has none")
+    made: list[Made] = []
+    places: list[int] = []
+    fixed: list[tuple[int, Any]] = []
+    for place, leaf in enumerate(first.results):
+        values = [each.results[place] for each in seen]
+        if isinstance(leaf, _Outline):
+            if any(
+                not isinstance(v, _Outline) or v.dtype != leaf.dtype or len(v.shape) != len(leaf.shape) for v in values
+            ):
+                raise NotALeaf(path, f"its result {place} is not always the same kind of tensor")
+            sizes = tuple(_size(rows, [value.shape[dim] for value in values]) for dim in range(len(leaf.shape)))
+            made.append(Made(leaf.dtype, sizes, any(value.requires_grad for value in values)))
+            places.append(place)
+        elif all(type(value) is type(leaf) and value == leaf for value in values):
+            fixed.append((place, leaf))
+        else:
+            raise NotALeaf(path, f"it returns numbers that depend on the batch: {values}")
+    return LeafCall(
+        path, first.spec, tuple(tensors), tuple(written), tuple(numbers), tuple(constants), tuple(made), first.result,
+        tuple(places), tuple(fixed), any(each.shares for each in seen),
+    )  # fmt: skip
+
+
+def _size(rows: Sequence[int], sizes: Sequence[int]) -> Dim | None:
+    """A size as a function of the rows; None where it is no line, so that it depends on more than the rows."""
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    if rows[0] == rows[1]:
+        return None
+    slope, rest = divmod(sizes[1] - sizes[0], rows[1] - rows[0])
+    start = sizes[0] - slope * rows[0]
+    if rest or slope < 0 or any(size != start + slope * count for count, size in zip(rows, sizes, strict=True)):
+        return None
+    return start + slope * ROWS if slope else start
+
+
+@contextlib.contextmanager
+def in_place(table: LeafTable, model: nn.Module, rows: Callable[[], Any]) -> Iterator[None]:
+    """Put the operators in the place of the table's modules while the model is traced; `rows` gives the batch size."""
+    counts = dict.fromkeys(table.paths, 0)
+
+    def forward_of(path: str) -> Callable[..., Any]:
+        module = table.module(path)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            name = f"{path}#{counts[path]}"
+            counts[path] += 1
+            return _traced(table, name, module, rows(), args, kwargs)
+
+        return forward
+
+    with contextlib.ExitStack() as stack:
+        for path in table.paths:
+            stack.enter_context(_replaced(table.module(path), forward_of(path)))
+        yield
+
+
+def _traced(table: LeafTable, name: str, module: nn.Module, rows: Any, args: Any, kwargs: Any) -> Any:
+    call = table.calls.get(name)
+    path = name.rsplit("#", 1)[0]
+    register_dataclasses((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if call is None or spec != call.spec:
+        raise NotALeaf(path, "it is called in another way when the model is traced")
+    state: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def tensors(sources: Sequence[str | int]) -> list[torch.Tensor]:
+        found = [state[source] if isinstance(source, str) else leaves[source] for source in sources]
+        if not all(isinstance(tensor, torch.Tensor) for tensor in found):
+            raise NotALeaf(path, "it is called with other arguments when the model is traced")
+        return found
+
+    for place, constant in call.constants:
+        if isinstance(leaves[place], (torch.SymInt, torch.Tensor)) or leaves[place] != constant:
+            raise NotALeaf(path, "it is called with other values when the model is traced")
+    numbers = [rows, *(leaves[place] for place in call.numbers)]
+    values = torch.ops.rannd.leaf(table.key(name), tensors(call.tensors), tensors(call.written), numbers)
+    results: list[Any] = [None] * call.result.num_leaves
+    for place, value in zip(call.places, values, strict=True):
+        results[place] = value
+    for place, value in call.result_constants:
+        results[place] = value
+    return pytree.tree_unflatten(results, call.result)

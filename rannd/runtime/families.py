@@ -1,0 +1,113 @@
+"""Calls of one family differ in nothing but sizes (of sequences, of images): they share a trace, see graph/lengths.py.
+
+The first call of a family is traced for its own sizes. The second one, of other sizes, makes the template that it and
+all later ones are made from; it is kept in the cache as traces are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from rannd import log
+from rannd.daemon.keys import Key
+from rannd.graph.lengths import NoTemplate, instance, template
+from rannd.graph.model import ModelGraph, build
+from rannd.graph.plain import Broken
+from rannd.graph.pystate import State
+from rannd.graph.signature import Signature
+from rannd.runtime.cache import Cache
+from rannd.runtime.world import World
+
+
+@dataclass
+class _Family:
+    first: Signature
+    state: State
+    open: tuple[tuple[int, int], ...] = ()
+    data: bytes = b""
+    hopeless: bool = False
+
+
+class Families:
+    """The templates of one model. Collective."""
+
+    def __init__(self, world: World, cache: Cache, model: nn.Module, key_of: Callable[[Signature], Key | None]) -> None:
+        self._world = world
+        self._cache = cache
+        self._model = model
+        self._key_of = key_of
+        self._known: dict[str, _Family] = {}
+
+    def graph(self, signature: Signature, leaves: list[torch.Tensor], state: State) -> ModelGraph | None:
+        """The graph of a call out of its family's template; None where there is none, and it has to be traced.
+
+        `state` is the Python state of the modules: another one is another model.
+        """
+        told = self._world.gather_bytes(signature.key().encode())
+        if any(each != told[0] for each in told):
+            return None  # ranks that call the model in different ways: tracing tells
+        name = signature.family()
+        family = self._known.get(name)
+        new = family is None or family.state != state
+        if any(each for (each,) in self._world.gather_numbers([int(new)])):  # counters may differ from rank to rank
+            self._known[name] = _Family(signature, state)
+            return None
+        assert family is not None
+        differing = _differing(family.first, signature)
+        if not differing or family.hopeless:
+            return None
+        if not family.data or not set(differing) <= set(family.open):
+            family.open = tuple(sorted({*family.open, *differing}))
+            family.data = self._template(replace(signature, open=family.open), leaves)
+            family.hopeless = not family.data
+        graph = self._instance(family.data, signature, leaves) if family.data else None
+        return graph if all(each for (each,) in self._world.gather_numbers([int(graph is not None)])) else None
+
+    def _template(self, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
+        """A template on all ranks, from the cache or made on rank 0; nothing where there cannot be one."""
+        sizes = ", ".join(f"{signature.tensors[tensor].name}[{dim + 1}]" for tensor, dim in signature.open)
+        tensors = list(signature.tensors)
+        for tensor, dim in signature.open:
+            shape = list(tensors[tensor].shape)
+            shape[dim] = 0  # its key is that of no call
+            tensors[tensor] = replace(tensors[tensor], shape=tuple(shape))
+        key = self._key_of(replace(signature, tensors=tuple(tensors)))
+        found = b""
+        if self._world.rank == 0:
+            logger = log.get("RaNNCModule")
+            if key is not None and self._cache.client is not None:
+                found = self._cache.client.get(key) or b""
+            if found and key is not None:
+                logger.info("Using trace %s for any size of %s from the cache", key.short, sizes)
+            else:
+                try:
+                    logger.info("Tracing model for any size of %s ...", sizes)
+                    found = template(self._model, signature, leaves)
+                    if key is not None and self._cache.client is not None:
+                        self._cache.client.put(key, found)
+                except NoTemplate as exc:
+                    logger.info("Every size of %s is traced on its own: %s", sizes, exc)
+        return self._world.broadcast_bytes(found)
+
+    def _instance(self, data: bytes, signature: Signature, leaves: list[torch.Tensor]) -> ModelGraph | None:
+        try:
+            traced = instance(data, self._model, signature)
+        except (NoTemplate, Broken) as exc:
+            if self._world.rank == 0:
+                log.get("RaNNCModule").info("These sizes are traced on their own: %s", exc)
+            return None
+        return build(self._model, signature, leaves, self._world.device, traced)
+
+
+def _differing(one: Signature, other: Signature) -> list[tuple[int, int]]:
+    """(tensor, dimension) of the sizes in which two signatures of a family differ."""
+    return [
+        (number, dim)
+        for number, (first, second) in enumerate(zip(one.tensors, other.tensors, strict=True))
+        for dim, (size, different) in enumerate(zip(first.shape, second.shape, strict=True))
+        if size != different
+    ]

@@ -1,0 +1,235 @@
+"""The graph of a call on every rank: from the cache, or traced now; the same on all.
+
+A cached trace is kept under the model's fingerprint (rannd.graph.fingerprint), which is taken before anything is
+traced. All ranks have to have the same one, and the fingerprint has to see everything that the trace depends on;
+otherwise every rank traces. A loaded graph has to have the hash that the stored one had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from rannd import log
+from rannd.daemon.keys import Key, trace_key
+from rannd.errors import RanndError, StepError
+from rannd.graph.codec import decode, encode
+from rannd.graph.fingerprint import Unseen, fingerprint
+from rannd.graph.misuse import explained
+from rannd.graph.model import ModelGraph, build
+from rannd.graph.plain import Broken, Uncodable
+from rannd.graph.pystate import State
+from rannd.graph.signature import Signature
+from rannd.graph.trace import trace
+from rannd.runtime.cache import Cache
+from rannd.runtime.families import Families
+from rannd.runtime.world import World
+
+_DIGEST = 64
+"""Letters of the graph hash before a stored trace."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What one rank made of a call."""
+
+    graph: ModelGraph | None = None
+    data: bytes = b""
+    """For the cache."""
+    cached: bool = False
+    error: RanndError | None = None
+
+    @property
+    def decided(self) -> tuple[bool, ...]:
+        """What the model's code decided by the call's tensors."""
+        decisions = self.graph.traced.decisions if self.graph is not None else None
+        return decisions.values if decisions is not None else ()
+
+
+def other_branches(rank: int) -> str:
+    """The message where ranks decide differently in one step."""
+    return (
+        f"what is in the mini-batch of rank {rank} makes the model's Python code take other branches (`if` on a "
+        "tensor) than that of other ranks, but all ranks have to run the same graph in a step: compute such a "
+        "condition without a branch (torch.where), or fill the mini-batches of a step alike"
+    )
+
+
+class Tracer:
+    """Finds the graphs of one model. Collective."""
+
+    def __init__(self, world: World, cache: Cache, model: nn.Module) -> None:
+        self._world = world
+        self._cache = cache
+        self._model = model
+        self._families = Families(world, cache, model, self._key)
+        self._distrusted = False
+        self.traced = 0
+        """Calls that got a trace of their own."""
+
+    def distrust(self, why: str) -> None:
+        """Do not take traces from the cache any more: one of them was wrong."""
+        self._distrusted = True
+        if self._world.rank == 0:
+            log.get("RaNNCModule").warning("The cached trace is wrong, the model is traced anew: %s", why)
+
+    def graph(self, signature: Signature, tensors: Sequence[torch.Tensor], state: State) -> tuple[ModelGraph, bool]:
+        """The graph of calls with `signature`, and whether it came from the cache.
+
+        `state` is the Python state of the model's modules. An error on one rank, and graphs that differ, are errors on
+        all.
+        """
+        home = next((p.device for p in self._model.parameters()), self._world.device)
+        leaves = [tensor.detach().to(home).requires_grad_(tensor.requires_grad) for tensor in tensors]
+        other = self._families.graph(signature, leaves, state)
+        if other is not None:
+            self._agree(_Made(other), signature)
+            return other, False
+        self.traced += 1
+        key = self._key(signature)
+        stored = self._find(key) if key is not None else b""
+        made = _Made()
+        rows = [count for (count,) in self._world.gather_numbers([signature.rows(leaves)])]
+        follows = any(rows) and not rows[self._world.rank]  # a mini-batch without rows decides as the others do
+        if not follows:
+            made = self._make(stored, signature, leaves, None, key)
+        if any(rows) and not all(rows):
+            told = self._world.gather_bytes(bytes(made.decided))
+            if follows:
+                first = next(rank for rank, count in enumerate(rows) if count)
+                made = self._make(stored, signature, leaves, tuple(map(bool, told[first])), key)
+        self._agree(made, signature)
+        graph = made.graph
+        assert graph is not None
+        if key is not None and made.data:
+            self._keep(key, graph.task.graph_hash.encode() + made.data)
+        self._tell(graph)
+        # Only some ranks may have been able to use the cached trace.
+        cached = bool(stored) and all(each for (each,) in self._world.gather_numbers([int(made.cached)]))
+        return graph, cached
+
+    # -- making -----------------------------------------------------------------------------------------------
+
+    def _make(
+        self,
+        stored: bytes,
+        signature: Signature,
+        leaves: list[torch.Tensor],
+        assumed: tuple[bool, ...] | None,
+        key: Key | None,
+    ) -> _Made:
+        """The graph that is stored, or a new one, on this rank alone."""
+        try:
+            if stored:
+                graph = self._load(stored, signature, leaves, assumed)
+                if graph is not None:
+                    return _Made(graph, cached=True)
+            keep = key is not None and not stored and self._world.rank == 0
+            graph, data = self._new(signature, leaves, assumed, keep)
+            return _Made(graph, data)
+        except RanndError as exc:
+            return _Made(error=exc)
+
+    def _new(
+        self, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None, keep: bool
+    ) -> tuple[ModelGraph, bytes]:
+        with explained(self._model, signature, leaves):
+            traced, signature = trace(self._model, signature, leaves, assumed)
+        data = b""
+        if keep:
+            try:
+                data = encode(traced, signature.fixed_rows)
+            except Uncodable as exc:
+                log.get("RaNNCModule").info("The trace is not kept in the cache: %s", exc)
+        return build(self._model, signature, leaves, self._world.device, traced), data
+
+    def _load(
+        self, stored: bytes, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None
+    ) -> ModelGraph | None:
+        """The graph in a cached trace; None where it is for other calls, or broken."""
+        logger = log.get("RaNNCModule")
+        try:
+            traced, rows = decode(stored[_DIGEST:], self._model)
+        except Broken as exc:
+            logger.warning("The cached trace cannot be used: %s", exc)
+            return None
+        if (rows is not None and rows != signature.rows(leaves)) or signature.rows(leaves) in traced.holes:
+            return None
+        graph = build(self._model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
+        if graph.task.graph_hash.encode() != stored[:_DIGEST]:
+            logger.warning("The cached trace cannot be used: its graph has another hash than the stored one")
+            return None
+        decisions = graph.traced.decisions
+        if decisions is not None:
+            here = [tensor.to(self._world.device) for tensor in leaves]
+            if not (decisions.hold(here) if assumed is None else decisions.values == assumed):
+                return None
+        return graph
+
+    def _agree(self, made: _Made, signature: Signature) -> None:
+        """Raise on every rank where one failed, or where graphs differ."""
+        graph = made.graph
+        described = (graph.signature if graph is not None else signature).describe()
+        decided = "".join(map(str, map(int, made.decided)))
+        told = f"{graph.task.graph_hash} {decided} {described}" if graph is not None else f"error: {made.error}"
+        hashes = [data.decode() for data in self._world.gather_bytes(told.encode())]
+        if made.error is not None:
+            raise made.error
+        failed = [rank for rank, each in enumerate(hashes) if each.startswith("error: ")]
+        if failed:
+            raise StepError(f"rank {failed[0]} could not trace the model: {hashes[failed[0]].removeprefix('error: ')}")
+        graphs = [each.split(" ", 2) for each in hashes]
+        different = [rank for rank, each in enumerate(graphs) if (each[0], each[2]) != (graphs[0][0], graphs[0][2])]
+        if different:
+            (mine, way_here, call_here), (other, way_there, call_there) = (graphs[rank] for rank in (0, different[0]))
+            if call_here == call_there and way_here != way_there:
+                raise StepError(other_branches(different[0]))
+            what = (
+                f"rank {different[0]} calls the model with {call_there}, rank 0 with {call_here}"
+                if call_here != call_there
+                else f"ranks {different} have another model than rank 0 (graph {other[:12]}, not {mine[:12]})"
+            )
+            raise StepError(f"{what}; build the same model and call it in the same way on every rank")
+
+    def _tell(self, graph: ModelGraph) -> None:
+        """What the front-end did, on rank 0's log."""
+        if self._world.rank != 0:
+            return
+        logger = log.get("RaNNCModule")
+        for line in graph.traced.record:
+            logger.info("Tracing: %s", line)
+        if "" in graph.traced.leaf_paths:
+            logger.warning("The model runs in data parallel only: %s", graph.traced.record[-1])
+        for where in graph.traced.changes:
+            logger.warning(
+                "forward changes attribute %s; that is no part of the graph, and is not done when the graph runs", where
+            )
+
+    # -- the cache --------------------------------------------------------------------------------------------
+
+    def _key(self, signature: Signature) -> Key | None:
+        """The key of a cached trace, None where there cannot be one. Collective."""
+        if self._distrusted or self._cache.off:
+            return None
+        found = fingerprint(self._model, signature)
+        key = None if isinstance(found, Unseen) else trace_key(dict(found.components))
+        told = self._world.gather_bytes(b"" if key is None else key.digest.encode())
+        if isinstance(found, Unseen):
+            log.get("RaNNCModule").info("The trace cannot be cached: %s", found.reason)
+        return key if all(each == told[0] for each in told) else None
+
+    def _find(self, key: Key) -> bytes:
+        """A stored trace on all ranks, or nothing."""
+        found = b""
+        if self._cache.client is not None:
+            found = self._cache.client.get(key) or b""
+        if found and self._world.rank == 0:
+            log.get("RaNNCModule").info("Using trace %s from the cache", key.short)
+        return self._world.broadcast_bytes(found)
+
+    def _keep(self, key: Key, data: bytes) -> None:
+        if self._cache.client is not None:
+            self._cache.client.put(key, data)

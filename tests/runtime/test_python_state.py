@@ -1,0 +1,245 @@
+"""Changes of the model's Python state between calls: outputs and gradients are those of the plain model."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pyrannc
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.alpha = 1.0
+        self.steps = 0
+
+
+class Steered(nn.Module):
+    """All kinds of attributes steer the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.config = Settings()
+        self.named = {"alpha": 1.0}
+        self.nested = [[1.0, 2.0]]
+        self.long = [1.0] * 40
+        self.array = np.ones(4, dtype=np.float32)
+        self.scalar = np.float64(1)
+        self.tensor = torch.ones(4)
+        self.tensors = [torch.ones(4)]
+        self.act: Callable[[torch.Tensor], torch.Tensor] = torch.relu
+        self.layer = nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(self.act(self.first(x))) * self.config.alpha * self.named["alpha"] * self.nested[0][1]
+        y = y * self.long[-1] * torch.from_numpy(self.array) * float(self.scalar) * self.tensor * self.tensors[0]
+        return self.last(y)
+
+
+def _config(model: Any) -> None:
+    model.config.alpha += 1
+
+
+def _dict(model: Any) -> None:
+    model.named["alpha"] += 1
+
+
+def _nested(model: Any) -> None:
+    model.nested[0][1] += 1
+
+
+def _long(model: Any) -> None:
+    model.long[-1] += 1
+
+
+def _array(model: Any) -> None:
+    model.array = model.array * 2
+
+
+def _scalar(model: Any) -> None:
+    model.scalar = model.scalar + 1
+
+
+def _tensor(model: Any) -> None:
+    model.tensor = model.tensor + 1
+
+
+def _in_place(model: Any) -> None:
+    """A tensor of equal content, which is another one later."""
+    model.tensor = model.tensor.clone()
+
+
+def _listed(model: Any) -> None:
+    model.tensors[0] = model.tensors[0] + 1
+
+
+def _function(model: Any) -> None:
+    model.act = torch.tanh
+
+
+def _module(model: Any) -> None:
+    model.layer = nn.Tanh()
+
+
+def _method(model: Any) -> None:
+    model.last.forward = types.MethodType(lambda self, x: nn.functional.linear(x, self.weight) * 2, model.last)
+
+
+def _doubled(*arguments: Any) -> Any:
+    gradients = arguments[-2] if len(arguments) == 3 else arguments[-1]
+    return tuple(each if each is None else each * 2 for each in gradients)
+
+
+def _backward(model: Any) -> None:
+    model.last.register_full_backward_hook(_doubled)
+
+
+def _before_backward(model: Any) -> None:
+    model.last.register_full_backward_pre_hook(_doubled)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _config, _dict, _nested, _long, _array, _scalar, _tensor, _in_place, _listed, _function, _module, _method,
+        _backward, _before_backward,
+    ],
+)  # fmt: skip
+def test_changes_between_calls_are_seen(change: Callable[[nn.Module], None]) -> None:
+    plain = Steered()
+    inner = copy.deepcopy(plain)
+    model = pyrannc.RaNNCModule(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    for turn in range(5):
+        if turn == 2:
+            change(plain)
+            change(inner)
+        if turn == 4 and change is _in_place:
+            plain.tensor.mul_(3)
+            inner.tensor.mul_(3)
+        x = torch.randn(3, 4)
+        found, wanted = model(x), plain(x)
+        torch.testing.assert_close(found, wanted)
+        found.sum().backward()
+        wanted.sum().backward()
+        for mine, other in zip(inner.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+class WarmUp(nn.Linear):
+    """Does something else from some epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.epoch = 0
+        self.config = Settings()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.config.alpha > 6:
+            y = y * 3
+        return y if self.epoch < 6 else y * 2
+
+
+def _traces(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(record.message.startswith("Tracing model") for record in caplog.records)
+
+
+def test_an_attribute_that_code_mentions_is_never_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    plain = WarmUp()
+    inner = copy.deepcopy(plain)
+    model = pyrannc.RaNNCModule(inner)
+    for epoch in range(9):
+        plain.epoch = inner.epoch = epoch
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(model(x), plain(x))
+    for alpha in range(9):
+        plain.config.alpha = inner.config.alpha = alpha
+        torch.testing.assert_close(model(x), plain(x))
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("Attribute epoch of the model changed 3 times" in each for each in warned) == 1
+    assert sum("Attribute config.alpha of the model changed 3 times" in each for each in warned) == 1
+
+
+def test_values_that_come_back_are_not_traced_again(caplog: pytest.LogCaptureFixture) -> None:
+    inner = WarmUp()
+    model = pyrannc.RaNNCModule(inner)
+    with caplog.at_level("INFO", logger="rannd"):
+        for turn in range(12):
+            inner.epoch = turn % 3
+            inner.config.alpha = float("nan")
+            model(torch.randn(2, 4))
+    assert _traces(caplog) == 3
+
+
+def test_what_no_code_mentions_is_ignored_until_some_does(caplog: pytest.LogCaptureFixture) -> None:
+    inner = WarmUp()
+    plain = copy.deepcopy(inner)
+    model = pyrannc.RaNNCModule(inner)
+    x = torch.randn(2, 4)
+    with caplog.at_level("INFO", logger="rannd"):
+        for step in range(6):
+            inner.config.steps = step
+            model(x)
+    assert _traces(caplog) == 2
+    assert "Attribute config.steps of the model changed, and no code of the model reads a" in caplog.text
+    for each in (inner, plain):
+        each.register_forward_hook(lambda module, inputs, output: output * module.config.steps)
+    for step in range(7, 10):
+        inner.config.steps = plain.config.steps = step
+        torch.testing.assert_close(model(x), plain(x))
+
+
+class Threshold(nn.Linear):
+    """Branches on a tensor by a number that the script changes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.threshold = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > self.threshold).any():
+            x = x * 2
+        return super().forward(x)
+
+
+def test_branches_are_taken_by_the_numbers_of_the_call() -> None:
+    plain = Threshold()
+    inner = copy.deepcopy(plain)
+    model = pyrannc.RaNNCModule(inner)
+    for threshold, size in ((0.0, 1.0), (0.0, -1.0), (5.0, 6.0), (5.0, 1.0), (0.0, 1.0), (5.0, 4.0), (9.0, 7.0)):
+        plain.threshold = inner.threshold = threshold
+        x = torch.full((3, 4), size)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+class Counting(nn.Linear):
+    """Keeps numbers from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.cache = {"n": 0}
+        self.seen: list[int] = []
+        self.config = Settings()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache["n"] += 1
+        self.seen.append(1)
+        self.config.steps += 1
+        return super().forward(x) * self.cache["n"]
+
+
+def test_what_forward_keeps_in_containers_and_objects_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    inner = Counting()
+    pyrannc.RaNNCModule(inner)(torch.randn(2, 4))
+    for name in ("cache", "seen", "config.steps"):
+        assert f"forward changes attribute {name} of the model" in caplog.text
+    assert (inner.cache, inner.seen, inner.config.steps) == ({"n": 0}, [], 0)
