@@ -113,6 +113,8 @@ class Watcher:
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         watcher = os.getpid()
+        # The fork has the watcher's handlers until it resets them: a signal that came in between would be lost.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         pid = os.fork()
         if pid == 0:
             try:
@@ -123,6 +125,7 @@ class Watcher:
                     if signal.getsignal(signum) != signal.SIG_IGN:
                         signal.signal(signum, signal.SIG_DFL)
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; the rank's own Python decides
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
                 null = os.open(os.devnull, os.O_RDONLY)
                 for fd, target in ((null, 0), (out_write, 1), (err_write, 2)):
                     os.dup2(fd, target, inheritable=True)
@@ -131,6 +134,7 @@ class Watcher:
                 os.write(2, f"rannc-run: cannot execute {command[0]!r}: {error}\n".encode())
             finally:
                 os._exit(127)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         os.close(out_write)
         os.close(err_write)
         for fd in (out_read, err_read):
@@ -255,7 +259,10 @@ class Watcher:
             if signum == signal.SIGINT:
                 # As Ctrl-C in a terminal: the whole group. Other signals are for the rank alone, so that
                 # its worker processes are still there while it saves its work.
-                os.killpg(self._pid, signum)
+                try:
+                    os.killpg(self._pid, signum)
+                except ProcessLookupError:  # the rank has not come to make its group yet
+                    os.kill(self._pid, signum)
             else:
                 os.kill(self._pid, signum)
 
