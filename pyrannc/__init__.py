@@ -10,7 +10,7 @@ import os
 from rannd import config as _configuration
 from rannd import log as _log
 from rannd.runtime.module import RaNNCModule, clear
-from rannd.runtime.switches import delay_grad_allreduce, sync_params_on_init
+from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
 from rannd.runtime.world import current as _current
 from rannd.runtime.world import find_place as _find_place
 
@@ -21,6 +21,7 @@ __all__ = [
     "delay_grad_allreduce",
     "get_rank",
     "get_world_size",
+    "keep_graph",
     "sync_params_on_init",
 ]
 

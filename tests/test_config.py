@@ -37,6 +37,7 @@ verify_recomp verify_partitioning dump_dp_node_profiles dump_dp_cache enable_kin
 """
 UPSTREAM = _UPSTREAM.split()
 OWN = ["device", "cache", "cache_max_gb", "daemon_idle_s", "daemon_timeout_s", "log_level"]
+OWN += ["schedule", "interleave_loss"]
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
 PLAN_AFFECTING = {
@@ -53,6 +54,7 @@ PLAN_AFFECTING = {
     "coarsen_by_time",
     "do_coarsening",
     "do_uncoarsening",
+    "schedule",
     "checkpointing",
     "mem_limit_gb",
     "mem_margin",
@@ -63,6 +65,9 @@ PLAN_AFFECTING = {
 }
 #: Items that work and cannot change a plan: they change what is written, told, kept or waited for.
 NOT_PLAN_AFFECTING = {
+    "interleave_loss",
+    "consolidate_grads",
+    "sync_allreduce",
     "save_deployment",
     "deployment_file",  # its content, not its name, matters, and that only with load_deployment
     "show_config_items",

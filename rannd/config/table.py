@@ -124,6 +124,13 @@ class Config:
         plan_affecting=False,
         no_effect="rannd does not split single ops",
     )
+    schedule: str = item(
+        "1f1b",
+        "Order of forwards and backwards: 1f1b keeps few pieces in memory, fill_drain runs all forwards first.",
+        group=_PLAN,
+        plan_affecting=True,
+        choices=("1f1b", "fill_drain"),
+    )
     checkpointing: bool = item(
         False,
         "Recompute activations in every stage; false: only where nothing fits without.",
@@ -202,19 +209,23 @@ class Config:
         plan_affecting=True,
         least=0,
     )
-    consolidate_grads: bool = item(
-        False,
-        "Reduce gradients in one buffer.",
+    interleave_loss: bool = item(
+        True,
+        "Run backward inside the forward call where the model returns one loss; false: always when it is asked for.",
         group=_RUN,
         plan_affecting=False,
-        no_effect="rannd groups gradients for their reduction by itself",
+    )
+    consolidate_grads: bool = item(
+        False,
+        "Reduce all gradients of one type and one set of ranks in one buffer instead of buckets of 25 MiB.",
+        group=_RUN,
+        plan_affecting=False,
     )
     sync_allreduce: bool = item(
         False,
-        "Wait after each reduction of gradients.",
+        "Reduce gradients after the backward instead of while it runs.",
         group=_RUN,
         plan_affecting=False,
-        no_effect="gradients are always reduced when backward returns",
     )
     p2p_comm: bool = item(
         True, "Send values of stages point to point.", group=_RUN, plan_affecting=False, no_effect=_DEAD

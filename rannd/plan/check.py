@@ -18,12 +18,12 @@ _Move = tuple[int, int, bool, Edge, int]
 def check(program: Program) -> None:
     """PlanError that names slot and action where `program` would not do one whole step.
 
-    Checked: forward kinds lie in the forward phase; every piece goes forward and backward once in every stage,
-    on the replica that has it; every value and gradient that has to move moves once, between the right slots,
-    after it was made and before it is used; one reduction ends each slot; the transfers of a pair of slots
-    come in the same order on both sides within the forward and within the backward group (NCCL demands it);
-    and the program ends when each slot runs its list in order, sends not waiting, receives waiting for the
-    oldest unread message of that sender and group (gloo and NCCL deliver in that order).
+    Checked: forward kinds lie in the forward phase, and nothing else does, unless all does; every piece goes
+    forward and backward once in every stage, on the replica that has it; every value and gradient that has to move
+    moves once, between the right slots, after it was made and before it is used; one reduction ends each slot; the
+    transfers of a pair of slots come in the same order on both sides within the forward and within the backward
+    group (NCCL demands it); and the program ends when each slot runs its list in order, sends not waiting, receives
+    waiting for the oldest unread message of that sender and group (gloo and NCCL deliver in that order).
     """
     layout = program.layout
     if len(program.slots) != layout.world or len(program.forward_length) != layout.world:
@@ -38,7 +38,7 @@ def check(program: Program) -> None:
 def _check_phases(program: Program, slot: int) -> None:
     actions, border = program.slots[slot], program.forward_length[slot]
     for place, action in enumerate(actions):
-        if (action.kind in _FORWARD_KINDS) != (place < border):
+        if not program.interleaved and (action.kind in _FORWARD_KINDS) != (place < border):
             raise PlanError(f"slot {slot}: {action} at place {place} is in the wrong phase (forward ends at {border})")
     if [action.kind for action in actions].count(Kind.REDUCE) != 1 or actions[-1].kind is not Kind.REDUCE:
         raise PlanError(f"slot {slot}: a program ends with its one reduction, this one with {actions[-1:]}")

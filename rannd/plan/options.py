@@ -6,6 +6,7 @@ import msgspec
 
 from rannd.config import Config
 from rannd.errors import PlanError
+from rannd.plan.schedule import SCHEDULES
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Merge atoms over their most expensive boundaries first; otherwise only by weight."""
     do_uncoarsening: bool = False
     """Move the boundaries of coarsened blocks to cheaper places nearby."""
+    schedule: str = "1f1b"
+    """Name of the schedule, see schedule.SCHEDULES."""
     opt_param_factor: float = 2.0
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
@@ -55,6 +58,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
             _at_least(low, item, getattr(self, item))
         for item in ("max_pipeline", "min_pipeline_bs", "min_partition_num", "max_partition_num"):
             _at_least(1, item, getattr(self, item))
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule={self.schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
         if self.opt_param_factor < 0:
             raise PlanError(f"opt_param_factor={self.opt_param_factor} is negative; use 2 for Adam, 0 for plain SGD")
         if not 0 <= self.mem_margin < 1:

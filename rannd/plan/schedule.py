@@ -12,12 +12,14 @@ Two stages on two slots, two microbatches (fill-drain), drawn as :func:`to_text`
 
 ``F3`` forward of piece 3, ``B3`` its backward, ``SV3:0>1@2`` send piece 3's values of edge 0>1 to slot 2, ``RV``
 receive them, ``SG``/``RG`` the same for gradients, which flow from dst to src (the edge is written as in the
-forward), ``R`` reduce the gradients over the stage's replicas. ``|`` ends the forward phase.
+forward), ``R`` reduce the gradients over the stage's replicas. ``|`` ends the forward phase. An *interleaved* Program
+has all actions before it: its backward starts from losses, and needs no gradients from the ranks.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 import re
 from collections.abc import Iterable, Iterator
 
@@ -128,19 +130,142 @@ class Program(msgspec.Struct, frozen=True):
     forward_length: tuple[int, ...]
     """Number of leading actions of each slot that belong to the forward phase."""
 
+    @property
+    def interleaved(self) -> bool:
+        """Whether backward belongs to the forward phase."""
+        return all(length == len(actions) for length, actions in zip(self.forward_length, self.slots, strict=True))
 
-def fill_drain(layout: Layout) -> Program:
+
+def fill_drain(layout: Layout, *, interleaved: bool = False) -> Program:
     """All forwards, then all backwards (GPipe's schedule), for unequal replica counts and skip edges too.
 
     Forward phase of a slot: transfers of inputs; for each own piece, increasing, receives from other stages
     (by src), forward, sends to other stages (by dst); transfers of outputs. Backward phase: gradients of
     outputs; for each own piece, decreasing, receives, backward, sends; gradients of inputs; one reduction.
     Transfers at the ends of a phase come in the order of pieces: an order that all slots share.
+
+    `interleaved` (here and below): backward belongs to the forward phase, because it needs nothing from the ranks;
+    outputs come last then, and no gradients of outputs travel.
     """
+    orders = []
+    for slot in range(layout.world):
+        pieces = layout.pieces(layout.stage_of(slot), slot)
+        forwards = [Action(Kind.FORWARD, piece) for piece in pieces]
+        orders.append([*forwards, *(Action(Kind.BACKWARD, piece) for piece in reversed(pieces))])
+    return _program(layout, orders, interleaved=interleaved)
+
+
+def one_forward_one_backward(layout: Layout) -> Program:
+    """Each slot runs a piece backward as early as it can, and so keeps few pieces (1F1B, PipeDream-Flush, interleaved).
+
+    A slot of stage s has at most :func:`window` pieces in flight. The order is that of a machine whose stages take
+    equally long with all their replicas, where a backward takes twice a forward and transfers take no time: a slot
+    runs the oldest backward that is ready, else the next forward that is ready and fits into its window. What this
+    machine has done in some order cannot wait for itself in a ring. With one replica a stage it is the known order:
+    ``F0 F1 F2 B0 F3 B1 ...``.
+
+    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
+    """
+    return _program(layout, _Greedy(layout).play(), interleaved=True)
+
+
+SCHEDULES = ("1f1b", "fill_drain")
+"""Names of the schedules, as `Deployment.schedule` has them."""
+
+
+def interleaved_program(schedule: str, layout: Layout) -> Program:
+    """The Program of a step whose backward needs nothing from the ranks. PlanError for a schedule not known."""
+    if schedule == "1f1b":
+        return one_forward_one_backward(layout)
+    if schedule == "fill_drain":
+        return fill_drain(layout, interleaved=True)
+    raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(SCHEDULES)}")
+
+
+def window(layout: Layout, stage: int) -> int:
+    """Most pieces that a slot of `stage` keeps in flight under 1F1B.
+
+    A piece is away for as long as it takes all later stages, and a stage with R replicas takes R times as long for a
+    piece as one of equal weight with one.
+    """
+    later = sum(len(slots) for slots in layout.stages[stage:])
+    return -(-later // len(layout.stages[stage]))
+
+
+class _Greedy:
+    """The machine of :func:`one_forward_one_backward`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.stage = [layout.stage_of(slot) for slot in range(layout.world)]
+        self.pieces = [layout.pieces(stage, slot) for slot, stage in enumerate(self.stage)]
+        self.window = [window(layout, stage) for stage in self.stage]
+        last = len(layout.stages)
+        self.before = [[src for src, dst in layout.edges if dst == stage and src >= 0] for stage in range(last)]
+        self.after = [[dst for src, dst in layout.grad_edges if src == stage and dst < last] for stage in range(last)]
+        self.done: dict[tuple[Kind, int, int], float] = {}
+        """When (forward or backward, stage, piece) was done."""
+        self.forwards = [0] * layout.world
+        self.backwards = [0] * layout.world
+
+    def play(self) -> list[list[Action]]:
+        """What each slot computes, in order."""
+        layout = self.layout
+        orders: list[list[Action]] = [[] for _ in self.pieces]
+        free = [0.0] * layout.world
+        todo: list[tuple[float, int, int]] = []
+        """(start, slot, number of actions that the slot had done when this was found out)"""
+
+        def look(slot: int) -> None:
+            for start, _ in self._next(slot, free):
+                heapq.heappush(todo, (start, slot, len(orders[slot])))
+
+        for slot in range(layout.world):
+            look(slot)
+        while todo:
+            start, slot, done = heapq.heappop(todo)
+            if done != len(orders[slot]):
+                continue
+            ((start, action),) = self._next(slot, free)
+            stage = self.stage[slot]
+            forward = action.kind is Kind.FORWARD
+            takes = len(layout.stages[stage]) * (1.0 if forward else 2.0)
+            free[slot] = self.done[action.kind, stage, action.piece] = start + takes
+            (self.forwards if forward else self.backwards)[slot] += 1
+            orders[slot].append(action)
+            waiting = [dst for src, dst in layout.edges if src == stage and dst < len(layout.stages)]
+            if not forward:
+                waiting = [src for src, dst in layout.grad_edges if dst == stage and src >= 0]
+            for each in {slot, *(layout.slot_of(other, action.piece) for other in waiting)}:
+                look(each)
+        return orders
+
+    def _next(self, slot: int, free: list[float]) -> list[tuple[float, Action]]:
+        """The earliest thing that `slot` can do, as far as that is known, and when; the backward at equal times."""
+        pieces, stage = self.pieces[slot], self.stage[slot]
+        forward, backward = self.forwards[slot], self.backwards[slot]
+        found = []
+        if backward < forward:
+            needed = [(Kind.BACKWARD, later, pieces[backward]) for later in self.after[stage]]
+            needed.append((Kind.FORWARD, stage, pieces[backward]))
+            found += self._at(needed, free[slot], Action(Kind.BACKWARD, pieces[backward]))
+        if forward < len(pieces) and forward - backward < self.window[slot]:
+            needed = [(Kind.FORWARD, earlier, pieces[forward]) for earlier in self.before[stage]]
+            found += self._at(needed, free[slot], Action(Kind.FORWARD, pieces[forward]))
+        return sorted(found, key=lambda each: each[0])[:1]
+
+    def _at(self, needed: list[tuple[Kind, int, int]], free: float, action: Action) -> list[tuple[float, Action]]:
+        if not all(each in self.done for each in needed):
+            return []
+        return [(max([free, *(self.done[each] for each in needed)]), action)]
+
+
+def _program(layout: Layout, orders: list[list[Action]], *, interleaved: bool) -> Program:
+    """Put the transfers around what each slot computes."""
     last = len(layout.stages)
+    if interleaved and any(edge[1] == last for edge in layout.grad_edges):
+        raise PlanError(f"gradients of outputs travel over {layout.grad_edges}; an interleaved step has none")
     slots: list[list[Action]] = [[] for _ in range(layout.world)]
-    forward_length = [0] * layout.world
-    own = [(stage, layout.pieces(stage, slot)) for slot in range(layout.world) for stage in [layout.stage_of(slot)]]
 
     def transfer(piece: int, edge: Edge, *, gradient: bool) -> Iterator[tuple[int, Action]]:
         """The (at most two) actions that move a piece over an edge, with the slots they belong to."""
@@ -168,24 +293,35 @@ def fill_drain(layout: Layout) -> Program:
     inner = [edge for edge in layout.edges if edge[0] >= 0 and edge[1] < last]
     inner_grad = [edge for edge in layout.grad_edges if edge in inner]
 
-    at_ranks((edge for edge in layout.edges if edge[0] < 0), gradient=False)
-    for slot, (stage, pieces) in enumerate(own):
-        for piece in pieces:
-            at_slot(slot, piece, (edge for edge in inner if edge[1] == stage), gradient=False)
-            slots[slot].append(Action(Kind.FORWARD, piece))
-            at_slot(slot, piece, (edge for edge in inner if edge[0] == stage), gradient=False)
-    at_ranks((edge for edge in layout.edges if edge[1] == last), gradient=False)
-    forward_length = [len(actions) for actions in slots]
+    stages = [layout.stage_of(slot) for slot in range(layout.world)]
 
-    at_ranks((edge for edge in layout.grad_edges if edge[1] == last), gradient=True)
-    for slot, (stage, pieces) in enumerate(own):
-        for piece in reversed(pieces):
-            at_slot(slot, piece, (edge for edge in inner_grad if edge[0] == stage), gradient=True)
-            slots[slot].append(Action(Kind.BACKWARD, piece))
-            at_slot(slot, piece, (edge for edge in inner_grad if edge[1] == stage), gradient=True)
+    def compute(slot: int, action: Action) -> None:
+        stage, forward = stages[slot], action.kind is Kind.FORWARD
+        edges = inner if forward else inner_grad
+        into, out = [edge for edge in edges if edge[1] == stage], [edge for edge in edges if edge[0] == stage]
+        at_slot(slot, action.piece, into if forward else out, gradient=not forward)
+        slots[slot].append(action)
+        at_slot(slot, action.piece, out if forward else into, gradient=not forward)
+
+    outputs = [edge for edge in layout.edges if edge[1] == last]
+    at_ranks((edge for edge in layout.edges if edge[0] < 0), gradient=False)
+    for slot, order in enumerate(orders):
+        for action in order:
+            if interleaved or action.kind is Kind.FORWARD:
+                compute(slot, action)
+    at_ranks(outputs, gradient=False)
+    forward_length = [len(actions) for actions in slots]
+    if not interleaved:
+        at_ranks((edge for edge in layout.grad_edges if edge[1] == last), gradient=True)
+        for slot, order in enumerate(orders):
+            for action in order:
+                if action.kind is Kind.BACKWARD:
+                    compute(slot, action)
     at_ranks((edge for edge in layout.grad_edges if edge[0] < 0), gradient=True)
-    for actions in slots:
+    for slot, actions in enumerate(slots):
         actions.append(Action(Kind.REDUCE))
+        if interleaved:
+            forward_length[slot] = len(actions)
     return Program(layout, tuple(tuple(actions) for actions in slots), tuple(forward_length))
 
 

@@ -21,7 +21,6 @@ from rannd.profile.costs import CostTable
 
 __all__ = ["PlanOptions", "assignment_lines", "estimate_lines", "microbatch_counts", "plan", "stage_name"]
 
-SCHEDULE = "fill_drain"
 _GIB = 1024**3
 
 
@@ -190,7 +189,7 @@ def _deployment(
         slots=slots,
         stages=tuple(stages),
         microbatches=choice.microbatches,
-        schedule=SCHEDULE,
+        schedule=table.options.schedule,
         batch_rows=batch_rows,
         step_us=choice.step_us,
         unused_params=tuple(graph.params[index].name for index in graph.unused_params),

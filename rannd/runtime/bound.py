@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
 from rannd.errors import DeploymentError
-from rannd.graph.cut import Part, cut, stages_by_owner
+from rannd.graph.cut import Part, crossing_shape, cut, stages_by_owner
 from rannd.graph.model import ModelGraph
 from rannd.plan.deployment import Deployment
-from rannd.plan.schedule import Edge, Layout, Program, fill_drain
+from rannd.plan.schedule import Edge, Layout, Program, fill_drain, interleaved_program
+
+LARGE_OUTPUT = 1 << 16
+"""Bytes of one row above which an output beside the loss stays where it is made, unless it is asked for."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A Program, and the values that travel in it."""
+
+    program: Program
+    edges: Mapping[Edge, tuple[Node, ...]]
+    """Values that travel from stage to stage; stage -1 gives the inputs, the last number takes the outputs."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.program.layout
+
+
+@dataclass(frozen=True)
+class LossTraffic:
+    """How a step runs whose backward begins at its one loss, inside the forward call."""
+
+    traffic: Traffic
+    loss: Node
+    live: frozenset[Node]
+    """Nodes that get a gradient."""
+    missing: frozenset[Node]
+    """Outputs that are not handed to the ranks."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +49,14 @@ class BoundGraph:
     """One graph, cut for a deployment, as the rank in `slot` runs it."""
 
     graph: ModelGraph
-    layout: Layout
-    program: Program
+    traffic: Traffic
+    """For calls whose backward runs when it is asked for, if at all."""
+    interleaved: LossTraffic | None
+    """For calls whose backward may run inside the forward call; None where the graph has no such loss."""
     slot: int
     stage: int
     part: Part
     recompute: bool
-    edges: Mapping[Edge, tuple[Node, ...]]
-    """Values that travel from stage to stage; stage -1 gives the inputs, the last number takes the outputs."""
     constants: Mapping[str, torch.Tensor]
     borrowed: Mapping[str, tuple[int, tuple[int, ...]]]
     """Tensors that stages read but do not hold: (slot that lends, slots that borrow), lent before each step."""
@@ -35,19 +64,28 @@ class BoundGraph:
     """Stage of every placed node."""
     _live: dict[tuple[bool, ...], frozenset[Node]] = field(default_factory=dict)
 
+    @property
+    def layout(self) -> Layout:
+        """The layout of all that may travel."""
+        return self.traffic.layout
+
     def live(self, wanted: tuple[bool, ...]) -> frozenset[Node]:
         """Nodes that get a gradient when the outputs marked in `wanted` do."""
         if wanted not in self._live:
-            found: set[Node] = set()
-            stack = [node for node, marked in zip(self.graph.traced.results, wanted, strict=True) if marked]
-            while stack:
-                node = stack.pop()
-                if node in found or node not in self.graph.placement.requires_grad:
-                    continue
-                found.add(node)
-                stack += (*node.all_input_nodes, *self.graph.placement.writers.get(node, ()))
-            self._live[wanted] = frozenset(found)
+            self._live[wanted] = _live(self.graph, wanted)
         return self._live[wanted]
+
+
+def _live(graph: ModelGraph, wanted: tuple[bool, ...]) -> frozenset[Node]:
+    found: set[Node] = set()
+    stack = [node for node, marked in zip(graph.traced.results, wanted, strict=True) if marked]
+    while stack:
+        node = stack.pop()
+        if node in found or node not in graph.placement.requires_grad:
+            continue
+        found.add(node)
+        stack += (*node.all_input_nodes, *graph.placement.writers.get(node, ()))
+    return frozenset(found)
 
 
 def planned_stages(graph: ModelGraph, deployment: Deployment) -> dict[Node, int]:
@@ -84,8 +122,13 @@ def bind(
     slot: int,
     device: torch.device,
     owners: Mapping[str, tuple[int, ...]] | None,
+    *,
+    all_outputs: bool = False,
 ) -> BoundGraph:
-    """Cut `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph."""
+    """Cut `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph.
+
+    `all_outputs`: outputs beside a loss are handed to the ranks in training, however large they are.
+    """
     count = len(deployment.stages)
     if owners is None:
         stage_of = planned_stages(graph, deployment)
@@ -98,18 +141,10 @@ def bind(
             source = -1 if node.op == "placeholder" else stage_of[node]
             edges.setdefault((source, number), []).append(node)
     for node, result in zip(graph.traced.results, graph.results, strict=True):
-        if result.kind != "number":
+        if result.kind not in ("number", "global"):  # numbers of all pieces are added up where they are made
             edges.setdefault((stage_of[node], count), []).append(node)
-    travelling = {edge: tuple(nodes) for edge, nodes in sorted(edges.items())}
-    differentiable = graph.placement.requires_grad
-    layout = Layout(
-        world=len(deployment.slots),
-        microbatches=1 if graph.coupled else deployment.microbatches,
-        stages=tuple(stage.slots for stage in deployment.stages),
-        edges=tuple(travelling),
-        grad_edges=tuple(edge for edge, nodes in travelling.items() if any(node in differentiable for node in nodes)),
-    )
-    stage = layout.stage_of(slot)
+    layout = _layout(graph, deployment, edges, graph.placement.requires_grad)
+    traffic = Traffic(fill_drain(layout), _sorted(edges))
     borrowers: dict[str, set[int]] = {}
     for number, part in enumerate(parts):
         for name in part.tensors:
@@ -120,19 +155,86 @@ def bind(
         for name, slots in sorted(borrowers.items())
         if owners is not None
     }
+    stage = layout.stage_of(slot)
     constants = {
         name: graph.traced.constants[name].to(device) for name in parts[stage].tensors if name in graph.traced.constants
     }
     return BoundGraph(
         graph,
-        layout,
-        fill_drain(layout),
+        traffic,
+        _loss_traffic(graph, deployment, layout, edges, all_outputs=all_outputs),
         slot,
         stage,
         parts[stage],
         deployment.stages[stage].recompute,
-        travelling,
         constants,
         borrowed,
         stage_of,
     )
+
+
+def _sorted(edges: Mapping[Edge, list[Node]]) -> dict[Edge, tuple[Node, ...]]:
+    return {edge: tuple(nodes) for edge, nodes in sorted(edges.items())}
+
+
+def _layout(
+    graph: ModelGraph, deployment: Deployment, edges: Mapping[Edge, list[Node]], differentiable: Set[Node]
+) -> Layout:
+    return Layout(
+        world=len(deployment.slots),
+        microbatches=1 if graph.coupled else deployment.microbatches,
+        stages=tuple(stage.slots for stage in deployment.stages),
+        edges=tuple(sorted(edges)),
+        grad_edges=tuple(edge for edge in sorted(edges) if any(node in differentiable for node in edges[edge])),
+    )
+
+
+def _loss_traffic(
+    graph: ModelGraph, deployment: Deployment, layout: Layout, edges: Mapping[Edge, list[Node]], *, all_outputs: bool
+) -> LossTraffic | None:
+    """How the graph runs where backward begins at its loss; None where it has not exactly one, or is not trained."""
+    mode, last = graph.signature.mode, len(layout.stages)
+    results = list(zip(graph.traced.results, graph.results, strict=True))
+    losses = [
+        (node, result.kind)
+        for node, result in results
+        if node in graph.placement.requires_grad and not node.meta["val"].shape
+    ]
+    if not (mode.training and mode.grad) or [kind for _, kind in losses] != ["global"]:
+        return None
+    loss = losses[0][0]
+    if not loss.meta["val"].dtype.is_floating_point:
+        return None
+    live = _live(graph, tuple(node is loss for node, _ in results))
+    kinds = {node: result.kind for node, result in results}
+    missing: set[Node] = set()
+    kept: dict[Edge, list[Node]] = {}
+    for edge, nodes in edges.items():
+        if edge[1] == last and not all_outputs and _moves(layout, edge):
+            large = [node for node in nodes if _row_bytes(node, kinds[node]) > LARGE_OUTPUT]
+            missing.update(large)
+            nodes = [node for node in nodes if node not in large]
+        if nodes:
+            kept[edge] = nodes
+    # Outputs have no gradients here: backward begins at the loss alone.
+    inner = {edge: nodes if edge[1] < last else [] for edge, nodes in kept.items()}
+    new = _layout(graph, deployment, kept, live)
+    flowing = tuple(edge for edge in new.grad_edges if inner[edge])
+    new = Layout(new.world, new.microbatches, new.stages, new.edges, flowing)
+    traffic = Traffic(interleaved_program(deployment.schedule, new), _sorted(kept))
+    return LossTraffic(traffic, loss, live, frozenset(missing))
+
+
+def _moves(layout: Layout, edge: Edge) -> bool:
+    """Whether some piece changes its slot on an edge."""
+    return any(layout.slot_of(edge[0], piece) != layout.slot_of(edge[1], piece) for piece in range(layout.pieces_total))
+
+
+def _row_bytes(node: Node, kind: str) -> int:
+    """Bytes of an output for one row; all of it where it is not made of rows."""
+    value = node.meta["val"]
+
+    def size(rows: int) -> int:
+        return math.prod(crossing_shape(node, rows)) * int(value.dtype.itemsize)
+
+    return size(2) - size(1) if kind == "rows" else size(1)

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from rannd.runtime.executor import Executor, Step
+from rannd.errors import StepError
+from rannd.runtime import switches
+from rannd.runtime.executor import Executor
+from rannd.runtime.results import NotSent
+from rannd.runtime.step import Step
 
 
 def attach(
@@ -17,19 +20,22 @@ def attach(
     tensors: Sequence[torch.Tensor],
     outputs: list[Any],
     delayed: Callable[[], bool],
-    reduce: Callable[[], None],
 ) -> list[Any]:
     """Make the outputs of a call with `tensors` part of the script's autograd graph.
 
     After a backward the gradients are reduced, unless `delayed()` says that they wait.
     """
     graph = executor.bound.graph
-    places = [place for place, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
+    places = [
+        place
+        for place, value in enumerate(outputs)
+        if isinstance(value, torch.Tensor) and not isinstance(value, NotSent)
+    ]
     nodes = graph.traced.results
     marked = [nodes[place] in graph.placement.requires_grad for place in places]
     if not any(marked):
         return outputs
-    bridge = _Backward(executor, step, len(outputs), places, delayed, reduce)
+    bridge = _Backward(executor, step, len(outputs), places, delayed)
     anchor = torch.zeros((), requires_grad=True)
     values = [outputs[place] for place in places]
     attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, values, anchor, *tensors)  # type: ignore[no-untyped-call]
@@ -48,24 +54,25 @@ class _Backward:
         outputs: int,
         places: Sequence[int],
         delayed: Callable[[], bool],
-        reduce: Callable[[], None],
     ) -> None:
         self._executor = executor
         self._step = step
         self._outputs = outputs
         self._places = places
         self._delayed = delayed
-        self._reduce = reduce
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients of the call's tensors from those of its tensor outputs."""
         given: list[torch.Tensor | None] = [None] * self._outputs
         for place, gradient in zip(self._places, gradients, strict=True):
             given[place] = gradient
-        found = self._executor.backward(self._step, given)
-        if not self._delayed():
-            self._reduce()
-        return found
+        if torch.is_grad_enabled():
+            raise StepError(
+                "backward(create_graph=True) through a RaNNCModule: its gradients have no gradients of their own; "
+                "train what needs those (a gradient penalty, say) outside of the wrapped model"
+            )
+        again = switches.keeps_graph or torch._C._autograd._get_current_graph_task_keep_graph()
+        return self._executor.backward(self._step, given, reduce=not self._delayed(), again=again)
 
 
 class _Bridge(torch.autograd.Function):
@@ -87,7 +94,6 @@ class _Bridge(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         found = ctx.call.backward(gradients)
         moved = [None if g is None else g.to(device) for g, device in zip(found, ctx.devices, strict=True)]

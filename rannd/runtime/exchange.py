@@ -1,124 +1,67 @@
-"""Move the values of pieces between ranks.
+"""Move messages between ranks: receives are posted early, sends never block.
 
-Sends never block: their tensors are kept until the phase ends. A receive waits, except in runs of transfers at
-the ends of a phase, which are posted together. Between two ranks the transfers of a group happen in the order
-of the Program on both sides.
+Between two ranks the transfers of a group happen in the order of the Program on both sides. What is sent is kept until
+it must have arrived: the message that answers it has come, or the step is over.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.errors import StepError
-from rannd.graph.cut import crossing_shape
+from rannd.plan.schedule import Action
+from rannd.runtime.message_buffers import MessageBuffers
+from rannd.runtime.parcels import Parcel
 from rannd.runtime.world import World
-
-FLAG_BITS = 62
-"""Flags that one number of a message holds."""
-
-Sink = Callable[[Node, torch.Tensor], None]
 
 
 class Exchange:
-    """Transfers in one direction (values, or gradients) of one step."""
+    """Transfers of one group in one step."""
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, world: World, group: dist.ProcessGroup | None, buffers: MessageBuffers) -> None:
         self._world = world
         self._group = group
-        self._sent: list[tuple[Any, torch.Tensor]] = []
-        self._batch: list[dist.P2POp] = []
-        self._arriving: list[tuple[Sink, Node, torch.Tensor]] = []
+        self._buffers = buffers
+        self._sent: dict[Action, tuple[dist.Work | None, torch.Tensor]] = {}
+        self._arriving: dict[Action, tuple[dist.Work | None, Parcel, torch.Tensor | None]] = {}
 
-    def send(self, node: Node, tensor: torch.Tensor, rows: int, slot: int, *, later: bool) -> None:
-        """Send a value of a piece of `rows` rows to `slot`; `later`: with the next `flush`."""
-        expected = node.meta["val"]
-        if tensor.dtype != expected.dtype or tuple(tensor.shape) != crossing_shape(node, rows):
-            raise StepError(
-                f"value {node.name} is {tensor.dtype} {tuple(tensor.shape)}, but was traced as {expected.dtype} "
-                f"{crossing_shape(node, rows)} for {rows} rows; trace the model under the same autocast and default "
-                "dtype as it runs"
-            )
-        tensor = tensor.detach().contiguous()
-        if tensor.numel() == 0:
+    def send(self, action: Action, parcel: Parcel, values: Mapping[Node, torch.Tensor]) -> None:
+        """Send the parcel's values to the slot that `action` names."""
+        message = parcel.pack(values)
+        if message is not None:
+            peer = self._world.rank_of_slot[action.peer]
+            self._sent[action] = dist.isend(message, peer, group=self._group), message
+
+    def post(self, action: Action, parcel: Parcel) -> None:
+        """Begin to receive a parcel."""
+        if not parcel.bytes:
+            self._arriving[action] = None, parcel, None
             return
-        peer = self._world.rank_of_slot[slot]
-        if later:
-            self._batch.append(dist.P2POp(dist.isend, tensor, peer, self._group))
-        else:
-            self.flush()
-            self._sent.append((dist.isend(tensor, peer, group=self._group), tensor))
+        buffer = self._buffers.take(parcel.bytes)
+        peer = self._world.rank_of_slot[action.peer]
+        self._arriving[action] = dist.irecv(buffer, peer, group=self._group), parcel, buffer
 
-    def receive(self, node: Node, rows: int, slot: int, sink: Sink, *, later: bool) -> None:
-        """Receive a value of a piece from `slot` and give it to `sink`; `later`: with the next `flush`."""
-        if not later:
-            self.flush()  # what was put off comes first: the peer may wait for it
-        buffer = torch.empty(crossing_shape(node, rows), dtype=node.meta["val"].dtype, device=self._world.device)
-        peer = self._world.rank_of_slot[slot]
-        if buffer.numel() == 0:
-            sink(node, buffer)
-        elif later:
-            self._batch.append(dist.P2POp(dist.irecv, buffer, peer, self._group))
-            self._arriving.append((sink, node, buffer))
-        else:
-            finish(dist.irecv(buffer, peer, group=self._group))
-            sink(node, buffer)
+    def take(self, action: Action) -> tuple[dict[Node, torch.Tensor], torch.Tensor | None]:
+        """The values of a parcel that was posted, and the buffer that they lie in. Waits for them."""
+        work, parcel, buffer = self._arriving.pop(action)
+        if buffer is not None:
+            finish(work)
+        return parcel.unpack(buffer, self._world.device), buffer
 
-    def flush(self) -> None:
-        """Run what was put off, and hand out what arrived."""
-        if self._batch:
-            for work in dist.batch_isend_irecv(self._batch):
-                finish(work)
-        arriving, self._arriving, self._batch = self._arriving, [], []
-        for sink, node, buffer in arriving:
-            sink(node, buffer)
+    def settle(self, action: Action) -> None:
+        """Let go of what was sent: it is known to have arrived."""
+        sent = self._sent.pop(action, None)
+        if sent is not None:
+            finish(sent[0])
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        self.flush()
-        sent, self._sent = self._sent, []
-        for work, _ in sent:
-            finish(work)
-
-
-class Phase(enum.IntEnum):
-    """What a rank is about to do with all others."""
-
-    FORWARD = 1
-    BACKWARD = 2
-
-
-def agree(world: World, phase: Phase, step: int, first: int, second: int) -> list[tuple[int, int]]:
-    """The two numbers of every rank, by rank. StepError where ranks are not at the same place of the script."""
-    told = world.gather_numbers([phase, step, first, second])
-    places = [(Phase(each[0]), each[1]) for each in told]
-    if len(set(places)) > 1:
-        other = next(rank for rank, place in enumerate(places) if place != places[0])
-        raise StepError(
-            f"rank 0 is in the {places[0][0].name.lower()} of call {places[0][1]}, rank {other} in the "
-            f"{places[other][0].name.lower()} of call {places[other][1]}: every rank has to call the model, and "
-            "backward, equally often and in the same order"
-        )
-    return [(each[2], each[3]) for each in told]
-
-
-def pack_flags(flags: Sequence[bool]) -> tuple[int, int]:
-    """Up to 124 flags as two numbers; more count as all set."""
-    if len(flags) > 2 * FLAG_BITS:
-        return 2**FLAG_BITS - 1, 2**FLAG_BITS - 1
-    bits = sum(int(flag) << place for place, flag in enumerate(flags))
-    return bits % 2**FLAG_BITS, bits >> FLAG_BITS
-
-
-def unpack_flags(first: int, second: int, count: int) -> list[bool]:
-    """The flags that `pack_flags` packed."""
-    bits = first | second << FLAG_BITS
-    return [count > 2 * FLAG_BITS or bool(bits >> place & 1) for place in range(count)]
+        for action in list(self._sent):
+            self.settle(action)
 
 
 def finish(work: dist.Work | None) -> None:
@@ -126,10 +69,3 @@ def finish(work: dist.Work | None) -> None:
     if work is None:
         raise StepError("a transfer was asked for outside of its group; please report this")
     work.wait()
-
-
-def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
-    """(first row, number of rows) of `parts` slices of a mini-batch, the longer ones first."""
-    size, longer = divmod(rows, parts)
-    counts = [size + (part < longer) for part in range(parts)]
-    return [(sum(counts[:part]), counts[part]) for part in range(parts)]

@@ -1,11 +1,18 @@
 """Reduce gradients over the ranks that hold a parameter: DistributedDataParallel's mean over all ranks.
 
 A parameter may be held by the replicas of one stage, or by several stages (tied weights); its gradient is the sum
-over all of them, divided by the number of ranks. Gradients of one set of holders and one type travel together.
-A parameter that got no gradient on any rank keeps what it had, so that optimizers skip it as they would alone.
+over all of them, divided by the number of ranks. Gradients of one set of holders and one type travel together in
+*buckets*, the latest layers first; a bucket starts as soon as its last gradient is there, while the rest of the
+backward still runs. All ranks start the buckets that they share in the same order. A parameter that got no gradient on
+any rank keeps what it had, so that optimizers skip it as they would alone.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,30 +20,196 @@ import torch.distributed as dist
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.world import World
 
+FIRST_BUCKET = 1 << 20
+"""Bytes of the first bucket of each set of holders, which starts early."""
+BUCKET = 25 << 20
+"""Bytes of the others."""
+
+
+@dataclass
+class _Bucket:
+    """Gradients that are reduced together."""
+
+    slots: tuple[int, ...]
+    names: list[str]
+    waiting: int = 0
+    """Gradients that are still to come."""
+    work: dist.Work | None = None
+    flat: torch.Tensor | None = None
+    """Flags (who has a gradient at all), then the gradients one behind the other."""
+    active: list[str] = field(default_factory=list)
+    """Names that take part this time: frozen parameters do not."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Gradients of one backward, by name of the parameter."""
+
+    gradients: Mapping[str, torch.Tensor]
+    reduced: bool
+    """Whether they are the mean over all ranks already."""
+
 
 class Reducer:
-    """Moves what gathered in the aliases' gradients, reduced, to the gradients of the user's parameters."""
+    """Moves what gathered in the aliases' gradients, reduced, to the gradients of the user's parameters.
 
-    def __init__(self, world: World, parameters: Parameters) -> None:
+    `divisor`: the number of ranks that the mean is taken over. `overlap`: reduce while backward runs.
+    `consolidate`: put all gradients of one kind in one buffer.
+    """
+
+    def __init__(
+        self, world: World, parameters: Parameters, *, divisor: int, overlap: bool = True, consolidate: bool = False
+    ) -> None:
         self._world = world
         self._parameters = parameters
-        buckets: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
-        for name, tensor in parameters.tensors.items():
-            if isinstance(tensor, torch.nn.Parameter):
-                buckets.setdefault((parameters.slots[name], tensor.dtype), []).append(name)
-        ordered = sorted(buckets, key=lambda key: (key[0], str(key[1])))
-        self._buckets = [(key[0], buckets[key]) for key in ordered]
-        for slots, _ in self._buckets:  # on every rank in the same order
+        self._divisor = divisor
+        self._overlap = overlap
+        self._buckets, groups = _make_buckets(world, parameters, consolidate)
+        for slots in groups:  # on every rank in the same order
             world.group_of(slots)
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._hooked: dict[str, torch.Tensor] = {}
+        self._armed = False
+        self._started = 0
+        """Buckets that have started, of those of this backward."""
+        self._aside: dict[str, torch.Tensor] = {}
+        self._ready: dict[str, torch.Tensor] = {}
+        """Reduced gradients that the user's parameters have not got yet."""
+
+    # -- a backward -------------------------------------------------------------------------------------------
+
+    def set_aside(self) -> None:
+        """Keep what waits apart from the gradients of the backward that begins, until `gathered`."""
+        self._aside = {}
+        for name, alias in self._parameters.aliases.items():
+            if alias.grad is not None:
+                self._aside[name], alias.grad = alias.grad, None
+
+    def gathered(self, *, reduce: bool) -> Gathered:
+        """The gradients of the backward since `set_aside`. Collective with `reduce`."""
+        if reduce:
+            found = self._finish()
+        else:
+            found = {}
+            for name, alias in self._parameters.aliases.items():
+                if alias.grad is not None:
+                    found[name], alias.grad = alias.grad, None
+        for name, gradient in self._aside.items():
+            self._parameters.aliases[name].grad = gradient
+        self._aside = {}
+        return Gathered(found, reduce)
+
+    def something_waits(self) -> bool:
+        """Whether gradients of earlier backwards wait to be reduced."""
+        return any(alias.grad is not None for alias in self._parameters.aliases.values())
+
+    def accept(self, gathered: Gathered, factor: float, *, keep: bool) -> None:
+        """Let gradients times `factor` wait for `reduce`; `keep`: without changing `gathered`."""
+        for name, gradient in gathered.gradients.items():
+            if factor != 1.0:
+                gradient = gradient * factor if keep else gradient.mul_(factor)
+            elif keep:
+                gradient = gradient.clone()
+            if gathered.reduced:
+                self._ready[name] = self._ready[name] + gradient if name in self._ready else gradient
+            else:
+                alias = self._parameters.aliases[name]
+                alias.grad = gradient if alias.grad is None else alias.grad + gradient
+
+    def arm(self) -> None:
+        """The last backward of pieces begins: start each bucket as soon as it is complete."""
+        for name in self._bucket_of:
+            alias = self._parameters.aliases[name]
+            if alias.requires_grad and self._hooked.get(name) is not alias:
+                alias.register_post_accumulate_grad_hook(self._arrived(name))
+                self._hooked[name] = alias
+        for bucket in self._buckets:
+            bucket.active = [name for name in bucket.names if self._parameters.tensors[name].requires_grad]
+            bucket.waiting = len(bucket.active)
+        self._started = 0
+        self._armed = True
+
+    def _arrived(self, name: str) -> Callable[[torch.Tensor], None]:
+        bucket = self._bucket_of[name]
+
+        def hook(_: torch.Tensor) -> None:
+            if self._armed and self._overlap:
+                bucket.waiting -= 1
+                if not bucket.waiting:
+                    self._start_complete()
+
+        return hook
+
+    def _start_complete(self) -> None:
+        while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
+            self._start(self._buckets[self._started])
+            self._started += 1
+
+    def _finish(self) -> dict[str, torch.Tensor]:
+        """Reduce what has not started, and wait; takes the gradients from the aliases. Collective."""
+        if not self._armed:
+            self.arm()
+        self._armed = False
+        for bucket in self._buckets[self._started :]:
+            self._start(bucket)
+        reduced: dict[str, torch.Tensor] = {}
+        for bucket in self._buckets:
+            reduced.update(self._finished(bucket))
+        return reduced
+
+    def _start(self, bucket: _Bucket) -> None:
+        group = self._world.group_of(bucket.slots)
+        if group is None or not bucket.active:
+            return
+        aliases = [self._parameters.aliases[name] for name in bucket.active]
+        sizes = [len(aliases), *(alias.numel() for alias in aliases)]
+        first = aliases[0]
+        bucket.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        flags, *parts = bucket.flat.split(sizes)
+        flags.copy_(torch.tensor([float(alias.grad is not None) for alias in aliases]))
+        for alias, part in zip(aliases, parts, strict=True):
+            if alias.grad is None:
+                part.zero_()
+            elif self._divisor == 1:
+                part.copy_(alias.grad.reshape(-1))
+            else:
+                torch.div(alias.grad.reshape(-1), self._divisor, out=part)
+            alias.grad = None
+        bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+
+    def _finished(self, bucket: _Bucket) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        if bucket.flat is None:
+            for name in bucket.active:
+                alias = self._parameters.aliases[name]
+                if alias.grad is not None:
+                    found[name] = alias.grad.div_(self._divisor) if self._divisor != 1 else alias.grad
+                    alias.grad = None
+            return found
+        assert bucket.work is not None
+        bucket.work.wait()
+        aliases = [self._parameters.aliases[name] for name in bucket.active]
+        flags, *parts = bucket.flat.split([len(aliases), *(alias.numel() for alias in aliases)])
+        for name, alias, part, present in zip(bucket.active, aliases, parts, flags.tolist(), strict=True):
+            if present:
+                found[name] = part.view(alias.shape)
+        bucket.flat = bucket.work = None
+        return found
+
+    # -- the user's parameters --------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Reduce all pending gradients. Collective."""
-        for slots, names in self._buckets:
-            if self._world.slot not in slots:
-                continue
-            trainable = [name for name in names if self._parameters.tensors[name].requires_grad]
-            if trainable:
-                self._reduce(slots, trainable)
+        """Reduce all gradients that wait, and give them to the user's parameters. Collective."""
+        for name, gradient in self._finish().items():
+            self._ready[name] = self._ready[name] + gradient if name in self._ready else gradient
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Give reduced gradients to the user's parameters."""
+        ready, self._ready = self._ready, {}
+        for name in self._parameters.own:
+            if name in ready:
+                self._give(name, ready[name])
 
     def clip(self, most: float) -> torch.Tensor:
         """Scale the reduced gradients so that the 2-norm over the whole model is at most `most`.
@@ -57,29 +230,6 @@ class Reducer:
                 gradient.mul_(factor)
         return norm
 
-    def _reduce(self, slots: tuple[int, ...], names: list[str]) -> None:
-        group = self._world.group_of(slots)
-        aliases = [self._parameters.aliases[name] for name in names]
-        pending = [alias.grad for alias in aliases]
-        for alias in aliases:
-            alias.grad = None
-        if group is None:
-            for name, gradient in zip(names, pending, strict=True):
-                if gradient is not None:
-                    self._give(name, gradient.div_(self._world.size))
-            return
-        present = torch.tensor(
-            [gradient is not None for gradient in pending], dtype=aliases[0].dtype, device=aliases[0].device
-        )
-        parts = [torch.zeros_like(a) if g is None else g for a, g in zip(aliases, pending, strict=True)]
-        flat = torch.cat([present, *(part.reshape(-1) for part in parts)])
-        dist.all_reduce(flat, group=group)
-        sizes = [len(names), *(alias.numel() for alias in aliases)]
-        counts, *reduced = torch.split(flat, sizes)
-        for name, alias, gradient, count in zip(names, aliases, reduced, counts.tolist(), strict=True):
-            if count:
-                self._give(name, gradient.div_(self._world.size).view(alias.shape).clone())
-
     def _give(self, name: str, gradient: torch.Tensor) -> None:
         """Add a reduced gradient to the user's parameter, and let its hooks see it, once."""
         parameter = self._parameters.tensors[name]
@@ -87,6 +237,34 @@ class Reducer:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         with torch.no_grad():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
         for after in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
             after(parameter)
+
+
+def _make_buckets(
+    world: World, parameters: Parameters, consolidate: bool
+) -> tuple[list[_Bucket], list[tuple[int, ...]]]:
+    """This rank's buckets in the order in which they start, and all sets of holders: the same list on every rank."""
+    kinds: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for name, tensor in parameters.tensors.items():
+        if isinstance(tensor, torch.nn.Parameter):
+            kinds.setdefault((parameters.slots[name], str(tensor.dtype)), []).append(name)
+    buckets: list[_Bucket] = []
+    for slots, dtype in sorted(kinds):
+        if world.slot not in slots:
+            continue
+        most, size = FIRST_BUCKET, 0
+        current: list[str] = []
+        for name in reversed(kinds[slots, dtype]):
+            tensor = parameters.tensors[name]
+            if current and size + tensor.numel() * tensor.element_size() > most and not consolidate:
+                buckets.append(_Bucket(slots, current))
+                current, size, most = [], 0, BUCKET
+            current.append(name)
+            size += tensor.numel() * tensor.element_size()
+        buckets.append(_Bucket(slots, current))
+    return buckets, sorted({slots for slots, _ in kinds})

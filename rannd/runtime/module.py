@@ -37,6 +37,10 @@ class RaNNCModule(nn.Module):
             memory back at the first call.
         optimizer: Its optimizer; afterwards it holds this rank's own parameters only.
         load_deployment: A file that `save_deployment` wrote, to be used instead of planning.
+        outputs: Of a model that returns a loss with other outputs, training hands only those of up to 64 KiB a sample
+            to the ranks ("auto") where stages would have to send them; using another one raises StepError. "all":
+            hands over all of them.
+        scaler: The script's GradScaler; with it, backward can begin inside the forward call under fp16 autocast, too.
         gather_inputs, enable_apex_amp, allreduce_amp_master_params, use_amp_master_params, enable_zero,
         check_unused_values, offload_params: RaNNC's switches. Values other than the defaults are refused: they are
             not available in this version.
@@ -58,6 +62,9 @@ class RaNNCModule(nn.Module):
         check_unused_values: bool = True,
         offload_params: bool = False,
         use_amp_master_params: bool = False,
+        *,
+        outputs: str = "auto",
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()
         refused = {
@@ -72,6 +79,8 @@ class RaNNCModule(nn.Module):
         for name, changed in refused.items():
             if changed:
                 raise UsageError(f"{name} is not available in this version of rannd; leave it at its default")
+        if outputs not in ("auto", "all"):
+            raise UsageError(f'outputs={outputs!r}; use "auto" or "all"')
         if isinstance(model, torch.jit.ScriptModule):
             raise UsageError(
                 "RaNNCModule traces a model's Python code; wrap the module that the ScriptModule was made of"
@@ -102,7 +111,14 @@ class RaNNCModule(nn.Module):
         self._config = config
         self._optimizer = optimizer
         self._session = Session(
-            current(config), config, model, optimizer, load_deployment=file, sync=switches.sync_params
+            current(config),
+            config,
+            model,
+            optimizer,
+            load_deployment=file,
+            sync=switches.sync_params,
+            all_outputs=outputs == "all",
+            scaler=scaler,
         )
         self.training = model.training
         _wrapped.add(self)
@@ -260,3 +276,4 @@ def clear() -> None:
         module.drop()
     _wrapped.clear()
     switches.delayed = False
+    switches.keeps_graph = False

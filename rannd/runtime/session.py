@@ -26,16 +26,17 @@ from rannd.graph.signature import Call, Mode, Signature, classify
 from rannd.graph.traced import Decisions
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
+from rannd.runtime.agreement import Phase, agree
 from rannd.runtime.bound import bind, planned_stages, tensor_owners
 from rannd.runtime.bridge import attach
 from rannd.runtime.cache import Cache
 from rannd.runtime.deploy import Planner
 from rannd.runtime.dump import dump
-from rannd.runtime.exchange import Phase, agree
-from rannd.runtime.executor import Executor, Step
+from rannd.runtime.executor import Executor
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.optimizer import keep_own
 from rannd.runtime.parameters import Parameters
+from rannd.runtime.step import Step
 from rannd.runtime.tracing import Tracer, other_branches
 from rannd.runtime.verify import verify
 from rannd.runtime.world import World
@@ -72,6 +73,8 @@ class Session:
         *,
         load_deployment: Path | None,
         sync: bool,
+        all_outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.world = world
         self._config = config
@@ -79,6 +82,8 @@ class Session:
         self._optimizer = optimizer
         self._load = load_deployment
         self._sync = sync
+        self._all_outputs = all_outputs
+        self._scaler = scaler
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
         self._executors: list[Executor] = []
         self._signatures: list[Signature] = []
@@ -129,15 +134,28 @@ class Session:
         assert self._deployed is not None
         self._deployed.parameters.refresh()
         leaves = [tensor.to(self.world.device) for tensor in call.tensors]
-        step = Step(self._steps, by_slot, leaves)
+        step = Step(self._steps, executor.pieces(by_slot), leaves)
+        step.interleaved, step.seed = self._interleaves(executor, mode)
         self._steps += 1
-        outputs = executor.forward(step)
+        # Gradients that wait already are reduced together with those of this call, at its backward.
+        outputs = executor.forward(step, reduce=not delayed() and not self._deployed.reducer.something_waits())
         home = call.tensors[0].device
         outputs = [value.to(home) if isinstance(value, torch.Tensor) else value for value in outputs]
         if torch.is_grad_enabled():
-            outputs = attach(executor, step, call.tensors, outputs, delayed, self.reduce)
+            outputs = attach(executor, step, call.tensors, outputs, delayed)
         graph = executor.bound.graph
         return graph.traced.outputs.unflatten(outputs)
+
+    def _interleaves(self, executor: Executor, mode: Mode) -> tuple[bool, float]:
+        """Whether backward runs inside a call, and the gradient of the loss that it begins with.
+
+        In half precision small gradients need the scale of the script's GradScaler from the start.
+        """
+        if not self._config.interleave_loss or executor.bound.interleaved is None or not torch.is_grad_enabled():
+            return False, 1.0
+        if self._scaler is not None and self._scaler.is_enabled():
+            return True, float(self._scaler.get_scale())
+        return "float16" not in mode.autocast.replace("bfloat16", ""), 1.0
 
     def _number(self, call: Call, mode: Mode, state: State) -> int:
         """The graph for a call, UNKNOWN where it has to be traced."""
@@ -160,7 +178,7 @@ class Session:
         tensors = [tensor.to(self.world.device) for tensor in call.tensors]
         return any(way is not None and way.hold(tensors) for way in ways)
 
-    def _common(self, told: Sequence[tuple[int, int]]) -> int:
+    def _common(self, told: Sequence[tuple[int, ...]]) -> int:
         """The graph that all ranks run, from the graph and the rows of each; those without rows follow the others."""
         number = next((each for each, rows in told if rows), told[0][0])
         other = next((rank for rank, (each, rows) in enumerate(told) if each != number and rows), None)
@@ -365,14 +383,29 @@ class Session:
         parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
         if self._optimizer is not None:
             keep_own(self._optimizer, parameters)
-        return _Deployed(deployment, parameters, Reducer(self.world, parameters))
+        reducer = Reducer(
+            self.world,
+            parameters,
+            divisor=self.world.size,
+            overlap=not self._config.sync_allreduce,
+            consolidate=self._config.consolidate_grads,
+        )
+        return _Deployed(deployment, parameters, reducer)
 
     def _bind(self, deployed: _Deployed, graph: ModelGraph) -> None:
         planned = graph.task.graph_hash == deployed.deployment.graph_hash
         owners = None if planned else deployed.parameters.owners
-        bound = bind(graph, deployed.deployment, self.world.slot, self.world.device, owners)
-        check(bound.program)
-        self._executors.append(Executor(self.world, bound, deployed.parameters.aliases, self._seed))
+        bound = bind(
+            graph, deployed.deployment, self.world.slot, self.world.device, owners, all_outputs=self._all_outputs
+        )
+        check(bound.traffic.program)
+        if bound.interleaved is not None:
+            check(bound.interleaved.traffic.program)
+        self._executors.append(
+            Executor(
+                self.world, bound, deployed.parameters.aliases, deployed.reducer, self._seed, averaged=self.world.size
+            )
+        )
         self._dump(graph, deployed.deployment, bound.stage_of)
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:

@@ -7,7 +7,7 @@ from plan_layouts import layouts
 
 from rannd.errors import PlanError
 from rannd.plan.check import check
-from rannd.plan.schedule import Layout, Program, fill_drain, from_text, to_text
+from rannd.plan.schedule import SCHEDULES, Layout, Program, fill_drain, from_text, interleaved_program, to_text
 
 PIPELINE = Layout(3, 1, ((0,), (1, 2)), ((-1, 0), (-1, 1), (0, 1), (1, 2)), ((-1, 0), (0, 1), (1, 2)))
 
@@ -15,6 +15,13 @@ PIPELINE = Layout(3, 1, ((0,), (1, 2)), ((-1, 0), (-1, 1), (0, 1), (1, 2)), ((-1
 @given(layouts())
 def test_fill_drain_is_correct_for_every_layout(layout: Layout) -> None:
     check(fill_drain(layout))
+
+
+@given(layouts(), st.sampled_from(SCHEDULES))
+def test_interleaved_programs_are_correct_for_every_layout(layout: Layout, schedule: str) -> None:
+    last = len(layout.stages)
+    grads = tuple(edge for edge in layout.grad_edges if edge[1] < last)
+    check(interleaved_program(schedule, Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads)))
 
 
 @given(layouts(), st.data())

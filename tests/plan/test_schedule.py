@@ -2,10 +2,22 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from plan_layouts import layouts
 
 from rannd.errors import PlanError
-from rannd.plan.schedule import Action, Kind, Layout, fill_drain, from_text, to_text
+from rannd.plan.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Layout,
+    fill_drain,
+    from_text,
+    interleaved_program,
+    one_forward_one_backward,
+    to_text,
+    window,
+)
 
 TWO_STAGES = Layout(2, 2, ((0,), (1,)), ((-1, 0), (0, 1), (1, 2)), ((0, 1), (1, 2)))
 
@@ -51,6 +63,70 @@ def test_replicas_take_ranks_in_order() -> None:
     assert [layout.slot_of(0, piece) for piece in range(8)] == [0, 0, 1, 2, 0, 1, 1, 2]
     assert layout.pieces(0, 1) == (2, 5, 6)
     assert layout.pieces(-1, 3) == (3, 7)
+
+
+def computations(layout: Layout, slot: int) -> str:
+    actions = one_forward_one_backward(layout).slots[slot]
+    return " ".join(str(action) for action in actions if action.kind in (Kind.FORWARD, Kind.BACKWARD))
+
+
+def test_one_forward_one_backward() -> None:
+    layout = Layout(2, 2, ((0,), (1,)), ((-1, 0), (0, 1), (1, 2)), ((0, 1),))
+    assert to_text(one_forward_one_backward(layout)) == (
+        "world 2 microbatches 2\n"
+        "stages 0 | 1\n"
+        "edges -1>0 0>1* 1>2\n"
+        "slot 0: RV1:-1>0@1 RV3:-1>0@1 F0 SV0:0>1@1 F1 SV1:0>1@1 RG0:0>1@1 B0 F2 SV2:0>1@1 RG1:0>1@1 B1"
+        " F3 SV3:0>1@1 RG2:0>1@1 B2 RG3:0>1@1 B3 RV0:1>2@1 RV2:1>2@1 R |\n"
+        "slot 1: SV1:-1>0@0 SV3:-1>0@0 RV0:0>1@0 F0 B0 SG0:0>1@0 RV1:0>1@0 F1 B1 SG1:0>1@0 RV2:0>1@0 F2 B2 SG2:0>1@0"
+        " RV3:0>1@0 F3 B3 SG3:0>1@0 SV0:1>2@0 SV2:1>2@0 R |\n"
+    )
+
+
+def test_four_stages_have_falling_windows() -> None:
+    edges = ((0, 1), (1, 2), (2, 3))
+    layout = Layout(4, 2, ((0,), (1,), (2,), (3,)), edges, edges)
+    assert [computations(layout, slot) for slot in range(4)] == [
+        "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+    ]
+
+
+def without_output_gradients(layout: Layout) -> Layout:
+    last = len(layout.stages)
+    grads = tuple(edge for edge in layout.grad_edges if edge[1] < last)
+    return Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads)
+
+
+@given(layouts())
+def test_slots_keep_to_their_windows(layout: Layout) -> None:
+    layout = without_output_gradients(layout)
+    program = one_forward_one_backward(layout)
+    for slot, actions in enumerate(program.slots):
+        flying = most = 0
+        for action in actions:
+            flying += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+            most = max(most, flying)
+        assert most <= window(layout, layout.stage_of(slot))
+
+
+def test_an_interleaved_step_has_no_gradients_of_outputs() -> None:
+    with pytest.raises(PlanError, match="gradients of outputs travel"):
+        one_forward_one_backward(TWO_STAGES)
+
+
+def test_a_schedule_that_is_not_known() -> None:
+    with pytest.raises(PlanError, match="no schedule is named 'zb'; use one of 1f1b, fill_drain"):
+        interleaved_program("zb", TWO_STAGES)
+
+
+@given(layouts(), st.sampled_from(SCHEDULES))
+def test_text_of_interleaved_programs_round_trips(layout: Layout, schedule: str) -> None:
+    program = interleaved_program(schedule, without_output_gradients(layout))
+    assert program.interleaved
+    assert from_text(to_text(program)) == program
 
 
 @given(layouts())

@@ -39,7 +39,7 @@ def test_the_tutorial_s_small_model_is_data_parallel() -> None:
         "fp32param_size=10000 fp16param_size=0 total_mem=702800 (fwd+bwd=670000 opt=20000 comm=12800)",
     ]
     assert assignment_lines(deployment, [1, 0]) == ["Assigned subgraph MERGE_0_9 to rank[1,0]"]
-    assert deployment.schedule == "fill_drain"
+    assert deployment.schedule == "1f1b"
 
 
 def test_less_memory_makes_stages() -> None:

@@ -203,7 +203,7 @@ def test_using_a_deployment_file(tmp_path: Path) -> None:
 def test_misuse_is_told() -> None:
     model = wrapped(Tied())
     loss = model(torch.randn(3, 6))["out"].sum()
-    loss.backward(retain_graph=True)
+    loss.backward()
     with pytest.raises(StepError, match="second time"):
         loss.backward()
     with pytest.raises(UsageError, match="wrapped in a RaNNCModule already"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rannd.runtime.exchange import pack_flags, split_rows, unpack_flags
+from rannd.runtime.agreement import pack_flags, pack_floats, unpack_flags, unpack_floats
+from rannd.runtime.pieces import split_rows
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
@@ -18,12 +19,15 @@ def test_slices_cover_the_mini_batch_evenly(rows: int, parts: int) -> None:
     assert counts == sorted(counts, reverse=True)
 
 
-@given(st.lists(st.booleans(), max_size=124))
+@given(st.lists(st.booleans(), max_size=300))
 def test_flags_survive_packing(flags: list[bool]) -> None:
-    first, second = pack_flags(flags)
-    assert max(first, second) < 2**63
-    assert unpack_flags(first, second, len(flags)) == flags
+    numbers = pack_flags(flags)
+    assert max(numbers, default=0) < 2**63
+    assert unpack_flags(numbers, len(flags)) == flags
 
 
-def test_very_many_flags_count_as_set() -> None:
-    assert unpack_flags(*pack_flags([False] * 125), 125) == [True] * 125
+@given(st.lists(st.floats(), max_size=10))
+def test_floats_survive_packing(values: list[float]) -> None:
+    numbers = pack_floats(values)
+    assert all(-(2**63) <= number < 2**63 for number in numbers)
+    assert list(map(str, unpack_floats(numbers))) == list(map(str, values))

@@ -1,0 +1,114 @@
+"""Instructions keep what the checked Program promises: all actions, their order, the order of each pair's transfers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_layouts import layouts
+
+from rannd.plan.schedule import (
+    SCHEDULES,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Kind,
+    Layout,
+    Program,
+    fill_drain,
+    interleaved_program,
+)
+from rannd.runtime.instructions import AHEAD, instructions
+
+RECEIVES = TRANSFERS - SENDS
+
+
+def programs(layout: Layout, schedule: str | None) -> Program:
+    if schedule is None:
+        return fill_drain(layout)
+    last = len(layout.stages)
+    grads = tuple(edge for edge in layout.grad_edges if edge[1] < last)
+    return interleaved_program(schedule, Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads))
+
+
+def phases(program: Program, slot: int) -> list[list[Action]]:
+    actions, border = program.slots[slot], program.forward_length[slot]
+    chosen = [actions[:border], actions[border:]]
+    return [[action for action in each if action.kind is not Kind.REDUCE] for each in chosen]
+
+
+def pair(action: Action) -> tuple[int, bool]:
+    return action.peer, action.kind in (Kind.SEND_GRADS, Kind.RECV_GRADS)
+
+
+@given(layouts(), st.sampled_from([None, *SCHEDULES]))
+def test_nothing_is_lost_and_the_orders_stay(layout: Layout, schedule: str | None) -> None:
+    program = programs(layout, schedule)
+    for slot in range(layout.world):
+        for actions in phases(program, slot):
+            listed = instructions(actions)
+            done = [each.action for each in listed if each.action is not None]
+            assert done == [action for action in actions if action.kind not in RECEIVES]
+            wanted, found = defaultdict(list), defaultdict(list)
+            for action in actions:
+                if action.kind in TRANSFERS:
+                    wanted[pair(action)].append(action)
+            posted: set[Action] = set()
+            arrived: set[Action] = set()
+            for each in listed:
+                for action in each.posts:
+                    found[pair(action)].append(action)
+                    posted.add(action)
+                assert posted.issuperset(each.awaits)
+                arrived.update(each.awaits)
+                if each.action is not None and each.action.kind in SENDS:
+                    found[pair(each.action)].append(each.action)
+            assert found == wanted
+            assert arrived == posted == {action for action in actions if action.kind in RECEIVES}
+
+
+@given(layouts(), st.sampled_from([None, *SCHEDULES]))
+def test_what_a_computation_needs_is_awaited_before_it(layout: Layout, schedule: str | None) -> None:
+    program = programs(layout, schedule)
+    for slot in range(layout.world):
+        stage = layout.stage_of(slot)
+        for actions in phases(program, slot):
+            arrived: set[Action] = set()
+            settled: set[Action] = set()
+            for each in instructions(actions):
+                arrived.update(each.awaits)
+                for sent in each.settles:
+                    answer = Action(Kind.RECV_GRADS, sent.piece, sent.src, sent.dst, sent.peer)
+                    assert answer in arrived
+                    assert sent not in settled
+                    settled.add(sent)
+                if each.action is None:
+                    continue
+                for action in actions:
+                    ours = action.dst == stage if action.kind is Kind.RECV_VALUES else action.src == stage
+                    kind = Kind.FORWARD if action.kind is Kind.RECV_VALUES else Kind.BACKWARD
+                    if action.kind in RECEIVES and ours and each.action == Action(kind, action.piece):
+                        assert action in arrived
+
+
+def test_receives_of_a_pipeline_are_posted_ahead() -> None:
+    layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
+    program = interleaved_program("1f1b", layout)
+    listed = instructions(phases(program, 1)[0])
+    done = 0  # computations so far
+    posted: dict[Action, int] = {}
+    for each in listed:
+        posted.update(dict.fromkeys(each.posts, done))
+        for action in each.awaits:
+            assert posted[action] == max(done - AHEAD, 0)
+        done += each.action is not None and each.action.kind not in TRANSFERS
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_values_that_were_answered_are_let_go(schedule: str) -> None:
+    layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
+    listed = instructions(phases(interleaved_program(schedule, layout), 0)[0])
+    sent = [each.action for each in listed if each.action is not None and each.action.kind is Kind.SEND_VALUES]
+    assert sorted(map(str, sent)) == sorted(str(action) for each in listed for action in each.settles)
