@@ -11,6 +11,7 @@ from rannd.errors import StepError
 from rannd.runtime import switches
 from rannd.runtime.executor import Executor
 from rannd.runtime.results import NotSent
+from rannd.runtime.shared_inputs import Share
 from rannd.runtime.step import Step
 
 
@@ -20,10 +21,12 @@ def attach(
     tensors: Sequence[torch.Tensor],
     outputs: list[Any],
     delayed: Callable[[], bool],
+    share: Share | None = None,
 ) -> list[Any]:
     """Make the outputs of a call with `tensors` part of the script's autograd graph.
 
-    After a backward the gradients are reduced, unless `delayed()` says that they wait.
+    After a backward the gradients are reduced, unless `delayed()` says that they wait. `share`: where all ranks share
+    the mini-batch of rank 0.
     """
     graph = executor.bound.graph
     places = [
@@ -35,7 +38,7 @@ def attach(
     marked = [nodes[place] in graph.placement.requires_grad for place in places]
     if not any(marked):
         return outputs
-    bridge = _Backward(executor, step, len(outputs), places, delayed)
+    bridge = _Backward(executor, step, len(outputs), places, delayed, share)
     anchor = torch.zeros((), requires_grad=True)
     values = [outputs[place] for place in places]
     attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, values, anchor, *tensors)  # type: ignore[no-untyped-call]
@@ -54,12 +57,14 @@ class _Backward:
         outputs: int,
         places: Sequence[int],
         delayed: Callable[[], bool],
+        share: Share | None,
     ) -> None:
         self._executor = executor
         self._step = step
         self._outputs = outputs
         self._places = places
         self._delayed = delayed
+        self._share = share
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients of the call's tensors from those of its tensor outputs."""
@@ -72,7 +77,10 @@ class _Backward:
                 "train what needs those (a gradient penalty, say) outside of the wrapped model"
             )
         again = switches.keeps_graph or torch._C._autograd._get_current_graph_task_keep_graph()
-        return self._executor.backward(self._step, given, reduce=not self._delayed(), again=again)
+        if self._share is not None:
+            given = self._share.gradients(given)
+        found = self._executor.backward(self._step, given, reduce=not self._delayed(), again=again)
+        return found if self._share is None else self._share.input_gradients(found)
 
 
 class _Bridge(torch.autograd.Function):

@@ -325,11 +325,15 @@ class Executor:
 
     def _label_counts(self, step: Step) -> dict[str, float]:
         """Denominators of this rank's means (labels that count), over its whole mini-batch."""
-        if self._graph.label_counts is None or step.pieces.rank_rows[self._slot] == 0:
+        rows = step.pieces.rank_rows[self._slot]
+        if self._graph.label_counts is None or rows == 0:
             return {}
+        counted, share = step.leaves, 1.0
+        if step.whole is not None:  # this rank's part of the labels of all
+            counted, share = step.whole, rows / step.pieces.total
         with torch.no_grad():
-            found = self._graph.label_counts(*(leaf.detach() for leaf in step.leaves))
-        return {f"{LABELS_WEIGHT}{number}": float(count) for number, count in enumerate(found)}
+            found = self._graph.label_counts(*(leaf.detach() for leaf in counted))
+        return {f"{LABELS_WEIGHT}{number}": float(count) * share for number, count in enumerate(found)}
 
     def _compute(
         self, step: Step, piece: int, live: frozenset[Node] | None, before: Mapping[str, torch.Tensor]
@@ -402,7 +406,9 @@ class Executor:
         if step.interleaved and self.bound.interleaved is not None:
             missing = self.bound.interleaved.missing
         rows, pieces = step.pieces.rank_rows[self._slot], step.pieces.of_slot(self._slot)
-        outputs = join(self._graph, step.values, pieces, rows, missing, self.world.device)
+        outputs = join(
+            self._graph, step.values, pieces, rows, missing, self.world.device, shared=step.whole is not None
+        )
         if self._numbers:
             lengths = [number_length(node) for node in self._numbers]
             flat = [

@@ -41,7 +41,9 @@ class RaNNCModule(nn.Module):
             to the ranks ("auto") where stages would have to send them; using another one raises StepError. "all":
             hands over all of them.
         scaler: The script's GradScaler; with it, backward can begin inside the forward call under fp16 autocast, too.
-        gather_inputs, enable_apex_amp, allreduce_amp_master_params, use_amp_master_params, enable_zero,
+        gather_inputs: False: rank 0's mini-batch is the whole batch, and its outputs come back on every rank, as if one
+            process ran it; the other ranks' arguments matter in structure only.
+        enable_apex_amp, allreduce_amp_master_params, use_amp_master_params, enable_zero,
         check_unused_values, offload_params: RaNNC's switches. Values other than the defaults are refused: they are
             not available in this version.
 
@@ -68,7 +70,6 @@ class RaNNCModule(nn.Module):
     ) -> None:
         super().__init__()
         refused = {
-            "gather_inputs": not gather_inputs,
             "enable_apex_amp": enable_apex_amp,
             "allreduce_amp_master_params": allreduce_amp_master_params,
             "use_amp_master_params": use_amp_master_params,
@@ -119,6 +120,7 @@ class RaNNCModule(nn.Module):
             sync=switches.sync_params,
             all_outputs=outputs == "all",
             scaler=scaler,
+            shared=not gather_inputs,
         )
         self.training = model.training
         _wrapped.add(self)

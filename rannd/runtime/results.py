@@ -36,6 +36,13 @@ class NotSent(torch.Tensor):
         )
         return found
 
+    @staticmethod
+    def like(other: NotSent, shape: tuple[int, ...]) -> NotSent:
+        """As `other`, of another shape."""
+        found: NotSent = torch.Tensor._make_wrapper_subclass(NotSent, shape, dtype=other.dtype)
+        found._told = other._told
+        return found
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"NotSent({self._told})"
 
@@ -71,14 +78,24 @@ _HARMLESS = {
 
 
 def join(
-    graph: ModelGraph, made: Made, pieces: Sequence[int], rows: int, missing: frozenset[Node], device: torch.device
+    graph: ModelGraph,
+    made: Made,
+    pieces: Sequence[int],
+    rows: int,
+    missing: frozenset[Node],
+    device: torch.device,
+    *,
+    shared: bool,
 ) -> list[Any]:
-    """The outputs of a rank whose mini-batch has `rows` rows in `pieces`; None for those that all ranks add up."""
+    """The outputs of a rank whose mini-batch has `rows` rows in `pieces`; None for those that all ranks add up.
+
+    Also None for those of a rank without rows where the batch is `shared`.
+    """
     outputs: list[Any] = []
     for place, (node, result) in enumerate(zip(graph.traced.results, graph.results, strict=True)):
         if result.kind == "number":
             outputs.append(number_at(node.meta["val"], rows))
-        elif result.kind == "global":
+        elif result.kind == "global" or (shared and not pieces):
             outputs.append(None)
         elif node in missing:
             outputs.append(NotSent.of(node, rows, f"output {graph.traced.outputs.positions[place]}"))

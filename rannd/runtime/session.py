@@ -36,6 +36,9 @@ from rannd.runtime.executor import Executor
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.optimizer import keep_own
 from rannd.runtime.parameters import Parameters
+from rannd.runtime.pieces import split_rows
+from rannd.runtime.results import NotSent
+from rannd.runtime.shared_inputs import Share, from_rank_0, rows_by_slot
 from rannd.runtime.step import Step
 from rannd.runtime.tracing import Tracer, other_branches
 from rannd.runtime.verify import verify
@@ -75,6 +78,7 @@ class Session:
         sync: bool,
         all_outputs: bool = False,
         scaler: torch.amp.GradScaler | None = None,
+        shared: bool = False,
     ) -> None:
         self.world = world
         self._config = config
@@ -84,6 +88,9 @@ class Session:
         self._sync = sync
         self._all_outputs = all_outputs
         self._scaler = scaler
+        self._shared = shared
+        """All ranks run rank 0's mini-batch."""
+        self._averaged = 1 if shared else world.size
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
         self._executors: list[Executor] = []
         self._signatures: list[Signature] = []
@@ -115,6 +122,8 @@ class Session:
 
         `delayed()` says, when backward runs, whether gradients wait.
         """
+        if self._shared:
+            call = from_rank_0(self.world, call)
         mode = Mode.current(training)
         state = state_of(self._model, self._ignored)
         number = self._number(call, mode, state)
@@ -128,22 +137,33 @@ class Session:
         else:
             number = self._common(told)
         executor = self._executors[number]
+        graph = executor.bound.graph
         by_slot = tuple(told[rank][1] for rank in self.world.rank_of_slot)
+        if self._shared:
+            by_slot = rows_by_slot(self.world, graph, by_slot[0])
         if not any(by_slot):
             raise StepError("the mini-batches of all ranks are empty; skip the step")
         assert self._deployed is not None
         self._deployed.parameters.refresh()
         leaves = [tensor.to(self.world.device) for tensor in call.tensors]
         step = Step(self._steps, executor.pieces(by_slot), leaves)
+        share: Share | None = None
+        if self._shared:
+            share = Share(self.world, graph, by_slot)
+            step.leaves, step.whole = share.inputs(leaves), leaves
         step.interleaved, step.seed = self._interleaves(executor, mode)
         self._steps += 1
         # Gradients that wait already are reduced together with those of this call, at its backward.
         outputs = executor.forward(step, reduce=not delayed() and not self._deployed.reducer.something_waits())
+        if share is not None:
+            outputs = share.outputs(outputs)
         home = call.tensors[0].device
-        outputs = [value.to(home) if isinstance(value, torch.Tensor) else value for value in outputs]
+        outputs = [
+            value.to(home) if isinstance(value, torch.Tensor) and not isinstance(value, NotSent) else value
+            for value in outputs
+        ]
         if torch.is_grad_enabled():
-            outputs = attach(executor, step, call.tensors, outputs, delayed)
-        graph = executor.bound.graph
+            outputs = attach(executor, step, call.tensors, outputs, delayed, share)
         return graph.traced.outputs.unflatten(outputs)
 
     def _interleaves(self, executor: Executor, mode: Mode) -> tuple[bool, float]:
@@ -242,6 +262,8 @@ class Session:
         if twin is not None:
             return twin
         rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
+        if self._shared:
+            rows = [count for _, count in split_rows(rows[0], self.world.size)]
         if not any(rows):
             raise StepError("the mini-batches of all ranks are empty; skip the step")
         if deployed is not None:
@@ -386,7 +408,7 @@ class Session:
         reducer = Reducer(
             self.world,
             parameters,
-            divisor=self.world.size,
+            divisor=self._averaged,
             overlap=not self._config.sync_allreduce,
             consolidate=self._config.consolidate_grads,
         )
@@ -403,7 +425,7 @@ class Session:
             check(bound.interleaved.traffic.program)
         self._executors.append(
             Executor(
-                self.world, bound, deployed.parameters.aliases, deployed.reducer, self._seed, averaged=self.world.size
+                self.world, bound, deployed.parameters.aliases, deployed.reducer, self._seed, averaged=self._averaged
             )
         )
         self._dump(graph, deployed.deployment, bound.stage_of)

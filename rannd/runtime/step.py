@@ -33,6 +33,8 @@ class Step:
     pieces: Pieces
     leaves: Sequence[torch.Tensor]
     """This rank's tensors, on its device."""
+    whole: Sequence[torch.Tensor] | None = None
+    """The tensors of rank 0, where its mini-batch is shared by all."""
     interleaved: bool = False
     """Backward runs inside the forward call."""
     seed: float = 1.0
