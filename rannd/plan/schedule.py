@@ -189,7 +189,7 @@ def window(layout: Layout, stage: int) -> int:
     piece as one of equal weight with one.
     """
     later = sum(len(slots) for slots in layout.stages[stage:])
-    return -(-later // len(layout.stages[stage]))
+    return -(-later // len(layout.stages[stage])) + (stage + 1 < len(layout.stages))
 
 
 class _Greedy:

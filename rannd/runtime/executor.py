@@ -66,6 +66,7 @@ class Executor:
         self._nodes = self._graph.traced.placeholders
         self._written = sorted(self._graph.placement.written & set(bound.part.tensors))
         self._loans: dict[str, torch.Tensor] = {}
+        self._tensors: list[torch.Tensor] = []
         self._buffers = MessageBuffers(world.device)
         self._numbers = [
             node
@@ -131,6 +132,7 @@ class Executor:
         the graph's.
         """
         self._lend()
+        self._resolve()
         self._give_inputs(step)
         before = {name: self._state[name].detach().clone() for name in self._written}
         live = None
@@ -169,6 +171,7 @@ class Executor:
         if step.interleaved:
             return self._handed_over(step, gradients, reduce=reduce, again=again)
         step.keep = again
+        self._resolve()
         self._give_seeds(step, gradients, live)
         self._play(step, self._phase(step, _BACKWARD), live, {}, reduce=reduce)
         if reduce:
@@ -300,6 +303,11 @@ class Executor:
                 finish(dist.irecv(value, self.world.rank_of_slot[lender], group=self.world.forward))
                 self._loans[name] = value
 
+    def _resolve(self) -> None:
+        """Find the tensors that this rank's part computes with."""
+        sources = (self._loans, self.bound.constants, self._state)
+        self._tensors = [next(source[name] for source in sources if name in source) for name in self.bound.part.tensors]
+
     def _give_inputs(self, step: Step) -> None:
         """Slice this rank's mini-batch into pieces, and weigh the losses of each."""
         specs, sizes = self._graph.signature.tensors, step.pieces
@@ -370,8 +378,9 @@ class Executor:
     ) -> dict[Node, torch.Tensor]:
         """Run this rank's part on a piece; `buffers` replace those that it writes into."""
         part = self.bound.part
-        sources = (buffers, self._loans, self.bound.constants, self._state)
-        tensors = [next(source[name] for source in sources if name in source) for name in part.tensors]
+        tensors = self._tensors
+        if buffers:
+            tensors = [buffers.get(name, tensor) for name, tensor in zip(part.tensors, tensors, strict=True)]
         with (
             self._random(step, piece) if part.random else contextlib.nullcontext(),
             self._graph.signature.mode.autocasting(),

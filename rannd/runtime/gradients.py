@@ -118,9 +118,9 @@ class Reducer:
 
     def arm(self) -> None:
         """The last backward of pieces begins: start each bucket as soon as it is complete."""
-        for name in self._bucket_of:
+        for name, bucket in self._bucket_of.items():
             alias = self._parameters.aliases[name]
-            if alias.requires_grad and self._hooked.get(name) is not alias:
+            if len(bucket.slots) > 1 and alias.requires_grad and self._hooked.get(name) is not alias:
                 alias.register_post_accumulate_grad_hook(self._arrived(name))
                 self._hooked[name] = alias
         for bucket in self._buckets:
@@ -233,16 +233,19 @@ class Reducer:
     def _give(self, name: str, gradient: torch.Tensor) -> None:
         """Add a reduced gradient to the user's parameter, and let its hooks see it, once."""
         parameter = self._parameters.tensors[name]
-        for hook in list((parameter._backward_hooks or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
+        hooks, afterwards = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        if hooks:
+            for hook in list(hooks.values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            with torch.no_grad():
                 parameter.grad.add_(gradient)
-        for after in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-            after(parameter)
+        if afterwards:
+            for after in list(afterwards.values()):
+                after(parameter)
 
 
 def _make_buckets(

@@ -1,0 +1,389 @@
+"""The runtime beside its peers, two ranks on two cores: data parallelism, pipelines, overhead, bubble, memory.
+
+    python bench/runtime.py [data_parallel pipeline bubble overhead memory] [--rounds 8] [--steps 4]
+
+Both sides of a ratio train the same model in the same processes with the same allocator, in turns whose order is
+reversed every other round; the first round is dropped. One thread per rank. A ratio above 1.0 says that rannd is
+faster.
+
+data_parallel  a pure data-parallel plan beside DistributedDataParallel (GPT-2, AdamW)
+pipeline       two stages beside torch.distributed.pipelining (1F1B, GPipe) with the same cut and microbatches
+bubble         stages of virtual operations (sleeps of 20 ms forward, 40 ms backward) against their schedule's ideal
+overhead       our time per action, with next to nothing to compute and nothing to send
+memory         peak bytes of tensors in a step of each rank against the plan and the whole model
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 8192, 256, 6, 4
+MICROBATCHES = 4
+"""Of each rank's mini-batch: a pipeline of two ranks runs twice as many pieces."""
+SLEEP = 0.020
+PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1"}
+JOBS: dict[str, tuple[int, dict[str, str]]] = {
+    "data_parallel": (2, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}),
+    "pipeline": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
+    "bubble": (4, {"RANNC_PARTITION_NUM": "4", "RANNC_PIPELINE_NUM": "4"}),
+    "overhead": (1, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "32"}),
+    "memory": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
+}
+"""(ranks, variables that force the plan) of each measurement."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[*JOBS, []], help="all where none is named")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round")
+    options = parser.parse_args()
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        globals()[options.what[0]](options.rounds, options.steps)
+        return
+    runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
+    for name in options.what or JOBS:
+        ranks, plan = JOBS[name]
+        command = [str(runner), "-np", str(ranks), "--show-ranks", "0", __file__, name]
+        command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+        print(f"-- {name}", flush=True)
+        done = subprocess.run(command, env={**os.environ, **PLAIN, **plan}, check=False)
+        if done.returncode:
+            sys.exit(done.returncode)
+
+
+def compare(sides: dict[str, Callable[[], Any]], rounds: int, steps: int) -> None:
+    """Run `steps` of each side in turn, and print the ratios to the first; on every rank."""
+    import torch
+
+    import pyrannc
+
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            pyrannc.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                sides[name]()
+            pyrannc.barrier()
+            times[name].append((time.perf_counter() - start) / steps)
+    if pyrannc.get_rank():
+        return
+    kept = {name: values[1:] for name, values in times.items()}
+    first, *others = kept
+    for name, values in kept.items():
+        print(
+            f"{name:28s} step {1e3 * statistics.median(values):8.1f} ms "
+            f"({1e3 * min(values):.1f} to {1e3 * max(values):.1f})"
+        )
+    for name in others:
+        ratios = sorted(b / a for a, b in zip(kept[first], kept[name], strict=True))
+        print(f"{first} / {name}: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})", end=" ")
+        print(f"over {len(ratios)} rounds, torch {torch.__version__}")
+
+
+class Gpt:
+    """A GPT of plain modules, in parts and whole."""
+
+    def parts(self) -> list[Any]:
+        import torch
+        from torch import Tensor, nn
+
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.one, self.two = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+                self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+                self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+            def forward(self, x: Tensor) -> Tensor:
+                q, k, v = self.qkv(self.one(x)).unflatten(-1, (3, HEADS, -1)).movedim(-2, 1).unbind(3)
+                mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                x = x + self.out(mixed.movedim(1, 2).flatten(2))
+                return x + self.down(nn.functional.gelu(self.up(self.two(x))))
+
+        class Embed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
+
+            def forward(self, tokens: Tensor) -> Tensor:
+                return self.tokens(tokens) + self.places.weight
+
+        torch.manual_seed(0)
+        head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False))
+        return [Embed(), *(Block() for _ in range(LAYERS)), head]
+
+    @staticmethod
+    def loss(logits: Any, tokens: Any) -> Any:
+        from torch import nn
+
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def whole(self, cut: int | None) -> Any:
+        """All parts, which may be cut before part `cut` only."""
+        from torch import Tensor, nn
+
+        import pyrannc
+
+        gpt = self
+
+        class Whole(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.parts = nn.ModuleList(gpt.parts())
+                self.cut = pyrannc.CutPoint() if cut is not None else nn.Identity()
+
+            def forward(self, tokens: Tensor) -> Tensor:
+                x = tokens
+                for number, part in enumerate(self.parts):
+                    x = part(self.cut(x) if number == cut else x)
+                return gpt.loss(x, tokens)
+
+        return Whole()
+
+
+def data_parallel(rounds: int, steps: int) -> None:
+    """GPT-2 of transformers, random tokens, dropout 0."""
+    import torch
+    import transformers
+    from torch.nn.parallel import DistributedDataParallel
+
+    import pyrannc
+
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(pyrannc.get_rank()))
+
+    def stepper(wrap: Callable[[torch.nn.Module, torch.optim.Optimizer], torch.nn.Module]) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        wrapped = wrap(model, optimizer)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            wrapped(input_ids=tokens, labels=tokens)["loss"].backward()
+            optimizer.step()
+
+        return step
+
+    ours = stepper(pyrannc.RaNNCModule)
+    ours()  # connects the ranks
+    compare({"rannd": ours, "DistributedDataParallel": stepper(lambda m, _: DistributedDataParallel(m))}, rounds, steps)
+
+
+def pipeline(rounds: int, steps: int) -> None:
+    """A GPT of plain modules whose stages torch's pipelining takes as they are."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    import pyrannc
+
+    gpt = Gpt()
+    rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(VOCABULARY, (world * BATCH, SEQUENCE), generator=generator)
+
+    for cut in (LAYERS // 2 + 1, LAYERS // 2 + 2):
+
+        def ours(cut: int = cut) -> Callable[[], None]:
+            model = gpt.whole(cut)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            wrapped = pyrannc.RaNNCModule(model, optimizer)
+            mine = batch[rank * BATCH : (rank + 1) * BATCH]
+
+            def step() -> None:
+                optimizer.zero_grad()
+                wrapped(mine).backward()
+                optimizer.step()
+
+            return step
+
+        def theirs(schedule: type, cut: int = cut) -> Callable[[], None]:
+            modules = gpt.parts()
+            stage_module = nn.Sequential(*(modules[:cut] if rank == 0 else modules[cut:]))
+            optimizer = torch.optim.AdamW(stage_module.parameters(), lr=1e-4)
+            stage = PipelineStage(stage_module, rank, world, torch.device("cpu"))
+            runs = schedule(stage, n_microbatches=world * MICROBATCHES, loss_fn=gpt.loss)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                runs.step(batch) if rank == 0 else runs.step(target=batch)
+                optimizer.step()
+
+            return step
+
+        own = ours()
+        own()
+        assert dist.is_initialized()
+        if rank == 0:
+            print(f"cut before part {cut} of {LAYERS + 2}, {world * MICROBATCHES} microbatches of the batch")
+        compare({"rannd": own, "torch 1F1B": theirs(Schedule1F1B), "torch GPipe": theirs(ScheduleGPipe)}, rounds, steps)
+        pyrannc.clear()
+
+
+def bubble(rounds: int, steps: int) -> None:
+    """Four ranks, four stages; computing is sleeping, so that more ranks than cores do not disturb each other."""
+    import torch
+    from torch import nn
+
+    import pyrannc
+
+    class Sleeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            time.sleep(SLEEP)
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(2 * SLEEP)
+            return gradient
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    world = pyrannc.get_world_size()
+    for schedule in ("1f1b", "fill_drain"):
+        os.environ["RANNC_SCHEDULE"] = schedule
+        model = pyrannc.RaNNCModule(Model())
+        x = torch.randn(8, 16)
+        model(x).backward()
+        executor = model._session._executors[0]
+        part = executor.bound.part
+        run = part.module.forward
+
+        def slowly(*values: Any, run: Callable[..., Any] = run) -> tuple[Any, ...]:
+            outputs = run(*values)
+            first, *rest = outputs
+            return (Sleeps.apply(first), *rest)  # type: ignore[no-untyped-call]
+
+        part.module.forward = slowly
+        micro = executor.bound.layout.microbatches
+        times = []
+        for _ in range(rounds):
+            pyrannc.barrier()
+            start = time.perf_counter()
+            model(x).backward()
+            pyrannc.barrier()
+            times.append(time.perf_counter() - start)
+        ideal = (world * micro + world - 1) * 3 * SLEEP
+        if pyrannc.get_rank() == 0:
+            found = statistics.median(times)
+            print(f"{schedule:10s} {world} stages, {world * micro} pieces: {found:.3f} s, ideal {ideal:.3f} s", end=" ")
+            print(f"-> {ideal / found:.3f} of the ideal ({ideal / max(times):.3f} to {ideal / min(times):.3f})")
+        pyrannc.clear()
+
+
+def overhead(rounds: int, steps: int) -> None:
+    """One rank, 32 pieces of one row: CPU time of a step beside the pieces' own forwards and backwards."""
+    import torch
+    from torch import nn
+
+    import pyrannc
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).square().mean()
+
+    model = pyrannc.RaNNCModule(Model())
+    x = torch.randn(32, 4)
+    model(x).backward()
+    executor = model._session._executors[0]
+    part = executor.bound.part
+    tensors = [executor._state[name] for name in part.tensors]
+    weights = [torch.ones((), dtype=torch.float64) for _ in range(len(part.inputs) - 1)]
+    numbers = part.numbers_at(1)
+
+    def alone() -> None:
+        for piece in range(32):
+            (loss,) = part.module(x[piece : piece + 1], *weights, *tensors, *numbers)
+            loss.backward()
+
+    found, bare = [], []
+    for _ in range(rounds * 10):
+        start = time.process_time()
+        model(x).backward()
+        between = time.process_time()
+        alone()
+        found.append(between - start)
+        bare.append(time.process_time() - between)
+    actions = 2 * 32
+    ours = 1e6 * (statistics.median(found) - statistics.median(bare)) / actions
+    print(
+        f"step {1e3 * statistics.median(found):.2f} ms, computing alone {1e3 * statistics.median(bare):.2f} ms", end=" "
+    )
+    print(f"-> {ours:.0f} us per action ({actions} actions)")
+
+
+def memory(rounds: int, steps: int) -> None:
+    """Bytes of tensors as the allocator counts them: what lies there before a step, and the most within one."""
+    import torch
+    import torch.distributed as dist
+
+    import pyrannc
+
+    rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    model = Gpt().whole(None)
+    whole = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    wrapped = pyrannc.RaNNCModule(model, optimizer)
+
+    def step() -> None:
+        wrapped(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    held = [*wrapped.parameters(), *wrapped.buffers()]
+    held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    base = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    stage = next(each for each in wrapped.deployment.stages if wrapped._session.world.slot in each.slots)
+    numbers = torch.tensor([base, base + most, stage.estimate.total_bytes])
+    told = [torch.empty_like(numbers) for _ in range(world)]
+    dist.all_gather(told, numbers)
+    if rank == 0:
+        for each, (lying, peak, planned) in enumerate(part.tolist() for part in told):
+            print(
+                f"rank {each}: {lying / 2**20:.1f} MiB lie there, peak {peak / 2**20:.1f}, planned "
+                f"{planned / 2**20:.1f} ({peak / planned:.2f}), training state of the whole {whole / 2**20:.1f} "
+                f"({peak / whole:.2f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
