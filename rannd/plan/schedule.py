@@ -161,8 +161,8 @@ def one_forward_one_backward(layout: Layout) -> Program:
     A slot of stage s has at most :func:`window` pieces in flight. The order is that of a machine whose stages take
     equally long with all their replicas, where a backward takes twice a forward and transfers take no time: a slot
     runs the oldest backward that is ready, else the next forward that is ready and fits into its window. What this
-    machine has done in some order cannot wait for itself in a ring. With one replica a stage it is the known order:
-    ``F0 F1 F2 B0 F3 B1 ...``.
+    machine has done in some order cannot wait for itself in a ring. With one replica a stage it is the known order, but
+    for one more forward ahead: ``F0 F1 F2 B0 F3 B1 ...`` in the first of two stages.
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
     """
@@ -186,10 +186,13 @@ def window(layout: Layout, stage: int) -> int:
     """Most pieces that a slot of `stage` keeps in flight under 1F1B.
 
     A piece is away for as long as it takes all later stages, and a stage with R replicas takes R times as long for a
-    piece as one of equal weight with one.
+    piece as one of equal weight with one. On top comes one piece, which covers the time that transfers take: without
+    it every slot waits for two of them in every round.
     """
+    if stage + 1 == len(layout.stages):
+        return 1
     later = sum(len(slots) for slots in layout.stages[stage:])
-    return -(-later // len(layout.stages[stage])) + (stage + 1 < len(layout.stages))
+    return -(-later // len(layout.stages[stage])) + 1
 
 
 class _Greedy:
