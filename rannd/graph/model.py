@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from rannd.graph import losses
+from rannd.graph.dropout import switch as switch_dropout
 from rannd.graph.flops import forward_flops
 from rannd.graph.hashing import graph_hash, structures
 from rannd.graph.ir import Op, Param, Size, TaskGraph, Value
@@ -58,6 +59,7 @@ def build(
     if traced is None:
         with explained(model, signature, leaves):
             traced, signature = trace(model, signature, leaves)
+    switch_dropout(traced, model, signature, lambda other: trace(model, other, leaves)[0])
     traced = retarget(traced, device)
     digest = graph_hash(traced, signature)
     placement = place(traced, signature)
