@@ -55,6 +55,7 @@ def same(mine: torch.Tensor | None, other: torch.Tensor | None, what: str) -> No
     if mine is None or other is None:
         assert mine is other, (what, mine, other)
         return
+    mine, other = mine.detach(), other.detach()
     difference = float((mine.double() - other.double()).abs().max()) if mine.numel() else 0.0
     scale = max(float(other.abs().max()) if other.numel() else 1.0, 1e-3)
     assert difference <= CLOSE * scale, (what, difference)
