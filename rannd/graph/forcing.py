@@ -38,16 +38,17 @@ def forced(module: nn.Module, enabled: bool | None) -> Iterator[None]:
         yield
         return
     known = [each for each in module.modules() if isinstance(each, KNOWN)]
-    recurrent = [(each, each.dropout) for each in known if isinstance(each, nn.RNNBase)]
-    held = [(each, each.dropout) for each in known if isinstance(each, nn.MultiheadAttention)]
+    switched: list[tuple[Any, float]] = [
+        (each, each.dropout) for each in known if isinstance(each, (nn.RNNBase, nn.MultiheadAttention))
+    ]
     with as_in_training(known if enabled else ()), _Forcing(enabled):
         if not enabled:
-            for layer, _ in (*recurrent, *held):
+            for layer, _ in switched:
                 layer.dropout = 0.0
         try:
             yield
         finally:
-            for layer, probability in (*recurrent, *held):
+            for layer, probability in switched:
                 layer.dropout = probability
 
 

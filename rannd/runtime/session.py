@@ -434,6 +434,8 @@ class Session:
         return nullcontext() if self._deployed is None else self._deployed.parameters.hollow()
 
     def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> _Deployed:
+        for line in graph.idle_cuts if self.world.rank == 0 else ():
+            log.get("RaNNCModule").warning("%s", line)
         planner = Planner(
             self.world, self._config, self._cache, graph, self._model, self._optimizer, call.tensors, rows
         )
