@@ -49,7 +49,7 @@ def _mark(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Where a graph may be cut: the segment of each of its nodes, 0 everywhere without CutPoints."""
+    """Where a graph may be cut: the segment of each of its nodes, from 1 on; 0 everywhere without CutPoints."""
 
     of: Mapping[Node, int] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def segments(traced: Traced, model: nn.Module) -> Segments:
         return Segments()
     marks = [node for node in traced.graph.nodes if _is_mark(node, model)]
     of: dict[Node, int] = {}
-    number, behind = 0, False
+    number, behind = 1, False
     for node in traced.graph.nodes:
         if node.op == "call_function" and not is_number(node.meta.get("val")):
             marked = node in marks
@@ -90,6 +90,8 @@ def segments(traced: Traced, model: nn.Module) -> Segments:
     for mark in marks:
         if _settle(traced, mark):
             del of[mark]
+        elif mark.target is torch.ops.aten.clone.default:
+            of[mark] += 1  # with those who write into it
     return Segments(of if marks else {}, idle)
 
 

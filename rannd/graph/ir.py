@@ -70,7 +70,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     module: str = ""
     """Dotted path of the user's module that ran the op."""
     segment: int = 0
-    """How many CutPoints were called before; stages may begin only where this number grows."""
+    """1 + how many CutPoints were called before: stages may begin only where this number grows. 0 without CutPoints."""
 
 
 class TaskGraph(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ from rannd.plan.atoms import make_atoms
 
 
 def has_cut_points(graph: TaskGraph) -> bool:
-    """Whether CutPoints divide the graph."""
-    return len({op.segment for op in graph.ops}) > 1
+    """Whether the graph may be cut at CutPoints only."""
+    return any(op.segment for op in graph.ops)
 
 
 def cut_places(graph: TaskGraph, parts: Sequence[Sequence[int]]) -> list[bool]:
@@ -25,7 +25,7 @@ def cut_places(graph: TaskGraph, parts: Sequence[Sequence[int]]) -> list[bool]:
     found = [True] * (count + 1)
     segments = [[graph.ops[op].segment for op in part] for part in parts]
     before = [-1] * (count + 1)
-    after = [len(graph.ops)] * (count + 1)
+    after = [max(op.segment for op in graph.ops) + 1] * (count + 1)
     for index, numbers in enumerate(segments):
         before[index + 1] = max(before[index], *numbers)
     for index in range(count - 1, -1, -1):
