@@ -23,3 +23,8 @@ def test_undeploying_changes_nothing_in_training(job: Job) -> None:
 def test_several_models_and_hooks(job: Job) -> None:
     output = job.train(2, "tests/e2e/programs/several.py", RANNC_PIPELINE_NUM="2")
     assert output.count("several models are right on rank") == 2
+
+
+def test_cut_points_and_dropout(job: Job) -> None:
+    output = job.train(2, "tests/e2e/programs/cut_points.py", RANNC_PIPELINE_NUM="2")
+    assert output.count("cut points are right on rank") == 2
