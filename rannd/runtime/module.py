@@ -163,6 +163,7 @@ class RaNNCModule(nn.Module):
         Another setting is another graph, made when the model is next called. See docs/semantics.md for what counts as
         dropout. Call it on all ranks.
         """
+        self._session.alive()
         self._session.dropout = enabled if enabled is None else bool(enabled)
 
     def undeploy(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from random import Random
 
 import msgspec
@@ -32,9 +33,7 @@ def planned(
     graph: TaskGraph, blocks: tuple[Block, ...], costs: CostTable, world: int, options: PlanOptions, rows: int = 16
 ) -> Deployment:
     slots = tuple(Slot(0, device) for device in range(world))
-    return plan(
-        graph, blocks, costs, world=world, slots=slots, batch_rows=rows, memory_bytes=10**15, options=options
-    )
+    return plan(graph, blocks, costs, world=world, slots=slots, batch_rows=rows, memory_bytes=10**15, options=options)
 
 
 def starts(graph: TaskGraph, deployment: Deployment) -> list[int]:
@@ -50,7 +49,7 @@ class Marked(Reference):
         for bounds, replicas, microbatches in super().plans():
             segments = [
                 [self.graph.ops[op].segment for block in self.blocks[start:end] for op in block.ops]
-                for start, end in zip(bounds, bounds[1:], strict=False)
+                for start, end in pairwise(bounds)
             ]
             if all(max(one) < min(other) for at, one in enumerate(segments) for other in segments[at + 1 :]):
                 yield bounds, replicas, microbatches

@@ -45,7 +45,10 @@ def gan(stages: tuple[int, int], how: str) -> None:
             optimizer.zero_grad()
         (d(g(z[RANK]).detach()).mean() - d(real[RANK]).mean()).backward()
         plain_d.gradients(
-            [lambda m, a=a, b=b: m(plain_g.model(a).detach()).mean() - m(b).mean() for a, b in zip(z, real, strict=True)]
+            [
+                lambda m, a=a, b=b: m(plain_g.model(a).detach()).mean() - m(b).mean()
+                for a, b in zip(z, real, strict=True)
+            ]
         )
         same_parameters(d, plain_d.model, f"{stages} {how}: discriminator in step {step}")
         for optimizer in (d_optimizer, plain_d.optimizer):

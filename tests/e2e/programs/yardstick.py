@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import nn
 
@@ -70,9 +71,6 @@ def same_parameters(wrapped: pyrannc.RaNNCModule, plain: nn.Module, what: str) -
 
 def raises(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
     """Fail where a call does not raise an error that says so."""
-    try:
+    with pytest.raises(kind) as caught:
         call()
-    except kind as exc:
-        assert text in str(exc), str(exc)
-    else:
-        raise AssertionError(f"{kind.__name__} with {text!r} was expected")
+    assert text in str(caught.value), str(caught.value)
