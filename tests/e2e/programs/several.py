@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -33,10 +34,22 @@ def freeze(model: nn.Module, how: str, trained: bool) -> None:
         model.requires_grad_(trained)
 
 
-def gan(stages: tuple[int, int], how: str) -> None:
+class Judge(nn.Module):
+    """Computes its score itself, so that its backward runs inside the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network(seed=2, depth=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        score: torch.Tensor = self.layers(x).mean()
+        return score
+
+
+def gan(stages: tuple[int, int], how: str, judge: Callable[[], nn.Module] = lambda: network(seed=2, depth=3)) -> None:
     """Gradients go through the discriminator into the generator."""
     g, g_optimizer, plain_g = wrap(network(seed=1, depth=3), stages[0])
-    d, d_optimizer, plain_d = wrap(network(seed=2, depth=3), stages[1])
+    d, d_optimizer, plain_d = wrap(judge(), stages[1])
     assert plain_g.optimizer is not None
     assert plain_d.optimizer is not None
     for step in range(4):
@@ -75,6 +88,9 @@ gan((2, 1), "each")
 gan((1, 2), "attribute")
 gan((2, 2), "all")
 gan((2, 2), "never")
+gan((1, 2), "each", Judge)
+gan((2, 2), "all", Judge)
+gan((2, 1), "never", Judge)
 
 
 def distil() -> None:
