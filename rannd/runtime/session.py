@@ -269,6 +269,7 @@ class Session:
         deployed = self._deployed
         if deployed is None:
             return
+        deployed.parameters.adopt()
         deployed.frozen.agree()
         undeploy(self.world, deployed.parameters, deployed.origin, self._optimizer)
         self.close()

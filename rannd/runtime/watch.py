@@ -27,7 +27,7 @@ from rannd.runtime.world import World
 
 FIRST = 16
 """Calls in which ranks compare, and the distance of later ones."""
-PARAMETERS, ELEMENTS = 8, 4
+PARAMETERS, ELEMENTS = 4, 4
 """Gradients that are looked at, and elements of each."""
 UNIFORM = 0.02
 """Relative difference up to which elements have changed by one factor: half precision rounds."""
