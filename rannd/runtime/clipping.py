@@ -196,7 +196,7 @@ def _plain_norm(tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool
     """The norm of tensors that are here, in at least 32 bits."""
     if not tensors:
         return 0.0
-    wide = [tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float() for tensor in tensors]
+    wide = [tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors]
     with directly():
         return float(clip_grad._get_total_norm(wide, norm_type, False, foreach).double())
 
