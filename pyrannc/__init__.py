@@ -9,12 +9,14 @@ import os
 
 from rannd import config as _configuration
 from rannd import log as _log
+from rannd.graph.cut_point import CutPoint
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
 from rannd.runtime.world import current as _current
 from rannd.runtime.world import find_place as _find_place
 
 __all__ = [
+    "CutPoint",
     "RaNNCModule",
     "barrier",
     "clear",

@@ -219,6 +219,7 @@ def _mode(signature: Signature) -> str:
         "training": signature.mode.training,
         "grad": signature.mode.grad,
         "autocast": signature.mode.autocast,
+        "dropout": signature.mode.dropout,
         "autocast dtypes": [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
         "autocast cache": torch.is_autocast_cache_enabled(),
         "inference": torch.is_inference_mode_enabled(),

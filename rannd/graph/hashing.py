@@ -44,9 +44,10 @@ def graph_hash(traced: Traced, signature: Signature) -> str:
         return text + _content(traced.constants[name]) if name in traced.constants else text
 
     mode = signature.mode
+    told = "" if mode.dropout is None else f"|dropout {mode.dropout}"
     text = _text(traced.graph, traced.root, describe)
     outputs = f"{traced.outputs.spec}|{sorted(traced.outputs.constants.items())!r}|{traced.outputs.positions}"
-    return _digest("\n".join((text, outputs, f"{mode.training}|{mode.grad}|{mode.autocast}")))
+    return _digest("\n".join((text, outputs, f"{mode.training}|{mode.grad}|{mode.autocast}{told}")))
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     """Ops of one group have to stay in one stage (in-place ops and aliases, tuple producers, mutated buffers)."""
     module: str = ""
     """Dotted path of the user's module that ran the op."""
+    segment: int = 0
+    """1 + how many CutPoints were called before: stages may begin only where this number grows. 0 without CutPoints."""
 
 
 class TaskGraph(msgspec.Struct, frozen=True):

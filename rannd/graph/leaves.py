@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from rannd.graph.forcing import forced
 from rannd.graph.methods import part_of
 from rannd.graph.values import ROWS, Dim, TensorValue
 
@@ -82,6 +83,8 @@ class LeafTable:
         """By the key without the model's token: ``path#number of the call``."""
         self._modules = {call.path: part_of(model, call.path) for call in calls.values()}
         self.token = next(_tokens)
+        self.dropout: bool | None = None
+        """On or off whatever the flags of the modules say, see dropout.py."""
         _tables[self.token] = self
 
     @property
@@ -169,7 +172,7 @@ def _run(
     for place, constant in call.constants:
         leaves[place] = constant
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-    with _holding(module, state), direct_checkpoints():
+    with _holding(module, state), direct_checkpoints(), forced(module, table.dropout):
         result = module(*args, **kwargs)
         with torch.no_grad():
             for name, buffer in module.named_buffers():

@@ -10,6 +10,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from rannd.graph import losses
+from rannd.graph.cut_point import Segments, segments
+from rannd.graph.dropout import switch as switch_dropout
 from rannd.graph.flops import forward_flops
 from rannd.graph.hashing import graph_hash, structures
 from rannd.graph.ir import Op, Param, Size, TaskGraph, Value
@@ -41,6 +43,8 @@ class ModelGraph:
     """Why samples depend on each other; None where they do not."""
     analysis: RowAnalysis
     """Where the samples are in each value."""
+    idle_cuts: tuple[str, ...] = ()
+    """What to tell of CutPoints that have no effect."""
 
 
 def build(
@@ -58,8 +62,10 @@ def build(
     if traced is None:
         with explained(model, signature, leaves):
             traced, signature = trace(model, signature, leaves)
+    switch_dropout(traced, model, signature, lambda other: trace(model, other, leaves)[0])
     traced = retarget(traced, device)
-    digest = graph_hash(traced, signature)
+    cuts = segments(traced, model)
+    digest = cuts.hash(graph_hash(traced, signature), traced.graph)
     placement = place(traced, signature)
     analysis = analyse(traced, signature, placement.early)
     results = losses.results(traced, analysis)
@@ -68,8 +74,11 @@ def build(
     losses.keep_single_rows(analysis)
     placement = place(traced, signature)
     nodes = {f"{number}:{_short(node)}": node for number, node in enumerate(placement.placed)}
-    task = _task_graph(model, traced, placement, nodes, digest, signature.mode.autocast, analysis.coupled is not None)
-    return ModelGraph(signature, traced, placement, task, nodes, results, weights, counts, analysis.coupled, analysis)
+    coupled = analysis.coupled is not None
+    task = _task_graph(model, traced, placement, nodes, digest, signature.mode.autocast, coupled, cuts)
+    return ModelGraph(
+        signature, traced, placement, task, nodes, results, weights, counts, analysis.coupled, analysis, cuts.idle
+    )
 
 
 def _short(node: Node) -> str:
@@ -84,6 +93,7 @@ def _task_graph(
     digest: str,
     autocast: str,
     coupled: bool,
+    cuts: Segments,
 ) -> TaskGraph:
     params: list[Param] = []
     param_number: dict[str, int] = {}
@@ -110,6 +120,7 @@ def _task_graph(
 
     ops: list[Op] = []
     known = structures(traced, placement, autocast)
+    segment = cuts.number(traced.graph)
     for number, (name, node) in enumerate(nodes.items()):
         inputs = tuple(value(source, -1) for source in known[node].inputs)
         ops.append(
@@ -123,6 +134,7 @@ def _task_graph(
                 flops=polynomial(_flops(node)),
                 group=placement.group[node],
                 module=node.meta.get("module", ""),
+                segment=segment[node],
             )
         )
     used = {param for op in ops for param in op.params}

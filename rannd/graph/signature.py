@@ -42,16 +42,18 @@ class Mode:
     training: bool
     grad: bool
     autocast: str
+    dropout: bool | None = None
+    """On or off whatever the training flags say; None: as they say."""
 
     @staticmethod
-    def current(training: bool) -> Mode:
+    def current(training: bool, dropout: bool | None = None) -> Mode:
         """The mode of a call made now. `autocast` names the enabled autocast regions and their dtypes."""
         regions = [
             f"{device}:{torch.get_autocast_dtype(device)}"
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         ]
-        return Mode(training, torch.is_grad_enabled(), ",".join(regions))
+        return Mode(training, torch.is_grad_enabled(), ",".join(regions), dropout)
 
     @contextlib.contextmanager
     def autocasting(self) -> Iterator[None]:

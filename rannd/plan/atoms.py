@@ -33,7 +33,8 @@ def make_atoms(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
     members: list[list[int]] = [[] for _ in range(count)]
     for op, component in enumerate(owner):
         members[component].append(op)
-    order = _topological(_successors(graph, owner, count), first=[ops[0] for ops in members])
+    first = [(max(graph.ops[op].segment for op in ops), ops[0]) for ops in members]
+    order = _topological(_successors(graph, owner, count), first)
     return tuple(tuple(members[component]) for component in order)
 
 
@@ -89,8 +90,8 @@ def _components(successors: list[list[int]]) -> list[int]:
     return component
 
 
-def _topological(successors: list[list[int]], first: list[int]) -> list[int]:
-    """Kahn's order; among ready nodes the one whose first op comes first in the program."""
+def _topological(successors: list[list[int]], first: list[tuple[int, int]]) -> list[int]:
+    """Kahn's order; among ready nodes that of the first segment whose first op comes first in the program."""
     waiting = [0] * len(successors)
     for each in successors:
         for successor in each:

@@ -31,6 +31,7 @@ from rannd.errors import PlanError
 from rannd.graph.ir import Op, TaskGraph
 from rannd.plan.atoms import make_atoms
 from rannd.plan.options import PlanOptions
+from rannd.plan.places import cut_places, has_cut_points
 
 ROWS = 8
 """Sizes are compared at this number of rows; fixed, so that blocks do not depend on the batch."""
@@ -51,17 +52,28 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
     """Blocks of `graph` in topological order, for a plan on `world` devices.
 
     There are at most `options.max_partition_num` (or `partition_num`, where more stages are demanded), and, if
-    there are so many atoms, at least as many as stages can be wanted. PlanError where the graph has no op.
+    there are so many atoms, at least as many as stages can be wanted. No block crosses a CutPoint, and where there are
+    more of them than blocks may be, blocks begin at CutPoints only. PlanError where the graph has no op.
     """
     atoms = make_atoms(graph)
     if not atoms:
         raise PlanError("the model has no op to place: its outputs do not depend on the batch; nothing to plan")
     most = max(options.max_partition_num, options.partition_num)
+    places = cut_places(graph, atoms)
+    if has_cut_points(graph) and sum(places) - 1 > most:
+        starts = [at for at, allowed in enumerate(places[:-1]) if allowed]
+        ends = [*starts[1:], len(atoms)]
+        atoms = tuple(
+            tuple(sorted(op for atom in atoms[start:end] for op in atom))
+            for start, end in zip(starts, ends, strict=True)
+        )
+        places = [False] * (len(atoms) + 1)
+    fixed = {at for at, allowed in enumerate(places) if allowed} if has_cut_points(graph) else set()
     fewest = min(len(atoms), most, max(options.min_partition_num, options.partition_num, world))
 
     flops_per_byte = FLOPS_PER_BYTE if options.coarsen_by_time else math.inf
     weights = [sum(_weight(graph, graph.ops[op], flops_per_byte) for op in atom) for atom in atoms]
-    line = _Line(weights, _boundary_bytes(graph, atoms))
+    line = _Line(weights, _boundary_bytes(graph, atoms), fixed)
     if options.do_coarsening:
         line.coarsen(line.total / most, fewest, _kinds(graph, atoms))
     line.compact(most)
@@ -77,7 +89,9 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
 class _Line:
     """Atoms in a row; `cuts` are the first atoms of the blocks they are cut into."""
 
-    def __init__(self, weights: list[float], boundary: list[int]) -> None:
+    def __init__(self, weights: list[float], boundary: list[int], fixed: set[int]) -> None:
+        self.fixed = fixed
+        """Cuts that stay."""
         self.cuts = list(range(len(weights)))
         self.boundary = boundary
         self._sums = list(accumulate(weights, initial=0.0))
@@ -98,6 +112,8 @@ class _Line:
         for cut in sorted(range(1, count), key=lambda at: (-self.boundary[at], kinds[at], at)):
             if left <= fewest:
                 break
+            if cut in self.fixed:
+                continue
             start, end = start_of_end[cut], end_of_start[cut]
             if self.weight(start, end) <= cap:
                 start_of_end[end], end_of_start[start] = start, end
@@ -110,6 +126,8 @@ class _Line:
         bounds = [*self.cuts, len(self._sums) - 1]
         for index in range(1, len(bounds) - 1):
             before, here, after = bounds[index - 1 : index + 2]
+            if here in self.fixed:
+                continue
             limit = max(self.weight(before, here), self.weight(here, after))
             places = [
                 at
@@ -126,15 +144,17 @@ class _Line:
         previous = {after: start for start, after in following.items()}
         lightest = [(self.weight(start, end), start, end) for start, end in following.items()]
         heapq.heapify(lightest)
-        while len(following) > most:
+        while len(following) > most and lightest:
             _, start, end = heapq.heappop(lightest)
             if following.get(start) != end:
                 continue  # merged since
             sides = []
-            if start in previous:
+            if start in previous and start not in self.fixed:
                 sides.append((self.weight(previous[start], start), -self.boundary[start], start))
-            if end in following:
+            if end in following and end not in self.fixed:
                 sides.append((self.weight(end, following[end]), -self.boundary[end], end))
+            if not sides:
+                continue
             gone = min(sides)[2]
             start, end = previous[gone], following.pop(gone)
             following[start], previous[end] = end, start

@@ -16,6 +16,7 @@ from rannd.plan.estimate import StageTables, allreduce_table
 from rannd.plan.intervals import Intervals
 from rannd.plan.layout import piece_rows
 from rannd.plan.options import PlanOptions
+from rannd.plan.places import cut_places, has_cut_points
 from rannd.plan.stages import Choice, Need, best_choice, smallest_memory
 from rannd.profile.costs import CostTable
 
@@ -45,7 +46,9 @@ def plan(
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
     if batch_rows < 1:
         raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
-    stages, allowed = _demands(options, world=world, blocks=len(blocks))
+    places = np.array(cut_places(graph, [block.ops for block in blocks]))
+    stages, allowed = _demands(options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph))
+    allowed = allowed & (places[:, None] & places[None, :])[:, :, None]
     counts = microbatch_counts(options, rows_per_rank=math.ceil(batch_rows / world), coupled=graph.rows_coupled)
 
     intervals = Intervals(graph, blocks, costs.blocks)
@@ -109,8 +112,11 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
     return found
 
 
-def _demands(options: PlanOptions, *, world: int, blocks: int) -> tuple[int, npt.NDArray[np.bool_]]:
-    """The number of stages (0: free), and by number of replicas whether a stage may have so many."""
+def _demands(options: PlanOptions, *, world: int, blocks: int, marked: bool) -> tuple[int, npt.NDArray[np.bool_]]:
+    """The number of stages (0: free), and by number of replicas whether a stage may have so many.
+
+    `blocks`: parts that may be stages of their own; `marked`: CutPoints divide them.
+    """
     stages, replicas = options.partition_num, options.replica_num
     if replicas:
         if stages and stages * replicas != world:
@@ -126,6 +132,12 @@ def _demands(options: PlanOptions, *, world: int, blocks: int) -> tuple[int, npt
         stages = world // replicas
     if stages > world:
         raise PlanError(f"{stages} stages for {world} devices; use partition_num={world} at most, or more ranks")
+    if stages > blocks and marked:
+        raise PlanError(
+            f"{stages} stages (partition_num={options.partition_num}, replica_num={options.replica_num}), but the "
+            f"model may be cut at its CutPoints only, which divide it into {blocks} parts; use at most {blocks} "
+            "stages, or add CutPoints"
+        )
     if stages > blocks:
         raise PlanError(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "

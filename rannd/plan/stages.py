@@ -66,8 +66,8 @@ def best_choice(
     """The plan with the least E of all that fit, or None where none does.
 
     `tables`: one for each number of microbatches; `limit`: bytes of memory per device; `allowed`: by number of
-    replicas; `stages`: their number, 0 where it is free; `recompute`: "never", "needed" (in stages that do not
-    fit without) or "always". Among equal plans the one found first stays,
+    replicas, or by first block, end and number of replicas; `stages`: their number, 0 where it is free; `recompute`:
+    "never", "needed" (in stages that do not fit without) or "always". Among equal plans the one found first stays,
     which is the same everywhere.
     """
     best = _one_stage(tables, limit, allowed, recompute) if stages in (0, 1) else None
@@ -243,7 +243,7 @@ def smallest_memory(tables: Sequence[StageTables], *, allowed: npt.NDArray[np.bo
     best: Need | None = None
     for table in tables:
         memory = np.minimum(table.memory, table.memory_recompute)
-        memory[:, :, ~allowed] = np.inf
+        memory[~np.broadcast_to(allowed, memory.shape)] = np.inf
         rest = completions(memory[None], added=0, stages=stages)
         least = float(rest[stages, 0, 0, table.world])
         if np.isfinite(least) and (best is None or least < best.bytes):

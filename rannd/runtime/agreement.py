@@ -18,6 +18,7 @@ class Phase(enum.IntEnum):
 
     FORWARD = 1
     BACKWARD = 2
+    CLIP = 3
 
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:

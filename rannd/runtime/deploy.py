@@ -34,6 +34,7 @@ from rannd.graph.structure import block_hashes
 from rannd.plan.blocks import Block, make_blocks
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.options import PlanOptions
+from rannd.plan.places import lost_cut_points
 from rannd.plan.search import assignment_lines, estimate_lines, plan
 from rannd.profile.blocks import block_parts, measure_missing
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
@@ -181,6 +182,13 @@ class Planner:
         if first:
             logger.info("Running profiler ...")
         blocks = make_blocks(self._graph.task, self._options, world=devices or self._world.size)
+        lost = lost_cut_points(self._graph.task)
+        if lost and first:
+            logger.warning(
+                "%d of the model's CutPoints cannot be used: operators before and after them share memory that is "
+                "written into, or belong together",
+                lost,
+            )
         costs = self._costs(client, blocks)
         if first:
             logger.info("Profiling finished")

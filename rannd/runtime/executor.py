@@ -58,6 +58,8 @@ class Executor:
         self.bound = bound
         self._state = state
         self._reducer = reducer
+        self.closed = False
+        """The deployment is gone."""
         self._seed = seed
         self._averaged = averaged
         self._graph = bound.graph
@@ -161,6 +163,11 @@ class Executor:
         Gradients of parameters wait in the reducer, or are delivered with `reduce`. With `again` all is kept for
         another backward.
         """
+        if self.closed:
+            raise StepError(
+                "backward runs through a call that was made before model.undeploy() or pyrannc.clear(); call the model "
+                "again after it"
+            )
         if step.finished:
             raise StepError(
                 "backward runs a second time through one call of the model, whose activations are gone; call the model "

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from rannd.runtime.hooks import give
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.world import World
 
@@ -75,6 +76,8 @@ class Reducer:
         self._aside: dict[str, torch.Tensor] = {}
         self._ready: dict[str, torch.Tensor] = {}
         """Reduced gradients that the user's parameters have not got yet."""
+        self.delivered: Callable[[], None] | None = None
+        """Called when the user's parameters have got theirs."""
 
     # -- a backward -------------------------------------------------------------------------------------------
 
@@ -207,45 +210,12 @@ class Reducer:
     def deliver(self) -> None:
         """Give reduced gradients to the user's parameters."""
         ready, self._ready = self._ready, {}
-        for name in self._parameters.own:
-            if name in ready:
-                self._give(name, ready[name])
-
-    def clip(self, most: float) -> torch.Tensor:
-        """Scale the reduced gradients so that the 2-norm over the whole model is at most `most`.
-
-        Returns the norm before. Collective. Each parameter counts once, wherever and however often it is held.
-        """
-        parameters = self._parameters
-        squares = torch.zeros(1, dtype=torch.float64)
-        gradients = [g for name in parameters.trainable() if (g := parameters.tensors[name].grad) is not None]
-        for name in parameters.trainable():
-            gradient = parameters.tensors[name].grad
-            if gradient is not None and parameters.slots[name][0] == self._world.slot:
-                squares += gradient.detach().double().square().sum().cpu()
-        norm = self._world.sum_numbers(squares).sqrt()[0]
-        factor = float(most / (norm + 1e-6))
-        if not factor >= 1.0:  # also where the norm is not a number, as clip_grad_norm_ does
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return norm
-
-    def _give(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a reduced gradient to the user's parameter, and let its hooks see it, once."""
-        parameter = self._parameters.tensors[name]
-        hooks, afterwards = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-        if hooks:
-            for hook in list(hooks.values()):
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            with torch.no_grad():
-                parameter.grad.add_(gradient)
-        if afterwards:
-            for after in list(afterwards.values()):
-                after(parameter)
+        with torch.no_grad():  # as hooks of autograd run
+            for name in self._parameters.own:
+                if name in ready:
+                    give(name, self._parameters.tensors[name], ready[name])
+        if self.delivered is not None:
+            self.delivered()
 
 
 def _make_buckets(

@@ -15,9 +15,9 @@ from rannd import log
 from rannd.errors import StepError, UsageError
 from rannd.graph.signature import flatten_call
 from rannd.plan.deployment import Deployment
-from rannd.runtime import switches
+from rannd.runtime import clipping, switches, wrapping
 from rannd.runtime.deploy import save
-from rannd.runtime.session import Session, ensure_single_wrap
+from rannd.runtime.session import Session
 from rannd.runtime.state import gather_state, gather_tensor, scatter_state
 from rannd.runtime.world import current
 
@@ -82,6 +82,8 @@ class RaNNCModule(nn.Module):
                 raise UsageError(f"{name} is not available in this version of rannd; leave it at its default")
         if outputs not in ("auto", "all"):
             raise UsageError(f'outputs={outputs!r}; use "auto" or "all"')
+        if isinstance(model, nn.Module):
+            wrapping.ensure_free(model)
         if isinstance(model, torch.jit.ScriptModule):
             raise UsageError(
                 "RaNNCModule traces a model's Python code; wrap the module that the ScriptModule was made of"
@@ -104,7 +106,6 @@ class RaNNCModule(nn.Module):
             log.get("RaNNCModule").warning("%s", warning)
         if (config.save_deployment or config.load_deployment) and not config.deployment_file:
             raise UsageError("save_deployment or load_deployment is set, but deployment_file names no file")
-        ensure_single_wrap(model)
         file = Path(load_deployment) if load_deployment else None
         if file is None and config.load_deployment:
             file = Path(config.deployment_file)
@@ -124,13 +125,13 @@ class RaNNCModule(nn.Module):
         )
         self.training = model.training
         _wrapped.add(self)
+        wrapping.enter(self, model)
+        clipping.install()
 
     # -- calls ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's mini-batch. Collective."""
-        if self._session is None:
-            raise StepError("this RaNNCModule was dropped by pyrannc.clear(); wrap a model anew")
         planned = self._session.deployment is not None
         output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: switches.delayed)
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
@@ -141,13 +142,41 @@ class RaNNCModule(nn.Module):
         """Reduce the gradients that `delay_grad_allreduce(True)` has held back. Collective."""
         self._session.reduce()
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients so that their 2-norm over the whole model is at most `max_norm`.
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm over the whole model is at most `max_norm`.
 
-        Returns the norm before. Collective.
-        ``torch.nn.utils.clip_grad_norm_`` sees the parameters of this rank alone: with several stages use this method.
+        Returns the norm before, the same on all ranks. Collective. As ``torch.nn.utils.clip_grad_norm_`` of
+        ``model.parameters()``, which counts other stages as well while models are wrapped.
         """
-        return self._session.clip(max_norm)
+        self._session.alive()
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def enable_dropout(self, enabled: bool | None) -> None:
+        """Switch dropout on or off, whether the model is in training or in evaluation; None: as the mode says again.
+
+        Another setting is another graph, made when the model is next called. See docs/semantics.md for what counts as
+        dropout. Call it on all ranks.
+        """
+        self._session.alive()
+        self._session.dropout = enabled if enabled is None else bool(enabled)
+
+    def undeploy(self) -> None:
+        """Take the deployment back: every rank has the whole model again, and the optimizer all parameters. Collective.
+
+        Parameters are the same objects, with values and gradients; the optimizer has its state and its old order. The
+        next call deploys the model anew. Nothing happens before the first call.
+
+        Raises:
+            StepError: Gradients wait for their reduction.
+            UsageError: The optimizer's state holds what cannot be sent to other ranks.
+        """
+        self._session.undeploy()
 
     # -- what the model has -----------------------------------------------------------------------------------
 
@@ -211,16 +240,33 @@ class RaNNCModule(nn.Module):
                 yield name, tensor
 
     def get_param(self, name: str) -> torch.Tensor:
-        """A copy of a parameter on the CPU, on every rank. Collective."""
-        held = self._session.parameters
+        """A copy of a parameter on the CPU, on every rank, by any of its names. Collective.
+
+        UsageError: no such name.
+        """
+        parameter, held = self._parameter(name), self._session.parameters
         if held is None:
-            parameter: torch.Tensor = self._inner.get_parameter(name)
             return parameter.detach().to("cpu", copy=True)
-        if name not in held.names:
-            raise UsageError(f"the model has no parameter {name!r}")
         found = gather_tensor(self._session.world, held, held.names[name], everywhere=True)
         assert found is not None
         return found
+
+    def get_param_grad(self, name: str) -> torch.Tensor | None:
+        """A copy of a parameter's reduced gradient on the CPU, on every rank; None where it has none. Collective.
+
+        Gradients that wait for their reduction (`delay_grad_allreduce`) are not in it. UsageError: no such name.
+        """
+        parameter, held = self._parameter(name), self._session.parameters
+        if held is None:
+            return None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True)
+        return self._session.gradient(held.names[name])
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        self._session.alive()
+        named: dict[str, torch.Tensor] = dict(self._inner.named_parameters(remove_duplicate=False))
+        if name in named:
+            return named[name]
+        raise UsageError(f"the model has no parameter {name!r}; named_parameters(from_global=True) lists them")
 
     def state_dict(self, *args: Any, rank0_only: bool = True, no_hook: bool = False, **kwargs: Any) -> Any:
         """The whole model's state, with buffers and tied names, as copies on the CPU. Collective.
@@ -248,12 +294,37 @@ class RaNNCModule(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module, for the parameters that this rank holds."""
+        """As of any module, for the parameters that this rank holds. Gradients that wait for a reduction go, too."""
         for parameter in self.parameters():
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad)
+        self._session.forget_waiting()
+
+    def requires_grad_(self, requires_grad: bool = True) -> RaNNCModule:
+        """Freeze or unfreeze all parameters of the model."""
+        self._inner.requires_grad_(requires_grad)
+        return self
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This module, and then the model's own modules under their own names."""
+        memo = set() if memo is None else memo
+        if self not in memo or not remove_duplicate:
+            memo.add(self)
+            yield prefix, self
+            yield from self._inner.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's own."""
+        yield from self._inner.named_children()
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> RaNNCModule:
+        """Apply a function to the modules of the model."""
+        self._inner.apply(fn)
+        return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RaNNCModule:
         """`.to()`, `.cuda()` and the like have no effect: every rank computes on its own device."""
@@ -264,7 +335,19 @@ class RaNNCModule(nn.Module):
 
     def drop(self) -> None:
         """Forget deployment and graphs; see `pyrannc.clear`."""
-        self._session = None  # type: ignore[assignment]
+        self._session.close()
+        wrapping.leave(self)
+        self._session = _Dropped()  # type: ignore[assignment]
+
+
+class _Dropped:
+    """In the place of the session of a module that was dropped."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise StepError("this RaNNCModule was dropped by pyrannc.clear(); wrap a model anew")
+
+    def close(self) -> None:
+        """Nothing is left."""
 
 
 def _shares_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
@@ -277,5 +360,6 @@ def clear() -> None:
     for module in list(_wrapped):
         module.drop()
     _wrapped.clear()
+    clipping.remove()
     switches.delayed = False
     switches.keeps_graph = False

@@ -18,6 +18,7 @@ from torch.fx import Node
 from rannd import log
 from rannd.config import Config
 from rannd.errors import StepError, TraceError, UsageError
+from rannd.graph.dropout import traced_with
 from rannd.graph.mentions import Mentions
 from rannd.graph.misuse import check_ready
 from rannd.graph.model import ModelGraph
@@ -26,6 +27,7 @@ from rannd.graph.signature import Call, Mode, Signature, classify
 from rannd.graph.traced import Decisions
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
+from rannd.runtime import clipping
 from rannd.runtime.agreement import Phase, agree
 from rannd.runtime.bound import bind, planned_stages, tensor_owners
 from rannd.runtime.bridge import attach
@@ -33,6 +35,7 @@ from rannd.runtime.cache import Cache
 from rannd.runtime.deploy import Planner
 from rannd.runtime.dump import dump
 from rannd.runtime.executor import Executor
+from rannd.runtime.frozen import Frozen
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.optimizer import keep_own
 from rannd.runtime.parameters import Parameters
@@ -41,7 +44,9 @@ from rannd.runtime.results import NotSent
 from rannd.runtime.shared_inputs import Share, from_rank_0, rows_by_slot
 from rannd.runtime.step import Step
 from rannd.runtime.tracing import Tracer, other_branches
+from rannd.runtime.undeploy import Origin, gather_gradient, undeploy
 from rannd.runtime.verify import verify
+from rannd.runtime.watch import Watch
 from rannd.runtime.world import World
 
 UNKNOWN = -1
@@ -62,6 +67,10 @@ class _Deployed:
     deployment: Deployment
     parameters: Parameters
     reducer: Reducer
+    held: clipping.Held
+    frozen: Frozen
+    origin: Origin
+    watch: Watch | None
 
 
 class Session:
@@ -103,6 +112,8 @@ class Session:
         self._cache = Cache(world, config)
         self._tracer = Tracer(world, self._cache, model)
         self._steps = 0
+        self.dropout: bool | None = None
+        """What `RaNNCModule.enable_dropout` says; None: as the modules' training flags do."""
         self._deployed: _Deployed | None = None
 
     @property
@@ -124,11 +135,18 @@ class Session:
         """
         if self._shared:
             call = from_rank_0(self.world, call)
-        mode = Mode.current(training)
+        mode = Mode.current(training, self.dropout)
         state = state_of(self._model, self._ignored)
-        number = self._number(call, mode, state)
+        changed_flags = self._deployed is not None and self._deployed.frozen.changed()
+        number = UNKNOWN if changed_flags else self._number(call, mode, state)
         rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
         told = agree(self.world, Phase.FORWARD, self._steps, number, rows)
+        if self._deployed is not None and any(each == UNKNOWN for each, _ in told):
+            self._deployed.frozen.agree()
+            state = state_of(self._model, self._ignored)
+            number = self._number(call, mode, state)
+            rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
+            told = agree(self.world, Phase.FORWARD, self._steps, number, rows)
         if any(each == UNKNOWN for each, _ in told):
             with self._cache.connected():
                 number = self._prepare(call, mode, state)
@@ -145,6 +163,8 @@ class Session:
             raise StepError("the mini-batches of all ranks are empty; skip the step")
         assert self._deployed is not None
         self._deployed.parameters.refresh()
+        if self._deployed.watch is not None:
+            self._deployed.watch.compare(self._steps)
         leaves = [tensor.to(self.world.device) for tensor in call.tensors]
         step = Step(self._steps, executor.pieces(by_slot), leaves)
         share: Share | None = None
@@ -233,11 +253,44 @@ class Session:
         if self._deployed is not None:
             self._deployed.reducer.reduce()
 
-    def clip(self, most: float) -> torch.Tensor:
-        """Clip the norm of the whole model's gradients."""
-        if self._deployed is None:
-            return torch.nn.utils.clip_grad_norm_(self._model.parameters(), most)
-        return self._deployed.reducer.clip(most)
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """A copy of a parameter's reduced gradient, by its first name, on all ranks. Collective."""
+        assert self._deployed is not None
+        return gather_gradient(self.world, self._deployed.parameters, name)
+
+    def forget_waiting(self) -> None:
+        """Drop gradients that wait for their reduction."""
+        if self._deployed is not None:
+            for name in self._deployed.parameters.trainable():
+                self._deployed.parameters.aliases[name].grad = None
+
+    def undeploy(self) -> None:
+        """Give every rank the whole model and optimizer back; the next call deploys anew. Collective."""
+        deployed = self._deployed
+        if deployed is None:
+            return
+        deployed.parameters.adopt()
+        deployed.frozen.agree()
+        undeploy(self.world, deployed.parameters, deployed.origin, self._optimizer)
+        self.close()
+        self._executors.clear()
+        self._signatures.clear()
+        self._ways.clear()
+        if self.world.rank == 0:
+            log.get("RaNNCModule").info("The model is whole again on every rank; the next call deploys it anew")
+
+    def alive(self) -> None:
+        """Nothing; what is in this place after `pyrannc.clear` raises."""
+
+    def close(self) -> None:
+        """Forget the deployment."""
+        deployed, self._deployed = self._deployed, None
+        for executor in self._executors:
+            executor.closed = True
+        if deployed is not None:
+            clipping.leave(deployed.held)
+            if deployed.watch is not None:
+                deployed.watch.close()
 
     # -- graphs -----------------------------------------------------------------------------------------------
 
@@ -357,7 +410,7 @@ class Session:
 
     def _trace(self, signature: Signature, call: Call) -> ModelGraph:
         """The graph of a call, from the cache or traced now; checked against the model where that is wanted."""
-        with self._whole_model():
+        with self._whole_model(), traced_with(self._model, signature.mode):
             graph, cached = self._tracer.graph(signature, call.tensors, state_of(self._model, self._ignored))
             if cached and self._config.verify_partitioning and self.deployment is None:
                 wrong = self._verified(graph, call)
@@ -382,6 +435,8 @@ class Session:
         return nullcontext() if self._deployed is None else self._deployed.parameters.hollow()
 
     def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> _Deployed:
+        for line in graph.idle_cuts if self.world.rank == 0 else ():
+            log.get("RaNNCModule").warning("%s", line)
         planner = Planner(
             self.world, self._config, self._cache, graph, self._model, self._optimizer, call.tensors, rows
         )
@@ -402,9 +457,13 @@ class Session:
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
         if self.world.rank == 0:
             log.get("ParamStorage").info("Synchronizing parameters ...")
+        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
+        origin = Origin(tensors, self._optimizer)
         parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
+        watch = None
         if self._optimizer is not None:
             keep_own(self._optimizer, parameters)
+            watch = Watch(self.world, parameters, deployment, self._optimizer)
         reducer = Reducer(
             self.world,
             parameters,
@@ -412,7 +471,11 @@ class Session:
             overlap=not self._config.sync_allreduce,
             consolidate=self._config.consolidate_grads,
         )
-        return _Deployed(deployment, parameters, reducer)
+        if watch is not None:
+            reducer.delivered = watch.reduced
+        held = clipping.Held(self.world, parameters, len(deployment.stages))
+        clipping.enter(held)
+        return _Deployed(deployment, parameters, reducer, held, Frozen(self.world, parameters), origin, watch)
 
     def _bind(self, deployed: _Deployed, graph: ModelGraph) -> None:
         planned = graph.task.graph_hash == deployed.deployment.graph_hash
@@ -442,10 +505,3 @@ def _latest(ways: Sequence[tuple[State, Decisions | None]]) -> list[tuple[State,
         if state not in states:
             states.append(state)
     return [way for way in ways if way[0] in states[:MOST_STATES]]
-
-
-def ensure_single_wrap(model: nn.Module) -> None:
-    """UsageError where a model is wrapped already."""
-    if getattr(model, "_rannd_wrapped", False):
-        raise UsageError("this model is wrapped in a RaNNCModule already; wrap each model once")
-    object.__setattr__(model, "_rannd_wrapped", True)

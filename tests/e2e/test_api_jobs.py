@@ -1,0 +1,30 @@
+"""The public API on real ranks; each program asserts what it says."""
+
+from __future__ import annotations
+
+import pytest
+from job import Job
+
+pytestmark = pytest.mark.ranks
+
+TWO = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
+
+
+def test_clipping_is_over_the_whole_model(job: Job) -> None:
+    output = job.train(2, "tests/e2e/programs/clipping.py", **TWO)
+    assert output.count("clipping is right on rank") == 2
+
+
+def test_undeploying_changes_nothing_in_training(job: Job) -> None:
+    output = job.train(2, "tests/e2e/programs/undeploying.py", **TWO)
+    assert output.count("undeploying is right on rank") == 2
+
+
+def test_several_models_and_hooks(job: Job) -> None:
+    output = job.train(2, "tests/e2e/programs/several.py", RANNC_PIPELINE_NUM="2")
+    assert output.count("several models are right on rank") == 2
+
+
+def test_cut_points_and_dropout(job: Job) -> None:
+    output = job.train(2, "tests/e2e/programs/cut_points.py", RANNC_PIPELINE_NUM="2")
+    assert output.count("cut points are right on rank") == 2
