@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -25,13 +24,7 @@ from rannd.graph.traced import Traced
 
 NAMES = ("gpt2", "t5", "clip", "swin", "mamba", "control flow", "dataclass", "nested inputs", "moving averages", "lstm")
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(5)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def there_and_back(model: nn.Module, **kwargs: object) -> tuple[ModelGraph, ModelGraph, list[Tensor]]:

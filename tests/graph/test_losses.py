@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,7 @@ from torch import Tensor
 from rannd.graph.cut import extract
 from rannd.graph.losses import LABELS_WEIGHT, ROWS_WEIGHT, Result, pieces_weights
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def over_ranks(name: str, ranks: list[list[int]]) -> tuple[Small, list[Tensor], Tensor]:
