@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from rannd.graph.containers import register_dataclasses
+from rannd.graph.containers import register_containers
 from rannd.graph.leaves import LeafCall, LeafTable, Made
 from rannd.graph.methods import ForeignUse, Method, own_state_only, part_of, replaced
 from rannd.graph.pystate import HOOKS, hooks_of
@@ -133,7 +133,7 @@ def _watched(model: nn.Module, path: str, module: nn.Module, found: list[_Seen])
     own = dict(module.__dict__)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        register_dataclasses((args, kwargs))
+        register_containers((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         state: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         given: dict[str | int, torch.Tensor] = dict(state.items())
@@ -150,7 +150,7 @@ def _watched(model: nn.Module, path: str, module: nn.Module, found: list[_Seen])
             if buffer is not state.get(name) or not _equal(buffer, contents[name]):
                 changed.add(name)
         changed |= _statistics(module)
-        register_dataclasses(result)
+        register_containers(result)
         results, made = pytree.tree_flatten(result)
         for leaf in results:
             if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
@@ -299,7 +299,7 @@ def in_place(table: LeafTable, model: nn.Module, rows: Callable[[], Any]) -> Ite
 def _traced(table: LeafTable, name: str, module: nn.Module, rows: Any, args: Any, kwargs: Any) -> Any:
     call = table.calls.get(name)
     path = name.rsplit("#", 1)[0]
-    register_dataclasses((args, kwargs))
+    register_containers((args, kwargs))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if call is None or spec != call.spec:
         raise NotALeaf(path, "it is called in another way when the model is traced")
