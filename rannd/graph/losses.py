@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.graph.effects import base_name
+from rannd.graph.names import graph_module
 from rannd.graph.row_states import FIXED, WHOLE, Reduction, Rows, Scalar
 from rannd.graph.rows import RowAnalysis
 from rannd.graph.sizes import is_number
@@ -172,7 +173,7 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
         counted = graph.call_function(torch.ops.aten.ne.Scalar, (copies[named["target"]], named["ignore_index"]))
         counts.append(graph.call_function(torch.ops.aten.sum.default, (counted,)))
     graph.output(tuple(counts))
-    return GraphModule(traced.root, graph, "LabelCounts")
+    return graph_module(traced.root, graph, "LabelCounts")
 
 
 def pieces_weights(

@@ -30,7 +30,7 @@ from rannd.graph.decisions import Undecidable
 from rannd.graph.dice import unchanged
 from rannd.graph.export import Notes, Sample, Shown, example_inputs, export, shown, traced_of
 from rannd.graph.leaves import LeafTable
-from rannd.graph.methods import called_methods, part_of
+from rannd.graph.methods import called_methods, method_path, part_of
 from rannd.graph.opaque import NotALeaf, preserved, record
 from rannd.graph.selection import MOST_CHANCES, MoreOperators, NotASelection, select
 from rannd.graph.signature import Signature
@@ -292,7 +292,7 @@ class _FrontEnd:
         except Exception:
             return None  # the model does not run as it is: told elsewhere
         for name in names:
-            path = f"{inner}:{name}"
+            path = method_path(inner, name)
             other = self._open([*paths, path])
             if other.good or (not isinstance(other.problem, NotALeaf) and self._why(other) != self._why(attempt)):
                 return path, other

@@ -96,7 +96,7 @@ def test_another_model_gets_its_own_tensors() -> None:
 
 def test_methods_as_leaves() -> None:
     one, other, tensors = there_and_back(Masking(), a=torch.randn(4, 6))
-    assert one.traced.leaf_paths == (":masked",)
+    assert one.traced.leaf_paths == ("..masked",)
     assert one.task == other.task
     assert len(tensors) == 1
 

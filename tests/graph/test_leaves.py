@@ -411,10 +411,10 @@ class Masking(nn.Module):
 
 
 def test_a_method_of_a_large_module_is_a_leaf_of_its_own() -> None:
-    graph = check(Masking(), (":masked",))
+    graph = check(Masking(), ("..masked",))
     assert graph.traced.record[-1] == "method masked of the model (Masking) runs as one operator"
     assert graph.placement.written == {"calls"}
-    graph = check(Between(Masking()), ("inner:masked",))
+    graph = check(Between(Masking()), ("inner..masked",))
     assert graph.placement.written == {"inner.calls"}
 
 
