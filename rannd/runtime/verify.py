@@ -13,6 +13,7 @@ from rannd.errors import TraceError
 from rannd.graph.cut import extract
 from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
 from rannd.graph.model import ModelGraph
+from rannd.graph.opaque import preserved
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative difference; half precision gets 5 %."""
@@ -21,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> None:
     """TraceError where the graph's outputs differ from the model's on this rank's first mini-batch.
 
-    Buffers and random number generators are left as they were.
+    What running the model changes (buffers, attributes, random number generators) is left as it was.
     """
     rows = graph.signature.rows(tensors)
     if rows == 0:
@@ -36,21 +37,18 @@ def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor])
     weights = pieces_weights(graph.weights, world=1, rows=rows, rank_rows=rows, total_rows=rows, counts=counts)
     given = [*tensors, *(torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights)]
     values = dict(zip(graph.traced.placeholders, given, strict=True))
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         seed = torch.initial_seed()
         torch.manual_seed(seed)
         args, kwargs = graph.signature.unflatten(tensors)
-        leaves = pytree.tree_leaves(model(*args, **kwargs))
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+        with preserved(model):
+            leaves = pytree.tree_leaves(model(*args, **kwargs))
         torch.manual_seed(seed)
-        found = part.module(
-            *(values[node] for node in part.inputs), *(state[name] for name in part.tensors), *part.numbers_at(rows)
-        )
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+        with preserved(model):
+            found = part.module(
+                *(values[node] for node in part.inputs), *(state[name] for name in part.tensors), *part.numbers_at(rows)
+            )
     computed = dict(zip(part.outputs, found, strict=True))
     for node, position in zip(graph.traced.results, graph.traced.outputs.positions, strict=True):
         if node not in computed:
