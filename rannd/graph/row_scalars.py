@@ -44,11 +44,18 @@ def masked_mean(walk: Walk, node: Node, named: Mapping[str, Any]) -> State:
     target = named["target"]
     if target.meta["val"].is_floating_point():
         return Scalar(Reduction.MEAN)
-    if named.get("weight") is None and target in walk.early:
+    if target in walk.early and (named.get("weight") is None or classes_of(node) is not None):
         walk.masked.append(node)
         return Scalar(Reduction.EXACT)
-    walk.couple(node, "a mean over labels has class weights, or labels that the model itself computes")
+    walk.couple(node, "a mean over labels has labels that the model itself computes, or a changing number of classes")
     return Scalar(Reduction.MEAN)
+
+
+def classes_of(node: Node) -> int | None:
+    """Number of classes of a loss over classes, None where that is not the same in every call."""
+    shape = arguments(node)["self"].meta["val"].shape
+    size = shape[1 if len(shape) > 1 else 0]
+    return size if isinstance(size, int) else None
 
 
 def has_early_denominator(walk: Walk, node: Node) -> bool:

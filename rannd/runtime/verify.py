@@ -11,7 +11,7 @@ from torch import nn
 from rannd import log
 from rannd.errors import TraceError
 from rannd.graph.cut import extract
-from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
+from rannd.graph.losses import counted, pieces_weights
 from rannd.graph.model import ModelGraph
 from rannd.graph.opaque import preserved
 
@@ -31,9 +31,7 @@ def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor])
     tensors = [tensor.detach().to(device) for tensor in tensors]
     part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
     state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.traced.constants}
-    counts: dict[str, float] = {}
-    if graph.label_counts is not None:
-        counts = {f"{LABELS_WEIGHT}{n}": float(count) for n, count in enumerate(graph.label_counts(*tensors))}
+    counts = counted(graph.label_counts, tensors)
     weights = pieces_weights(graph.weights, world=1, rows=rows, rank_rows=rows, total_rows=rows, counts=counts)
     given = [*tensors, *(torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights)]
     values = dict(zip(graph.traced.placeholders, given, strict=True))
