@@ -212,7 +212,7 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
 
 
 def counted(counts: GraphModule | None, tensors: Sequence[torch.Tensor], share: float = 1.0) -> dict[str, Count]:
-    """What `label_counts` finds in the arguments of a rank, by weight; times `share`, a rank's part of what all share."""
+    """What `label_counts` finds in the arguments of a rank, by weight; times `share`, its part of what all have."""
     if counts is None:
         return {}
     with torch.no_grad():
