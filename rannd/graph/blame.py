@@ -16,6 +16,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from rannd.graph.methods import split_path
+
 
 @dataclass(frozen=True)
 class Place:
@@ -176,7 +178,7 @@ def place_of(model: nn.Module, frames: list[types.FrameType]) -> Place:
 
 def described(model: nn.Module, path: str) -> str:
     """A module in words."""
-    name, _, method = path.partition(":")
+    name, method = split_path(path)
     kind = type(model.get_submodule(name)).__qualname__
     where = f"module {name} ({kind})" if name else f"the model ({kind})"
     return f"method {method} of {where}" if method else where

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from rannd.graph.containers import spec_from_text, spec_to_text
 from rannd.graph.leaves import NAME as LEAF
 from rannd.graph.leaves import LeafCall, LeafTable, Made, call_name
+from rannd.graph.names import graph_module
 from rannd.graph.plain import Broken, Uncodable, argument, expression, to_argument, to_expression, to_value, value_data
 from rannd.graph.traced import Decisions, OutputSpec, Traced, attribute
 from rannd.graph.values import with_lengths
@@ -129,7 +130,7 @@ def _to_decisions(data: list[Any]) -> Decisions:
     root = nn.Module()
     for target, tensor in tensors.items():
         _assign(root, target, _to_tensor(tensor))
-    return Decisions(GraphModule(root, _to_graph(graph, root, None, {}), "Decisions"), tuple(values))
+    return Decisions(graph_module(root, _to_graph(graph, root, None, {}), "Decisions"), tuple(values))
 
 
 # -- graphs -------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def _to_graph(
 ) -> Graph:
     for target, inner in data["inner"].items():
         holder = nn.Module()
-        _assign(root, target, GraphModule(holder, _to_graph(inner, holder, table, lengths)))
+        _assign(root, target, graph_module(holder, _to_graph(inner, holder, table, lengths)))
     values = [to_value(value) for value in data["values"]]
     if lengths:
         values = [with_lengths(value, lengths) for value in values]

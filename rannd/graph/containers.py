@@ -22,7 +22,7 @@ _HELD = (type(None), bool, int, float, complex, str, torch.Tensor, torch.SymInt,
 _PLAIN = (type(None), bool, int, float, complex, str)
 
 
-def register_dataclasses(value: Any) -> None:
+def register_containers(value: Any) -> None:
     """Let pytree see into the dataclasses in a value, and into the classes that users derive from collections.
 
     Their authors need not have registered them. Classes derived from tuple, list, dict and UserDict (tokenizers hand
@@ -32,7 +32,7 @@ def register_dataclasses(value: Any) -> None:
         kind = type(leaf)
         if _can_register(kind) and not isinstance(leaf, _HELD) and kind not in pytree.SUPPORTED_NODES:
             _register(kind)
-            register_dataclasses(leaf)
+            register_containers(leaf)
 
 
 def _can_register(kind: type) -> bool:
@@ -164,7 +164,7 @@ def plain_output(result: Any, dropped: list[str]) -> Any:
 
     TraceError where no tensor is left.
     """
-    register_dataclasses(result)
+    register_containers(result)
     paths, spec = pytree.tree_flatten_with_path(result)
     leaves = []
     for path, leaf in paths:

@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.errors import CutError
+from rannd.graph.names import graph_module
 from rannd.graph.placement import Placement
 from rannd.graph.sizes import is_number, number_at, shape_at
 from rannd.graph.traced import Traced
@@ -84,7 +85,7 @@ def extract(traced: Traced, placement: Placement, members: Set[Node], name: str)
             if node in members and (node in results or any(user not in needed for user in node.users)):
                 outputs.append(node)
     graph.output(tuple(copies[node] for node in outputs))
-    module = GraphModule(traced.root, graph, name)
+    module = graph_module(traced.root, graph, name)
     random = any(node in placement.random for node in members)
     return Part(module, tuple(inputs), tuple(tensors), tuple(n[0] for n in numbers.values()), tuple(outputs), random)
 

@@ -28,6 +28,7 @@ from rannd.graph.blame import Offence, here, of_torch
 from rannd.graph.draws import Draws
 from rannd.graph.effects import Aliases, is_random, written
 from rannd.graph.leaves import NAME as LEAF
+from rannd.graph.names import graph_module
 from rannd.graph.shadows import Shadows, hidden
 from rannd.graph.traced import Decisions, attribute, operator_name
 
@@ -158,7 +159,7 @@ def split_off(root: GraphModule, handed: Sequence[Node], values: Sequence[bool],
         elif node in needed and node not in copies:
             copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in handed))
-    decisions = Decisions(GraphModule(root, graph, "Decisions"), tuple(values))
+    decisions = Decisions(graph_module(root, graph, "Decisions"), tuple(values))
     erase(root, handed)
     return decisions
 

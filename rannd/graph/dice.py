@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from rannd.graph.blame import Offence, here
+from rannd.graph.contents import Contents, modules_of
 
 _State = tuple[Any, ...]
 
@@ -26,7 +28,7 @@ _State = tuple[Any, ...]
 class _Generator:
     """A source of random numbers."""
 
-    def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+    def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         self.name = name
         self.get = get
         self.put = put
@@ -44,29 +46,30 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
-def _generators(model: nn.Module) -> list[_Generator]:
-    """The generators of numpy and Python, and those that the modules have as attributes."""
+def _generators(model: nn.Module, torchs: bool) -> list[_Generator]:
+    """The generators of numpy and Python, and those that the modules have in attributes; also `torchs`, if wanted."""
     found = [
         _Generator("numpy", partial(np.random.get_state, legacy=False), np.random.set_state),
         _Generator("Python's random", random.getstate, random.setstate),
     ]
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            where = f"its attribute {key}" if not name else f"attribute {key} of module {name}"
-            if isinstance(value, random.Random):
-                found.append(_Generator(where, value.getstate, value.setstate))
-            elif isinstance(value, np.random.RandomState):
-                found.append(_Generator(where, partial(value.get_state, legacy=False), value.set_state))
-            elif isinstance(value, np.random.Generator):
-                bits = value.bit_generator
-                found.append(_Generator(where, partial(getattr, bits, "state"), partial(setattr, bits, "state")))
+    for where, value in Contents(modules_of(model)).generators:
+        if isinstance(value, torch.Generator):
+            if torchs:
+                found.append(_Generator(where, value.get_state, value.set_state))
+        elif isinstance(value, random.Random):
+            found.append(_Generator(where, value.getstate, value.setstate))
+        elif isinstance(value, np.random.RandomState):
+            found.append(_Generator(where, partial(value.get_state, legacy=False), value.set_state))
+        else:
+            bits = value.bit_generator
+            found.append(_Generator(where, partial(getattr, bits, "state"), partial(setattr, bits, "state")))
     return found
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put the generators back at the end."""
-    before = [(each, each.get()) for each in _generators(model)]
+    """Put the generators back at the end, also torch's where they are in attributes of modules."""
+    before = [(each, each.get()) for each in _generators(model, True)]
     try:
         yield
     finally:
@@ -77,7 +80,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def watch_dice(model: nn.Module) -> Iterator[None]:
     """Raise Offence where a module draws random numbers without torch; put the generators back at the end."""
-    generators = _generators(model)
+    generators = _generators(model, False)
     running: list[tuple[nn.Module, list[Any]]] = []
 
     def entered(module: nn.Module, _: Any) -> None:

@@ -26,9 +26,11 @@ from torch.fx import Graph, GraphModule, Node
 import rannd.graph.kernels  # noqa: F401  (tells torch)
 from rannd.graph.blame import NodesUnseen, watch_gradients
 from rannd.graph.containers import plain_output
+from rannd.graph.contents import same_arrays
 from rannd.graph.decisions import Deciding, split_off
 from rannd.graph.dice import unchanged, watch_dice
 from rannd.graph.leaves import LeafTable
+from rannd.graph.names import any_name
 from rannd.graph.opaque import in_place
 from rannd.graph.pystate import kept
 from rannd.graph.selection import Way
@@ -125,7 +127,7 @@ def export(
         flat = _Flat(model, signature, notes or Notes(), table, deciding)
     # Strict export runs no code of the user's, and follows all Python code, hooks as well.
     dice = unchanged(model) if strict else watch_dice(model)
-    with quiet(), watch_gradients(model), dice, _unvalidated():
+    with quiet(), any_name(), same_arrays(model), watch_gradients(model), dice, _unvalidated():
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 
@@ -217,7 +219,7 @@ def shown(
 
     `lengths` names the symbols that are not the rows.
     """
-    with quiet():
+    with quiet(), any_name():
         root = program.module(check_guards=False)
     graph, spec = root.graph, program.call_spec.out_spec
     _make_plain(root, lengths)

@@ -80,6 +80,8 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
         raise Broken(str(exc)) from exc
     sizes: dict[sympy.Symbol, int] = {}
     for tensor, dim, name in stored.lengths:
+        if not (0 <= tensor < len(signature.tensors) and 0 <= dim < len(signature.tensors[tensor].shape)):
+            raise Broken(f"it is for dimension {dim} of tensor {tensor}, which there is none of")
         size = signature.tensors[tensor].shape[dim]
         if sizes.setdefault(length_symbol(name), size) != size or size < 2:
             raise NoTemplate(f"dimension {dim + 1} of {signature.tensors[tensor].name} is {size}")

@@ -7,19 +7,24 @@ With W ranks, n_r rows on rank r, N rows in all, and n_p rows in piece p of rank
     share of the rows        W n_p / N            for means over rows
     1 / denominator          W n_r / (N D_r)      for means over the labels that count (D_r of them on rank r), and for
                                                   other sums that are divided by a number D_r made of the arguments
+    label counts             N h_rc / (W n_r)     for means over labels with class weights (h_rc labels of class c on
+                                                  rank r): times the class weights, they add up to the denominator
 
 The mean over ranks of what the pieces compute is then the global value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.graph.effects import base_name
+from rannd.graph.names import graph_module
+from rannd.graph.row_scalars import classes_of
 from rannd.graph.row_states import FIXED, WHOLE, Reduction, Rows, Scalar
 from rannd.graph.rows import RowAnalysis
 from rannd.graph.sizes import is_number
@@ -28,6 +33,9 @@ from rannd.graph.values import TensorValue
 
 ROWS_WEIGHT = "rannd_share_of_rows"
 LABELS_WEIGHT = "rannd_label_weight_"
+
+Count: TypeAlias = float | list[float]
+"""A denominator, or the labels of each class."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,12 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
     weights: dict[str, Node] = {}
     last = traced.placeholders[-1]
 
-    def weight(name: str) -> Node:
+    def weight(name: str, *shape: int) -> Node:
         nonlocal last
         if name not in weights:
             with graph.inserting_after(last):
                 node = graph.placeholder(name)
-            node.meta["val"] = TensorValue(torch.float64, ())
+            node.meta["val"] = TensorValue(torch.float64, shape)
             weights[name] = last = node
         return weights[name]
 
@@ -103,6 +111,20 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
             product.args = (value, factor)
         return product
 
+    def divided(loss: Node, name: str, classes: Node) -> Node:
+        """A sum over labels, divided by the sum of the class weights of all labels."""
+        dtype = classes.meta["val"].dtype
+        shape = classes.meta["val"].shape
+        counts = graph.call_function(torch.ops.aten.to.dtype, (weight(name, *shape), dtype))
+        counts.meta["val"] = TensorValue(dtype, shape)
+        weighted = graph.call_function(torch.ops.aten.mul.Tensor, (counts, classes))
+        weighted.meta["val"] = TensorValue(dtype, shape)
+        total = graph.call_function(torch.ops.aten.sum.default, (weighted,))
+        total.meta["val"] = TensorValue(dtype, ())
+        mean = graph.call_function(torch.ops.aten.div.Tensor, (loss, total))
+        mean.meta["val"] = TensorValue(loss.meta["val"].dtype, ())
+        return mean
+
     for number, node in enumerate(analysis.masked):
         if base_name(node) == "div":
             with graph.inserting_before(node):
@@ -111,11 +133,14 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
             graph.erase_node(node)
             continue
         _set_argument(node, "reduction", 2)
-        value = node.meta["val"]
+        value, classes = node.meta["val"], arguments(node).get("weight")
         with graph.inserting_before(node.next):
-            product = scaled(node, f"{LABELS_WEIGHT}{number}", value.dtype)
-        node.replace_all_uses_with(product)
-        product.update_arg(0, node)
+            if classes is None:
+                mean = scaled(node, f"{LABELS_WEIGHT}{number}", value.dtype)
+            else:
+                mean = divided(node, f"{LABELS_WEIGHT}{number}", classes)
+        node.replace_all_uses_with(mean)
+        mean.update_arg(0, node)
     for node, name in analysis.weighted:
         value = node.meta["val"]
         with graph.inserting_before(node):
@@ -145,7 +170,8 @@ def _set_argument(node: Node, name: str, value: object) -> None:
 def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None:
     """A module that computes the denominator of each node in `masked`: arguments of the model -> numbers.
 
-    Takes all rows of a rank. Has to be built before the weights are inserted.
+    Where there are class weights: how many labels there are of each class. Takes all rows of a rank. Has to be built
+    before the weights are inserted.
     """
     if not masked:
         return None
@@ -169,21 +195,46 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
         if base_name(node) == "div":
             counts.append(copies[named["other"]])
             continue
-        counted = graph.call_function(torch.ops.aten.ne.Scalar, (copies[named["target"]], named["ignore_index"]))
-        counts.append(graph.call_function(torch.ops.aten.sum.default, (counted,)))
+        target = copies[named["target"]]
+        counted = graph.call_function(torch.ops.aten.ne.Scalar, (target, named["ignore_index"]))
+        if named.get("weight") is None:
+            counts.append(graph.call_function(torch.ops.aten.sum.default, (counted,)))
+            continue
+        classes = classes_of(node)
+        assert classes is not None
+        labels = graph.call_function(torch.ops.aten.masked_select.default, (target, counted))
+        # The loss itself complains of labels that are no classes.
+        labels = graph.call_function(torch.ops.aten.clamp.default, (labels, 0, classes))
+        found = graph.call_function(torch.ops.aten.bincount.default, (labels, None, classes + 1))
+        counts.append(graph.call_function(torch.ops.aten.slice.Tensor, (found, 0, 0, classes)))
     graph.output(tuple(counts))
-    return GraphModule(traced.root, graph, "LabelCounts")
+    return graph_module(traced.root, graph, "LabelCounts")
+
+
+def counted(counts: GraphModule | None, tensors: Sequence[torch.Tensor], share: float = 1.0) -> dict[str, Count]:
+    """What `label_counts` finds in the arguments of a rank, by weight; times `share`, its part of what all have."""
+    if counts is None:
+        return {}
+    with torch.no_grad():
+        found = counts(*(tensor.detach() for tensor in tensors))
+    return {f"{LABELS_WEIGHT}{number}": (count.double() * share).tolist() for number, count in enumerate(found)}
 
 
 def pieces_weights(
-    names: tuple[str, ...], *, world: int, rows: int, rank_rows: int, total_rows: int, counts: Mapping[str, float]
-) -> tuple[float, ...]:
-    """Values of the weights for a piece of `rows` rows; `counts` has the rank's denominators, by weight."""
-    values = []
+    names: tuple[str, ...], *, world: int, rows: int, rank_rows: int, total_rows: int, counts: Mapping[str, Count]
+) -> tuple[float | list[float], ...]:
+    """Values of the weights for a piece of `rows` rows; `counts` has the rank's denominators, by weight.
+
+    A mean over no labels at all is NaN, as torch's.
+    """
+    values: list[float | list[float]] = []
+    share = world * rank_rows / total_rows
     for name in names:
+        count = counts[name] if name != ROWS_WEIGHT else 0.0
         if name == ROWS_WEIGHT:
             values.append(world * rows / total_rows)
+        elif isinstance(count, list):
+            values.append([each / share for each in count])
         else:
-            share = world * rank_rows / total_rows
-            values.append(share / counts[name] if counts[name] else float("nan"))
+            values.append(share / count if count else float("nan"))
     return tuple(values)

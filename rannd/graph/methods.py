@@ -1,6 +1,7 @@
 """Single methods of modules as leaves: for a large module of which one method stands in the way.
 
-The path of a method is that of its module, a colon, and its name: ``encoder:mask``. It may use the parameters and
+The path of a method is that of its module, two dots (names of modules may have anything but dots), and its name:
+``encoder..mask``. It may use the parameters and
 buffers that its module holds itself, and nothing of the modules inside: the operator gets those tensors alone.
 """
 
@@ -33,9 +34,20 @@ class Method(nn.Module):
         return getattr(type(self.owner), self.name)(self.owner, *args, **kwargs)
 
 
+def method_path(module: str, method: str) -> str:
+    """The path of a method."""
+    return f"{module}..{method}"
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """The path of a module, and the name of the method ('': none)."""
+    module, _, method = path.partition("..")
+    return module, method
+
+
 def part_of(model: nn.Module, path: str) -> nn.Module:
     """The module at a path, or the method."""
-    name, _, method = path.partition(":")
+    name, method = split_path(path)
     module = model.get_submodule(name)
     return Method(module, method) if method else module
 

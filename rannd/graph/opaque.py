@@ -7,17 +7,17 @@ off, because the hooks run with the module, inside the leaf.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from rannd.graph.containers import register_dataclasses
+from rannd.graph.containers import register_containers
+from rannd.graph.contents import Contents, modules_of, same_values, write_back
+from rannd.graph.dice import unchanged
 from rannd.graph.leaves import LeafCall, LeafTable, Made
 from rannd.graph.methods import ForeignUse, Method, own_state_only, part_of, replaced
 from rannd.graph.pystate import HOOKS, hooks_of
@@ -55,29 +55,20 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Undo what running the model does to its modules' attributes and buffers, and to random number generators."""
-    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
-    containers: list[dict[Any, Any]] = [
-        held for module in model.modules() for held in [module.__dict__["_buffers"], *hooks_of(module)]
-    ]
-    inner = [(held, dict(held)) for held in containers]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = sorted({buffer.device for buffer in [*model.parameters(), *model.buffers()]}, key=str)
-    generators = [
-        (value, value.get_state())
-        for module in model.modules()
-        for value in module.__dict__.values()
-        if isinstance(value, torch.Generator)
-    ]
-    dice, numpy_dice = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+    """Undo what running the model does to its modules' attributes, to what they hold, and to sources of random numbers.
+
+    Objects in objects that are attributes are not looked into.
+    """
+    modules = list(modules_of(model))
+    attributes = [(module, dict(module.__dict__)) for _, module in modules]
+    inner = [(held, dict(held)) for _, module in modules for held in [module.__dict__["_buffers"], *hooks_of(module)]]
+    contents = Contents(modules, arrays=True)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    devices = sorted({tensor.device for tensor in [*model.parameters(), *model.buffers()]}, key=str)
+    with unchanged(model), torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
         try:
             yield
         finally:
-            for generator, drawn in generators:
-                generator.set_state(drawn)
-            random.setstate(dice)
-            numpy.random.set_state(numpy_dice)
             for module, before in attributes:
                 for name in module.__dict__.keys() - before.keys():
                     del module.__dict__[name]
@@ -85,9 +76,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
             for held, content in inner:
                 held.clear()
                 held.update(content)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            contents.put_back()
+            for buffer, value in buffers:
+                write_back(buffer, value)
 
 
 @dataclass
@@ -133,7 +124,7 @@ def _watched(model: nn.Module, path: str, module: nn.Module, found: list[_Seen])
     own = dict(module.__dict__)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        register_dataclasses((args, kwargs))
+        register_containers((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         state: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         given: dict[str | int, torch.Tensor] = dict(state.items())
@@ -147,10 +138,10 @@ def _watched(model: nn.Module, path: str, module: nn.Module, found: list[_Seen])
             raise NotALeaf(path, str(exc)) from exc
         changed = {name for name, tensor in given.items() if tensor._version != versions[name]}
         for name, buffer in module.named_buffers():  # not everything that is written gets another version
-            if buffer is not state.get(name) or not _equal(buffer, contents[name]):
+            if buffer is not state.get(name) or not same_values(buffer, contents[name]):
                 changed.add(name)
         changed |= _statistics(module)
-        register_dataclasses(result)
+        register_containers(result)
         results, made = pytree.tree_flatten(result)
         for leaf in results:
             if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
@@ -185,10 +176,6 @@ def _share(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bo
     """Whether results share memory with each other or with what was given."""
     storages = [tensor.untyped_storage()._cdata for tensor in results]
     return len(set(storages)) < len(storages) or bool({t.untyped_storage()._cdata for t in given} & set(storages))
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _statistics(module: nn.Module) -> set[str]:
@@ -299,7 +286,7 @@ def in_place(table: LeafTable, model: nn.Module, rows: Callable[[], Any]) -> Ite
 def _traced(table: LeafTable, name: str, module: nn.Module, rows: Any, args: Any, kwargs: Any) -> Any:
     call = table.calls.get(name)
     path = name.rsplit("#", 1)[0]
-    register_dataclasses((args, kwargs))
+    register_containers((args, kwargs))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if call is None or spec != call.spec:
         raise NotALeaf(path, "it is called in another way when the model is traced")

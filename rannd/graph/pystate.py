@@ -15,19 +15,17 @@ hundreds, globals and attributes of classes are not seen. No code of the user's 
 from __future__ import annotations
 
 import contextlib
-import types
-from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
-from rannd.graph.attributes import ABSENT, DEEPEST, INTERNAL, LONGEST, Sort, Writer, is_object, read_attributes
+from rannd.graph.attributes import ABSENT, INTERNAL, Writer, is_object
 from rannd.graph.attributes import HOOKS as HOOKS
 from rannd.graph.blame import Offence, Place
+from rannd.graph.contents import Contents, has_memory, modules_of
 
 
 @dataclass(eq=False)
@@ -57,7 +55,7 @@ class State:
 
 def state_of(model: nn.Module, ignored: Set[str] = frozenset()) -> State:
     """The Python state of all modules, but for attributes of the names in `ignored`. Runs in every call."""
-    modules = list(_modules(model))
+    modules = list(modules_of(model))
     writer = Writer(ignored, {id(module) for _, module in modules})
     return State({name: writer.module(module) for name, module in modules}, writer.held)
 
@@ -128,41 +126,21 @@ def same_constants(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
     `held`: what the modules have, from their state. Constants that the code makes when it is traced need not be the
     same.
     """
-    storages = {tensor.untyped_storage().data_ptr() for tensor in held if _has_memory(tensor)}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in held if has_memory(tensor)}
     return all(
         name in other
         and (
-            not _has_memory(tensor)
+            not has_memory(tensor)
             or tensor.untyped_storage().data_ptr() not in storages
-            or (_has_memory(other[name]) and tensor.data_ptr() == other[name].data_ptr())
+            or (has_memory(other[name]) and tensor.data_ptr() == other[name].data_ptr())
         )
         for name, tensor in one.items()
     )
 
 
-def _has_memory(value: object) -> TypeGuard[torch.Tensor]:
-    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta  # type: ignore[attr-defined]
-
-
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """The containers of a module's hooks."""
     return [module.__dict__[name] for name in HOOKS if name in module.__dict__]
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As named_modules, which takes twice as long."""
-    waiting = [("", model)]
-    seen = set()
-    while waiting:
-        name, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield name, module
-        children = module.__dict__["_modules"]
-        if children:
-            prefix = f"{name}." if name else ""
-            waiting += [(prefix + key, child) for key, child in reversed(children.items()) if child is not None]
 
 
 # -- while the model is traced ---------------------------------------------------------------------------------------
@@ -175,9 +153,9 @@ def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
     What it changed is named in `changes`, because its changes are no part of the graph; Offence where it keeps a
     tensor from call to call, in an attribute or by replacing a buffer.
     """
-    modules = list(_modules(model))
+    modules = list(modules_of(model))
     before = {name: dict(module.__dict__) for name, module in modules}
-    contents = _Contents(model)
+    contents = Contents(modules)
     hooks = [(held, dict(held)) for _, module in modules for held in hooks_of(module)]
     buffers = [(name, module._buffers, dict(module._buffers)) for name, module in modules]
     state = state_of(model)
@@ -218,69 +196,3 @@ def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
             "which a graph cannot (register a buffer, and write into it in place)",
         )
     changes.update(str(each) for each in seen if each.attribute not in INTERNAL or each.attribute == "training")
-
-
-class _Contents:
-    """What the attributes of modules hold, to be put back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._containers: dict[int, tuple[Any, Any]] = {}
-        self._slots: list[tuple[types.MemberDescriptorType, Any, Any]] = []
-        sorts: dict[type, Sort] = {}
-        modules = list(_modules(model))
-        seen = {id(module) for _, module in modules}
-        waiting = [(value, 0) for _, module in modules for key, value in module.__dict__.items() if key not in INTERNAL]
-        while waiting:
-            value, depth = waiting.pop()
-            kind = type(value)
-            sort = sorts.setdefault(kind, Sort(kind)) if kind not in sorts else sorts[kind]
-            if id(value) in seen or depth >= DEEPEST:
-                continue
-            if sort.items is not None:
-                seen.add(id(value))
-                if sort.kind not in (tuple, frozenset):
-                    copy = dict(dict.items(value)) if sort.kind is dict else list(sort.items(value))
-                    self._containers[id(value)] = (value, copy)
-                waiting += [(item, depth + 1) for item in islice(sort.items(value), LONGEST[depth])]
-            elif depth == 0 and sort.has_attributes:
-                seen.add(id(value))
-                if sort.dict is not None:
-                    own = sort.dict.__get__(value)
-                    self._containers[id(own)] = (own, dict(own))
-                self._slots += [(slot, value, slot.__get__(value)) for slot in _filled(value, sort)]
-                waiting += [(item, 1) for _, item in islice(read_attributes(value, sort), LONGEST[0])]
-
-    def put_back(self) -> None:
-        """Undo all changes that were made since."""
-        for held, content in self._containers.values():
-            kind = type(held)
-            if issubclass(kind, dict):
-                now = dict(dict.items(held))
-                if _same(list(now), list(content)) and _same(list(now.values()), list(content.values())):
-                    continue
-                dict.clear(held)
-                dict.update(held, content)
-            elif issubclass(kind, list):
-                if not _same(list(list.__iter__(held)), content):
-                    list.__setitem__(held, slice(None), content)
-            elif issubclass(kind, deque):
-                if not _same(list(deque.__iter__(held)), content):
-                    deque.clear(held)
-                    deque.extend(held, content)
-            elif {id(item) for item in set.__iter__(held)} != {id(item) for item in content}:
-                set.clear(held)
-                set.update(held, content)
-        for slot, value, content in self._slots:
-            slot.__set__(value, content)
-
-
-def _filled(value: Any, sort: Sort) -> Iterator[types.MemberDescriptorType]:
-    for _, slot in sort.slots:
-        with contextlib.suppress(AttributeError):
-            slot.__get__(value)
-            yield slot
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    """Whether two lists hold the same objects; without comparing them, tensors do not compare."""
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from rannd.graph.row_rules.operation import Operation
 from rannd.graph.row_rules.routing import SORTED_RULES, is_sorted
 from rannd.graph.row_rules.routing import pointwise as sorted_pointwise
 from rannd.graph.row_rules.table import RULES
+from rannd.graph.row_scalars import has_early_denominator, masked_mean, reduces, reduction, scalar
 from rannd.graph.row_states import (
     COUNT,
     FIXED,
@@ -39,15 +40,11 @@ from rannd.graph.row_states import (
     Sorted,
     State,
 )
+from rannd.graph.row_walk import Walk, state_of
 from rannd.graph.signature import Signature
 from rannd.graph.sizes import PROBE_ROWS, depends_on_rows, is_number, is_plain_tensor, multiple_of_rows, shape_at
 from rannd.graph.traced import Traced, arguments, operator_name
 from rannd.graph.values import TensorValue
-
-SCALAR_LINEAR = {"neg", "to", "_to_copy", "clone", "detach", "alias", "view", "reshape", "squeeze", "unsqueeze",
-                 "contiguous", "lift_fresh_copy", "flatten", "ravel", "select", "slice", "expand", "permute", "t",
-                 "transpose"}  # fmt: skip
-"""Operators under which a reduced number stays what it is."""
 
 SIZES = ("size", "sizes", "shape", "repeats", "start", "end", "step", "length", "split_size", "split_sizes",
          "output_size")  # fmt: skip
@@ -76,31 +73,9 @@ class RowAnalysis:
     """Nodes that would drop the dimension of the samples where a piece has one row."""
 
 
-@dataclass
-class _Walk:
-    states: dict[Node, State] = field(default_factory=dict)
-    coupled: str | None = None
-    weighted: list[tuple[Node, str]] = field(default_factory=list)
-    masked: list[Node] = field(default_factory=list)
-    squeezed: list[Node] = field(default_factory=list)
-    early: Set[Node] = frozenset()
-    hidden: dict[Node, str] = field(default_factory=dict)
-    """Early nodes that mix samples, and how: that matters only where they are used as anything but a denominator."""
-    inside: int = 0
-    """Depth of regions: what is in one cannot be weighted from outside."""
-
-    def couple(self, node: Node, reason: str) -> None:
-        source = next((other for other in node.all_input_nodes if other in self.hidden), None)
-        told = self.hidden[source] if source is not None else f"{reason} ({node.name}{_where(node)})"
-        if node in self.early:
-            self.hidden[node] = told
-        elif self.coupled is None:
-            self.coupled = told
-
-
 def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalysis:
     """Follow the samples through a traced model; `early` nodes are computed from the inputs alone."""
-    walk = _Walk(early=early)
+    walk = Walk(early=early)
     inputs: list[State] = [Rows(0, 1, 1) if spec.batch else FIXED for spec in signature.tensors]
     _walk(walk, traced.graph, traced.root, inputs)
     if signature.fixed_rows is not None:
@@ -117,12 +92,7 @@ def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalys
     return RowAnalysis(walk.states, walk.coupled, tuple(walk.weighted), tuple(walk.masked), tuple(walk.squeezed))
 
 
-def _where(node: Node) -> str:
-    module = node.meta.get("module", "")
-    return f" in module {module}" if module else ""
-
-
-def _walk(walk: _Walk, graph: Graph, root: nn.Module, inputs: Sequence[State]) -> tuple[State, ...]:
+def _walk(walk: Walk, graph: Graph, root: nn.Module, inputs: Sequence[State]) -> tuple[State, ...]:
     """Compute the state of every node; returns the states of the graph's outputs."""
     given = iter(inputs)
     for node in graph.nodes:
@@ -132,23 +102,13 @@ def _walk(walk: _Walk, graph: Graph, root: nn.Module, inputs: Sequence[State]) -
             walk.states[node] = FIXED
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (list, tuple)) else (node.args[0],)
-            return tuple(_state(walk, result) for result in results)
+            return tuple(state_of(walk, result) for result in results)
         else:
             walk.states[node] = _result(walk, node, root)
     raise AssertionError("a graph without output")
 
 
-def _state(walk: _Walk, value: Any) -> State:
-    if isinstance(value, Node):
-        return walk.states[value]
-    if isinstance(value, (list, tuple)) and any(
-        isinstance(item, Node) and walk.states[item] is COUNT for item in value
-    ):
-        return COUNT
-    return FIXED
-
-
-def _result(walk: _Walk, node: Node, root: nn.Module) -> State:
+def _result(walk: Walk, node: Node, root: nn.Module) -> State:
     value = node.meta.get("val")
     if is_number(value):
         return COUNT if depends_on_rows(value) else FIXED
@@ -168,7 +128,7 @@ def _result(walk: _Walk, node: Node, root: nn.Module) -> State:
     return state
 
 
-def _follow(walk: _Walk, node: Node, states: Sequence[State], root: nn.Module) -> State:
+def _follow(walk: Walk, node: Node, states: Sequence[State], root: nn.Module) -> State:
     """The state of a node with arguments that depend on the samples; Coupled where they are mixed."""
     if node.target is operator.getitem:
         source = walk.states[node.args[0]]  # type: ignore[index]
@@ -177,13 +137,13 @@ def _follow(walk: _Walk, node: Node, states: Sequence[State], root: nn.Module) -
         return source[node.args[1]]  # type: ignore[index]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _nested(walk, node, root)
-    if _has_early_denominator(walk, node):
+    if has_early_denominator(walk, node):
         walk.masked.append(node)
         return Scalar(Reduction.EXACT)
-    if any(state is WHOLE or isinstance(state, tuple) for state in states) and not _reduces(node):
+    if any(state is WHOLE or isinstance(state, tuple) for state in states) and not reduces(node):
         raise Coupled(f"{operator_name(node.target)} follows an op that mixes samples")
     if any(isinstance(state, Scalar) for state in states):
-        return _scalar(walk, node)
+        return scalar(walk, node)
     return _apply(walk, node)
 
 
@@ -215,14 +175,7 @@ def _check(value: Any, state: State) -> None:
         raise Coupled("a number is made of the samples")
 
 
-def _reduces(node: Node) -> bool:
-    """Whether a node makes one number of all samples, of whatever layout."""
-    return base_name(node) in ("sum", "mean") or base_name(node).endswith(
-        ("_loss", "_entropy", "_with_logits", "kl_div")
-    )
-
-
-def _apply(walk: _Walk, node: Node) -> State:
+def _apply(walk: Walk, node: Node) -> State:
     """The state by the operator's rule."""
     if operator_name(node.target) == LEAF:
         raise Coupled("nobody sees into a module that runs as one operator")
@@ -231,13 +184,13 @@ def _apply(walk: _Walk, node: Node) -> State:
     name = base_name(node)
     named = arguments(node)
     for key, argument in named.items():
-        if key not in SIZES and any(_state(walk, leaf) is COUNT for leaf in pytree.tree_leaves(argument)):
+        if key not in SIZES and any(state_of(walk, leaf) is COUNT for leaf in pytree.tree_leaves(argument)):
             raise Coupled(f"{operator_name(node.target)} computes with the number of rows")
     operation = Operation(
         name,
         node,
         named,
-        lambda value: _state(walk, value),
+        lambda value: state_of(walk, value),
         _probed,
     )
     rule = RULES.get(name)
@@ -251,7 +204,7 @@ def _apply(walk: _Walk, node: Node) -> State:
     try:
         state = rule(operation)
     except Coupled as reason:
-        kind = _reduction(node, named)
+        kind = reduction(node, named)
         if kind is None:
             raise
         walk.couple(node, str(reason))
@@ -261,11 +214,11 @@ def _apply(walk: _Walk, node: Node) -> State:
             raise Coupled(f"{name} drops the dimension of the samples where there is one")
         walk.squeezed.append(node)
     if state == Scalar(Reduction.MEAN) and name in CLASS_LOSSES:
-        return _masked_mean(walk, node, named)
+        return masked_mean(walk, node, named)
     return state
 
 
-def _drops_a_single_row(walk: _Walk, named: Mapping[str, Any]) -> bool:
+def _drops_a_single_row(walk: Walk, named: Mapping[str, Any]) -> bool:
     """Whether a squeeze is one of the dimension of the samples, if that has size 1."""
     source = named["self"]
     state = walk.states[source]
@@ -285,45 +238,7 @@ def _probed(value: Any) -> tuple[int, ...]:
     return shape_at(value.meta["val"], PROBE_ROWS)
 
 
-def _reduction(node: Node, named: Mapping[str, Any]) -> Reduction | None:
-    """How an op makes one number of whatever it is given, None for ops that do not."""
-    result = node.meta.get("val")
-    if not _reduces(node) or not isinstance(result, TensorValue) or result.ndim:
-        return None
-    if base_name(node) in ("sum", "mean"):
-        return Reduction.MEAN if base_name(node) == "mean" else Reduction.SUM
-    return {1: Reduction.MEAN, 2: Reduction.SUM}.get(named.get("reduction", 1))
-
-
-def _masked_mean(walk: _Walk, node: Node, named: Mapping[str, Any]) -> State:
-    """A mean over the labels that count: its denominator differs from piece to piece."""
-    target = named["target"]
-    if target.meta["val"].is_floating_point():
-        return Scalar(Reduction.MEAN)
-    if named.get("weight") is None and target in walk.early:
-        walk.masked.append(node)
-        return Scalar(Reduction.EXACT)
-    walk.couple(node, "a mean over labels has class weights, or labels that the model itself computes")
-    return Scalar(Reduction.MEAN)
-
-
-def _has_early_denominator(walk: _Walk, node: Node) -> bool:
-    """Whether a node divides a sum over all samples by a number that is made of the arguments alone."""
-    if base_name(node) != "div" or node in walk.early:
-        return False
-    named = arguments(node)
-    sums, divisor = named["self"], named["other"]
-    return (
-        named.get("rounding_mode") is None
-        and _state(walk, sums) == Scalar(Reduction.SUM)
-        and divisor in walk.early
-        and (walk.states[divisor] is WHOLE or isinstance(walk.states[divisor], Scalar))
-        and is_plain_tensor(divisor)
-        and divisor.meta["val"].ndim == 0
-    )
-
-
-def _nested(walk: _Walk, node: Node, root: nn.Module) -> State:
+def _nested(walk: Walk, node: Node, root: nn.Module) -> State:
     """A region of its own (no_grad, autocast): follow the samples inside."""
     region = nested_graph(root, node) if operator_name(node.target) in REGIONS else None
     if region is None:
@@ -331,73 +246,6 @@ def _nested(walk: _Walk, node: Node, root: nn.Module) -> State:
     inner, given = region
     walk.inside += 1
     try:
-        return _walk(walk, inner.graph, inner, [_state(walk, argument) for argument in given])
+        return _walk(walk, inner.graph, inner, [state_of(walk, argument) for argument in given])
     finally:
         walk.inside -= 1
-
-
-def _scalar(walk: _Walk, node: Node) -> State:
-    """Arithmetic on numbers that were reduced over all samples: linear operators keep them additive."""
-    name = base_name(node)
-    named = arguments(node)
-    operands = {key: value for key, value in named.items() if key in ("self", "other", "tensors", "input")}
-    for key, argument in named.items():
-        if key not in operands and any(_state(walk, leaf) is not FIXED for leaf in pytree.tree_leaves(argument)):
-            raise Coupled(f"argument {key} of {operator_name(node.target)} depends on the samples")
-    if name in SCALAR_LINEAR or name in ("sum", "mean"):
-        source = node.all_input_nodes[0]
-        if _rounds(source.meta["val"].dtype, node.meta["val"].dtype):
-            raise Coupled(f"{operator_name(node.target)} of a number made of all samples rounds it")
-        return walk.states[source]
-    if name == "stack":
-        kinds = {_state(walk, item) for item in named["tensors"]}
-        if len(kinds) == 1:
-            return kinds.pop()
-        raise Coupled("losses of different kinds are stacked")
-    if name in ("add", "sub", "rsub"):
-        return _sum(walk, node, operands)
-    if name in ("mul", "div"):
-        left, right = (_state(walk, operands[key]) for key in ("self", "other"))
-        if named.get("rounding_mode") is None:
-            if isinstance(left, Scalar) and right is FIXED:
-                return left
-            if name == "mul" and isinstance(right, Scalar) and left is FIXED:
-                return right
-            if isinstance(left, Scalar) and right is COUNT and _linear(operands["other"]):
-                if name == "div" and left.reduction is Reduction.SUM:
-                    return Scalar(Reduction.MEAN)
-                if name == "mul" and left.reduction is Reduction.MEAN:
-                    return Scalar(Reduction.SUM)
-    raise Coupled(f"{operator_name(node.target)} of a number made of all samples is not linear")
-
-
-def _rounds(old: torch.dtype, new: torch.dtype) -> bool:
-    """Whether a conversion is more than a matter of precision."""
-    if old.is_floating_point or old.is_complex:
-        return not (new.is_floating_point or new.is_complex)
-    return new == torch.bool
-
-
-def _linear(value: Any) -> bool:
-    """Whether a number is proportional to the rows."""
-    return bool(multiple_of_rows(value.meta["val"]))
-
-
-def _sum(walk: _Walk, node: Node, operands: dict[str, Any]) -> State:
-    """Terms of one kind stay of that kind; different ones are weighted first, so that the sum adds up."""
-    states = {key: _state(walk, value) for key, value in operands.items()}
-    kinds = set(states.values())
-    if len(kinds) == 1:
-        return kinds.pop()
-    for state in states.values():
-        if not (state is FIXED or isinstance(state, Scalar)) or state == Scalar(Reduction.OTHER):
-            raise Coupled("a number made of all samples meets single samples")
-    if kinds == {FIXED, Scalar(Reduction.MEAN)}:
-        return Scalar(Reduction.MEAN)
-    value = node.meta["val"]
-    if walk.inside or not (value.is_floating_point() or value.is_complex()):
-        raise Coupled("terms of different kinds are added where they cannot be weighted")
-    for key, state in states.items():
-        if state is FIXED or state == Scalar(Reduction.MEAN):
-            walk.weighted.append((node, key))
-    return Scalar(Reduction.EXACT)

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rannd.errors import UsageError
-from rannd.graph.containers import register_dataclasses
+from rannd.graph.containers import register_containers
 from rannd.graph.misuse import refusal
 
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -178,7 +178,7 @@ class Call:
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Flatten a call's arguments; UsageError for what is neither a container, a dense tensor, nor a plain value."""
     ordered = {name: kwargs[name] for name in sorted(kwargs)}
-    register_dataclasses((args, ordered))
+    register_containers((args, ordered))
     paths, spec = pytree.tree_flatten_with_path((tuple(args), ordered))
     names, tensors, positions, constants = [], [], [], []
     for position, (path, leaf) in enumerate(paths):

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from rannd.graph.methods import split_path
+
 Works = Callable[[Sequence[str]], bool]
 """Whether the model can be exported with the modules at these paths as leaves."""
 
@@ -79,7 +81,7 @@ def _children(model: nn.Module, root: str) -> list[str]:
 
 def within(name: str, paths: Iterable[str]) -> bool:
     """Whether a part is one of those at `paths`, or inside one."""
-    return any(path == "" or name == path or name.startswith((f"{path}.", f"{path}:")) for path in paths)
+    return any(path == "" or name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def outermost(names: Iterable[str]) -> list[str]:
@@ -90,7 +92,7 @@ def outermost(names: Iterable[str]) -> list[str]:
 
 def ancestors(path: str) -> tuple[str, ...]:
     """The modules around a part, innermost first; the last is ''."""
-    name, _, method = path.partition(":")
+    name, method = split_path(path)
     parts = name.split(".") if name else []
     around = [".".join(parts[:count]) for count in range(len(parts) - (not method), -1, -1)]
     return tuple(dict.fromkeys(around)) or ("",)

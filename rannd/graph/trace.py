@@ -22,33 +22,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule
 
 from rannd.errors import TraceError
 from rannd.graph.batch import closed_batch, holes, lines
 from rannd.graph.blame import Offence, Place, described, in_words, of_exception
 from rannd.graph.decisions import Undecidable
 from rannd.graph.dice import unchanged
-from rannd.graph.effects import Aliases, written
 from rannd.graph.export import Notes, Sample, Shown, example_inputs, export, shown, traced_of
-from rannd.graph.leaves import NAME as LEAF
-from rannd.graph.leaves import LeafTable, call_of
-from rannd.graph.methods import called_methods, part_of
+from rannd.graph.leaves import LeafTable
+from rannd.graph.methods import called_methods, method_path, part_of
 from rannd.graph.opaque import NotALeaf, preserved, record
 from rannd.graph.selection import MOST_CHANCES, MoreOperators, NotASelection, select
 from rannd.graph.signature import Signature
 from rannd.graph.suspects import ancestors, halve, has_backward_hooks, is_called, outermost, twins, within
-from rannd.graph.traced import Traced, attribute, operator_name
+from rannd.graph.traced import Traced
+from rannd.graph.unshown import unshown, written_later
 
 LARGEST_EXAMPLE = 256
 """Largest batch to trace with."""
 
 MOST_ATTEMPTS = 64
 """So often leaves are looked for."""
-
-NESTING = ("_vmap_increment", "_grad_increment", "_jvp_increment", "functorch")
-"""Parts of the names of operators that begin a level of torch.func."""
 
 LARGE_SHARE = 0.2
 """Before leaves take more than this share of the parameters, strict export is tried."""
@@ -189,11 +183,11 @@ class _FrontEnd:
         except (Undecidable, NotASelection) as exc:
             around = (exc.module, *ancestors(exc.module)) if exc.module else ("",)
             return _Attempt(problem=exc, place=Place(around, ""))
-        hidden = _unshown(traced)
+        hidden = unshown(traced)
         if hidden is not None:
             around = (hidden.path, *ancestors(hidden.path)) if hidden.path else ("",)
             return _Attempt(problem=hidden, place=Place(around, ""))
-        broken = _written_later(traced)
+        broken = written_later(traced)
         if broken is not None:
             return _Attempt(problem=broken, place=Place(ancestors(broken.path), ""))
         return _Attempt(traced, notes=notes, table=table)
@@ -298,7 +292,7 @@ class _FrontEnd:
         except Exception:
             return None  # the model does not run as it is: told elsewhere
         for name in names:
-            path = f"{inner}:{name}"
+            path = method_path(inner, name)
             other = self._open([*paths, path])
             if other.good or (not isinstance(other.problem, NotALeaf) and self._why(other) != self._why(attempt)):
                 return path, other
@@ -367,38 +361,3 @@ class _FrontEnd:
 
     def _note(self, line: str) -> None:
         self._record.append(line)
-
-
-def _unshown(traced: Traced) -> NotALeaf | None:
-    """Code that reads what a graph cannot hold: the values of its own tensors (`.data`), a random generator."""
-    for node in traced.graph.nodes:
-        if any(word in operator_name(node.target) for word in NESTING):
-            return NotALeaf(node.meta.get("module", ""), "its code uses torch.func, whose levels a graph cannot show")
-        if node.op != "get_attr" or not node.users:
-            continue
-        value = attribute(traced.root, str(node.target))
-        module = next(iter(node.users)).meta.get("module", "")
-        if isinstance(value, FakeTensor):
-            return NotALeaf(module, "its code reads the .data of a tensor that is only traced")
-        if not isinstance(value, (torch.Tensor, GraphModule)):
-            return NotALeaf(module, f"its code hands a {type(value).__qualname__} to an operator")
-    return None
-
-
-def _written_later(traced: Traced) -> NotALeaf | None:
-    """A leaf whose results share memory, where an operator writes into what it was given or has made."""
-    if traced.leaves is None:
-        return None
-    sharing = Aliases(traced)
-    targets = {
-        sharing.find(target)
-        for node in traced.graph.nodes
-        if operator_name(node.target) != LEAF
-        for target in written(traced, node)
-    }
-    for node in traced.graph.nodes:
-        if node.op == "call_function" and operator_name(node.target) == LEAF:
-            _, call = call_of(node.args[0])
-            if call.shares and any(sharing.find(each) in targets for each in (*node.users, *node.all_input_nodes)):
-                return NotALeaf(call.path, "its results share memory that is written into")
-    return None

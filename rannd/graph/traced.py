@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.graph.leaves import LeafTable
+from rannd.graph.names import any_name
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,13 @@ class Traced:
 
 def retarget(traced: Traced, device: torch.device) -> Traced:
     """Let every operator that names a device (tensors made on the way) make its result on `device`."""
-    _retarget(traced.graph, traced.root, device)
-    if traced.decisions is not None:
-        module = traced.decisions.module
-        _retarget(module.graph, module, device)
-        module.recompile()
-        module.to(device)  # its constants
+    with any_name():
+        _retarget(traced.graph, traced.root, device)
+        if traced.decisions is not None:
+            module = traced.decisions.module
+            _retarget(module.graph, module, device)
+            module.recompile()
+            module.to(device)  # its constants
     return traced
 
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from rannd.errors import StepError
 from rannd.graph.cut import crossing_shape
-from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
+from rannd.graph.losses import Count, counted, pieces_weights
 from rannd.plan.schedule import Action, Kind
 from rannd.runtime.agreement import Phase, agree, pack_flags, pack_floats, unpack_flags, unpack_floats
 from rannd.runtime.bound import BoundGraph, Traffic
@@ -338,17 +338,14 @@ class Executor:
             for node, tensor in zip(self._nodes, [*slices, *weights], strict=True):
                 step.values[piece, node] = tensor
 
-    def _label_counts(self, step: Step) -> dict[str, float]:
+    def _label_counts(self, step: Step) -> dict[str, Count]:
         """Denominators of this rank's means (labels that count), over its whole mini-batch."""
         rows = step.pieces.rank_rows[self._slot]
-        if self._graph.label_counts is None or rows == 0:
+        if rows == 0:
             return {}
-        counted, share = step.leaves, 1.0
         if step.whole is not None:  # this rank's part of the labels of all
-            counted, share = step.whole, rows / step.pieces.total
-        with torch.no_grad():
-            found = self._graph.label_counts(*(leaf.detach() for leaf in counted))
-        return {f"{LABELS_WEIGHT}{number}": float(count) * share for number, count in enumerate(found)}
+            return counted(self._graph.label_counts, step.whole, rows / step.pieces.total)
+        return counted(self._graph.label_counts, step.leaves)
 
     def _compute(
         self, step: Step, piece: int, live: frozenset[Node] | None, before: Mapping[str, torch.Tensor]

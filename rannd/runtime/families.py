@@ -53,7 +53,7 @@ class Families:
         name = signature.family()
         family = self._known.get(name)
         new = family is None or family.state != state
-        if any(each for (each,) in self._world.gather_numbers([int(new)])):  # counters may differ from rank to rank
+        if self._anywhere(new):  # counters may differ from rank to rank
             self._known[name] = _Family(signature, state)
             return None
         assert family is not None
@@ -62,13 +62,22 @@ class Families:
             return None
         if not family.data or not set(differing) <= set(family.open):
             family.open = tuple(sorted({*family.open, *differing}))
-            family.data = self._template(replace(signature, open=family.open), leaves)
-            family.hopeless = not family.data
-        graph = self._instance(family.data, signature, leaves) if family.data else None
-        return graph if all(each for (each,) in self._world.gather_numbers([int(graph is not None)])) else None
+            self._template(family, replace(signature, open=family.open), leaves)
+        graph, broken = self._instance(family.data, signature, leaves)
+        if family.data and self._anywhere(bool(broken)):
+            self._template(family, replace(signature, open=family.open), leaves, broken or "another rank cannot use it")
+            graph, broken = self._instance(family.data, signature, leaves)
+            family.hopeless |= self._anywhere(bool(broken))
+        return None if self._anywhere(graph is None) else graph
 
-    def _template(self, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
-        """A template on all ranks, from the cache or made on rank 0; nothing where there cannot be one."""
+    def _anywhere(self, here: bool) -> bool:
+        return any(each for (each,) in self._world.gather_numbers([int(here)]))
+
+    def _template(self, family: _Family, signature: Signature, leaves: list[torch.Tensor], broken: str = "") -> None:
+        """Give a family its template on all ranks, from the cache or made on rank 0; nothing where there cannot be one.
+
+        `broken` says why the one in the cache cannot be used.
+        """
         sizes = ", ".join(f"{signature.tensors[tensor].name}[{dim + 1}]" for tensor, dim in signature.open)
         tensors = list(signature.tensors)
         for tensor, dim in signature.open:
@@ -80,7 +89,11 @@ class Families:
         if self._world.rank == 0:
             logger = log.get("RaNNCModule")
             if key is not None and self._cache.client is not None:
-                found = self._cache.client.get(key) or b""
+                if broken:
+                    logger.warning("The cached trace %s cannot be used: %s", key.short, broken)
+                    self._cache.client.discard(key, broken)
+                else:
+                    found = self._cache.client.get(key) or b""
             if found and key is not None:
                 logger.info("Using trace %s for any size of %s from the cache", key.short, sizes)
             else:
@@ -91,16 +104,25 @@ class Families:
                         self._cache.client.put(key, found)
                 except NoTemplate as exc:
                     logger.info("Every size of %s is traced on its own: %s", sizes, exc)
-        return self._world.broadcast_bytes(found)
+        family.data = self._world.broadcast_bytes(found)
+        family.hopeless = not family.data
 
-    def _instance(self, data: bytes, signature: Signature, leaves: list[torch.Tensor]) -> ModelGraph | None:
+    def _instance(self, data: bytes, signature: Signature, leaves: list[torch.Tensor]) -> tuple[ModelGraph | None, str]:
+        """The graph of a call, or else what is wrong with the template, if it is to blame."""
+        if not data:
+            return None, ""
         try:
             traced = instance(data, self._model, signature)
-        except (NoTemplate, Broken) as exc:
+        except NoTemplate as exc:
             if self._world.rank == 0:
                 log.get("RaNNCModule").info("These sizes are traced on their own: %s", exc)
-            return None
-        return build(self._model, signature, leaves, self._world.device, traced)
+            return None, ""
+        except Broken as exc:
+            return None, str(exc)
+        try:
+            return build(self._model, signature, leaves, self._world.device, traced), ""
+        except Exception as exc:  # whatever is in it, the model can be traced
+            return None, f"no graph can be built from it: {type(exc).__name__}: {exc}"
 
 
 def _differing(one: Signature, other: Signature) -> list[tuple[int, int]]:

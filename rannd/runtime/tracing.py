@@ -40,6 +40,8 @@ class _Made:
     data: bytes = b""
     """For the cache."""
     cached: bool = False
+    broken: str = ""
+    """Why the stored trace cannot be used by anybody."""
     error: RanndError | None = None
 
     @property
@@ -67,14 +69,18 @@ class Tracer:
         self._model = model
         self._families = Families(world, cache, model, self._key)
         self._distrusted = False
+        self._used: Key | None = None
+        """Of the latest trace that came from the cache."""
         self.traced = 0
         """Calls that got a trace of their own."""
 
     def distrust(self, why: str) -> None:
-        """Do not take traces from the cache any more: one of them was wrong."""
+        """Do not take traces from the cache any more: the latest was wrong, and is discarded for later runs."""
         self._distrusted = True
         if self._world.rank == 0:
             log.get("RaNNCModule").warning("The cached trace is wrong, the model is traced anew: %s", why)
+        if self._used is not None:
+            self._discard(self._used, why)
 
     def graph(self, signature: Signature, tensors: Sequence[torch.Tensor], state: State) -> tuple[ModelGraph, bool]:
         """The graph of calls with `signature`, and whether it came from the cache.
@@ -104,11 +110,14 @@ class Tracer:
         self._agree(made, signature)
         graph = made.graph
         assert graph is not None
+        if key is not None and made.broken:
+            self._discard(key, made.broken)
         if key is not None and made.data:
             self._keep(key, graph.task.graph_hash.encode() + made.data)
         self._tell(graph)
         # Only some ranks may have been able to use the cached trace.
         cached = bool(stored) and all(each for (each,) in self._world.gather_numbers([int(made.cached)]))
+        self._used = key if cached else None
         return graph, cached
 
     # -- making -----------------------------------------------------------------------------------------------
@@ -122,16 +131,22 @@ class Tracer:
         key: Key | None,
     ) -> _Made:
         """The graph that is stored, or a new one, on this rank alone."""
+        broken = ""
         try:
             if stored:
-                graph = self._load(stored, signature, leaves, assumed)
-                if graph is not None:
-                    return _Made(graph, cached=True)
-            keep = key is not None and not stored and self._world.rank == 0
+                try:
+                    graph = self._load(stored, signature, leaves, assumed)
+                except Broken as exc:
+                    broken = str(exc)
+                    log.get("RaNNCModule").warning("The cached trace cannot be used: %s", exc)
+                else:
+                    if graph is not None:
+                        return _Made(graph, cached=True)
+            keep = key is not None and (not stored or bool(broken)) and self._world.rank == 0
             graph, data = self._new(signature, leaves, assumed, keep)
-            return _Made(graph, data)
+            return _Made(graph, data, broken=broken)
         except RanndError as exc:
-            return _Made(error=exc)
+            return _Made(broken=broken, error=exc)
 
     def _new(
         self, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None, keep: bool
@@ -149,19 +164,16 @@ class Tracer:
     def _load(
         self, stored: bytes, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None
     ) -> ModelGraph | None:
-        """The graph in a cached trace; None where it is for other calls, or broken."""
-        logger = log.get("RaNNCModule")
-        try:
-            traced, rows = decode(stored[_DIGEST:], self._model)
-        except Broken as exc:
-            logger.warning("The cached trace cannot be used: %s", exc)
-            return None
+        """The graph in a cached trace; None where it is for other calls. Broken where it is for none."""
+        traced, rows = decode(stored[_DIGEST:], self._model)
         if (rows is not None and rows != signature.rows(leaves)) or signature.rows(leaves) in traced.holes:
             return None
-        graph = build(self._model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
+        try:
+            graph = build(self._model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
+        except Exception as exc:  # whatever is in it, the model can be traced
+            raise Broken(f"no graph can be built from it: {type(exc).__name__}: {exc}") from exc
         if graph.task.graph_hash.encode() != stored[:_DIGEST]:
-            logger.warning("The cached trace cannot be used: its graph has another hash than the stored one")
-            return None
+            raise Broken("its graph has another hash than the stored one")
         decisions = graph.traced.decisions
         if decisions is not None:
             here = [tensor.to(self._world.device) for tensor in leaves]
@@ -229,6 +241,10 @@ class Tracer:
         if found and self._world.rank == 0:
             log.get("RaNNCModule").info("Using trace %s from the cache", key.short)
         return self._world.broadcast_bytes(found)
+
+    def _discard(self, key: Key, why: str) -> None:
+        if self._cache.client is not None:
+            self._cache.client.discard(key, why)
 
     def _keep(self, key: Key, data: bytes) -> None:
         if self._cache.client is not None:

@@ -11,8 +11,9 @@ from torch import nn
 from rannd import log
 from rannd.errors import TraceError
 from rannd.graph.cut import extract
-from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
+from rannd.graph.losses import counted, pieces_weights
 from rannd.graph.model import ModelGraph
+from rannd.graph.opaque import preserved
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative difference; half precision gets 5 %."""
@@ -21,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> None:
     """TraceError where the graph's outputs differ from the model's on this rank's first mini-batch.
 
-    Buffers and random number generators are left as they were.
+    What running the model changes (buffers, attributes, random number generators) is left as it was.
     """
     rows = graph.signature.rows(tensors)
     if rows == 0 or graph.signature.mode.dropout is not None:  # the model itself knows nothing of that
@@ -30,27 +31,22 @@ def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor])
     tensors = [tensor.detach().to(device) for tensor in tensors]
     part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
     state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.traced.constants}
-    counts: dict[str, float] = {}
-    if graph.label_counts is not None:
-        counts = {f"{LABELS_WEIGHT}{n}": float(count) for n, count in enumerate(graph.label_counts(*tensors))}
+    counts = counted(graph.label_counts, tensors)
     weights = pieces_weights(graph.weights, world=1, rows=rows, rank_rows=rows, total_rows=rows, counts=counts)
     given = [*tensors, *(torch.tensor(weight, dtype=torch.float64, device=device) for weight in weights)]
     values = dict(zip(graph.traced.placeholders, given, strict=True))
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         seed = torch.initial_seed()
         torch.manual_seed(seed)
         args, kwargs = graph.signature.unflatten(tensors)
-        leaves = pytree.tree_leaves(model(*args, **kwargs))
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+        with preserved(model):
+            leaves = pytree.tree_leaves(model(*args, **kwargs))
         torch.manual_seed(seed)
-        found = part.module(
-            *(values[node] for node in part.inputs), *(state[name] for name in part.tensors), *part.numbers_at(rows)
-        )
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+        with preserved(model):
+            found = part.module(
+                *(values[node] for node in part.inputs), *(state[name] for name in part.tensors), *part.numbers_at(rows)
+            )
     computed = dict(zip(part.outputs, found, strict=True))
     for node, position in zip(graph.traced.results, graph.traced.outputs.positions, strict=True):
         if node not in computed:

@@ -80,6 +80,15 @@ def test_gpt2_in_three_stages_sees_the_same_losses(home: Home) -> None:
     assert staged == pytest.approx(whole, abs=2e-3)
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)])
+def test_digits_are_learned(home: Home, ranks: int, stages: int) -> None:
+    output = _run(home, ranks, "digits.py", RANNC_PARTITION_NUM=str(stages))
+    assert _finished(output) == list(range(ranks))
+    assert len(re.findall("Assigned subgraph|Subgraph .* runs on", output)) == stages
+    (accuracy,) = re.findall(r"test accuracy=(\d\.\d+) of 360 images", output)
+    assert float(accuracy) >= 0.97
+
+
 def test_no_file_appears_in_the_working_directory(home: Home) -> None:
     before = set(os.listdir(EXAMPLES))
     _run(home, 1, "tutorial.py", "4", "8", "2")

@@ -151,54 +151,44 @@ def test_plan_for_devices_that_are_not_there(job: Job) -> None:
 
 
 def test_a_crash_of_one_rank_ends_all(job: Job, tmp_path: Path) -> None:
-    script = tmp_path / "crash.py"
-    script.write_text(
-        "import os, pyrannc, torch\n"
-        "print('pid', os.getpid(), flush=True)\n"
-        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n"
+    script = _script(
+        tmp_path / "crash.py",
         "for step in range(100):\n"
         "    if step == 3 and pyrannc.get_rank() == 1:\n"
         "        raise SystemExit(9)\n"
-        "    model(torch.randn(2, 4)).sum().backward()\n"
+        "    model(torch.randn(2, 4)).sum().backward()\n",
     )
-    output = job.train(2, str(script), code=9)
+    output = job.train(2, script, code=9)
     assert not _alive(output)
 
 
 def test_ranks_that_call_unequally_are_told(job: Job, tmp_path: Path) -> None:
-    script = tmp_path / "unequal.py"
-    script.write_text(
-        "import pyrannc, torch\n"
-        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n"
+    script = _script(
+        tmp_path / "unequal.py",
         "for step in range(3):\n"
         "    out = model(torch.randn(2, 4)).sum()\n"
         "    if step != 1 or pyrannc.get_rank() == 0:\n"
-        "        out.backward()\n"
+        "        out.backward()\n",
     )
-    output = job.train(2, str(script), code=1)
+    output = job.train(2, script, code=1)
     assert "every rank has to call the model, and backward, equally often and in the same order" in output
-    script.write_text(
-        "import pyrannc, torch\n"
-        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n"
-        "model(torch.randn(2, 4) if pyrannc.get_rank() else torch.randn(2, 3, 4))\n"
+    script = _script(
+        tmp_path / "unlike.py", "model(torch.randn(2, 4) if pyrannc.get_rank() else torch.randn(2, 3, 4))\n"
     )
-    output = job.train(2, str(script), code=1)
+    output = job.train(2, script, code=1)
     assert re.search(r"rank 1 calls the model with argument 0 float32\(B, 4\) .*, rank 0 with .*\(B, 3, 4\)", output)
 
 
 def test_ctrl_c_leaves_no_process(job: Job, tmp_path: Path) -> None:
-    script = tmp_path / "endless.py"
-    script.write_text(
-        "import os, pyrannc, torch\n"
-        "print('pid', os.getpid(), flush=True)\n"
-        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n"
+    script = _script(
+        tmp_path / "endless.py",
         "for step in range(10**9):\n"
         "    model(torch.randn(2, 4)).sum().backward()\n"
         "    if step == 3:\n"
-        "        print('training', flush=True)\n"
+        "        print('training', flush=True)\n",
     )
     started = subprocess.Popen(
-        ["rannc-run", "-np", "2", str(script)],
+        ["rannc-run", "-np", "2", script],
         env=job.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -242,6 +232,16 @@ def test_importing_pyrannc_starts_nothing(job: Job) -> None:
         "assert not [m for m in sys.modules if m.startswith('mpi4py.MPI')]"
     )
     job.run(sys.executable, "-c", code, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+
+
+def _script(file: Path, body: str) -> str:
+    """A script whose ranks print their pids, wrap a small model, and run `body`."""
+    file.write_text(
+        "import os, pyrannc, torch\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "model = pyrannc.RaNNCModule(torch.nn.Linear(4, 4))\n" + body
+    )
+    return str(file)
 
 
 def _losses(output: str) -> list[str]:

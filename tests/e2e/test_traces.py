@@ -102,16 +102,29 @@ def _values(output: str) -> list[str]:
     return sorted(re.findall(r"rank=\d+ (?:step=\d+ loss|eval)=[-0-9.]+", output))
 
 
+def _assert_losses(output: str, alone: str, *, steps: int, tolerance: float = 1e-9) -> None:
+    """Ranks have the losses of a lone process, which prints those of all ranks, or of one where all are alike."""
+
+    def losses(text: str) -> dict[tuple[int, int], float]:
+        found = re.findall(r"rank=(\d+) step=(\d+) loss=(\S+)", text)
+        return {(int(rank), int(step)): float(loss) for rank, step, loss in found}
+
+    found, expected = losses(output), losses(alone)
+    alike = {rank for rank, _ in expected} == {0}
+    assert {step for _, step in expected} == set(range(steps))
+    assert {rank for rank, _ in found} == {0, 1}
+    assert len(found) == 2 * steps
+    for (rank, step), loss in found.items():
+        assert abs(loss - expected[0 if alike else rank, step]) < tolerance, (rank, step)
+
+
 def test_a_model_with_leaves_trains_in_stages_like_one_process(job: Job, tmp_path: Path) -> None:
     script = _write(tmp_path)
     output = job.train(2, str(script), RANNC_PARTITION_NUM="2")
     assert "Tracing: module choice (Deciding) runs as one operator" in output
     assert len(re.findall("Assigned subgraph", output)) == 2
     alone = job.run("python", str(tmp_path / "alone.py"))
-    found = {line.split("loss=")[0]: float(line.split("=")[-1]) for line in _values(output) if "loss" in line}
-    expected = {line.split("loss=")[0]: float(line.split("=")[-1]) for line in _values(alone)}
-    assert found.keys() == expected.keys()
-    assert all(abs(found[key] - expected[key]) < 1e-9 for key in expected)
+    _assert_losses(output, alone, steps=4)
 
 
 def test_the_second_run_does_not_trace(job: Job, tmp_path: Path) -> None:
@@ -196,12 +209,7 @@ def test_changing_lengths_share_a_trace(job: Job, tmp_path: Path) -> None:
     output = job.train(2, str(script), RANNC_PARTITION_NUM="2")
     assert output.count("Tracing model for any size of argument 0[1] ...") == 1
     alone = job.run("python", str(script), "alone")
-    found = {line.split("loss=")[0]: float(line.split("=")[-1]) for line in _values(output)}
-    expected = {line.split("loss=")[0]: float(line.split("=")[-1]) for line in _values(alone)}
-    assert len(expected) == 7
-    for rank in range(2):
-        for key, value in expected.items():
-            assert abs(found[key.replace("rank=0", f"rank={rank}")] - value) < 1e-9
+    _assert_losses(output, alone, steps=7)
     again = job.train(2, str(script), RANNC_PARTITION_NUM="2")
     assert re.search(r"Using trace [0-9a-f]+ for any size of argument 0\[1\] from the cache", again)
     assert _values(again) == _values(output)
@@ -236,15 +244,10 @@ for step in range(4):
 def test_autocast_is_respected_also_where_stages_are_recomputed(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(AUTOCAST)
-    plain = _values(job.train(2, str(script), RANNC_PARTITION_NUM="2", RANNC_PIPELINE_NUM="1"))
+    plain = job.train(2, str(script), RANNC_PARTITION_NUM="2", RANNC_PIPELINE_NUM="1")
     again = job.train(2, str(script), RANNC_PARTITION_NUM="2", RANNC_PIPELINE_NUM="1", RANNC_CHECKPOINTING="true")
-    alone = _values(job.run("python", str(script), "alone"))
-    assert _values(again) == plain
-    assert len(alone) == 4
-    for line in alone:
-        name, value = line.rsplit("=", 1)
-        other = next(each for each in plain if each.startswith(name))
-        assert abs(float(other.rsplit("=", 1)[1]) - float(value)) < 5e-3
+    assert _values(again) == _values(plain)
+    _assert_losses(plain, job.run("python", str(script), "alone"), steps=4, tolerance=5e-3)
 
 
 META = """

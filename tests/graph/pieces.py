@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from rannd.graph.cut import extract
-from rannd.graph.losses import LABELS_WEIGHT, pieces_weights
+from rannd.graph.losses import counted, pieces_weights
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.signature import Mode, Signature, classify, flatten_call
 from rannd.graph.sizes import number_at
@@ -65,9 +65,7 @@ def state_of(graph: ModelGraph, model: nn.Module) -> dict[str, Tensor]:
 
 def weights_of(graph: ModelGraph, tensors: Sequence[Tensor], rows: int, total: int) -> list[Tensor]:
     """Values of the weights of losses for a piece of `rows` of the `total` rows in `tensors`, on one rank."""
-    counts: Mapping[str, float] = {}
-    if graph.label_counts is not None:
-        counts = {f"{LABELS_WEIGHT}{n}": float(count) for n, count in enumerate(graph.label_counts(*tensors))}
+    counts = counted(graph.label_counts, tensors)
     values = pieces_weights(graph.weights, world=1, rows=rows, rank_rows=total, total_rows=total, counts=counts)
     return [torch.tensor(value, dtype=torch.float64) for value in values]
 

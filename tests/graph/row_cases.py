@@ -24,6 +24,10 @@ def img() -> torch.Tensor:
     return torch.randn(ROWS, 2, 4, 4, requires_grad=True)
 
 
+CLASSES = torch.linspace(0.2, 1.7, WIDTH)
+"""Class weights."""
+
+
 def labels() -> torch.Tensor:
     return torch.randint(0, WIDTH, (ROWS,))
 
@@ -211,6 +215,23 @@ INDEPENDENT: dict[str, tuple[Forward, list[Callable[[], torch.Tensor]]]] = {
     "cross entropy sum": (lambda m, a, y: F.cross_entropy(a @ m.w, y, reduction="sum"), [x, labels]),
     "cross entropy none": (lambda m, a, y: F.cross_entropy(a @ m.w, y, reduction="none"), [x, labels]),
     "class weights, sum": (lambda m, a, y: F.cross_entropy(a @ m.w, y, m.running + 0.5, reduction="sum"), [x, labels]),
+    "class weights, mean": (
+        lambda m, a, y: F.cross_entropy(a @ m.w, y, m.running + CLASSES),
+        [x, labels],
+    ),
+    "class weights, made": (lambda m, a, y: F.cross_entropy(a @ m.w, y, m.b.detach().exp()), [x, labels]),
+    "class weights, nll": (
+        lambda m, a, y: F.nll_loss(F.log_softmax(a @ m.w, 1), y, m.running + CLASSES),
+        [x, labels],
+    ),
+    "class weights, padded": (
+        lambda m, a, y: F.cross_entropy((a @ m.w).view(-1, WIDTH), y.view(-1), m.running + CLASSES),
+        [seq, marks],
+    ),
+    "class weights, padded, smoothed, classes second": (
+        lambda m, a, y: F.cross_entropy((a @ m.w).transpose(1, 2), y, m.running + CLASSES, label_smoothing=0.1),
+        [seq, marks],
+    ),
     "probabilities": (lambda m, a: F.cross_entropy(a @ m.w, a.detach().softmax(1)), [x]),
     "nll": (lambda m, a, y: F.nll_loss(F.log_softmax(a @ m.w, 1), y), [x, labels]),
     "padded": (lambda m, a, y: F.cross_entropy((a @ m.w).reshape(-1, WIDTH), y.reshape(-1)), [seq, marks]),
@@ -292,7 +313,6 @@ COUPLED: dict[str, tuple[Forward, list[Callable[[], torch.Tensor]]]] = {
     ),
     "count of labels given back": (lambda m, a, k: ((a @ m.w).sum(), k.mean() ** 2), [seq, mask]),
     "normalised by the greatest": (lambda m, a, k: (a @ m.w) / k.max(), [x, scalars]),
-    "class weights, mean": (lambda m, a, y: F.cross_entropy(a @ m.w, y, m.running + 0.5), [x, labels]),
     "labels of the model": (lambda m, a: F.cross_entropy(a @ m.w, (a @ m.w.t()).argmax(1)), [x]),
     "labels are positions": (
         lambda m, a: F.cross_entropy(a.repeat(1, 2) @ m.w.repeat(2, 1), torch.arange(len(a))),

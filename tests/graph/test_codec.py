@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -25,13 +24,7 @@ from rannd.graph.traced import Traced
 
 NAMES = ("gpt2", "t5", "clip", "swin", "mamba", "control flow", "dataclass", "nested inputs", "moving averages", "lstm")
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(5)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def there_and_back(model: nn.Module, **kwargs: object) -> tuple[ModelGraph, ModelGraph, list[Tensor]]:
@@ -103,7 +96,7 @@ def test_another_model_gets_its_own_tensors() -> None:
 
 def test_methods_as_leaves() -> None:
     one, other, tensors = there_and_back(Masking(), a=torch.randn(4, 6))
-    assert one.traced.leaf_paths == (":masked",)
+    assert one.traced.leaf_paths == ("..masked",)
     assert one.task == other.task
     assert len(tensors) == 1
 

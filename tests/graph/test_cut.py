@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,7 @@ from rannd.errors import CutError
 from rannd.graph.cut import cut, extract, stages_by_owner
 from rannd.graph.model import ModelGraph
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def _written_tensor(m: Any, a: Tensor) -> Tensor:

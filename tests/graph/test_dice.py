@@ -25,6 +25,7 @@ class Masked(nn.Module):
         self.python = random.Random(1)
         self.generator = np.random.default_rng(1)
         self.old = np.random.RandomState(1)
+        self.named = {"mask": [random.Random(1)]}
 
     def forward(self, a: Tensor) -> Tensor:
         return self.layer(a) * torch.as_tensor(self.draw(self), dtype=torch.float32)
@@ -42,7 +43,13 @@ class Between(nn.Module):
 def _states(model: Between) -> list[str]:
     inner = model.inner
     assert isinstance(inner, Masked)
-    states = (random.getstate(), np.random.get_state(), inner.python.getstate(), inner.old.get_state())
+    states = (
+        random.getstate(),
+        np.random.get_state(),
+        inner.python.getstate(),
+        inner.old.get_state(),
+        inner.named["mask"][0].getstate(),
+    )
     return [*map(str, states), str(inner.generator.bit_generator.state)]
 
 
@@ -54,6 +61,7 @@ def _states(model: Between) -> list[str]:
         (lambda m: m.python.gauss(0, 1), "attribute python of module inner"),
         (lambda m: m.generator.random(WIDTH), "attribute generator of module inner"),
         (lambda m: m.old.rand(WIDTH), "attribute old of module inner"),
+        (lambda m: m.named["mask"][0].random(), "a generator in attribute named of module inner"),
         (lambda m: (np.random.rand(), np.random.seed(3), np.random.rand())[0], "numpy"),
         (lambda m: (np.random.seed(None), np.random.rand())[1], "numpy"),
     ],

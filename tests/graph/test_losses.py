@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from pieces import Small, graph_of, state_of
+from pieces import WIDTH, Small, graph_of, state_of
 from row_cases import INDEPENDENT
 from torch import Tensor
 
 from rannd.graph.cut import extract
-from rannd.graph.losses import LABELS_WEIGHT, ROWS_WEIGHT, Result, pieces_weights
+from rannd.graph.losses import LABELS_WEIGHT, ROWS_WEIGHT, Result, counted, pieces_weights
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def over_ranks(name: str, ranks: list[list[int]]) -> tuple[Small, list[Tensor], Tensor]:
@@ -38,9 +32,7 @@ def over_ranks(name: str, ranks: list[list[int]]) -> tuple[Small, list[Tensor], 
     first = 0
     for pieces in ranks:
         own = [tensor[first : first + sum(pieces)] for tensor in tensors]
-        counts: dict[str, float] = {}
-        if graph.label_counts is not None:
-            counts = {f"{LABELS_WEIGHT}{n}": float(count) for n, count in enumerate(graph.label_counts(*own))}
+        counts = counted(graph.label_counts, own)
         for rows in pieces:
             weights = pieces_weights(
                 graph.weights, world=len(ranks), rows=rows, rank_rows=sum(pieces), total_rows=total, counts=counts
@@ -76,7 +68,14 @@ def test_a_sum_is_the_mean_of_the_ranks_sums(name: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["padded", "masked mean by hand", "masked mean, clamped", "masked mean of lengths"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "padded", "padded, smoothed", "masked mean by hand", "masked mean, clamped", "masked mean of lengths",
+        "class weights, mean", "class weights, made", "class weights, nll", "class weights, padded",
+        "class weights, padded, smoothed, classes second",
+    ],
+)  # fmt: skip
 def test_padded_labels_count_by_rank(name: str) -> None:
     """Each rank's mean is over its own labels, as it is with DistributedDataParallel; ranks count by their rows."""
     model, tensors, found = over_ranks(name, [[2, 2], [1, 2]])
@@ -90,6 +89,17 @@ def test_a_rank_without_labels_has_no_mean() -> None:
     given = pieces_weights((weight, ROWS_WEIGHT), world=2, rows=1, rank_rows=2, total_rows=4, counts={weight: 0.0})
     assert given[0] != given[0]
     assert given[1] == 0.5
+
+
+def test_class_weights_are_counted_by_class() -> None:
+    """Labels that do not count, or are no classes, are in no class: what is wrong with those, the loss itself says."""
+    weight = f"{LABELS_WEIGHT}0"
+    function, _ = INDEPENDENT["class weights, mean"]
+    graph = graph_of(Small(function), torch.randn(4, WIDTH), torch.tensor([0, 5, 5, 2]))
+    found = counted(graph.label_counts, [torch.randn(5, WIDTH), torch.tensor([-100, 1, 1, 3, 17])])
+    assert found == {weight: [0, 2, 0, 1, 0, 0]}
+    given = pieces_weights((weight,), world=2, rows=1, rank_rows=5, total_rows=20, counts=found)
+    assert given == ([0, 4, 0, 2, 0, 0],)
 
 
 def test_weights_have_names_of_their_own() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,7 @@ from rannd.graph.row_states import FIXED, Reduction, RowIndex, Rows, Scalar, Sta
 INDEPENDENT = {**row_cases.INDEPENDENT, **row_operators.INDEPENDENT}
 COUPLED = {**row_cases.COUPLED, **row_operators.COUPLED}
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def _small(function: Forward, arguments: list[Callable[[], Tensor]], name: str) -> tuple[Small, list[Tensor]]:

@@ -51,8 +51,11 @@ SHAPES = [(ranks, stages) for ranks in (1, 2, 3, 4) for stages in range(1, ranks
 MICRO = [1, 2, 4, 8]
 ROWS = ["even", "uneven", "late", "lateuneven", "empty", "firstempty"]
 
+APART = ("untraceable", "weighted", "t5", "contrastive")
+"""Models that only `EXTRA` has: the first cannot be cut, the others are for their losses."""
+
 FACTORS: dict[str, Sequence[Any]] = {
-    "model": [name for name in ZOO if name != "untraceable"],  # that one cannot be cut
+    "model": [name for name in ZOO if name not in APART],
     "shape": SHAPES,
     "micro": MICRO,
     "optimizer": list(OPTIMIZERS),
@@ -147,6 +150,14 @@ EXTRA = [
     Case("opaque", ranks=4, stages=2, optimizer="adam", script="accumulate"),
     Case("untraceable", ranks=1, script="evaluate"),
     Case("untraceable", ranks=3, optimizer="adam", rows=(8, 5, 3), late_rows=(4, 1, 2)),
+    # means over labels that count, with class weights; over pairs of samples
+    Case("weighted", ranks=2, stages=2, micro=4, rows=(8, 5), late_rows=(3, 1)),
+    Case("weighted", ranks=4, stages=2, micro=2, optimizer="adamw", rows=(3, 8, 1, 5), script="evaluate"),
+    Case("t5", ranks=2, stages=2, micro=2, optimizer="adamw", rows=(4, 7)),
+    Case("t5", ranks=4, stages=4, micro=4, rows=(5, 3, 1, 4), script="accumulate"),
+    Case("contrastive", ranks=2, stages=2, optimizer="adamw", rows=(6, 3)),
+    Case("gpt2masked", ranks=4, stages=4, micro=4, optimizer="adam", rows=(4, 2, 1, 7)),
+    Case("convloss", ranks=2, stages=2, rows=(7, 4), late_rows=(2, 5)),
     # one-row pieces, fewer rows than microbatches
     Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
     Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),

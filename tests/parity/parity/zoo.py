@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from parity import blocks
+from parity import blocks, masked_losses
 from parity.blocks import CLASSES, SEQUENCE, TOKENS, WIDTH
 from parity.case import Case
 from parity.record import leaves
@@ -113,6 +113,15 @@ def _causal_masked(rows: int, generator: torch.Generator) -> Batch:
     return (), {"input_ids": tokens, "labels": _mask(tokens, generator)}
 
 
+def _translated(rows: int, generator: torch.Generator) -> Batch:
+    """Sources and targets of different lengths, both padded."""
+    source = _tokens(generator, rows, TOKENS)
+    length = torch.randint(3, SEQUENCE + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(SEQUENCE) < length).long()
+    labels = _mask(_tokens(generator, rows, TOKENS), generator)[:, :-1].contiguous()
+    return (), {"input_ids": source * mask, "attention_mask": mask, "labels": labels}
+
+
 def _itself(output: Tensor) -> Tensor:
     return output
 
@@ -159,6 +168,21 @@ ZOO: dict[str, Entry] = {
     "attention": Entry(build=blocks.Attention, batch=_sequence, empty=False),
     "regularised": Entry(build=blocks.Regularised, batch=_two, loss="mean", pick=_itself),
     "masked": Entry(build=blocks.Masked, batch=_masked, loss="mean", labels=True, pick=lambda out: out[0]),
+    "weighted": Entry(
+        build=masked_losses.Weighted, batch=_masked, loss="mean", labels=True, pick=lambda out: out[0], empty=False
+    ),
+    "t5": Entry(
+        build=masked_losses.t5,
+        batch=_translated,
+        loss="mean",
+        labels=True,
+        pick=lambda out: out.loss,
+        use=lambda out: out.logits,
+        empty=False,
+    ),
+    "contrastive": Entry(
+        build=masked_losses.Contrastive, batch=_two, loss="mean", pick=_itself, coupled=True, empty=False
+    ),
 }
 
 
