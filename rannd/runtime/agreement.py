@@ -18,6 +18,17 @@ class Phase(enum.IntEnum):
 
     FORWARD = 1
     BACKWARD = 2
+    STATE_DICT = 3
+    LOAD_STATE_DICT = 4
+    OPTIMIZER_STATE_DICT = 5
+    OPTIMIZER_LOAD_STATE_DICT = 6
+    SAVE_CHECKPOINT = 7
+    LOAD_CHECKPOINT = 8
+
+    def place(self, step: int) -> str:
+        """Where in the script that is, in words."""
+        name = self.name.lower()
+        return f"the {name} of call {step}" if self in (Phase.FORWARD, Phase.BACKWARD) else name
 
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
@@ -26,12 +37,18 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
     places = [(Phase(each[0]), each[1]) for each in told]
     if len(set(places)) > 1:
         other = next(rank for rank, place in enumerate(places) if place != places[0])
+        here, there = (phase.place(step) for phase, step in (places[0], places[other]))
         raise StepError(
-            f"rank 0 is in the {places[0][0].name.lower()} of call {places[0][1]}, rank {other} in the "
-            f"{places[other][0].name.lower()} of call {places[other][1]}: every rank has to call the model, and "
-            "backward, equally often and in the same order"
+            f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model, and backward, equally "
+            "often and in the same order, and so what gathers or loads its state"
         )
     return [tuple(each[2:]) for each in told]
+
+
+def meet(world: World, phase: Phase) -> None:
+    """Wait for all ranks to do the same. StepError where some rank is at another place of the script."""
+    if world.size > 1:
+        agree(world, phase, 0, 0, 0)
 
 
 def pack_flags(flags: Sequence[bool]) -> list[int]:

@@ -34,7 +34,7 @@ from rannd.runtime.deploy import Planner
 from rannd.runtime.dump import dump
 from rannd.runtime.executor import Executor
 from rannd.runtime.gradients import Reducer
-from rannd.runtime.optimizer import keep_own
+from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.pieces import split_rows
 from rannd.runtime.results import NotSent
@@ -103,6 +103,8 @@ class Session:
         self._cache = Cache(world, config)
         self._tracer = Tracer(world, self._cache, model)
         self._steps = 0
+        if optimizer is not None:
+            WholeOptimizer.of(optimizer, world)
         self._deployed: _Deployed | None = None
 
     @property
@@ -404,7 +406,7 @@ class Session:
             log.get("ParamStorage").info("Synchronizing parameters ...")
         parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
         if self._optimizer is not None:
-            keep_own(self._optimizer, parameters)
+            WholeOptimizer.of(self._optimizer, self.world).keep_own(parameters)
         reducer = Reducer(
             self.world,
             parameters,
