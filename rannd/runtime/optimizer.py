@@ -81,15 +81,16 @@ class WholeOptimizer:
         self._elsewhere |= {number for number, name in by_id.items() if name not in own}
         self._reduce()
 
-    def restore(self) -> None:
-        """Give the groups all their parameters back, once they are whole again. Other ranks' state is not here."""
-        self.members.clear()
-        self._places.clear()
-        self._elsewhere.clear()
+    def forget(self, parameters: Parameters) -> None:
+        """Give the groups a model's parameters back, once they are whole again. Other ranks' state is not here."""
+        self.members.remove(parameters)
+        gone = {id(tensor) for tensor in parameters.tensors.values()}
+        self._places = {number: place for number, place in self._places.items() if number not in gone}
+        self._elsewhere -= gone
         for group, whole, names in zip(self.optimizer.param_groups, self.groups, self.group_names, strict=True):
-            group["params"][:] = whole
+            group["params"][:] = [parameter for parameter in whole if self.holds(parameter)]
             if names is not None:
-                group["param_names"] = list(names)
+                group["param_names"] = [n for n, p in zip(names, whole, strict=True) if self.holds(p)]
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether this rank has a parameter; what belongs to no deployed model is on all ranks."""

@@ -20,7 +20,7 @@ from rannd.runtime.transfer import agree_on_errors, collect, seal, unseal
 
 SMALL = 16
 """Elements of tensors that travel with the outline."""
-_MARK = "\0tensor"
+MARK = "\0tensor"
 
 Key = tuple[int, str]
 """A parameter: (number of its model, name in it); (-1 - group, place in it) for what belongs to no deployed model."""
@@ -46,7 +46,7 @@ def gather_optimizer(whole: WholeOptimizer, *, everywhere: bool) -> dict[str, An
     """
     world = whole.world
     if not whole.members:
-        return _copied(whole.own_state_dict()) if everywhere or world.rank == 0 else {}
+        return copied(whole.own_state_dict()) if everywhere or world.rank == 0 else {}
     meet(world, Phase.OPTIMIZER_STATE_DICT)
     error = whole.check_groups()
     outline = b""
@@ -175,20 +175,20 @@ def _outline(whole: WholeOptimizer, tensors: dict[Key, list[torch.Tensor]]) -> b
     other: dict[Any, Any] = {}
     for index, value in packed["state"].items():
         if not isinstance(index, int) or not 0 <= index < len(held):
-            other[index] = _copied(value)
+            other[index] = copied(value)
             continue
         parameter = held[index]
         if whole.holder(parameter) == whole.world.rank:
             key = keys[id(parameter)]
-            large: list[torch.Tensor] = []
+            large: list[tuple[tuple[Any, ...], torch.Tensor]] = []
             skeleton = hollowed(value, large)
-            tensors[key] = large
-            states[key] = (skeleton, [(tuple(each.shape), each.dtype) for each in large])
+            tensors[key] = [tensor for _, tensor in large]
+            states[key] = (skeleton, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors[key]])
     settings = [
-        {name: _copied(value) for name, value in group.items() if name not in ("params", "param_names")}
+        {name: copied(value) for name, value in group.items() if name not in ("params", "param_names")}
         for group in packed["param_groups"]
     ]
-    extra = {name: _copied(value) for name, value in packed.items() if name not in ("state", "param_groups")}
+    extra = {name: copied(value) for name, value in packed.items() if name not in ("state", "param_groups")}
     said = {
         "groups": local_groups(whole),
         "names": whole.group_names,
@@ -200,39 +200,41 @@ def _outline(whole: WholeOptimizer, tensors: dict[Key, list[torch.Tensor]]) -> b
     return seal(said, f"the state of {type(whole.optimizer).__qualname__}")
 
 
-def hollowed(value: Any, large: list[torch.Tensor]) -> Any:
-    """A value without its large tensors, which go to `large`; small ones as copies on the CPU."""
+def hollowed(
+    value: Any, large: list[tuple[tuple[Any, ...], torch.Tensor]], path: tuple[Any, ...] = (), small: int = SMALL
+) -> Any:
+    """A value without its large tensors, which go to `large` with their paths; small ones as copies on the CPU."""
     if isinstance(value, torch.Tensor):
-        if value.numel() <= SMALL:
+        if value.numel() <= small:
             return value.detach().to("cpu", copy=True)
-        large.append(value)
-        return {_MARK: len(large) - 1}
+        large.append((path, value))
+        return {MARK: len(large) - 1}
     if isinstance(value, dict):
-        return {key: hollowed(each, large) for key, each in value.items()}
+        return {key: hollowed(each, large, (*path, key), small) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(hollowed(each, large) for each in value)
+        return type(value)(hollowed(each, large, (*path, place), small) for place, each in enumerate(value))
     return value
 
 
 def filled(skeleton: Any, large: Sequence[Any]) -> Any:
     """The value of which `hollowed` made a skeleton, with other things in the places of its large tensors."""
     if isinstance(skeleton, dict):
-        if set(skeleton) == {_MARK}:
-            return large[skeleton[_MARK]]
+        if set(skeleton) == {MARK}:
+            return large[skeleton[MARK]]
         return {key: filled(each, large) for key, each in skeleton.items()}
     if type(skeleton) in (list, tuple):
         return type(skeleton)(filled(each, large) for each in skeleton)
     return skeleton
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A value with its tensors as copies on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: copied(each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(each) for each in value)
+        return type(value)(copied(each) for each in value)
     return value
 
 

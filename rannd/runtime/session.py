@@ -117,6 +117,22 @@ class Session:
         """Who holds what, once the model is deployed."""
         return self._deployed.parameters if self._deployed is not None else None
 
+    @property
+    def something_waits(self) -> bool:
+        """Whether gradients wait here to be reduced."""
+        return self._deployed is not None and self._deployed.reducer.something_waits()
+
+    @property
+    def random_position(self) -> tuple[int, int]:
+        """(seed, number of calls so far), on which the random numbers of the model's operators depend."""
+        return self._seed, self._steps
+
+    def resume(self, seed: int, steps: int) -> None:
+        """Go on with the random numbers of another run. On all ranks, alike."""
+        self._seed, self._steps = seed, steps
+        for executor in self._executors:
+            executor.reseed(seed)
+
     # -- calls ------------------------------------------------------------------------------------------------
 
     def run(self, call: Call, training: bool, delayed: Callable[[], bool]) -> Any:
