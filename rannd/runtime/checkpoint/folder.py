@@ -25,6 +25,8 @@ BEFORE = ".rannd-before-"
 TOKEN = ".token"
 FORGOTTEN_S = 24 * 3600.0
 """Age of a draft that is a leftover where no lock tells."""
+NEW_S = 600.0
+"""Age of an empty folder that should have become a draft at once."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -87,7 +89,7 @@ def recover(place: Path) -> None:
 def clean(parent: Path) -> None:
     """Remove what killed writers left in a folder: drafts that nobody holds, and what has a successor."""
     leftovers = [path for path in parent.glob(f".*{DRAFT}*") if not _held(path)]
-    leftovers += [path for path in parent.glob(f".*{NEW}*") if _forgotten(path)]
+    leftovers += [path for path in parent.glob(f".*{NEW}*") if _forgotten(path, NEW_S)]
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     for path in parent.glob(f".*{BEFORE}*"):
@@ -110,9 +112,9 @@ def _held(draft: Path) -> bool:
         os.close(token)
 
 
-def _forgotten(draft: Path) -> bool:
+def _forgotten(draft: Path, after: float = FORGOTTEN_S) -> bool:
     try:
-        return time.time() - draft.stat().st_mtime > FORGOTTEN_S
+        return time.time() - draft.stat().st_mtime > after
     except OSError:
         return False
 
