@@ -3,7 +3,8 @@
 A checkpoint is written into a draft beside its place, ``.NAME.rannd-draft-HEX``, which takes its place when all is on
 disk. Where a checkpoint is there already, the two change places in one step, and the old one goes. Where the file
 system cannot do that, the old one steps aside as ``.NAME.rannd-before-HEX`` first, and is put back by whoever finds
-its place empty. Whoever writes a draft holds a lock on its token, so that drafts of the dead are told from others
+its place empty. What is to be removed is named ``.NAME.rannd-gone-HEX`` first, so that nobody takes half of it for a
+whole. Whoever writes a draft holds a lock on its token, so that drafts of the dead are told from others
 (other jobs may write into the same parent folder); until it has the lock, the draft is named ``.NAME.rannd-new-HEX``.
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import os
+import re
 import secrets
 import shutil
 import time
@@ -21,6 +24,7 @@ from pathlib import Path
 
 DRAFT = ".rannd-draft-"
 NEW = ".rannd-new-"
+GONE = ".rannd-gone-"
 BEFORE = ".rannd-before-"
 TOKEN = ".token"
 FORGOTTEN_S = 24 * 3600.0
@@ -61,18 +65,18 @@ class Draft:
             sync_folder(parent)
         elif exchange(self.folder, self.place):
             sync_folder(parent)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
         else:
             aside = parent / f".{self.place.name}{BEFORE}{self.token}"
             os.rename(self.place, aside)
             os.rename(self.folder, self.place)
             sync_folder(parent)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
         os.close(self._lock)
 
     def drop(self) -> None:
         """Remove the draft."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove(self.folder)
         os.close(self._lock)
 
 
@@ -80,7 +84,7 @@ def recover(place: Path) -> None:
     """Put back a checkpoint that had stepped aside when its successor's writer was killed."""
     if place.exists():
         return
-    aside = sorted(place.parent.glob(f".{place.name}{BEFORE}*"), key=lambda path: path.stat().st_mtime)
+    aside = sorted(place.parent.glob(f".{glob.escape(place.name)}{BEFORE}*"), key=lambda path: path.stat().st_mtime)
     if aside:
         with suppress(FileNotFoundError):  # another rank or job was faster
             os.rename(aside[-1], place)
@@ -90,11 +94,23 @@ def clean(parent: Path) -> None:
     """Remove what killed writers left in a folder: drafts that nobody holds, and what has a successor."""
     leftovers = [path for path in parent.glob(f".*{DRAFT}*") if not _held(path)]
     leftovers += [path for path in parent.glob(f".*{NEW}*") if _forgotten(path, NEW_S)]
-    for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
-    for path in parent.glob(f".*{BEFORE}*"):
-        if (parent / path.name[1:].rpartition(BEFORE)[0]).exists():
-            shutil.rmtree(path, ignore_errors=True)
+    leftovers += [
+        path for path in parent.glob(f".*{BEFORE}*") if (parent / path.name[1:].rpartition(BEFORE)[0]).exists()
+    ]
+    for path in [*leftovers, *parent.glob(f".*{GONE}*")]:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder of this module's, all of it or, if killed on the way, by the next `clean`."""
+    if GONE not in path.name:
+        gone = path.with_name(re.sub(f"({DRAFT}|{NEW}|{BEFORE})(?=[0-9a-f]+$)", GONE, path.name))
+        try:
+            os.rename(path, gone)
+        except OSError:  # another job was faster, or it cannot be changed: then it stays
+            return
+        path = gone
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _held(draft: Path) -> bool:
