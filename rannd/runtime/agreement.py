@@ -11,6 +11,8 @@ from rannd.runtime.world import World
 
 FLAG_BITS = 62
 """Flags that one number of a message holds."""
+TOGETHER = 8
+"""Numbers that go along with where a rank is."""
 
 
 class Phase(enum.IntEnum):
@@ -33,7 +35,9 @@ class Phase(enum.IntEnum):
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
     """The numbers of every rank (as many on each), by rank. StepError where ranks are at different places."""
-    told = world.gather_numbers([phase, step, *numbers])
+    # As long in every phase: ranks at different places have to understand each other, too.
+    first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
+    told = world.gather_numbers([phase, step, *first])
     places = [(Phase(each[0]), each[1]) for each in told]
     if len(set(places)) > 1:
         other = next(rank for rank, place in enumerate(places) if place != places[0])
@@ -42,7 +46,11 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
             f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model, and backward, equally "
             "often and in the same order, and so what gathers or loads its state"
         )
-    return [tuple(each[2:]) for each in told]
+    found = [each[2 : 2 + len(numbers)] for each in told]
+    if len(numbers) > TOGETHER:
+        rest = world.gather_numbers(numbers[TOGETHER:])
+        found = [[*each, *more] for each, more in zip(found, rest, strict=True)]
+    return [tuple(each) for each in found]
 
 
 def meet(world: World, phase: Phase) -> None:
