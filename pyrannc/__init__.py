@@ -10,6 +10,7 @@ import os
 from rannd import config as _configuration
 from rannd import log as _log
 from rannd.graph.cut_point import CutPoint
+from rannd.runtime.checkpoint.door import load_checkpoint, save_checkpoint
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
 from rannd.runtime.world import current as _current
@@ -24,6 +25,8 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "keep_graph",
+    "load_checkpoint",
+    "save_checkpoint",
     "sync_params_on_init",
 ]
 

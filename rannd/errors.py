@@ -15,7 +15,8 @@ RanndError             1          root of the tree; never raised itself
 ├─ StepError           5          ranks disagree, or a step is used in a wrong order
 ├─ DaemonError         6          the daemon cannot be started or answers with an error
 │  └─ ProtocolError    6          a message breaks the protocol
-└─ LaunchError         7          ranks cannot be started
+├─ LaunchError         7          ranks cannot be started
+└─ CheckpointError     8          a checkpoint cannot be written or read, or is another model's
 =====================  =========  =====================================================
 
 The message of an error says what was wrong, with the value, and what to do. A command
@@ -81,6 +82,12 @@ class StepError(RanndError):
     """Ranks disagree about a step, or a step is used in an impossible order."""
 
     exit_code = 5
+
+
+class CheckpointError(RanndError):
+    """A checkpoint cannot be written or read, is damaged, or belongs to another model."""
+
+    exit_code = 8
 
 
 class DaemonError(RanndError):

@@ -11,6 +11,8 @@ from rannd.runtime.world import World
 
 FLAG_BITS = 62
 """Flags that one number of a message holds."""
+TOGETHER = 8
+"""Numbers that go along with where a rank is."""
 
 
 class Phase(enum.IntEnum):
@@ -18,21 +20,44 @@ class Phase(enum.IntEnum):
 
     FORWARD = 1
     BACKWARD = 2
-    CLIP = 3
+    STATE_DICT = 3
+    LOAD_STATE_DICT = 4
+    OPTIMIZER_STATE_DICT = 5
+    OPTIMIZER_LOAD_STATE_DICT = 6
+    SAVE_CHECKPOINT = 7
+    LOAD_CHECKPOINT = 8
+    CLIP = 9
+
+    def place(self, step: int) -> str:
+        """Where in the script that is, in words."""
+        name = self.name.lower()
+        return f"the {name} of call {step}" if self in (Phase.FORWARD, Phase.BACKWARD) else name
 
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
     """The numbers of every rank (as many on each), by rank. StepError where ranks are at different places."""
-    told = world.gather_numbers([phase, step, *numbers])
+    # As long in every phase: ranks at different places have to understand each other, too.
+    first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
+    told = world.gather_numbers([phase, step, *first])
     places = [(Phase(each[0]), each[1]) for each in told]
     if len(set(places)) > 1:
         other = next(rank for rank, place in enumerate(places) if place != places[0])
+        here, there = (phase.place(step) for phase, step in (places[0], places[other]))
         raise StepError(
-            f"rank 0 is in the {places[0][0].name.lower()} of call {places[0][1]}, rank {other} in the "
-            f"{places[other][0].name.lower()} of call {places[other][1]}: every rank has to call the model, and "
-            "backward, equally often and in the same order"
+            f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model, and backward, equally "
+            "often and in the same order, and so what gathers or loads its state"
         )
-    return [tuple(each[2:]) for each in told]
+    found = [each[2 : 2 + len(numbers)] for each in told]
+    if len(numbers) > TOGETHER:
+        rest = world.gather_numbers(numbers[TOGETHER:])
+        found = [[*each, *more] for each, more in zip(found, rest, strict=True)]
+    return [tuple(each) for each in found]
+
+
+def meet(world: World, phase: Phase) -> None:
+    """Wait for all ranks to do the same. StepError where some rank is at another place of the script."""
+    if world.size > 1:
+        agree(world, phase, 0, 0, 0)
 
 
 def pack_flags(flags: Sequence[bool]) -> list[int]:

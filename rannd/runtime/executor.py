@@ -82,6 +82,10 @@ class Executor:
         self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()
         self._parcels: dict[tuple[Any, ...], Parcel] = {}
 
+    def reseed(self, seed: int) -> None:
+        """Draw random numbers by another seed from now on."""
+        self._seed = seed
+
     # -- sizes ------------------------------------------------------------------------------------------------
 
     def pieces(self, rows: tuple[int, ...]) -> Pieces:

@@ -18,7 +18,7 @@ from rannd.plan.deployment import Deployment
 from rannd.runtime import clipping, switches, wrapping
 from rannd.runtime.deploy import save
 from rannd.runtime.session import Session
-from rannd.runtime.state import gather_state, gather_tensor, scatter_state
+from rannd.runtime.state import gather_state, gather_tensor, load_state, own_state
 from rannd.runtime.world import current
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
@@ -268,22 +268,81 @@ class RaNNCModule(nn.Module):
             return named[name]
         raise UsageError(f"the model has no parameter {name!r}; named_parameters(from_global=True) lists them")
 
-    def state_dict(self, *args: Any, rank0_only: bool = True, no_hook: bool = False, **kwargs: Any) -> Any:
-        """The whole model's state, with buffers and tied names, as copies on the CPU. Collective.
+    def state_dict(
+        self,
+        *,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        no_hook: bool = False,
+        amp_master_params: bool = True,
+        rank0_only: bool = True,
+        sharded: bool = False,
+    ) -> Any:
+        """The whole model's state, with buffers, tied names and extra state, as copies on the CPU. Collective.
 
-        With `rank0_only` the other ranks get an empty dict. Before the first call it is the model's own state_dict.
+        Before the first call it is the model's own state_dict, on every rank.
+
+        Args:
+            destination, prefix: As of any module.
+            keep_vars: Refused once the model is deployed: other ranks' parameters are not here.
+            rank0_only: Ranks other than 0 get an empty dict.
+            sharded: The tensors that this rank holds, under all their names, not copied; not collective. For
+                ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.
+            no_hook: RaNNC's name for `sharded`.
+            amp_master_params: Has no effect: under torch.amp the parameters are the master copies.
+
+        Raises:
+            UsageError: `keep_vars` after the first call.
+            StepError: Ranks are at different places of the script.
         """
+        self._session.alive()
         held = self._session.parameters
+        options = {"prefix": prefix} if destination is None else {"prefix": prefix, "destination": destination}
+        if sharded or no_hook:
+            return own_state(held, self._inner, **options)
         if held is None:
-            return self._inner.state_dict(*args, **kwargs)
-        return gather_state(self._session.world, held, self._inner, everywhere=not rank0_only)
+            return self._inner.state_dict(keep_vars=keep_vars, **options)
+        return gather_state(
+            self._session.world, held, self._inner, everywhere=not rank0_only, keep_vars=keep_vars, **options
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a whole model's state, given on every rank. At any time."""
+        """Load a whole model's state, at any time. Once the model is deployed it is collective: give it on every rank.
+
+        Returns missing and unexpected keys, as any module's ``load_state_dict``.
+
+        Raises:
+            UsageError: The state does not fit on some rank, or `assign` once the model is deployed; no tensor has
+                changed then, on any rank. (Before the first call errors are torch's own.)
+        """
+        self._session.alive()
         held = self._session.parameters
         if held is None:
-            return self._inner.load_state_dict(state_dict, strict, assign)
-        return scatter_state(held, self._inner, state_dict, strict=strict)
+            if type(self._inner).load_state_dict is nn.Module.load_state_dict:
+                return self._inner.load_state_dict(state_dict, strict, assign)
+            return self._inner.load_state_dict(state_dict, strict)  # an override need not know `assign`
+        return load_state(self._session.world, held, self._inner, state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What a module that contains this one calls in its ``load_state_dict``."""
+        mine = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        try:
+            keys = self.load_state_dict(mine, strict=False)
+        except (RuntimeError, UsageError) as exc:
+            error_msgs.append(str(exc))
+            return
+        missing_keys += [f"{prefix}{name}" for name in keys.missing_keys]
+        unexpected_keys += [f"{prefix}{name}" for name in keys.unexpected_keys] if strict else []
 
     # -- as any module ----------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from rannd.runtime.dump import dump
 from rannd.runtime.executor import Executor
 from rannd.runtime.frozen import Frozen
 from rannd.runtime.gradients import Reducer
-from rannd.runtime.optimizer import keep_own
+from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.pieces import split_rows
 from rannd.runtime.results import NotSent
@@ -114,6 +114,8 @@ class Session:
         self._steps = 0
         self.dropout: bool | None = None
         """What `RaNNCModule.enable_dropout` says; None: as the modules' training flags do."""
+        if optimizer is not None:
+            WholeOptimizer.of(optimizer, world)
         self._deployed: _Deployed | None = None
 
     @property
@@ -125,6 +127,22 @@ class Session:
     def parameters(self) -> Parameters | None:
         """Who holds what, once the model is deployed."""
         return self._deployed.parameters if self._deployed is not None else None
+
+    @property
+    def something_waits(self) -> bool:
+        """Whether gradients wait here to be reduced."""
+        return self._deployed is not None and self._deployed.reducer.something_waits()
+
+    @property
+    def random_position(self) -> tuple[int, int]:
+        """(seed, number of calls so far), on which the random numbers of the model's operators depend."""
+        return self._seed, self._steps
+
+    def resume(self, seed: int, steps: int) -> None:
+        """Go on with the random numbers of another run. On all ranks, alike."""
+        self._seed, self._steps = seed, steps
+        for executor in self._executors:
+            executor.reseed(seed)
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -458,11 +476,11 @@ class Session:
         if self.world.rank == 0:
             log.get("ParamStorage").info("Synchronizing parameters ...")
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        origin = Origin(tensors, self._optimizer)
+        origin = Origin(tensors)
         parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
         watch = None
         if self._optimizer is not None:
-            keep_own(self._optimizer, parameters)
+            WholeOptimizer.of(self._optimizer, self.world).keep_own(parameters)
             watch = Watch(self.world, parameters, deployment, self._optimizer)
         reducer = Reducer(
             self.world,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rannd.errors import UsageError
+from rannd.runtime.agreement import Phase, meet
 from rannd.runtime.parameters import Parameters
+from rannd.runtime.standins import Place, StandIns, places
+from rannd.runtime.transfer import agree_on_errors, collect
 from rannd.runtime.world import World
 
 
@@ -19,56 +22,163 @@ def gather_tensor(world: World, parameters: Parameters, name: str, *, everywhere
     """A copy on the CPU of a parameter or buffer, on rank 0 (or all ranks); None on the others. Collective."""
     tensor = parameters.tensors[name]
     holder = world.rank_of_slot[parameters.slots[name][0]]
-    mine = tensor.detach().to("cpu", copy=True).contiguous() if world.rank == holder else None
-    if everywhere and world.size > 1:
-        mine = mine if mine is not None else torch.empty(tensor.shape, dtype=tensor.dtype)
-        dist.broadcast(mine, holder, group=world.control)
-    elif holder != 0:
-        if world.rank == holder:
-            assert mine is not None
-            dist.send(mine, 0, group=world.control)
-            return None
-        if world.rank == 0:
-            mine = torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.recv(mine, holder, group=world.control)
-    return mine if everywhere or world.rank == 0 else None
+    return collect(world, tensor, tensor.shape, tensor.dtype, holder, everywhere=everywhere)
 
 
-def gather_state(world: World, parameters: Parameters, model: nn.Module, *, everywhere: bool) -> dict[str, Any]:
-    """The model's state_dict with whole tensors on the CPU; empty on ranks that do not get it. Collective."""
-    template = nn.Module.state_dict(model, keep_vars=True)
-    gathered: dict[str, torch.Tensor | None] = {}
-    state: OrderedDict[str, Any] = OrderedDict()
-    for name, value in template.items():
-        first = parameters.names.get(name)
-        if first is None:  # extra state, which is the same everywhere
-            state[name] = value
-            continue
-        if first not in gathered:
-            gathered[first] = gather_tensor(world, parameters, first, everywhere=everywhere)
-        state[name] = gathered[first]
-    return state if everywhere or world.rank == 0 else OrderedDict()
+def gather_state(
+    world: World, parameters: Parameters, model: nn.Module, *, everywhere: bool, keep_vars: bool, **options: Any
+) -> dict[str, Any]:
+    """The model's own ``state_dict(**options)``, of whole values on the CPU; empty where it does not go. Collective.
 
-
-def scatter_state(parameters: Parameters, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
-    """Load a whole state into what this rank holds; missing and unexpected keys as in ``load_state_dict``."""
-    known = set(nn.Module.state_dict(model, keep_vars=True))
-    missing = [name for name in known if name not in state]
-    unexpected = [name for name in state if name not in known]
-    if strict and (missing or unexpected):
+    Values come one after the other; a rank that does not collect them never has more than its own.
+    """
+    if keep_vars:
         raise UsageError(
-            f"the state does not belong to this model: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
+            "state_dict(keep_vars=True) gives the parameters themselves, but this rank holds only its own; use "
+            "model.named_parameters() for those"
         )
+    meet(world, Phase.STATE_DICT)
+    parameters.adopt()
+    first = {id(tensor): name for name, tensor in parameters.tensors.items()}
+    wanted = dict.fromkeys(first[id(place.original)] for place in places(model) if place.persistent)
+    whole = {name: gather_tensor(world, parameters, name, everywhere=everywhere) for name in wanted}
+    if not everywhere and world.rank != 0:
+        destination: dict[str, Any] | None = options.get("destination")
+        return OrderedDict() if destination is None else destination
+    with StandIns(model, lambda place: whole.get(first[id(place.original)])):
+        state: dict[str, Any] = model.state_dict(**options)
+    return state
+
+
+def own_state(
+    parameters: Parameters | None, model: nn.Module, *, prefix: str = "", destination: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """This rank's part of the model's state, under all its names: the tensors themselves, without gradients."""
+    state: dict[str, Any] = OrderedDict() if destination is None else destination
+    if parameters is None:
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        tensors = dict(named)
+    else:
+        parameters.adopt()
+        own = set(parameters.own)
+        tensors = {name: parameters.tensors[first] for name, first in parameters.names.items() if first in own}
+    wanted = persistent_names(model)
+    for name, tensor in tensors.items():
+        if name in wanted:
+            state[f"{prefix}{name}"] = tensor.detach()
+    return state
+
+
+def load_state(
+    world: World,
+    parameters: Parameters,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+    assign: bool,
+) -> Any:
+    """Load a whole state, given on every rank, into what each rank holds. Collective.
+
+    It goes through the model's own ``load_state_dict``, so that hooks, versions and extra state count. When anything
+    is wrong on any rank, UsageError on all, and no tensor has changed on any.
+    """
+    meet(world, Phase.LOAD_STATE_DICT)
+    error = ""
+    if assign:
+        error = (
+            "load_state_dict(assign=True) puts other parameters in the places of those that the optimizer and the "
+            "deployment hold; load without it, or before the model's first call"
+        )
+    elif not isinstance(state, Mapping):
+        error = f"load_state_dict takes a dict, not a {type(state).__qualname__}"
+    agree_on_errors(world, error, UsageError)
+    parameters.adopt()
+    first = {id(tensor): name for name, tensor in parameters.tensors.items()}
     own = set(parameters.own)
-    fitting = {
-        name: parameters.tensors[first] for name, first in parameters.names.items() if first in own and name in state
-    }
-    for name, tensor in fitting.items():
-        if state[name].shape != tensor.shape:
-            raise UsageError(
-                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model"
-            )
+    careful = type(model).load_state_dict is not nn.Module.load_state_dict
+    real: dict[str, torch.Tensor] = {}
+
+    def stand_in(place: Place) -> torch.Tensor | None:
+        """A tensor without memory, into whose place the state's is put; or memory, for modules that write."""
+        name, original = first[id(place.original)], place.original.detach()
+        if not careful and not _writes(place.module):
+            return torch.empty_like(original, device="meta") if place.persistent else None
+        if name not in real:
+            real[name] = original.clone() if name in own else torch.zeros(original.shape, dtype=original.dtype)
+        return real[name]
+
+    before = [(module, module.get_extra_state()) for module in model.modules() if _has_extra_state(module)]
+    keys: Any = None
+    values: list[tuple[str, torch.Tensor]] = []
+    with StandIns(model, stand_in) as standins:
+        before_load = {
+            id(place): (place.standin.is_meta, place.standin._version)
+            for place in standins.places
+            if place.standin is not None
+        }
+        try:
+            options = {} if careful else {"assign": True}
+            keys = model.load_state_dict(_detached(state), strict=strict, **options)
+        except Exception as exc:  # hooks of the user's modules raise what they like
+            error = f"the state does not fit the model, nothing of it was loaded: {exc}"
+            if not state:
+                error += "\nThe state is empty: every rank has to give the whole state, not rank 0 alone"
+        for place in standins.places:
+            loaded = place.current
+            if loaded is None or place.standin is None or loaded.is_meta:
+                continue
+            if loaded is place.standin and (loaded.is_meta, loaded._version) == before_load[id(place)]:
+                continue
+            if loaded.shape != place.original.shape:
+                error = error or (
+                    f"{place.name} has shape {tuple(loaded.shape)} after it was loaded, but was deployed with "
+                    f"{tuple(place.original.shape)}, which cannot change; load this state before the model's first call"
+                )
+            values.append((first[id(place.original)], loaded.detach()))
+    try:
+        agree_on_errors(world, error, UsageError)
+    except UsageError:
+        for module, extra in before:
+            module.set_extra_state(extra)
+        raise
     with torch.no_grad():
-        for name, tensor in fitting.items():
-            tensor.copy_(state[name])
-    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        for name, value in values:
+            if name in own:
+                parameters.tensors[name].copy_(value)
+    return keys
+
+
+def persistent_names(model: nn.Module) -> set[str]:
+    """Names of all tensors in the model's state, also the later names of modules that it has twice."""
+    names = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for entries in (module._parameters, module._buffers):
+            for key in entries:
+                if entries is module._parameters or key not in module._non_persistent_buffers_set:
+                    names.add(f"{path}.{key}" if path else key)
+    return names
+
+
+def _writes(module: nn.Module) -> bool:
+    """Whether a module may do more in `load_state_dict` than torch does, to its own tensors."""
+    return (
+        type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+        or bool(module._load_state_dict_pre_hooks)
+        or bool(module._load_state_dict_post_hooks)
+    )
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _detached(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A copy whose tensors and versions `load_state_dict` may mark as its own."""
+    copied = OrderedDict(
+        (name, value.detach() if isinstance(value, torch.Tensor) else value) for name, value in state.items()
+    )
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        copied._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
+    return copied

@@ -15,26 +15,17 @@ import torch
 import torch.distributed as dist
 
 from rannd.errors import RanndError, StepError, UsageError
+from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.state import gather_tensor
 from rannd.runtime.world import World
 
 
 class Origin:
-    """What a deployment changes on this rank, to be put back: where tensors were, what the optimizer had."""
+    """Where tensors were before a deployment."""
 
-    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.devices = {name: tensor.device for name, tensor in tensors}
-        groups = [] if optimizer is None else optimizer.param_groups
-        self._groups = [(group, list(group["params"])) for group in groups]
-
-    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the groups that are still there all their parameters, in the old order, and those added since."""
-        for group, before in self._groups:
-            if any(each is group for each in optimizer.param_groups):
-                known = {id(parameter) for parameter in before}
-                added = [parameter for parameter in group["params"] if id(parameter) not in known]
-                group["params"][:] = [*before, *added]
 
 
 def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: torch.optim.Optimizer | None) -> None:
@@ -69,7 +60,7 @@ def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: to
     _gradients(world, parameters)
     if optimizer is not None:
         _states(world, parameters, optimizer, described)
-        origin.put_back(optimizer)
+        WholeOptimizer.of(optimizer, world).forget(parameters)
 
 
 def _holder(world: World, parameters: Parameters, name: str) -> int:

@@ -67,11 +67,11 @@ def test_state_is_complete_and_loads_again() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("first.bias"), r"missing \['first.bias'\]"),
-        (lambda state: state.update(other=torch.zeros(1)), r"unexpected \['other'\]"),
+        (lambda state: state.pop("first.bias"), r'Missing key.* "first.bias"'),
+        (lambda state: state.update(other=torch.zeros(1)), r'Unexpected key.* "other"'),
         (
             lambda state: state.update({"first.bias": torch.zeros(7)}),
-            r"first.bias has shape \(7,\) in the state and \(6,\)",
+            r"size mismatch for first.bias: .*\[7\].*\[6\]",
         ),
     ],
 )

@@ -1,0 +1,284 @@
+"""Read a checkpoint into a model under any plan: each rank what it holds, after all have found everything right."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from rannd import log
+from rannd.errors import CheckpointError, RanndError
+from rannd.runtime.agreement import Phase, meet
+from rannd.runtime.checkpoint.content import extra_states, labels, state_names, state_tensors
+from rannd.runtime.checkpoint.folder import recover
+from rannd.runtime.checkpoint.index import read_index
+from rannd.runtime.checkpoint.pending import settle
+from rannd.runtime.checkpoint.randomness import set_random_state
+from rannd.runtime.checkpoint.record import MANIFEST, SCRIPT, Manifest
+from rannd.runtime.checkpoint.saving import Subject
+from rannd.runtime.checkpoint.shards import facts, read_values
+from rannd.runtime.optimizer import WholeOptimizer
+from rannd.runtime.optimizer_state import filled
+from rannd.runtime.transfer import agree_on_errors, unseal
+from rannd.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint gives back to the script."""
+
+    step: int | None
+    extra: Any
+    missing: tuple[str, ...] = ()
+    """Names that the model has and the checkpoint has not (with ``strict=False``)."""
+    unexpected: tuple[str, ...] = ()
+    """Names that the checkpoint has and the model has not (with ``strict=False``)."""
+
+
+@dataclass
+class _Found:
+    """A checkpoint as read, and what of it goes where on this rank."""
+
+    folder: Path
+    manifest: Manifest | None
+    index: Metadata
+    script: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    extras: dict[str, nn.Module]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def load(
+    world: World, path: str | os.PathLike[str], subject: Subject, *, prefix: str | None, strict: bool, rng: bool
+) -> tuple[Checkpoint, tuple[int, int] | None]:
+    """Read a checkpoint; also where the model's random operators go on. Collective."""
+    settle()
+    meet(world, Phase.LOAD_CHECKPOINT)
+    folder = Path(os.path.abspath(Path(path).expanduser()))
+    if world.rank == 0:
+        recover(folder)
+    world.barrier()
+    found: _Found | None = None
+    error = ""
+    try:
+        found = _look(world, folder, subject, prefix, strict)
+    except RanndError as exc:
+        error = str(exc)
+    agree_on_errors(world, error, CheckpointError)
+    assert found is not None
+    error = _damaged(world, found)
+    agree_on_errors(world, error, CheckpointError)
+    local: dict[str, Any] | None = None
+    try:
+        # the optimizer's state is read beside the present one: that may still fail without harm
+        local = _optimizer_state(found, subject)
+    except (OSError, RuntimeError, RanndError) as exc:
+        error = f"{folder}: {exc}"
+    agree_on_errors(world, error, CheckpointError)
+    try:
+        _put(found, subject, local)
+    except Exception as exc:
+        error = f"loading {folder} failed half way, do not go on with this model: {exc}"
+    agree_on_errors(world, error, CheckpointError)
+    script = found.script
+    if rng and script:
+        if world.rank < len(script["rng"]):
+            set_random_state(script["rng"][world.rank], world.device)
+        if len(script["rng"]) != world.size and world.rank == 0:
+            log.get("RaNNCModule").info(
+                "The checkpoint is of %d ranks, this job has %d: random numbers go on on the ranks that both have",
+                len(script["rng"]),
+                world.size,
+            )
+    result = Checkpoint(script.get("step"), script.get("extra"), tuple(found.missing), tuple(found.unexpected))
+    return result, tuple(script["position"]) if rng and script else None
+
+
+def _look(world: World, folder: Path, subject: Subject, prefix: str | None, strict: bool) -> _Found:
+    """Read what a checkpoint has, and compare it with the model. Nothing is changed."""
+    if not folder.exists():
+        raise CheckpointError(f"there is no checkpoint {folder}")
+    subject.check()
+    manifest = Manifest.read(folder)
+    index = read_index(folder)
+    if manifest is not None:
+        _check_small(folder, manifest)
+    script: dict[str, Any] = {}
+    if manifest is not None and SCRIPT in manifest.files:
+        try:
+            script = unseal((folder / SCRIPT).read_bytes())
+        except Exception as exc:  # torch and pickle raise all kinds of errors for a damaged file
+            raise CheckpointError(f"{folder / SCRIPT} cannot be read: {exc}") from exc
+    for name in ("optimizer", "scheduler", "scaler"):
+        if getattr(subject, name) is not None and not script.get(name):
+            raise CheckpointError(
+                f"{folder} has no state of {name}"
+                + ("" if script else f": it has no {MANIFEST} and {SCRIPT}")
+                + f"; load it without {name}"
+            )
+    if prefix is None:
+        prefix = manifest.prefix if manifest is not None else ""
+    return _compare(world, folder, manifest, index, script, subject, prefix, strict)
+
+
+def _compare(
+    world: World,
+    folder: Path,
+    manifest: Manifest | None,
+    index: Metadata,
+    script: dict[str, Any],
+    subject: Subject,
+    prefix: str,
+    strict: bool,
+) -> _Found:
+    """What of a checkpoint goes where; CheckpointError where it is another model's."""
+    described = {
+        name.removeprefix(prefix): each for name, each in index.state_dict_metadata.items() if name.startswith(prefix)
+    }
+    targets: dict[str, torch.Tensor] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    known: set[str] = set()
+    for each in state_tensors(world, subject.parameters, subject.model):
+        known.update(each.names)
+        there = [name for name in each.names if name in described]
+        missing += [name for name in each.names if name not in described] if not there or strict else []
+        for name in there:
+            about = described[name]
+            if not isinstance(about, TensorStorageMetadata):
+                wrong.append(f"{name} is no tensor in the checkpoint")
+            elif about.size != each.tensor.shape:
+                wrong.append(
+                    f"{name} is {tuple(about.size)} in the checkpoint, {tuple(each.tensor.shape)} in the model"
+                )
+        if there and each.held:
+            if each.tensor.is_meta:
+                wrong.append(
+                    f"{name} is on the meta device; give the model memory first (model.to_empty(device='cpu'))"
+                )
+            targets[prefix + there[-1]] = each.tensor.detach()  # as in load_state_dict the last of tied names counts
+    extras = extra_states(subject.model)
+    missing += [name for name in extras if name not in described]
+    unexpected = [name for name in described if name not in known and name not in extras]
+    if prefix == "":  # a plain checkpoint may have more than a model in it
+        unexpected = [name for name in unexpected if not name.startswith("optimizer.")]
+    if strict:
+        wrong += [f"{name} is not in the checkpoint" for name in missing]
+        wrong += [f"{name} is not in the model" for name in unexpected]
+    if wrong:
+        more = f" (and {len(wrong) - 8} more)" if len(wrong) > 8 else ""
+        raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:8])}{more}. Nothing was loaded")
+    held = {
+        prefix + name: module
+        for name, module in extras.items()
+        if isinstance(described.get(name), BytesStorageMetadata)
+    }
+    return _Found(folder, manifest, index, script, targets, held, missing, unexpected)
+
+
+def _check_small(folder: Path, manifest: Manifest) -> None:
+    """CheckpointError where one of the files that every rank reads is damaged."""
+    for name in (".metadata", SCRIPT):
+        if name in manifest.files:
+            _check_file(folder, name, manifest)
+
+
+def _check_file(folder: Path, name: str, manifest: Manifest) -> None:
+    try:
+        now = facts(folder / name)
+    except OSError as exc:
+        raise CheckpointError(f"{folder / name} cannot be read: {exc.strerror}") from exc
+    if now != manifest.files[name]:
+        raise CheckpointError(
+            f"{folder / name} is damaged: {now.bytes} bytes with checksum {now.crc32:08x}, it was written with "
+            f"{manifest.files[name].bytes} and {manifest.files[name].crc32:08x}. Nothing was loaded"
+        )
+
+
+def _damaged(world: World, found: _Found) -> str:
+    """'' or which of the files that fall to this rank is damaged: the ranks share the reading of all of them."""
+    if found.manifest is None:
+        return ""
+    names = sorted(name for name in found.manifest.files if name not in (".metadata", SCRIPT))
+    try:
+        for name in names[world.rank :: world.size]:
+            _check_file(found.folder, name, found.manifest)
+    except CheckpointError as exc:
+        return str(exc)
+    return ""
+
+
+def _optimizer_state(found: _Found, subject: Subject) -> dict[str, Any] | None:
+    """This rank's part of the optimizer's state, as its class takes it."""
+    optimizer = subject.optimizer
+    if optimizer is None:
+        return None
+    whole = WholeOptimizer.find(optimizer)
+    saved = found.script["optimizer"]
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if saved["class"] != kind:
+        raise CheckpointError(f"its optimizer is a {saved['class']}, yours a {kind}. Nothing was loaded")
+    names = labels(optimizer, whole, subject.model)
+    groups = whole.groups if whole is not None else [group["params"] for group in optimizer.param_groups]
+    if len(saved["groups"]) != len(names):
+        raise CheckpointError(
+            f"its optimizer has {len(saved['groups'])} groups, yours {len(names)}. Nothing was loaded"
+        )
+    label = {
+        id(p): name for group, told in zip(groups, names, strict=True) for p, name in zip(group, told, strict=True)
+    }
+    settings = []
+    states: dict[int, Any] = {}
+    count = 0
+    for number, (group, there) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
+        strange = [name for name in names[number] if name not in there["params"]]
+        if strange:
+            raise CheckpointError(
+                f"{strange[0]} is not in group {number} of its optimizer; make yours of the same parameters, in the "
+                "same groups. Nothing was loaded"
+            )
+        setting = {key: value for key, value in there.items() if key not in ("params", "param_names")}
+        setting["params"] = []
+        if "param_names" in there:
+            by_name = dict(zip(there["params"], there["param_names"], strict=True))
+            setting["param_names"] = [by_name[label[id(parameter)]] for parameter in group["params"]]
+        for parameter in group["params"]:
+            name = label[id(parameter)]
+            setting["params"].append(count)
+            if name in saved["states"]:
+                states[count] = _parameter_state(found, name, saved["states"][name])
+            count += 1
+        settings.append(setting)
+    return {"state": {**states, **saved["other"]}, "param_groups": settings, **saved["extra"]}
+
+
+def _parameter_state(found: _Found, name: str, skeleton: Any) -> Any:
+    targets = {}
+    for each in state_names(name, skeleton):
+        about = found.index.state_dict_metadata.get(each)
+        if not isinstance(about, TensorStorageMetadata):
+            raise CheckpointError(f"{each} is not in its index")
+        targets[each] = torch.empty(about.size, dtype=about.properties.dtype)
+    return filled(skeleton, list(read_values(found.folder, found.index, targets).values()))
+
+
+def _put(found: _Found, subject: Subject, local: dict[str, Any] | None) -> None:
+    """Put everything in its place."""
+    wanted: dict[str, Any] = {**found.tensors, **dict.fromkeys(found.extras)}
+    with torch.no_grad():
+        values = read_values(found.folder, found.index, wanted)
+    for name, module in found.extras.items():
+        module.set_extra_state(values[name])
+    if subject.optimizer is not None and local is not None:
+        whole = WholeOptimizer.find(subject.optimizer)
+        (whole.own_load_state_dict if whole is not None else subject.optimizer.load_state_dict)(local)
+    for name in ("scheduler", "scaler"):
+        each = getattr(subject, name)
+        if each is not None:
+            each.load_state_dict(found.script[name])

@@ -1,0 +1,244 @@
+"""Write a checkpoint: every rank its own part, into a folder that takes its place when all is on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rannd.errors import CheckpointError, RanndError, UsageError
+from rannd.runtime.agreement import Phase, meet
+from rannd.runtime.checkpoint.content import Content, put_model, put_optimizer
+from rannd.runtime.checkpoint.folder import TOKEN, Draft, sync_folder, write_file
+from rannd.runtime.checkpoint.pending import PendingSave, settle, start
+from rannd.runtime.checkpoint.randomness import random_state
+from rannd.runtime.checkpoint.record import MANIFEST, SCRIPT, check_plain, manifest
+from rannd.runtime.checkpoint.shards import Entry, FileFacts, facts, write_index, write_shard
+from rannd.runtime.optimizer import WholeOptimizer
+from rannd.runtime.optimizer_state import merge_groups
+from rannd.runtime.parameters import Parameters
+from rannd.runtime.transfer import agree_on_errors, seal, unseal
+from rannd.runtime.world import TIMEOUT, World
+
+_storage: dict[int, dist.ProcessGroup] = {}
+"""For each world's control group, another one for the thread that saves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a checkpoint is of."""
+
+    model: nn.Module
+    parameters: Parameters | None
+    """Who holds what; None where every rank has the whole model."""
+    position: tuple[int, int]
+    """Seed and number of calls of the model's random operators."""
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    scaler: Any = None
+
+    def check(self) -> None:
+        """UsageError for what cannot be saved or loaded."""
+        if self.optimizer is not None and self.parameters is not None:
+            whole = WholeOptimizer.find(self.optimizer)
+            if whole is None or self.parameters not in whole.members:
+                raise UsageError(
+                    "the optimizer was not given to RaNNCModule, so that nobody knows which rank has which part of its "
+                    "state; wrap the model with RaNNCModule(model, optimizer)"
+                )
+            wrong = whole.check_groups()
+            if wrong:
+                raise UsageError(wrong)
+        for name in ("scheduler", "scaler"):
+            each = getattr(self, name)
+            if each is not None and not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise UsageError(f"{name} is a {type(each).__qualname__}, which has no state_dict and load_state_dict")
+
+
+def save(
+    world: World,
+    path: str | os.PathLike[str],
+    subject: Subject,
+    *,
+    prefix: str,
+    step: int | None,
+    extra: Any,
+    asynchronous: bool,
+) -> PendingSave | None:
+    """Write a checkpoint. Collective; with `asynchronous` only until this rank's values are copied."""
+    settle()
+    meet(world, Phase.SAVE_CHECKPOINT)
+    content, outline, error = Content(), b"", ""
+    try:
+        outline = _outline(world, subject, content, prefix, step, extra)
+    except RanndError as exc:
+        error = str(exc)
+    agree_on_errors(world, error, UsageError)
+    outlines = world.gather_bytes(outline)
+    script = _script([unseal(each) for each in outlines], step, extra) if world.rank == 0 else b""
+    draft, folder = _draft(world, path)
+    told = manifest(prefix, world.size, step, {})
+
+    def write(among: World) -> None:
+        _write(among, draft, folder, content, script, told)
+
+    if not asynchronous:
+        write(world)
+        return None
+    content.snapshot()
+    other = _storage_world(world)
+    return start(lambda: write(other), os.fspath(path))
+
+
+def _outline(world: World, subject: Subject, content: Content, prefix: str, step: int | None, extra: Any) -> bytes:
+    """Fill the content, and tell all the rest of this rank."""
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+        raise UsageError(f"step is {step!r}; a whole number is wanted")
+    wrong = check_plain(extra, "extra")
+    if wrong:
+        raise UsageError(wrong)
+    subject.check()
+    put_model(content, world, subject.parameters, subject.model, prefix)
+    said: dict[str, Any] = {"rng": random_state(world.device), "position": subject.position}
+    if subject.optimizer is not None:
+        whole = WholeOptimizer.find(subject.optimizer)
+        said["optimizer"] = put_optimizer(content, world.rank, subject.optimizer, whole, subject.model)
+    if world.rank == 0:
+        for name in ("scheduler", "scaler"):
+            each = getattr(subject, name)
+            if each is not None:
+                said[name] = each.state_dict()
+                seal(said[name], f"the state of {name}")
+    return seal(said, "the state of the script")
+
+
+def _script(told: list[dict[str, Any]], step: int | None, extra: Any) -> bytes:
+    """The file of the script's state, of what the ranks have told."""
+    first = told[0]
+    script: dict[str, Any] = {
+        "step": step,
+        "extra": extra,
+        "rng": [each["rng"] for each in told],
+        "position": first["position"],
+        "scheduler": first.get("scheduler"),
+        "scaler": first.get("scaler"),
+        "optimizer": None,
+    }
+    if "optimizer" in first:
+        groups = merge_groups([each["optimizer"] for each in told])
+        settings = []
+        for setting, keys, names in zip(first["optimizer"]["settings"], groups.keys, groups.names, strict=True):
+            group = {**setting, "params": [name for _, name in keys]}
+            if names is not None:
+                group["param_names"] = names
+            settings.append(group)
+        whole: dict[str, Any] = {"class": first["optimizer"]["class"], "groups": settings}
+        for part in ("states", "other", "extra"):
+            whole[part] = {key: value for each in reversed(told) for key, value in each["optimizer"][part].items()}
+        script["optimizer"] = whole
+    return seal(script, "the state of the script")
+
+
+def _draft(world: World, path: str | os.PathLike[str]) -> tuple[Draft | None, Path]:
+    """The draft on rank 0, and its folder on all ranks, which they have seen. Collective."""
+    draft: Draft | None = None
+    error, said = "", ("", "")
+    if world.rank == 0:
+        try:
+            draft = Draft(Path(os.path.abspath(Path(path).expanduser())), MANIFEST)
+            said = (str(draft.folder), draft.token)
+        except OSError as exc:
+            error = f"no checkpoint can be written to {path}: {exc.strerror or exc}"
+    agree_on_errors(world, error, CheckpointError)
+    name, token = msgspec.msgpack.decode(world.broadcast_bytes(msgspec.msgpack.encode(said)), type=tuple[str, str])
+    folder = Path(name)
+    try:
+        if (folder / TOKEN).read_text() != token:
+            error = "finds another folder there"
+    except OSError as exc:
+        error = f"does not see it ({exc.strerror})"
+    if error:
+        error = (
+            f"rank {world.rank} on {world.hosts[world.rank]} {error}: rank 0 on {world.hosts[0]} writes the checkpoint "
+            f"to {folder}; name a folder on a file system that all nodes share"
+        )
+    try:
+        agree_on_errors(world, error, CheckpointError)
+    except CheckpointError:
+        if draft is not None:
+            draft.drop()
+        raise
+    return draft, folder
+
+
+class _Written(msgspec.Struct):
+    error: str
+    entries: list[Entry]
+    files: dict[str, FileFacts]
+    paths: dict[str, list[Any]]
+
+
+def _write(world: World, draft: Draft | None, folder: Path, content: Content, script: bytes, told: Any) -> None:
+    """Write this rank's part; when all have, rank 0 writes the index and puts the draft in its place. Collective."""
+    mine = _Written("", [], {}, {name: list(path) for name, path in content.paths.items()})
+    try:
+        mine.entries, mine.files = write_shard(folder, world.rank, content.values, content.aliases)
+    except Exception as exc:  # torch raises errors of its own where a disk is full
+        mine.error = _reason(exc, world)
+    content.values.clear()
+    parts = [msgspec.msgpack.decode(data, type=_Written) for data in world.gather_bytes(msgspec.msgpack.encode(mine))]
+    error = next((part.error for part in parts if part.error), "")
+
+    def finish() -> None:
+        assert draft is not None
+        files = {name: each for part in parts for name, each in part.files.items()}
+        for rank, part in enumerate(parts):
+            for name, each in part.files.items():
+                if not (folder / name).exists() or (folder / name).stat().st_size != each.bytes:
+                    raise CheckpointError(
+                        f"rank 0 does not see {name}, which rank {rank} on {world.hosts[rank]} wrote to {folder}; name "
+                        "a folder on a file system that all nodes share"
+                    )
+        entries = [entry for part in parts for entry in part.entries]
+        write_index(folder, entries, {name: path for part in parts for name, path in part.paths.items()})
+        write_file(folder / SCRIPT, script)
+        files |= {name: facts(folder / name) for name in (".metadata", SCRIPT)}
+        write_file(folder / MANIFEST, msgspec.structs.replace(told, files=files).sealed())
+        sync_folder(folder)
+        draft.finish()
+
+    if world.rank == 0:
+        try:
+            if not error:
+                finish()
+        except Exception as exc:
+            error = _reason(exc, world)
+        if error:
+            assert draft is not None
+            draft.drop()
+    error = world.broadcast_bytes(error.encode()).decode()
+    if error:
+        raise CheckpointError(f"the checkpoint was not written, the one before is as it was: {error}")
+
+
+def _reason(error: Exception, world: World) -> str:
+    text = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    cause = error.__context__
+    if isinstance(cause, OSError) and not isinstance(error, OSError):  # torch hides what the system said
+        text = f"{cause.strerror or cause}; {text}"
+    return f"rank {world.rank} on {world.hosts[world.rank]}: {text or type(error).__name__}"
+
+
+def _storage_world(world: World) -> World:
+    """The same ranks with another group for messages, which a thread may use beside the script. Collective when new."""
+    if world.size == 1:
+        return world
+    if id(world.control) not in _storage:
+        _storage[id(world.control)] = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return dataclasses.replace(world, control=_storage[id(world.control)])
