@@ -13,6 +13,8 @@ RanndError             1          root of the tree; never raised itself
 │  └─ DoesNotFitError  4          no plan fits the devices' memory
 ├─ DeploymentError     5          a stored or loaded deployment does not fit this job
 ├─ StepError           5          ranks disagree, or a step is used in a wrong order
+│  ├─ RankFailedError  5          another rank has failed
+│  └─ NotANumberError  5          a value of the model is NaN
 ├─ DaemonError         6          the daemon cannot be started or answers with an error
 │  └─ ProtocolError    6          a message breaks the protocol
 ├─ LaunchError         7          ranks cannot be started
@@ -82,6 +84,18 @@ class StepError(RanndError):
     """Ranks disagree about a step, or a step is used in an impossible order."""
 
     exit_code = 5
+
+
+class RankFailedError(StepError):
+    """Another rank has failed, so this one cannot go on. `rank` is its number."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class NotANumberError(StepError):
+    """A value of the model is NaN."""
 
 
 class CheckpointError(RanndError):

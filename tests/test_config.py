@@ -37,7 +37,7 @@ verify_recomp verify_partitioning dump_dp_node_profiles dump_dp_cache enable_kin
 """
 UPSTREAM = _UPSTREAM.split()
 OWN = ["device", "cache", "cache_max_gb", "daemon_idle_s", "daemon_timeout_s", "log_level"]
-OWN += ["schedule", "interleave_loss"]
+OWN += ["schedule", "interleave_loss", "watchdog_timeout_s", "check_nan"]
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
 PLAN_AFFECTING = {
@@ -71,6 +71,9 @@ NOT_PLAN_AFFECTING = {
     "save_deployment",
     "deployment_file",  # its content, not its name, matters, and that only with load_deployment
     "show_config_items",
+    "run_watchdog",
+    "watchdog_timeout_s",
+    "check_nan",
     "verify_partitioning",
     "dump_graph",
     "dump_graph_prefix",
@@ -329,10 +332,10 @@ def test_file_without_permission(conf: Path) -> None:
 
 def test_items_without_effect_say_so_when_set(conf: Path) -> None:
     conf.write_text("\nauto_parallel = true\np2p_comm = true\npartition_num = 2\n")
-    assert load(env(conf, RANNC_RUN_WATCHDOG="false")).no_effect_warnings() == [
+    assert load(env(conf, RANNC_WATCHDOG_LOCKFILE_DIR="")).no_effect_warnings() == [
         f"item auto_parallel is set ({conf}:2) but has no effect in rannd: nothing reads it in RaNNC either",
-        "item run_watchdog is set (RANNC_RUN_WATCHDOG) but has no effect in rannd: "
-        "rannc-run's monitor ends the job and reports the ranks when one fails",
+        "item watchdog_lockfile_dir is set (RANNC_WATCHDOG_LOCKFILE_DIR) but has no effect in rannd: "
+        "ranks watch each other over sockets, there are no files",
     ]
 
 

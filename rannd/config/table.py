@@ -28,7 +28,7 @@ _DEAD = "nothing reads it in RaNNC either"
 _LATER = "not implemented yet in this version"
 _STORE = "the daemon keeps profiles between runs by itself"
 _PLANS = "the daemon keeps whole deployments between runs by itself"
-_WATCH = "rannc-run's monitor ends the job and reports the ranks when one fails"
+_WATCH = "ranks watch each other over sockets, there are no files"
 
 _DEFAULT = "default"
 _CODE = "set in code"
@@ -237,7 +237,15 @@ class Config:
         plan_affecting=False,
         no_effect="MPI only starts the ranks, torch.distributed moves tensors",
     )
-    run_watchdog: bool = item(False, "Watch for ranks that hang.", group=_RUN, plan_affecting=False, no_effect=_WATCH)
+    run_watchdog: bool = item(
+        False,
+        "End the job, with the stacks of all ranks, when a rank waits for others longer than watchdog_timeout_s.",
+        group=_RUN,
+        plan_affecting=False,
+    )
+    watchdog_timeout_s: float = item(
+        300.0, "Seconds of waiting that run_watchdog takes for a hang.", group=_RUN, plan_affecting=False, least=1
+    )
     watchdog_lockfile_dir: str = item(
         "", "Directory of the watchdog's files.", group=_RUN, plan_affecting=False, no_effect=_WATCH
     )
@@ -266,6 +274,13 @@ class Config:
     # --- DEBUG
     show_config_items: bool = item(
         False, "Print every item, its value and where it came from.", group=_DEBUG, plan_affecting=False
+    )
+    check_nan: str = item(
+        "loss",
+        "Error on all ranks for a loss of the model that is NaN in training; all: for any NaN that a stage makes, too.",
+        group=_DEBUG,
+        plan_affecting=False,
+        choices=("off", "loss", "all"),
     )
     verify_partitioning: bool = item(
         False, "Compare the partitioned model's results with the whole model's.", group=_DEBUG, plan_affecting=False

@@ -32,7 +32,7 @@ class Key(msgspec.Struct, frozen=True):
     """The key of a value that can be made again."""
 
     kind: str
-    """What the value is: ``deployment``, ``profile``, ``trace``, ``link``."""
+    """What the value is: ``deployment``, ``profile``, ``trace``, ``link``, ``limit``."""
     digest: str
     """Forty hex digits."""
     components: dict[str, str]
@@ -138,6 +138,11 @@ def profile_key(
     )
 
 
+def limit_key(deployment: Key) -> Key:
+    """The key of the bytes that a plan may use of a device, after the `deployment` ran out of memory."""
+    return make_key("limit", {"deployment": deployment.digest})
+
+
 def trace_key(components: Mapping[str, Component]) -> Key:
     """The key of a traced graph: the fingerprint of the model and its inputs before tracing."""
     return make_key("trace", components)
@@ -184,6 +189,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     ),
     "profile": (("block", "block", 8), ("rows", "rows", 24), ("device_model", "on", 32), ("threads", "threads", 8)),
     "trace": (("model", "of", 48), ("call", "for", 72)),
+    "limit": (("deployment", "after out of memory in", 12),),
     "link": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),
 }
 

@@ -182,7 +182,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     paths, spec = pytree.tree_flatten_with_path((tuple(args), ordered))
     names, tensors, positions, constants = [], [], [], []
     for position, (path, leaf) in enumerate(paths):
-        name = _argument_name(path)
+        name = argument_name(path)
         if isinstance(leaf, torch.Tensor):
             if leaf.is_nested or leaf.layout is not torch.strided:
                 raise UsageError(refusal(name, leaf))
@@ -230,7 +230,7 @@ def classify(call: Call, mode: Mode, shapes: Sequence[Sequence[Sequence[int]]]) 
     return Signature(call.spec, tuple(specs), call.positions, call.constants, mode)
 
 
-def _argument_name(path: tuple[Any, ...]) -> str:
+def argument_name(path: tuple[Any, ...]) -> str:
     """'x[0]' for a leaf of a keyword argument x, 'argument 1' for a positional one."""
     kind, first, *rest = path
     head = f"argument {first.idx}" if kind.idx == 0 else str(first.key)

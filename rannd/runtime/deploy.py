@@ -25,9 +25,9 @@ import rannd.errors
 from rannd import log
 from rannd.config import Config
 from rannd.daemon.client import Client, Lease
-from rannd.daemon.keys import Key, deployment_key, link_key, profile_key
+from rannd.daemon.keys import Key, deployment_key, limit_key, link_key, profile_key
 from rannd.daemon.version import version
-from rannd.errors import DeploymentError, RanndError
+from rannd.errors import DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.graph.opaque import preserved
 from rannd.graph.structure import block_hashes
@@ -42,6 +42,8 @@ from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import Sample
 from rannd.runtime.bound import planned_stages
 from rannd.runtime.cache import GIB, Cache
+from rannd.runtime.fit import lower_limit, short
+from rannd.runtime.memory import Promise, amount
 from rannd.runtime.world import World, device_memory, device_model
 
 LEASE_WAIT_S = 1200.0
@@ -80,6 +82,8 @@ class Planner:
         limit = min(memory, int(config.mem_limit_gb * GIB)) if config.mem_limit_gb else memory
         self.usable_memory = int(limit * (1 - config.mem_margin))
         self._model_name = device_model(world)
+        self._used: Key | None = None
+        self._base: Key | None = None
         self._backend = "nccl" if world.device.type == "cuda" else "gloo"
         self._versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
         self._versions["rannd source"] = source_digest()
@@ -91,8 +95,31 @@ class Planner:
         if file is not None:
             data = self._everywhere(lambda: self._read(file))
             log.get("RaNNCModule").info("Using the deployment in %s", file)
-            return self._checked(data)
-        key = self._key()
+            deployment = self._checked(data)
+            lacking = short(self._world, self._model, deployment)
+            if lacking is not None and self._world.rank == 0:
+                log.get("RaNNCModule").warning("The deployment in %s is used although %s", file, _lacks(*lacking))
+            return deployment
+        self._base = self._key()
+        deployment = self._below(self._known_limit(self._base)) or self._found_or_made()
+        lacking = short(self._world, self._model, deployment)
+        return deployment if lacking is None else self._smaller(deployment, *lacking)
+
+    def promise(self, deployment: Deployment) -> Promise:
+        """What the deployment promises, for the time when memory runs out."""
+        return Promise(
+            deployment=deployment,
+            device=self._world.device,
+            usable=self.usable_memory,
+            config=self._config,
+            cache=self._cache,
+            key=self._used,
+            base=self._base,
+            marks_here=self._is_first_on_node(),
+        )
+
+    def _found_or_made(self) -> Deployment:
+        key = self._used = self._key()
         client = self._cache.client
         found, lease = self._ask(client, key)
         if found:
@@ -112,6 +139,61 @@ class Planner:
     def dry_run(self, devices: int) -> Deployment:
         """A plan for so many devices of this kind that need not be there. Collective."""
         return decode(self._make(self._cache.client, devices))
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def _known_limit(self, base: Key) -> int:
+        """What an earlier run that ran out of memory left for the next one, 0 for nothing. Collective."""
+        data = b""
+        if self._cache.client is not None:
+            data = self._cache.client.get(limit_key(base)) or b""
+        data = self._world.broadcast_bytes(data)
+        return msgspec.msgpack.decode(data, type=int) if data else 0
+
+    def _below(self, limit: int) -> Deployment | None:
+        """A deployment for a lower limit, None where there is none, or no limit. Collective."""
+        if not 0 < limit < self.usable_memory:
+            return None
+        first = self._world.rank == 0
+        logger = log.get("RaNNCModule")
+        if first:
+            logger.warning(
+                "An earlier run of this job ran out of memory: planning for %s of each device, not %s (rannc-cache "
+                "clear forgets it)",
+                amount(limit),
+                amount(self.usable_memory),
+            )
+        before, self.usable_memory = self.usable_memory, limit
+        try:
+            return self._found_or_made()
+        except DoesNotFitError as exc:
+            if first:
+                logger.warning("Planning as before, memory may run out again: %s", exc)
+            self.usable_memory = before
+            return None
+
+    def _smaller(self, deployment: Deployment, rank: int, need: int, there: int) -> Deployment:
+        """A deployment for the memory that is free; the one there is, where none fits. Collective."""
+        before, used = self.usable_memory, self._used
+        limit = lower_limit(there, self._config.mem_margin)
+        what = _lacks(rank, need, there)
+        if self._world.rank == 0:
+            log.get("RaNNCModule").warning("Planning again for %s of each device: %s", amount(limit), what)
+        self.usable_memory = limit
+        try:
+            return self._found_or_made()
+        except DoesNotFitError as exc:
+            if self._world.rank == 0:
+                log.get("RaNNCModule").warning("No plan fits what is free, the first one is used: %s. %s", what, exc)
+            self.usable_memory, self._used = before, used
+            return deployment
+
+    def _is_first_on_node(self) -> bool:
+        """Whether this rank talks to its node's daemon: rank 0 does, and the first rank of each other node."""
+        nodes = [slot.node for slot in self._world.slots]
+        mine = self._world.slots[self._world.slot].node
+        home = self._world.slots[self._world.rank_of_slot.index(0)].node
+        return self._world.rank == 0 or (mine != home and nodes.index(mine) == self._world.slot)
 
     # -- parts ------------------------------------------------------------------------------------------------
 
@@ -311,10 +393,7 @@ class Planner:
 
     def _give_to_other_nodes(self, key: Key, data: bytes) -> None:
         """The first rank of each node that rank 0 is not on keeps the deployment there, too."""
-        nodes = [slot.node for slot in self._world.slots]
-        mine = self._world.slots[self._world.slot].node
-        home = self._world.slots[self._world.rank_of_slot.index(0)].node
-        if mine != home and nodes.index(mine) == self._world.slot:
+        if self._world.rank != 0 and self._is_first_on_node():
             with self._cache.connect() as client:
                 client.put(key, data)
 
@@ -325,6 +404,10 @@ class Planner:
             for stage in deployment.stages:
                 ranks = ",".join(str(self._world.rank_of_slot[slot]) for slot in stage.slots)
                 logger.info(" Subgraph %s runs on rank[%s]", stage.name, ranks)
+
+
+def _lacks(rank: int, need: int, there: int) -> str:
+    return f"rank {rank}'s stage needs {amount(need)}, and {amount(there)} are free or hold the model"
 
 
 @functools.cache

@@ -133,7 +133,8 @@ class RaNNCModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's mini-batch. Collective."""
         planned = self._session.deployment is not None
-        output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: switches.delayed)
+        with self._session.world.watch.inside("forward"):
+            output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: switches.delayed)
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
             self.save_deployment(self._config.deployment_file)
         return output

@@ -18,6 +18,7 @@ from torch.fx import Node
 from rannd import log
 from rannd.config import Config
 from rannd.errors import StepError, TraceError, UsageError
+from rannd.graph.alike import difference, of_call, of_signature
 from rannd.graph.dropout import traced_with
 from rannd.graph.mentions import Mentions
 from rannd.graph.misuse import check_ready
@@ -32,11 +33,13 @@ from rannd.runtime.agreement import Phase, agree
 from rannd.runtime.bound import bind, planned_stages, tensor_owners
 from rannd.runtime.bridge import attach
 from rannd.runtime.cache import Cache
+from rannd.runtime.clip_watch import ClipWatch
 from rannd.runtime.deploy import Planner
 from rannd.runtime.dump import dump
 from rannd.runtime.executor import Executor
 from rannd.runtime.frozen import Frozen
 from rannd.runtime.gradients import Reducer
+from rannd.runtime.memory import Promise
 from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.pieces import split_rows
@@ -46,7 +49,6 @@ from rannd.runtime.step import Step
 from rannd.runtime.tracing import Tracer, other_branches
 from rannd.runtime.undeploy import Origin, gather_gradient, undeploy
 from rannd.runtime.verify import verify
-from rannd.runtime.watch import Watch
 from rannd.runtime.world import World
 
 UNKNOWN = -1
@@ -70,7 +72,7 @@ class _Deployed:
     held: clipping.Held
     frozen: Frozen
     origin: Origin
-    watch: Watch | None
+    clip_watch: ClipWatch | None
 
 
 class Session:
@@ -117,6 +119,7 @@ class Session:
         if optimizer is not None:
             WholeOptimizer.of(optimizer, world)
         self._deployed: _Deployed | None = None
+        self._promise: Promise | None = None
 
     @property
     def deployment(self) -> Deployment | None:
@@ -151,6 +154,8 @@ class Session:
 
         `delayed()` says, when backward runs, whether gradients wait.
         """
+        watch = self.world.watch
+        watch.where.step, watch.promise = self._steps, self._promise
         if self._shared:
             call = from_rank_0(self.world, call)
         mode = Mode.current(training, self.dropout)
@@ -167,7 +172,9 @@ class Session:
             told = agree(self.world, Phase.FORWARD, self._steps, number, rows)
         if any(each == UNKNOWN for each, _ in told):
             with self._cache.connected():
+                watch.where.preparing = True
                 number = self._prepare(call, mode, state)
+                watch.where.preparing, watch.promise = False, self._promise
             self._many_graphs(call)
             told = agree(self.world, Phase.FORWARD, self._steps, number, self._signatures[number].rows(call.tensors))
         else:
@@ -181,8 +188,8 @@ class Session:
             raise StepError("the mini-batches of all ranks are empty; skip the step")
         assert self._deployed is not None
         self._deployed.parameters.refresh()
-        if self._deployed.watch is not None:
-            self._deployed.watch.compare(self._steps)
+        if self._deployed.clip_watch is not None:
+            self._deployed.clip_watch.compare(self._steps)
         leaves = [tensor.to(self.world.device) for tensor in call.tensors]
         step = Step(self._steps, executor.pieces(by_slot), leaves)
         share: Share | None = None
@@ -192,7 +199,10 @@ class Session:
         step.interleaved, step.seed = self._interleaves(executor, mode)
         self._steps += 1
         # Gradients that wait already are reduced together with those of this call, at its backward.
+        watch.where.stage = executor.bound.stage
         outputs = executor.forward(step, reduce=not delayed() and not self._deployed.reducer.something_waits())
+        if training and torch.is_grad_enabled():
+            self._check_losses(executor, step, outputs)
         if share is not None:
             outputs = share.outputs(outputs)
         home = call.tensors[0].device
@@ -214,6 +224,32 @@ class Session:
         if self._scaler is not None and self._scaler.is_enabled():
             return True, float(self._scaler.get_scale())
         return "float16" not in mode.autocast.replace("bfloat16", ""), 1.0
+
+    def _check_losses(self, executor: Executor, step: Step, outputs: Sequence[Any]) -> None:
+        """NotANumberError, on all ranks, where a loss is NaN."""
+        graph = executor.bound.graph
+        losses = {
+            f"(output {place} of its forward, {node.name})": outputs[place]
+            for place, (node, result) in enumerate(zip(graph.traced.results, graph.results, strict=True))
+            if result.kind == "global" and node in graph.placement.requires_grad
+        }
+        if losses:
+            again = Step(step.number, step.pieces, step.leaves, whole=step.whole)
+            half = "float16" in graph.signature.mode.autocast.replace("bfloat16", "")
+
+            def run_again() -> None:
+                executor.forward(again, reduce=False)
+                self.world.barrier()  # whose own part is right must not be the first to raise
+
+            def given() -> dict[str, torch.Tensor]:
+                assert self._deployed is not None
+                held = self._deployed.parameters
+                inputs = {
+                    f"input {spec.name}": leaf for spec, leaf in zip(graph.signature.tensors, step.leaves, strict=True)
+                }
+                return {**inputs, **{f"parameter {name}": held.tensors[name] for name in held.own}}
+
+            self.world.finite.losses(losses, given, run_again, half=half)
 
     def _number(self, call: Call, mode: Mode, state: State) -> int:
         """The graph for a call, UNKNOWN where it has to be traced."""
@@ -244,11 +280,9 @@ class Session:
             self._signatures[each] == self._signatures[number] and self._share_a_state(each, number) for each, _ in told
         )
         if not alike:
-            raise StepError(
-                f"ranks call the model in different ways: graphs {[each for each, _ in told]} of "
-                f"{len(self._signatures)}; shapes (but for the batch), types, and training mode have to be the same "
-                "on all ranks"
-            )
+            calls = [of_signature(self._signatures[each]) for each, _ in told]
+            what = difference(calls) or "the Python state of the model's modules is another"
+            raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
         if other is not None:
             raise StepError(other_branches(other))
         return number
@@ -269,7 +303,8 @@ class Session:
     def reduce(self) -> None:
         """Reduce gradients that wait."""
         if self._deployed is not None:
-            self._deployed.reducer.reduce()
+            with self.world.watch.inside("reduction of gradients"):
+                self._deployed.reducer.reduce()
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's reduced gradient, by its first name, on all ranks. Collective."""
@@ -307,8 +342,8 @@ class Session:
             executor.closed = True
         if deployed is not None:
             clipping.leave(deployed.held)
-            if deployed.watch is not None:
-                deployed.watch.close()
+            if deployed.clip_watch is not None:
+                deployed.clip_watch.close()
 
     # -- graphs -----------------------------------------------------------------------------------------------
 
@@ -317,6 +352,10 @@ class Session:
         logger = log.get("RaNNCModule")
         deployed = self._deployed
         check_ready(self._model, call.names, call.tensors)
+        told = self.world.gather_bytes(msgspec.msgpack.encode(of_call(call, mode)))
+        what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
+        if what:
+            raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
         shapes = [
             msgspec.msgpack.decode(data, type=list[list[int]])
             for data in self.world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
@@ -470,6 +509,10 @@ class Session:
                 "first, with model.to_empty(device='cpu') and its checkpoint, say"
             )
         deployment = planner.deployment(self._load)
+        self._promise = planner.promise(deployment)
+        watch = self.world.watch
+        watch.promises[self._promise.digest] = self._promise
+        watch.stages = {self.world.rank_of_slot[s]: n for n, each in enumerate(deployment.stages) for s in each.slots}
         if self._config.verify_partitioning:
             verify(self._model, graph, call.tensors)
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
@@ -478,10 +521,10 @@ class Session:
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
         origin = Origin(tensors)
         parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
-        watch = None
+        clip_watch: ClipWatch | None = None
         if self._optimizer is not None:
             WholeOptimizer.of(self._optimizer, self.world).keep_own(parameters)
-            watch = Watch(self.world, parameters, deployment, self._optimizer)
+            clip_watch = ClipWatch(self.world, parameters, deployment, self._optimizer)
         reducer = Reducer(
             self.world,
             parameters,
@@ -489,11 +532,11 @@ class Session:
             overlap=not self._config.sync_allreduce,
             consolidate=self._config.consolidate_grads,
         )
-        if watch is not None:
-            reducer.delivered = watch.reduced
+        if clip_watch is not None:
+            reducer.delivered = clip_watch.reduced
         held = clipping.Held(self.world, parameters, len(deployment.stages))
         clipping.enter(held)
-        return _Deployed(deployment, parameters, reducer, held, Frozen(self.world, parameters), origin, watch)
+        return _Deployed(deployment, parameters, reducer, held, Frozen(self.world, parameters), origin, clip_watch)
 
     def _bind(self, deployed: _Deployed, graph: ModelGraph) -> None:
         planned = graph.task.graph_hash == deployed.deployment.graph_hash

@@ -27,6 +27,9 @@ from rannd import log
 from rannd.config import Config
 from rannd.errors import LaunchError
 from rannd.plan.deployment import Slot
+from rannd.runtime.finite import Finite
+from rannd.runtime.sockets import Connections
+from rannd.runtime.watch import Watch
 
 RANK_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -86,6 +89,9 @@ class World:
     forward: dist.ProcessGroup | None
     backward: dist.ProcessGroup | None
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    watch: Watch = field(default_factory=Watch)
+    """Failures of this rank and of others."""
+    finite: Finite = field(default_factory=Finite)
 
     @property
     def rank(self) -> int:
@@ -108,21 +114,23 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier(group=self.control)
+            with self.watch.inside("barrier"):
+                dist.barrier(group=self.control)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """`data` of rank `source`, on all ranks."""
         if self.size == 1:
             assert data is not None
             return data
-        length = torch.tensor([len(data) if data is not None else 0])
-        dist.broadcast(length, source, group=self.control)
-        buffer = torch.empty(int(length), dtype=torch.uint8)
-        if self.rank == source and data:
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if int(length):
-            dist.broadcast(buffer, source, group=self.control)
-        return buffer.numpy().tobytes()
+        with self.watch.inside("broadcast"):
+            length = torch.tensor([len(data) if data is not None else 0])
+            dist.broadcast(length, source, group=self.control)
+            buffer = torch.empty(int(length), dtype=torch.uint8)
+            if self.rank == source and data:
+                buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if int(length):
+                dist.broadcast(buffer, source, group=self.control)
+            return buffer.numpy().tobytes()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """What every rank gave, by rank."""
@@ -134,7 +142,8 @@ class World:
         if data:
             buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(buffer) for _ in range(self.size)]
-        dist.all_gather(received, buffer, group=self.control)
+        with self.watch.inside("gather"):
+            dist.all_gather(received, buffer, group=self.control)
         return [part.numpy().tobytes()[:length] for part, (length,) in zip(received, lengths, strict=True)]
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -143,13 +152,15 @@ class World:
             return [list(numbers)]
         mine = torch.tensor(list(numbers), dtype=torch.int64)
         received = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(received, mine, group=self.control)
+        with self.watch.inside("gather"):
+            dist.all_gather(received, mine, group=self.control)
         return [each.tolist() for each in received]
 
     def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks of a small tensor on the CPU, in place."""
         if self.size > 1:
-            dist.all_reduce(numbers, group=self.control)
+            with self.watch.inside("sum"):
+                dist.all_reduce(numbers, group=self.control)
         return numbers
 
     def group_of(self, slots: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -158,7 +169,9 @@ class World:
             return None
         if slots not in self.groups:
             ranks = sorted(self.rank_of_slot[slot] for slot in slots)
-            self.groups[slots] = dist.new_group(ranks, backend=_backend(self.device), timeout=TIMEOUT)
+            with self.watch.inside("group"), self.watch.connections.recording():
+                self.groups[slots] = dist.new_group(ranks, backend=_backend(self.device), timeout=TIMEOUT)
+            self.watch.connections.add(self.groups[slots] if self.rank in ranks else None)
         return self.groups[slots]
 
 
@@ -180,16 +193,24 @@ def _make(config: Config) -> World:
     logger.info("RaNNC started on rank %d (%s)", place.rank, host)
     if place.launcher.startswith(("OMPI", "PMI")):
         _end_with_launcher()
+    connections = Connections()
     if place.size > 1 and not dist.is_initialized():
-        _rendezvous(place)
+        with connections.recording():
+            _rendezvous(place)
     device = _device(config.device, place)
     if place.size == 1:
         ordinal = device.index or 0
-        return World(place, device, (host,), (Slot(0, ordinal),), (0,), None, None, None)
-    control = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    forward = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
-    backward = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
-    world = World(place, device, (), (), (), control, forward, backward)
+        return World(
+            place, device, (host,), (Slot(0, ordinal),), (0,), None, None, None, finite=Finite(config.check_nan)
+        )
+    with connections.recording():
+        control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        forward = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
+        backward = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
+    for group in (control, forward, backward):
+        connections.add(group)
+    watch = Watch(connections)
+    world = World(place, device, (), (), (), control, forward, backward, watch=watch, finite=Finite(config.check_nan))
     mine = (host, _node_identity(), device.type, device.index if device.index is not None else place.local_rank)
     everyone = [
         msgspec.msgpack.decode(data, type=tuple[str, str, str, int])
@@ -212,6 +233,8 @@ def _make(config: Config) -> World:
     world.hosts = tuple(h for h, _, _, _ in everyone)
     world.rank_of_slot = tuple(order)
     world.slots = tuple(slots[rank] for rank in order)
+    watchdog_s = config.watchdog_timeout_s if config.run_watchdog else 0.0
+    watch.start(place.rank, world.hosts, len(nodes) == 1, world.broadcast_bytes, watchdog_s)
     if place.rank == 0 and device.type == "cuda":
         logger.info("CUDA device assignments:")
         for rank in range(place.size):
