@@ -77,10 +77,11 @@ class _Backward:
                 "train what needs those (a gradient penalty, say) outside of the wrapped model"
             )
         again = switches.keeps_graph or torch._C._autograd._get_current_graph_task_keep_graph()
-        if self._share is not None:
-            given = self._share.gradients(given)
-        found = self._executor.backward(self._step, given, reduce=not self._delayed(), again=again)
-        return found if self._share is None else self._share.input_gradients(found)
+        with self._executor.world.watch.inside("backward"):
+            if self._share is not None:
+                given = self._share.gradients(given)
+            found = self._executor.backward(self._step, given, reduce=not self._delayed(), again=again)
+            return found if self._share is None else self._share.input_gradients(found)
 
 
 class _Bridge(torch.autograd.Function):

@@ -248,18 +248,21 @@ class Executor:
         final = next(
             (each.action for each in reversed(listed) if each.action and each.action.kind is Kind.BACKWARD), None
         )
+        where = self.world.watch.where
         for instruction in listed:
             for action in instruction.posts:
                 exchange = backward if action.kind in _GRADS else forward
                 exchange.post(action, self._parcel(step, action, live))
             for action in instruction.awaits:
+                where.piece, where.action = action.piece, action
                 self._receive(step, backward if action.kind in _GRADS else forward, action)
             for action in instruction.settles:
                 forward.settle(action)
             if instruction.action is None:
                 continue
             action = instruction.action
-            piece = action.piece
+            piece = where.piece = action.piece
+            where.action = action
             if action.kind is Kind.FORWARD:
                 self._compute(step, piece, live, before)
                 if not self._graph.signature.mode.grad:
@@ -280,6 +283,7 @@ class Executor:
                 backward.send(action, parcel, {node: source.pop((piece, node)) for node in parcel.nodes})
         forward.finish()
         backward.finish()
+        where.piece = where.action = None
 
     def _receive(self, step: Step, exchange: Exchange, action: Action) -> None:
         values, buffer = exchange.take(action)
@@ -393,7 +397,8 @@ class Executor:
             self._random(step, piece) if part.random else contextlib.nullcontext(),
             self._graph.signature.mode.autocasting(),
         ):
-            values = part.module(*inputs.values(), *tensors, *part.numbers_at(step.pieces.rows[piece]))
+            arguments = (*inputs.values(), *tensors, *part.numbers_at(step.pieces.rows[piece]))
+            values = self.world.finite.run(part.module, arguments)
         return dict(zip(part.outputs, values, strict=True))
 
     @contextlib.contextmanager
@@ -498,6 +503,9 @@ class Executor:
                 seeds.append(gradient)
         if roots:
             torch.autograd.backward(roots, seeds, retain_graph=step.keep)
+            if self.world.finite.every:
+                found = {node: value.grad for node, value in saved.inputs.items()}
+                self.world.finite.gradients(dict(enumerate(seeds)), found)
         for node, value in saved.inputs.items():
             if node not in live:
                 continue
