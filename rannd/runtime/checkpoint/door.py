@@ -112,7 +112,7 @@ def _subject(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__qualname__}; a torch.optim.Optimizer is wanted")
     if isinstance(model, RaNNCModule):
-        model._check_alive()
+        model._session.alive()
         session = model._session
         if session.parameters is not None:
             session.parameters.adopt()
