@@ -355,6 +355,11 @@ class Executor:
             return counted(self._graph.label_counts, step.whole, rows / step.pieces.total)
         return counted(self._graph.label_counts, step.leaves)
 
+    def counts_no_label(self, step: Step) -> bool:
+        """Whether a mean over labels has none to count in this rank's mini-batch."""
+        counts = self._label_counts(step).values()
+        return any(not any(each) if isinstance(each, list) else not each for each in counts)
+
     def _compute(
         self, step: Step, piece: int, live: frozenset[Node] | None, before: Mapping[str, torch.Tensor]
     ) -> None:

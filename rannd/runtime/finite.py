@@ -46,6 +46,7 @@ class Finite:
         self,
         losses: Mapping[str, torch.Tensor],
         given: Callable[[], Mapping[str, torch.Tensor]],
+        empty: Callable[[], bool],
         again: Callable[[], object],
         *,
         half: bool,
@@ -55,6 +56,7 @@ class Finite:
         Args:
             losses: Name to value.
             given: What this rank's stage computes with: inputs and parameters, by name.
+            empty: Whether a mean of this rank's mini-batch is one over no labels.
             again: Runs the step's forward once more, and waits for all ranks.
             half: Under autocast to float16, where a GradScaler skips such a step: a warning, once, and no error.
 
@@ -76,6 +78,11 @@ class Finite:
         for name, value in given().items():
             if _has_nan(value):
                 raise NotANumberError(f"{text}, because {name} of this rank holds NaN (check_nan=off trains on)")
+        if empty():
+            raise NotANumberError(
+                f"{text}, because no label of this rank's mini-batch counts (all are ignored or masked), and the mean "
+                "over nothing is NaN; skip such mini-batches, or train on with check_nan=off: their gradients are zero"
+            )
         every, self.every = self.every, True
         try:
             again()

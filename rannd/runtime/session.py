@@ -249,7 +249,9 @@ class Session:
                 }
                 return {**inputs, **{f"parameter {name}": held.tensors[name] for name in held.own}}
 
-            self.world.finite.losses(losses, given, run_again, half=half)
+            self.world.finite.losses(
+                losses, given, lambda: executor.counts_no_label(step), run_again, half=half
+            )
 
     def _number(self, call: Call, mode: Mode, state: State) -> int:
         """The graph for a call, UNKNOWN where it has to be traced."""
