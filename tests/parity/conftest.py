@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from parity.cases import SEED
 from parity.launch import Home
+
+
+def pytest_report_header() -> str:
+    return f"parity cases drawn with PARITY_SEED={SEED}"
 
 
 @pytest.fixture(scope="session")

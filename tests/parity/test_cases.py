@@ -22,7 +22,7 @@ def test_compact_covers_every_possible_pair() -> None:
 
 
 def test_compact_is_bounded() -> None:
-    assert len(COMPACT) <= 140
+    assert len(COMPACT) <= 180
 
 
 def test_names_are_unique() -> None:

@@ -21,6 +21,9 @@ class Case(msgspec.Struct, frozen=True):
     """Forced number of stages; 0 leaves it to the planner."""
     micro: int = 0
     """Forced number of microbatches; 0 leaves it to the planner."""
+    schedule: str = "1f1b"
+    """How backward runs: inside the call that computes a loss ("1f1b", "fill_drain"), or "asked": when it is asked for,
+    whatever the model computes."""
     optimizer: str = "sgd"
     """Name in `zoo.OPTIMIZERS`."""
     script: str = "plain"
@@ -31,17 +34,21 @@ class Case(msgspec.Struct, frozen=True):
     """The same from step `LATE` on, where it differs."""
     min_stages: int = 1
     """Where `stages` is free: fewer stages than this fail the case."""
+    precision: str = "float64"
+    """Of the model and its inputs. In float32 the first step's gradients are compared alone: what comes later hangs on
+    how an optimizer blows rounding up."""
     env: tuple[tuple[str, str], ...] = ()
     """Further RANNC_* variables of this case."""
 
     @property
     def name(self) -> str:
         """Readable and unique; also the stem of its files."""
-        parts = [self.model, f"np{self.ranks}", f"s{self.stages or 'any'}", f"m{self.micro or 'any'}", self.optimizer]
-        parts.append(self.script)
+        parts = [self.model, f"np{self.ranks}", f"s{self.stages or 'any'}", f"m{self.micro or 'any'}"]
+        parts += [self.schedule.replace("_", ""), self.optimizer, self.script]
         parts.append(
             ".".join(map(str, self.rows)) + ("to" + ".".join(map(str, self.late_rows)) if self.late_rows else "")
         )
+        parts += [self.precision] if self.precision != "float64" else []
         parts += [f"{key.removeprefix('RANNC_').lower()}={value}" for key, value in self.env]
         return "-".join(parts)
 
@@ -59,6 +66,10 @@ class Case(msgspec.Struct, frozen=True):
     def environment(self) -> dict[str, str]:
         """The variables that force this case's plan."""
         forced = {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.micro)}
+        if self.schedule == "asked":
+            forced["RANNC_INTERLEAVE_LOSS"] = "false"
+        else:
+            forced["RANNC_SCHEDULE"] = self.schedule
         return {**forced, **dict(self.env)}
 
 

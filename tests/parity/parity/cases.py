@@ -1,13 +1,14 @@
 """The matrix: cases of `make test`, and all the others.
 
-`COMPACT` covers every pair of values in `PAIRS`, plus cases with a trait of their own; `FULL` holds every
-model on every shape (ranks and stages) with every number of microbatches, the other factors in turn.
-A later issue adds a line to `EXTRA`.
+`COMPACT` covers every pair of values in `PAIRS`, plus cases with a trait of their own (`EXTRA`), one in float32 for each
+model, and `DRAWN`, drawn anew in every run. `FULL` holds every model on every shape (ranks and stages) with every number
+of microbatches, under both schedules where there is something to order, the other factors at random.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ class Choice(NamedTuple):
     shape: tuple[int, int]
     """Ranks and stages."""
     micro: int
+    schedule: str
     optimizer: str
     script: str
     rows: str
@@ -49,6 +51,10 @@ def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 SHAPES = [(ranks, stages) for ranks in (1, 2, 3, 4) for stages in range(1, ranks + 1)]
 MICRO = [1, 2, 4, 8]
+SCHEDULES = ["1f1b", "fill_drain", "asked"]
+SEED = int(os.environ.get("PARITY_SEED", "") or random.SystemRandom().randrange(10**6))
+"""Of `DRAWN`; the head of a test run names it."""
+DRAWS = 12
 ROWS = ["even", "uneven", "late", "lateuneven", "empty", "firstempty"]
 
 APART = ("untraceable", "weighted", "t5", "contrastive")
@@ -58,6 +64,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "model": [name for name in ZOO if name not in APART],
     "shape": SHAPES,
     "micro": MICRO,
+    "schedule": SCHEDULES,
     "optimizer": list(OPTIMIZERS),
     "script": list(SCRIPTS),
     "rows": ROWS,
@@ -69,6 +76,10 @@ PAIRS = [
     ("shape", "micro"),
     ("shape", "rows"),
     ("shape", "optimizer"),
+    ("schedule", "stages"),
+    ("schedule", "micro"),
+    ("schedule", "loss"),
+    ("schedule", "script"),
     ("script", "stages"),
     ("script", "loss"),
     ("script", "micro"),
@@ -83,6 +94,8 @@ def possible(choice: Choice) -> bool:
     entry = ZOO[choice.model]
     if choice.rows in ("empty", "firstempty") and (choice.shape[0] == 1 or not entry.empty):
         return False
+    if choice.schedule == "fill_drain" and choice.shape[1] == 1:
+        return False  # the same as 1f1b
     return not entry.coupled or choice.micro == 1
 
 
@@ -102,6 +115,7 @@ def _case(choice: Choice) -> Case:
         ranks=ranks,
         stages=stages,
         micro=choice.micro,
+        schedule=choice.schedule,
         optimizer=choice.optimizer,
         script=choice.script,
         rows=rows,
@@ -165,25 +179,50 @@ EXTRA = [
 ]
 
 
+def _single() -> list[Case]:
+    """Every model in single precision, cut in two and in microbatches where that is possible."""
+    models = (name for name in ZOO if name not in APART)
+    return [
+        Case(name, ranks=2, stages=2, micro=1 if ZOO[name].coupled else 2, rows=(6, 3), precision="float32")
+        for name in models
+    ]
+
+
+def _drawn() -> list[Case]:
+    """Cases that nobody has chosen."""
+    source = random.Random(SEED)
+    cases: dict[str, Case] = {}
+    while len(cases) < DRAWS:
+        choice = Choice(*(source.choice(values) for values in FACTORS.values()))
+        if possible(choice):
+            cases[_case(choice).name] = _case(choice)
+    return list(cases.values())
+
+
 def _compact() -> list[Case]:
-    cases = {case.name: case for case in (*map(_case, _cover()), *EXTRA)}
+    cases = {case.name: case for case in (*map(_case, _cover()), *EXTRA, *_single())}
     return sorted(cases.values(), key=lambda case: (case.ranks, case.name))
 
 
 def _full() -> list[Case]:
-    """Every model x shape x microbatches; scripts, optimizers and rows take turns at different paces."""
+    """Every model x shape x microbatches x schedules; how backward runs, scripts, optimizers and rows are drawn."""
     cases: dict[str, Case] = {}
-    turns = [itertools.cycle(FACTORS[name]) for name in ("script", "optimizer", "rows")]
+    source = random.Random(3)
     for model, shape, micro in itertools.product(ZOO, SHAPES, MICRO):
-        script, optimizer, rows = (next(turn) for turn in turns)
-        for pattern in (rows, "uneven"):
-            attempt = Choice(model, shape, micro, optimizer, script, pattern)
-            if possible(attempt):
-                case = _case(attempt)
-                cases[case.name] = case
-                break
+        both = shape[1] > 1 and ZOO[model].loss != "outside"
+        for schedule in ("1f1b", "fill_drain") if both else ("1f1b",):
+            optimizer, script, rows = (source.choice(FACTORS[name]) for name in ("optimizer", "script", "rows"))
+            if both and source.random() < 0.25:
+                schedule = "asked"
+            for pattern in (rows, "uneven"):
+                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern)
+                if possible(attempt):
+                    case = _case(attempt)
+                    cases[case.name] = case
+                    break
     return [case for case in cases.values() if case.name not in {compact.name for compact in COMPACT}]
 
 
 COMPACT = _compact()
+DRAWN = [case for case in _drawn() if case.name not in {compact.name for compact in COMPACT}]
 FULL = _full()

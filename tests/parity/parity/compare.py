@@ -7,10 +7,10 @@ import numpy as np
 from parity.case import Case
 from parity.record import Record
 
-RELATIVE = 1e-9
+RELATIVE = {"float64": 1e-9, "float32": 5e-6}
 """Wanted agreement of a tensor, relative to its largest magnitude."""
 
-NOISE = 1e-14
+NOISE = {"float64": 1e-14, "float32": 2e-7}
 """Rounding of a tensor whose true value is zero, relative to the largest magnitude among its kind.
 
 Some gradients are zero mathematically (a linear layer's bias ahead of BatchNorm) and rounding noise
@@ -27,7 +27,7 @@ def _magnitude(value: np.ndarray) -> float:
     return float(np.max(np.abs(value), initial=0.0)) if value.dtype.kind == "f" else 0.0
 
 
-def _difference(name: str, want: np.ndarray, got: np.ndarray, scale: float) -> str | None:
+def _difference(name: str, want: np.ndarray, got: np.ndarray, scale: float, precision: str) -> str | None:
     """What is wrong with one tensor, or None. `scale`: the largest magnitude among its kind."""
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{name}: {got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
@@ -43,7 +43,7 @@ def _difference(name: str, want: np.ndarray, got: np.ndarray, scale: float) -> s
         return f"{name}: not finite"
     worst = float(np.max(np.abs(got - want)))
     magnitude = _magnitude(want)
-    if worst <= RELATIVE * magnitude + NOISE * scale:
+    if worst <= RELATIVE[precision] * magnitude + NOISE[precision] * scale:
         return None
     where = np.unravel_index(int(np.argmax(np.abs(got - want))), want.shape)
     return (
@@ -61,12 +61,14 @@ def _order(name: str) -> tuple[int, int]:
     return (int(head), int(call) if call.isdecimal() else 10**6)
 
 
-def differences(want: list[Record], got: list[Record]) -> list[str]:
+def differences(want: list[Record], got: list[Record], precision: str = "float64") -> list[str]:
     """Every difference between the emulated and the real ranks, in the order of time.
 
     A rank owns a part of the parameters: it must agree on those, and every parameter needs an owner.
     state_dict() must be complete on rank 0, and complete or empty on others.
     """
+    if precision != "float64":
+        want, got = ([_first_gradients(record) for record in each] for each in (want, got))
     found: list[tuple[tuple[int, int], str]] = []
     owned: set[str] = set()
     for rank, (expected, actual) in enumerate(zip(want, got, strict=True)):
@@ -81,7 +83,7 @@ def differences(want: list[Record], got: list[Record]) -> list[str]:
             if name not in expected:
                 message = f"{name}: unexpected"
             elif name in actual:
-                message = _difference(name, expected[name], actual[name], scales[_kind(name)])
+                message = _difference(name, expected[name], actual[name], scales[_kind(name)], precision)
                 owned.add(name)
             elif _may_be_elsewhere(name) or (stateless and name.startswith("end/state/")):
                 message = None
@@ -93,6 +95,10 @@ def differences(want: list[Record], got: list[Record]) -> list[str]:
         if _may_be_elsewhere(name) and name not in owned:
             found.append((_order(name), f"no rank has {name}"))
     return [message for _, message in sorted(found)]
+
+
+def _first_gradients(record: Record) -> Record:
+    return {name: value for name, value in record.items() if name.startswith(("0/grad/", "0/nograd/"))}
 
 
 def _may_be_elsewhere(name: str) -> bool:

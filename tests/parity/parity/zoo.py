@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from parity import blocks, masked_losses
 from parity.blocks import CLASSES, SEQUENCE, TOKENS, WIDTH
@@ -206,6 +207,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=3e-3, eps=EPS),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=EPS),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=5e-3, eps=EPS),
     "groups": _groups,
 }
 
@@ -213,11 +215,19 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def build_model(case: Case, rank: int) -> nn.Module:
     """The model as `rank` would build it. Ranks are seeded differently on purpose: rank 0's values must win."""
     torch.manual_seed(7 + 100 * rank)
-    return ZOO[case.model].build().double().train()
+    return ZOO[case.model].build().to(getattr(torch, case.precision)).train()
 
 
 def build_batch(case: Case, step: int, call: int, rank: int) -> tuple[Batch, int]:
     """Arguments of `rank`'s call number `call` in `step`, and their rows."""
     rows = case.rows_of(step, rank)
     generator = torch.Generator().manual_seed(1 + rank + 16 * (call + 16 * step))
-    return ZOO[case.model].batch(rows, generator), rows
+    batch = ZOO[case.model].batch(rows, generator)
+    if case.precision != "float64":
+        batch = tree_map_only(Tensor, lambda value: _cast(value, getattr(torch, case.precision)), batch)
+    return batch, rows
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A leaf of another dtype; whole numbers stay as they are."""
+    return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
