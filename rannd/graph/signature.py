@@ -55,6 +55,11 @@ class Mode:
         ]
         return Mode(training, torch.is_grad_enabled(), ",".join(regions), dropout)
 
+    @property
+    def float16(self) -> bool:
+        """Whether autocast computes in a type whose gradients may overflow."""
+        return "torch.float16" in self.autocast
+
     @contextlib.contextmanager
     def autocasting(self) -> Iterator[None]:
         """The autocast regions of the mode, whatever the ones around are: a backward runs outside of the user's."""

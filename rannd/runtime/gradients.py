@@ -11,7 +11,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +76,8 @@ class Reducer:
         self._aside: dict[str, torch.Tensor] = {}
         self._ready: dict[str, torch.Tensor] = {}
         """Reduced gradients that the user's parameters have not got yet."""
+        self.before_delivery: Callable[[Iterable[torch.Tensor]], None] | None = None
+        """Called with reduced gradients before the user's parameters get them. On all ranks."""
         self.delivered: Callable[[], None] | None = None
         """Called when the user's parameters have got theirs."""
 
@@ -210,6 +212,8 @@ class Reducer:
     def deliver(self) -> None:
         """Give reduced gradients to the user's parameters."""
         ready, self._ready = self._ready, {}
+        if self.before_delivery is not None:
+            self.before_delivery(ready.values())
         with torch.no_grad():  # as hooks of autograd run
             for name in self._parameters.own:
                 if name in ready:

@@ -41,6 +41,7 @@ from rannd.runtime.frozen import Frozen
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.memory import Promise
 from rannd.runtime.optimizer import WholeOptimizer
+from rannd.runtime.overflow import Overflow
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.pieces import split_rows
 from rannd.runtime.results import NotSent
@@ -73,6 +74,7 @@ class _Deployed:
     frozen: Frozen
     origin: Origin
     clip_watch: ClipWatch | None
+    overflow: Overflow
 
 
 class Session:
@@ -197,6 +199,7 @@ class Session:
             share = Share(self.world, graph, by_slot)
             step.leaves, step.whole = share.inputs(leaves), leaves
         step.interleaved, step.seed = self._interleaves(executor, mode)
+        self._deployed.overflow.watched |= mode.float16
         self._steps += 1
         # Gradients that wait already are reduced together with those of this call, at its backward.
         watch.where.stage = executor.bound.stage
@@ -223,7 +226,7 @@ class Session:
             return False, 1.0
         if self._scaler is not None and self._scaler.is_enabled():
             return True, float(self._scaler.get_scale())
-        return "float16" not in mode.autocast.replace("bfloat16", ""), 1.0
+        return not mode.float16, 1.0
 
     def _check_losses(self, executor: Executor, step: Step, outputs: Sequence[Any]) -> None:
         """NotANumberError, on all ranks, where a loss is NaN."""
@@ -235,7 +238,7 @@ class Session:
         }
         if losses:
             again = Step(step.number, step.pieces, step.leaves, whole=step.whole)
-            half = "float16" in graph.signature.mode.autocast.replace("bfloat16", "")
+            half = graph.signature.mode.float16
 
             def run_again() -> None:
                 executor.forward(again, reduce=False)
@@ -249,9 +252,7 @@ class Session:
                 }
                 return {**inputs, **{f"parameter {name}": held.tensors[name] for name in held.own}}
 
-            self.world.finite.losses(
-                losses, given, lambda: executor.counts_no_label(step), run_again, half=half
-            )
+            self.world.finite.losses(losses, given, lambda: executor.counts_no_label(step), run_again, half=half)
 
     def _number(self, call: Call, mode: Mode, state: State) -> int:
         """The graph for a call, UNKNOWN where it has to be traced."""
@@ -536,9 +537,17 @@ class Session:
         )
         if clip_watch is not None:
             reducer.delivered = clip_watch.reduced
+        overflow = Overflow(self.world, lambda: None)
+        overflow.watched = any(p.dtype == torch.float16 for p in self._model.parameters()) or (
+            self._scaler is not None and self._scaler.is_enabled()
+        )
+        if len(deployment.stages) > 1:
+            reducer.before_delivery = overflow.spread
         held = clipping.Held(self.world, parameters, len(deployment.stages))
         clipping.enter(held)
-        return _Deployed(deployment, parameters, reducer, held, Frozen(self.world, parameters), origin, clip_watch)
+        return _Deployed(
+            deployment, parameters, reducer, held, Frozen(self.world, parameters), origin, clip_watch, overflow
+        )
 
     def _bind(self, deployed: _Deployed, graph: ModelGraph) -> None:
         planned = graph.task.graph_hash == deployed.deployment.graph_hash

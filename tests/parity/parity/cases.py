@@ -1,8 +1,8 @@
 """The matrix: cases of `make test`, and all the others.
 
-`COMPACT` covers every pair of values in `PAIRS`, plus cases with a trait of their own (`EXTRA`), one in float32 for each
-model, and `DRAWN`, drawn anew in every run. `FULL` holds every model on every shape (ranks and stages) with every number
-of microbatches, under both schedules where there is something to order, the other factors at random.
+`COMPACT` covers every pair of values in `PAIRS`, plus cases with a trait of their own (`EXTRA`), and one in float32 for
+each model; `DRAWN` are drawn anew in every run. `FULL` holds every model on every shape (ranks and stages) with every
+number of microbatches, under both schedules where there is something to order, the other factors at random.
 """
 
 from __future__ import annotations
