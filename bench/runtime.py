@@ -268,7 +268,7 @@ def bubble(rounds: int, steps: int) -> None:
         model = pyrannc.RaNNCModule(Model())
         x = torch.randn(8, 16)
         model(x).backward()
-        executor = model._session._executors[0]
+        executor = next(model._session._graphs.executors())
         part = executor.bound.part
         run = part.module.forward
 
@@ -312,7 +312,7 @@ def overhead(rounds: int, steps: int) -> None:
     model = pyrannc.RaNNCModule(Model())
     x = torch.randn(32, 4)
     model(x).backward()
-    executor = model._session._executors[0]
+    executor = next(model._session._graphs.executors())
     part = executor.bound.part
     tensors = [executor._state[name] for name in part.tensors]
     weights = [torch.ones((), dtype=torch.float64) for _ in range(len(part.inputs) - 1)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,14 +17,12 @@ from torch.fx import Node
 from rannd import log
 from rannd.config import Config
 from rannd.errors import StepError, TraceError, UsageError
-from rannd.graph.alike import difference, of_call, of_signature
+from rannd.graph.alike import difference, of_call
 from rannd.graph.dropout import traced_with
-from rannd.graph.mentions import Mentions
 from rannd.graph.misuse import check_ready
 from rannd.graph.model import ModelGraph
-from rannd.graph.pystate import Change, State, changed, outside, same_constants, state_of
+from rannd.graph.pystate import State
 from rannd.graph.signature import Call, Mode, Signature, classify
-from rannd.graph.traced import Decisions
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
 from rannd.runtime import clipping
@@ -39,6 +36,7 @@ from rannd.runtime.dump import dump
 from rannd.runtime.executor import Executor
 from rannd.runtime.frozen import Frozen
 from rannd.runtime.gradients import Reducer
+from rannd.runtime.graphs import UNKNOWN, Graphs
 from rannd.runtime.memory import Promise
 from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.overflow import Overflow
@@ -47,16 +45,11 @@ from rannd.runtime.pieces import split_rows
 from rannd.runtime.results import NotSent
 from rannd.runtime.shared_inputs import Share, from_rank_0, rows_by_slot
 from rannd.runtime.step import Step
-from rannd.runtime.tracing import Tracer, other_branches
+from rannd.runtime.tracing import Tracer
 from rannd.runtime.undeploy import Origin, gather_gradient, undeploy
 from rannd.runtime.verify import verify
 from rannd.runtime.world import World
 
-UNKNOWN = -1
-IDLE_CHANGES = 3
-"""So often an attribute may change for nothing before the user is told what that costs."""
-MOST_STATES = 8
-"""So many Python states are remembered that lead to one graph."""
 MANY_GRAPHS = 16
 """So many graphs of one model are probably a mistake of the script."""
 
@@ -105,14 +98,7 @@ class Session:
         """All ranks run rank 0's mini-batch."""
         self._averaged = 1 if shared else world.size
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
-        self._executors: list[Executor] = []
-        self._signatures: list[Signature] = []
-        self._ways: list[list[tuple[State, Decisions | None]]] = []
-        """What leads to each graph: Python state of the model's modules, and the branches that its code takes then.
-        The latest state comes last."""
-        self._ignored: set[str] = set()
-        """Names of attributes that changed, and that no code reads."""
-        self._idle_changes: Counter[str] = Counter()
+        self._graphs = Graphs(world, model)
         self._cache = Cache(world, config)
         self._tracer = Tracer(world, self._cache, model)
         self._steps = 0
@@ -146,7 +132,7 @@ class Session:
     def resume(self, seed: int, steps: int) -> None:
         """Go on with the random numbers of another run. On all ranks, alike."""
         self._seed, self._steps = seed, steps
-        for executor in self._executors:
+        for executor in self._graphs.executors():
             executor.reseed(seed)
 
     # -- calls ------------------------------------------------------------------------------------------------
@@ -161,27 +147,25 @@ class Session:
         if self._shared:
             call = from_rank_0(self.world, call)
         mode = Mode.current(training, self.dropout)
-        state = state_of(self._model, self._ignored)
+        state = self._graphs.state()
         changed_flags = self._deployed is not None and self._deployed.frozen.changed()
-        number = UNKNOWN if changed_flags else self._number(call, mode, state)
-        rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
-        told = agree(self.world, Phase.FORWARD, self._steps, number, rows)
+        number = UNKNOWN if changed_flags else self._graphs.find(call, mode, state)
+        told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call))
         if self._deployed is not None and any(each == UNKNOWN for each, _ in told):
             self._deployed.frozen.agree()
-            state = state_of(self._model, self._ignored)
-            number = self._number(call, mode, state)
-            rows = self._signatures[number].rows(call.tensors) if number != UNKNOWN else 0
-            told = agree(self.world, Phase.FORWARD, self._steps, number, rows)
+            state = self._graphs.state()
+            number = self._graphs.find(call, mode, state)
+            told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call))
         if any(each == UNKNOWN for each, _ in told):
             with self._cache.connected():
                 watch.where.preparing = True
                 number = self._prepare(call, mode, state)
                 watch.where.preparing, watch.promise = False, self._promise
             self._many_graphs(call)
-            told = agree(self.world, Phase.FORWARD, self._steps, number, self._signatures[number].rows(call.tensors))
+            told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call))
         else:
-            number = self._common(told)
-        executor = self._executors[number]
+            number = self._graphs.common(told)
+        executor = self._graphs.use(number)
         graph = executor.bound.graph
         by_slot = tuple(told[rank][1] for rank in self.world.rank_of_slot)
         if self._shared:
@@ -254,46 +238,6 @@ class Session:
 
             self.world.finite.losses(losses, given, lambda: executor.counts_no_label(step), run_again, half=half)
 
-    def _number(self, call: Call, mode: Mode, state: State) -> int:
-        """The graph for a call, UNKNOWN where it has to be traced."""
-        for number, signature in enumerate(self._signatures):
-            if not signature.matches(call, mode):
-                continue
-            here = outside(state, self._executors[number].bound.graph.traced.leaf_paths)
-            ways = [way for known, way in self._ways[number] if known == here]
-            if ways and self._decides(number, ways, call):
-                return number
-        return UNKNOWN
-
-    def _decides(self, number: int, ways: Sequence[Decisions | None], call: Call) -> bool:
-        """Whether the model's code takes the branches of this graph for a call; any, where the call has no rows."""
-        rows = self._signatures[number].rows(call.tensors)
-        if rows in self._executors[number].bound.graph.traced.holes:
-            return False
-        if None in ways or rows == 0:
-            return True
-        tensors = [tensor.to(self.world.device) for tensor in call.tensors]
-        return any(way is not None and way.hold(tensors) for way in ways)
-
-    def _common(self, told: Sequence[tuple[int, ...]]) -> int:
-        """The graph that all ranks run, from the graph and the rows of each; those without rows follow the others."""
-        number = next((each for each, rows in told if rows), told[0][0])
-        other = next((rank for rank, (each, rows) in enumerate(told) if each != number and rows), None)
-        alike = all(
-            self._signatures[each] == self._signatures[number] and self._share_a_state(each, number) for each, _ in told
-        )
-        if not alike:
-            calls = [of_signature(self._signatures[each]) for each, _ in told]
-            what = difference(calls) or "the Python state of the model's modules is another"
-            raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
-        if other is not None:
-            raise StepError(other_branches(other))
-        return number
-
-    def _share_a_state(self, one: int, other: int) -> bool:
-        """Whether some Python state of the modules leads to both graphs."""
-        return any(state == known for state, _ in self._ways[one] for known, _ in self._ways[other])
-
     def _many_graphs(self, call: Call) -> None:
         if self._tracer.traced == MANY_GRAPHS and self.world.rank == 0:
             log.get("RaNNCModule").warning(
@@ -329,9 +273,6 @@ class Session:
         deployed.frozen.agree()
         undeploy(self.world, deployed.parameters, deployed.origin, self._optimizer)
         self.close()
-        self._executors.clear()
-        self._signatures.clear()
-        self._ways.clear()
         if self.world.rank == 0:
             log.get("RaNNCModule").info("The model is whole again on every rank; the next call deploys it anew")
 
@@ -341,8 +282,7 @@ class Session:
     def close(self) -> None:
         """Forget the deployment."""
         deployed, self._deployed = self._deployed, None
-        for executor in self._executors:
-            executor.closed = True
+        self._graphs.clear()
         if deployed is not None:
             clipping.leave(deployed.held)
             if deployed.clip_watch is not None:
@@ -368,10 +308,8 @@ class Session:
             logger.info("Tracing model%s ...", "" if deployed is None else " for other inputs or another mode")
         graph = self._trace(signature, call)
         signature = graph.signature
-        if self._ignored:  # there may be new code, a hook
-            mentions = Mentions(self._model)
-            self._ignored = {name for name in self._ignored if name not in mentions}
-        twin = self._twin(graph, state)
+        self._graphs.look_again()
+        twin = self._graphs.twin(graph, state)
         if twin is not None:
             return twin
         rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
@@ -384,68 +322,12 @@ class Session:
         else:
             self._deployed = self._deploy(self._as_trained(graph, call), call, rows)
         assert self._deployed is not None
-        self._bind(self._deployed, graph)
-        self._signatures.append(signature)
-        self._ways.append([(outside(state, graph.traced.leaf_paths), graph.traced.decisions)])
+        number = self._graphs.add(signature, self._bind(self._deployed, graph), state)
         if deployed is None:
             if self.world.rank == 0:
                 logger.info("Routes verification passed.")
             logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
-        return len(self._signatures) - 1
-
-    def _twin(self, graph: ModelGraph, state: State) -> int | None:
-        """A graph that is the same although the Python state of the modules, or a branch of their code, is another.
-
-        It is the graph of that state as well from now on.
-        """
-        state = outside(state, graph.traced.leaf_paths)
-        for number, known in enumerate(self._signatures):
-            other = self._executors[number].bound.graph
-            if known != graph.signature or other.task.graph_hash != graph.task.graph_hash:
-                continue
-            ways = self._ways[number]
-            changes = changed(ways[-1][0], state)
-            if any(each.attribute in ("_buffers", "_parameters") for each in changes):
-                return None
-            if not same_constants(graph.traced.constants, other.traced.constants, state.held):
-                return None
-            # What the code decides with numbers in attributes is for the state that it was traced with.
-            ways[:] = _latest([*ways, (state, graph.traced.decisions)])
-            self._idle(changes)
-            return number
-        return None
-
-    def _idle(self, changes: Sequence[Change]) -> None:
-        """Attributes changed without changing the graph. What no code reads is not looked at any more.
-
-        Other changes go on being traced: they may well change the graph another time (`if self.epoch < 6`).
-        """
-        logger = log.get("RaNNCModule")
-        mentions = Mentions(self._model)
-        unread = [each.unread(mentions) for each in changes]
-        names = {name for name in unread if name is not None}
-        self._ignored |= names
-        for ways in self._ways:
-            for state, _ in ways:
-                state.forget(names)
-        if self.world.rank != 0:
-            return
-        for change, name in zip(changes, unread, strict=True):
-            if name is not None:
-                logger.info(
-                    "Attribute %s changed, and no code of the model reads a %r: it is not looked at any more",
-                    change,
-                    name,
-                )
-                continue
-            self._idle_changes[str(change)] += 1
-            if self._idle_changes[str(change)] == IDLE_CHANGES:
-                logger.warning(
-                    "Attribute %s changed %d times without changing the graph, but the model was traced each time, "
-                    "because its code reads it; pass what changes from call to call as a tensor argument",
-                    change,
-                    IDLE_CHANGES,
-                )
+        return number
 
     def _as_trained(self, graph: ModelGraph, call: Call) -> ModelGraph:
         """The graph to plan for: the one that training runs, where there is an optimizer, whatever the first call is.
@@ -471,12 +353,12 @@ class Session:
     def _trace(self, signature: Signature, call: Call) -> ModelGraph:
         """The graph of a call, from the cache or traced now; checked against the model where that is wanted."""
         with self._whole_model(), traced_with(self._model, signature.mode):
-            graph, cached = self._tracer.graph(signature, call.tensors, state_of(self._model, self._ignored))
+            graph, cached = self._tracer.graph(signature, call.tensors, self._graphs.state())
             if cached and self._config.verify_partitioning and self.deployment is None:
                 wrong = self._verified(graph, call)
                 if wrong:
                     self._tracer.distrust(wrong)
-                    graph, _ = self._tracer.graph(signature, call.tensors, state_of(self._model, self._ignored))
+                    graph, _ = self._tracer.graph(signature, call.tensors, self._graphs.state())
         if self.world.rank == 0 and self.deployment is None:
             log.get("RaNNCModule").info("Converting torch model to IR ...")
         return graph
@@ -549,7 +431,7 @@ class Session:
             deployment, parameters, reducer, held, Frozen(self.world, parameters), origin, clip_watch, overflow
         )
 
-    def _bind(self, deployed: _Deployed, graph: ModelGraph) -> None:
+    def _bind(self, deployed: _Deployed, graph: ModelGraph) -> Executor:
         planned = graph.task.graph_hash == deployed.deployment.graph_hash
         owners = None if planned else deployed.parameters.owners
         bound = bind(
@@ -558,22 +440,11 @@ class Session:
         check(bound.traffic.program)
         if bound.interleaved is not None:
             check(bound.interleaved.traffic.program)
-        self._executors.append(
-            Executor(
-                self.world, bound, deployed.parameters.aliases, deployed.reducer, self._seed, averaged=self._averaged
-            )
-        )
         self._dump(graph, deployed.deployment, bound.stage_of)
+        return Executor(
+            self.world, bound, deployed.parameters.aliases, deployed.reducer, self._seed, averaged=self._averaged
+        )
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
         if self._config.dump_graph and self.world.rank == 0:
             dump(self._config, graph, deployment, stage_of)
-
-
-def _latest(ways: Sequence[tuple[State, Decisions | None]]) -> list[tuple[State, Decisions | None]]:
-    """The ways of the latest states."""
-    states: list[State] = []
-    for state, _ in reversed(ways):
-        if state not in states:
-            states.append(state)
-    return [way for way in ways if way[0] in states[:MOST_STATES]]
