@@ -102,10 +102,11 @@ class Executor:
         running = tuple(map(bool, step.pieces.rows))
         if (phase, running) not in self._instructions:
             program = self._traffic(step).program
-            actions, length = program.slots[self._slot], program.forward_length[self._slot]
-            chosen = actions[:length] if phase != _BACKWARD else actions[length:]
-            listed = [action for action in chosen if action.kind is not Kind.REDUCE and running[action.piece]]
-            self._instructions[phase, running] = instructions(listed)
+            slots = []
+            for actions, length in zip(program.slots, program.forward_length, strict=True):
+                chosen = actions[:length] if phase != _BACKWARD else actions[length:]
+                slots.append([each for each in chosen if each.kind is not Kind.REDUCE and running[each.piece]])
+            self._instructions[phase, running] = instructions(slots, self._slot)
             if len(self._instructions) > MOST_SIZES:
                 self._instructions.popitem(last=False)
         return self._instructions[phase, running]
@@ -257,7 +258,7 @@ class Executor:
                 where.piece, where.action = action.piece, action
                 self._receive(step, backward if action.kind in _GRADS else forward, action)
             for action in instruction.settles:
-                forward.settle(action)
+                (backward if action.kind in _GRADS else forward).settle(action)
             if instruction.action is None:
                 continue
             action = instruction.action

@@ -4,11 +4,13 @@ A Program says in which order the transfers of a pair of slots happen, and what 
 file turns the actions of a slot into instructions: each compute action names the messages that it waits for, and
 receives are posted up to `AHEAD` computations before they are needed, but never before an earlier transfer with the
 same slot in the same group: the order of each pair stays the Program's.
+
+What was sent is let go of when a message comes that its receiver sent after having used it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rannd.plan.schedule import SENDS, TRANSFERS, Action, Kind
@@ -18,6 +20,12 @@ AHEAD = 2
 
 _GRADS = frozenset({Kind.SEND_GRADS, Kind.RECV_GRADS})
 _RECEIVES = TRANSFERS - SENDS
+_PARTNER = {
+    Kind.SEND_VALUES: Kind.RECV_VALUES,
+    Kind.RECV_VALUES: Kind.SEND_VALUES,
+    Kind.SEND_GRADS: Kind.RECV_GRADS,
+    Kind.RECV_GRADS: Kind.SEND_GRADS,
+}
 
 
 @dataclass(frozen=True)
@@ -33,32 +41,47 @@ class Instruction:
     """Sends that have arrived once these messages have: their receiver has answered."""
 
 
-def instructions(actions: Iterable[Action]) -> tuple[Instruction, ...]:
-    """Instructions for `actions`, which one slot does in one phase."""
-    listed = list(actions)
-    posts, awaits = _posts(listed), _awaits(listed)
+def instructions(slots: Sequence[Iterable[Action]], slot: int) -> tuple[Instruction, ...]:
+    """Instructions for what `slot` does in one phase, in which each of `slots` does the actions listed there."""
+    listed = list(slots[slot])
+    posts, awaits, answers = _posts(listed), _awaits(listed), _answers(slots, slot)
     found = []
-    sent: dict[tuple[int, int, int, int], Action] = {}
-    """Sends of values by (peer, piece, src, dst), which the gradient that comes back over the edge answers."""
     for place, action in enumerate(listed):
         if action.kind in _RECEIVES:
             if place in posts:
                 found.append(Instruction(None, tuple(posts[place])))
             continue
-        settles = []
-        for each in awaits.get(place, ()):
-            answered = sent.pop(_way(each), None) if each.kind is Kind.RECV_GRADS else None
-            if answered is not None:
-                settles.append(answered)
-        if action.kind is Kind.SEND_VALUES:
-            sent[_way(action)] = action
+        settles = [sent for each in awaits.get(place, ()) for sent in answers.get(each, ())]
         found.append(Instruction(action, tuple(posts.get(place, ())), tuple(awaits.get(place, ())), tuple(settles)))
     found.append(Instruction(None, awaits=tuple(awaits.get(len(listed), ()))))
     return tuple(found)
 
 
-def _way(action: Action) -> tuple[int, int, int, int]:
-    return action.peer, action.piece, action.src, action.dst
+def _answers(slots: Sequence[Iterable[Action]], slot: int) -> dict[Action, list[Action]]:
+    """For receives of `slot`, the sends that are known to have arrived by then; each once, with the first of them."""
+    found: dict[Action, list[Action]] = {}
+    for peer in {action.peer for action in slots[slot] if action.kind in _RECEIVES}:
+        theirs = list(slots[peer])
+        used = [
+            (place, _other_side(receive, peer))
+            for place, receives in sorted(_awaits(theirs).items())
+            for receive in receives
+            if receive.peer == slot
+        ]
+        done = 0
+        for place, action in enumerate(theirs):
+            if action.kind not in SENDS or action.peer != slot:
+                continue
+            before = done
+            while done < len(used) and used[done][0] < place:
+                done += 1
+            found[_other_side(action, peer)] = [sent for _, sent in used[before:done]]
+    return found
+
+
+def _other_side(action: Action, slot: int) -> Action:
+    """What the peer of a transfer of `slot` does."""
+    return Action(_PARTNER[action.kind], action.piece, action.src, action.dst, slot)
 
 
 def _posts(listed: list[Action]) -> dict[int, list[Action]]:

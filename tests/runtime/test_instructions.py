@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 
 import pytest
@@ -33,10 +34,13 @@ def programs(layout: Layout, schedule: str | None) -> Program:
     return interleaved_program(schedule, Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads))
 
 
-def phases(program: Program, slot: int) -> list[list[Action]]:
-    actions, border = program.slots[slot], program.forward_length[slot]
-    chosen = [actions[:border], actions[border:]]
-    return [[action for action in each if action.kind is not Kind.REDUCE] for each in chosen]
+def phases(program: Program) -> list[list[list[Action]]]:
+    """What each slot does, phase by phase."""
+    chosen = [
+        [actions[:border] for actions, border in zip(program.slots, program.forward_length, strict=True)],
+        [actions[border:] for actions, border in zip(program.slots, program.forward_length, strict=True)],
+    ]
+    return [[[each for each in actions if each.kind is not Kind.REDUCE] for actions in slots] for slots in chosen]
 
 
 def pair(action: Action) -> tuple[int, bool]:
@@ -47,8 +51,8 @@ def pair(action: Action) -> tuple[int, bool]:
 def test_nothing_is_lost_and_the_orders_stay(layout: Layout, schedule: str | None) -> None:
     program = programs(layout, schedule)
     for slot in range(layout.world):
-        for actions in phases(program, slot):
-            listed = instructions(actions)
+        for slots in phases(program):
+            actions, listed = slots[slot], instructions(slots, slot)
             done = [each.action for each in listed if each.action is not None]
             assert done == [action for action in actions if action.kind not in RECEIVES]
             wanted, found = defaultdict(list), defaultdict(list)
@@ -74,16 +78,11 @@ def test_what_a_computation_needs_is_awaited_before_it(layout: Layout, schedule:
     program = programs(layout, schedule)
     for slot in range(layout.world):
         stage = layout.stage_of(slot)
-        for actions in phases(program, slot):
+        for slots in phases(program):
+            actions = slots[slot]
             arrived: set[Action] = set()
-            settled: set[Action] = set()
-            for each in instructions(actions):
+            for each in instructions(slots, slot):
                 arrived.update(each.awaits)
-                for sent in each.settles:
-                    answer = Action(Kind.RECV_GRADS, sent.piece, sent.src, sent.dst, sent.peer)
-                    assert answer in arrived
-                    assert sent not in settled
-                    settled.add(sent)
                 if each.action is None:
                     continue
                 for action in actions:
@@ -93,10 +92,47 @@ def test_what_a_computation_needs_is_awaited_before_it(layout: Layout, schedule:
                         assert action in arrived
 
 
+@given(layouts(), st.sampled_from([None, *SCHEDULES]))
+def test_what_is_let_go_of_has_been_taken_by_its_receiver(layout: Layout, schedule: str | None) -> None:
+    """Plays all slots: a slot goes on when what it awaits was sent, and nobody settles what was not awaited yet."""
+    for slots in phases(programs(layout, schedule)):
+        lists = [instructions(slots, slot) for slot in range(layout.world)]
+        sent: set[tuple[int, Action]] = set()  # (sender, send)
+        taken: set[tuple[int, Action]] = set()
+        settled: set[tuple[int, Action]] = set()
+        places = [0] * layout.world
+        moved = True
+        while moved:
+            moved = False
+            for slot in random.Random(len(settled)).sample(range(layout.world), layout.world):
+                if places[slot] == len(lists[slot]):
+                    continue
+                each = lists[slot][places[slot]]
+                awaited = {(action.peer, _sender_of(action, slot)) for action in each.awaits}
+                if not awaited <= sent:
+                    continue
+                taken |= awaited
+                for action in each.settles:
+                    assert action.kind in SENDS
+                    assert (slot, action) in taken
+                    assert (slot, action) not in settled
+                    settled.add((slot, action))
+                if each.action is not None and each.action.kind in SENDS:
+                    sent.add((slot, each.action))
+                places[slot] += 1
+                moved = True
+        assert places == [len(each) for each in lists]
+
+
+def _sender_of(action: Action, slot: int) -> Action:
+    kind = Kind.SEND_VALUES if action.kind is Kind.RECV_VALUES else Kind.SEND_GRADS
+    return Action(kind, action.piece, action.src, action.dst, slot)
+
+
 def test_receives_of_a_pipeline_are_posted_ahead() -> None:
     layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
     program = interleaved_program("1f1b", layout)
-    listed = instructions(phases(program, 1)[0])
+    listed = instructions(phases(program)[0], 1)
     done = 0  # computations so far
     posted: dict[Action, int] = {}
     for each in listed:
@@ -109,6 +145,16 @@ def test_receives_of_a_pipeline_are_posted_ahead() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_that_were_answered_are_let_go(schedule: str) -> None:
     layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
-    listed = instructions(phases(interleaved_program(schedule, layout), 0)[0])
+    listed = instructions(phases(interleaved_program(schedule, layout))[0], 0)
     sent = [each.action for each in listed if each.action is not None and each.action.kind is Kind.SEND_VALUES]
     assert sorted(map(str, sent)) == sorted(str(action) for each in listed for action in each.settles)
+
+
+def test_gradients_do_not_pile_up() -> None:
+    layout = Layout(2, 16, ((0,), (1,)), ((0, 1),), ((0, 1),))
+    most = waiting = 0
+    for each in instructions(phases(interleaved_program("1f1b", layout))[0], 1):
+        waiting += each.action is not None and each.action.kind is Kind.SEND_GRADS
+        waiting -= sum(action.kind is Kind.SEND_GRADS for action in each.settles)
+        most = max(most, waiting)
+    assert most <= 4

@@ -41,5 +41,5 @@ def test_a_backward_through_a_dropped_graph_is_an_error_after_undeploy(monkeypat
     kept = model(x, 1)
     model(x, 2)
     model.undeploy()
-    with pytest.raises(StepError, match="before model.undeploy"):
+    with pytest.raises(StepError, match=r"before model\.undeploy"):
         kept.sum().backward()
