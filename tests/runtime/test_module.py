@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import random
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,15 +223,16 @@ def test_misuse_is_told() -> None:
 
 def test_a_graph_that_differs_from_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Changing(nn.Module):
-        """Does something else at every call, which no graph can show."""
+        """Does something else at every call, by what lies outside of it, which no graph can show."""
 
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) * random.random()
+            return self.layer(x) * next(calls)
 
+    calls = itertools.count(1)
     monkeypatch.setenv("RANNC_VERIFY_PARTITIONING", "true")
     with pytest.raises(TraceError, match="differs from"):
         wrapped(Changing())(torch.randn(3, 4))
