@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import shutil
 import signal
@@ -16,6 +17,8 @@ from hypothesis import settings
 
 settings.register_profile("noisy", deadline=None)  # the machine may be busy
 settings.load_profile("noisy")
+
+os.environ.setdefault("PARITY_SEED", str(random.SystemRandom().randrange(10**6)))  # before workers start: one for all
 
 
 class DaemonHome:
