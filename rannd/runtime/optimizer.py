@@ -92,6 +92,15 @@ class WholeOptimizer:
             if names is not None:
                 group["param_names"] = [n for n, p in zip(names, whole, strict=True) if self.holds(p)]
 
+    def give(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Put what belongs to parameters that were elsewhere into the optimizer's state, and all where it belongs."""
+        for group in self.optimizer.param_groups:
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            for parameter in group["params"]:
+                if parameter in states:
+                    state = self.optimizer.state.get(parameter) or states[parameter]
+                    self.optimizer.state[parameter] = _moved(state, parameter.device, on_device)
+
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether this rank has a parameter; what belongs to no deployed model is on all ranks."""
         return id(parameter) not in self._elsewhere

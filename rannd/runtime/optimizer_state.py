@@ -16,6 +16,7 @@ import torch
 from rannd.errors import UsageError
 from rannd.runtime.agreement import Phase, meet
 from rannd.runtime.optimizer import WholeOptimizer
+from rannd.runtime.parameters import Parameters
 from rannd.runtime.transfer import agree_on_errors, collect, seal, unseal
 
 SMALL = 16
@@ -47,26 +48,7 @@ def gather_optimizer(whole: WholeOptimizer, *, everywhere: bool) -> dict[str, An
     world = whole.world
     if not whole.members:
         return copied(whole.own_state_dict()) if everywhere or world.rank == 0 else {}
-    meet(world, Phase.OPTIMIZER_STATE_DICT)
-    error = whole.check_groups()
-    outline = b""
-    tensors: dict[Key, list[torch.Tensor]] = {}
-    if not error:
-        try:
-            outline = _outline(whole, tensors)
-        except UsageError as exc:
-            error = str(exc)
-    agree_on_errors(world, error, UsageError)
-    told: list[dict[str, Any]] = [unseal(data) for data in world.gather_bytes(outline)]
-    groups = merge_groups(told)
-    states: dict[Key, Any] = {}
-    for rank, each in enumerate(told):
-        for key, (skeleton, shapes) in each["states"].items():
-            found: list[torch.Tensor | None] = []
-            for place, (shape, dtype) in enumerate(shapes):
-                mine = tensors[key][place] if rank == world.rank else None
-                found.append(collect(world, mine, shape, dtype, rank, everywhere=everywhere))
-            states[key] = filled(skeleton, found) if everywhere or world.rank == 0 else None
+    told, groups, states = _gather(whole, everywhere=everywhere)
     if not everywhere and world.rank != 0:
         return {}
     number = {key: place for place, key in enumerate(groups.flat)}
@@ -84,6 +66,44 @@ def gather_optimizer(whole: WholeOptimizer, *, everywhere: bool) -> dict[str, An
         group["params"] = [number[key] for key in groups.keys[place]]
         settings.append(group)
     return {"state": {**packed, **other}, "param_groups": settings, **extra}
+
+
+def gather_states(whole: WholeOptimizer, parameters: Parameters) -> dict[str, Any]:
+    """What the optimizer keeps of a deployed model's parameters, by name, on every rank. Collective.
+
+    UsageError on all ranks where some of it cannot be sent.
+    """
+    _, _, states = _gather(whole, everywhere=True)
+    model = whole.members.index(parameters)
+    return {name: state for (number, name), state in states.items() if number == model}
+
+
+def _gather(
+    whole: WholeOptimizer, *, everywhere: bool
+) -> tuple[list[dict[str, Any]], Groups, dict[Key, dict[str, Any]]]:
+    """What each rank tells but for large tensors, the whole groups, and the states, on rank 0 (or all ranks)."""
+    world = whole.world
+    meet(world, Phase.OPTIMIZER_STATE_DICT)
+    error = whole.check_groups()
+    outline = b""
+    tensors: dict[Key, list[torch.Tensor]] = {}
+    if not error:
+        try:
+            outline = _outline(whole, tensors)
+        except UsageError as exc:
+            error = str(exc)
+    agree_on_errors(world, error, UsageError)
+    told: list[dict[str, Any]] = [unseal(data) for data in world.gather_bytes(outline)]
+    states: dict[Key, dict[str, Any]] = {}
+    for rank, each in enumerate(told):
+        for key, (skeleton, shapes) in each["states"].items():
+            found: list[torch.Tensor | None] = []
+            for place, (shape, dtype) in enumerate(shapes):
+                mine = tensors[key][place] if rank == world.rank else None
+                found.append(collect(world, mine, shape, dtype, rank, everywhere=everywhere))
+            if everywhere or world.rank == 0:
+                states[key] = filled(skeleton, found)
+    return told, merge_groups(told), states
 
 
 def load_optimizer(whole: WholeOptimizer, state: Mapping[str, Any]) -> None:

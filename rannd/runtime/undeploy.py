@@ -1,23 +1,23 @@
 """Take a deployment back: every rank gets the whole model and the whole optimizer again.
 
 Parameters and buffers keep their objects; values, gradients and the optimizer's state come from the rank that holds
-each (the first one, where there are several). Nothing is pickled: what the optimizer keeps of a parameter travels as
-plain values and tensors.
+each (the first one, where there are several).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from rannd.errors import RanndError, StepError, UsageError
+from rannd.errors import StepError
 from rannd.runtime.optimizer import WholeOptimizer
+from rannd.runtime.optimizer_state import gather_states
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.state import gather_tensor
+from rannd.runtime.transfer import agree_on_errors
 from rannd.runtime.world import World
 
 
@@ -35,32 +35,18 @@ def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: to
     has changed then.
     """
     waits = any(parameters.aliases[name].grad is not None for name in parameters.trainable())
-    mine: dict[str, list[Any]] = {}
-    error: RanndError | None = None
-    if waits:
-        error = StepError(
-            "gradients wait for their reduction (delay_grad_allreduce(True)): call model.allreduce_grads() before "
-            "model.undeploy()"
-        )
-    elif optimizer is not None:
-        try:
-            mine = _described(world, parameters, optimizer)
-        except UsageError as exc:
-            error = exc
-    told = msgspec.msgpack.encode((type(error).__name__ if error else "", str(error or ""), mine))
-    everyone = [msgspec.msgpack.decode(data, type=tuple[str, str, dict[str, Any]]) for data in world.gather_bytes(told)]
-    if error is not None:
-        raise error
-    for rank, (kind, text, _) in enumerate(everyone):
-        if kind:
-            raise (StepError if kind == "StepError" else UsageError)(f"rank {rank}: {text}")
-    described = {name: state for _, _, states in everyone for name, state in states.items()}
+    error = "gradients wait for their reduction (delay_grad_allreduce(True)): call model.allreduce_grads() before it"
+    agree_on_errors(world, f"model.undeploy(): {error}" if waits else "", StepError)
+    states: dict[str, Any] = {}
+    if optimizer is not None:
+        states = gather_states(WholeOptimizer.of(optimizer, world), parameters)
     for name, tensor in parameters.tensors.items():
         _restore(world, parameters, origin, name, tensor)
     _gradients(world, parameters)
     if optimizer is not None:
-        _states(world, parameters, optimizer, described)
-        WholeOptimizer.of(optimizer, world).forget(parameters)
+        whole = WholeOptimizer.of(optimizer, world)
+        whole.forget(parameters)
+        whole.give({parameters.tensors[name]: state for name, state in states.items()})
 
 
 def _holder(world: World, parameters: Parameters, name: str) -> int:
@@ -110,69 +96,3 @@ def _gradients(world: World, parameters: Parameters) -> None:
         gradient = gather_gradient(world, parameters, name)
         if name not in own:
             tensor.grad = None if gradient is None else gradient.to(tensor.device)
-
-
-# -- the optimizer's state ----------------------------------------------------------------------------------------
-
-
-def _described(world: World, parameters: Parameters, optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Key, kind and value (or type, shape and place) of what the optimizer keeps of the parameters sent from here."""
-    found: dict[str, list[Any]] = {}
-    for name in parameters.own:
-        tensor = parameters.tensors[name]
-        if tensor not in optimizer.state or _holder(world, parameters, name) != world.rank:
-            continue
-        entries: list[Any] = []
-        for key, value in optimizer.state[tensor].items():
-            if not isinstance(key, str):
-                raise UsageError(f"the optimizer's state of {name} has the key {key!r}; only texts can be sent")
-            if isinstance(value, torch.Tensor):
-                dtype = str(value.dtype).removeprefix("torch.")
-                entries.append((key, "tensor", [dtype, list(value.shape), value.device.type == "cpu"]))
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                entries.append((key, "value", value))
-            elif isinstance(value, (list, tuple)) and all(isinstance(v, (bool, int, float, str)) for v in value):
-                entries.append((key, "tuple" if isinstance(value, tuple) else "list", list(value)))
-            else:
-                raise UsageError(
-                    f"the optimizer's state of {name} has a {type(value).__qualname__} in {key!r}; tensors, numbers "
-                    "and texts can be sent: drop it from optimizer.state before model.undeploy()"
-                )
-        found[name] = entries
-    return found
-
-
-def _states(
-    world: World, parameters: Parameters, optimizer: torch.optim.Optimizer, described: Mapping[str, list[Any]]
-) -> None:
-    """Give every rank the whole state."""
-    own = set(parameters.own)
-    for name, tensor in parameters.tensors.items():
-        if name not in described:
-            continue
-        holder = _holder(world, parameters, name)
-        state: dict[str, Any] = {}
-        for key, kind, value in described[name]:
-            if kind == "tensor":
-                state[key] = _sent(world, holder, optimizer.state[tensor][key] if world.rank == holder else None, value)
-                if not (value[2] and state[key].ndim == 0):  # counters may stay on the CPU
-                    state[key] = state[key].to(tensor.device)
-            else:
-                state[key] = tuple(value) if kind == "tuple" else value
-        if name not in own:
-            optimizer.state[tensor] = state
-        else:
-            for key, each in optimizer.state[tensor].items():
-                if isinstance(each, torch.Tensor) and each.ndim and each.device != tensor.device:
-                    optimizer.state[tensor][key] = each.to(tensor.device)
-
-
-def _sent(world: World, holder: int, tensor: torch.Tensor | None, description: Sequence[Any]) -> torch.Tensor:
-    """One tensor of a state, on all ranks."""
-    dtype, shape, _ = description
-    value = torch.empty(shape, dtype=getattr(torch, dtype))
-    if tensor is not None:
-        value = tensor.detach().to("cpu", copy=True).contiguous()
-    if world.size > 1:
-        dist.broadcast(value, holder, group=world.control)
-    return value
