@@ -1,0 +1,116 @@
+"""Give a tensor object other contents: the object stays, for optimizers and modules that refer to it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rannd.errors import UsageError
+
+
+def give(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Let `tensor` be what `value` is, also on another device; its class, attributes, hooks and requires_grad stay.
+
+    Returns an object that is what `tensor` was. As torch.utils.swap_tensors, which refuses tensors that somebody refers
+    to weakly (an LSTM does that): references to the object are meant to see its new contents here.
+    """
+    if isinstance(tensor, nn.Parameter):
+        other: Any = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    else:
+        other = value.detach().requires_grad_(tensor.requires_grad)
+    hooked: Any = tensor
+    other._backward_hooks = hooked._backward_hooks
+    other._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
+    exchange(tensor, other)
+    kept: torch.Tensor = other
+    return kept
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two objects change contents, gradients with them: undoes a `give` with what it returned."""
+    torch._C._swap_tensor_impl(one, other)
+
+
+@contextlib.contextmanager
+def others(tensors: Iterable[torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """While entered, each tensor is what `make` makes of it; then it is again what it was."""
+    given: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for tensor in tensors:
+            given.append((tensor, give(tensor, make(tensor))))
+        yield
+    finally:
+        for tensor, before in given:
+            exchange(tensor, before)
+
+
+def hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor of the shape and type of `like`, on the CPU or another device, without memory: all NaN, or zero."""
+    value = float("nan") if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), value, dtype=like.dtype, device=device or "cpu").expand(like.shape)
+
+
+def unwritten(like: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU that lies as `like` does and reads as zeros, whose memory is only taken where it is written.
+
+    Not ``torch.empty``, which takes memory where deterministic algorithms are wanted.
+
+    UsageError: There are no addresses for it.
+    """
+    span = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    if not like.numel():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    size = span * like.element_size()
+    try:
+        region = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+    except OSError as exc:
+        raise UsageError(
+            f"there are no addresses for {size} bytes more ({exc}), although a model takes no memory while it is "
+            "traced; see `ulimit -v` and /proc/sys/vm/overcommit_memory"
+        ) from exc
+    return region.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def bare(like: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device that lies as `like` does."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in attributes of modules that are no parameters or buffers; in lists, dicts and plain objects, too."""
+    seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def within(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield path, value
+        elif depth and type(value) in (list, tuple):
+            for place, each in enumerate(value):
+                yield from within(f"{path}[{place}]", each, depth - 1)
+        elif depth and type(value) is dict:
+            for key, each in value.items():
+                yield from within(f"{path}[{key!r}]", each, depth - 1)
+        elif depth and type(value).__module__ != "torch.nn.parameter" and _has_attributes(value):
+            for key, each in list(value.__dict__.items()):
+                yield from within(f"{path}.{key}", each, depth - 1)
+
+    for path, module in model.named_modules():
+        for name, value in list(module.__dict__.items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from within(f"{path}.{name}" if path else name, value, 3)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether something is an object of a class of the user's, and no module, class or function."""
+    kind = type(value)
+    own = getattr(kind, "__dictoffset__", 0) != 0 and isinstance(getattr(value, "__dict__", None), dict)
+    return own and not isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, functools.partial))
