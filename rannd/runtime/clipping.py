@@ -28,6 +28,7 @@ from torch.nn.utils import clip_grad
 from rannd.errors import StepError, UsageError
 from rannd.runtime.agreement import Phase, agree, pack_floats, unpack_floats
 from rannd.runtime.parameters import Parameters
+from rannd.runtime.placeholder import is_placeholder
 from rannd.runtime.world import World
 
 MOST_MODELS = 60
@@ -243,7 +244,8 @@ def directly() -> Iterator[None]:
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [tensor for tensor in given if not is_placeholder(tensor)]  # other ranks have none
 
 
 def _concerned(parameters: Sequence[torch.Tensor]) -> bool:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from rannd.errors import UsageError
+from rannd.runtime.constructed import check_settings, remake_state
 from rannd.runtime.parameters import Parameters
+from rannd.runtime.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
 from rannd.runtime.world import World
 
 _HOME = "_rannd_whole"
@@ -57,7 +59,13 @@ class WholeOptimizer:
     # -- who holds what ---------------------------------------------------------------------------------------
 
     def keep_own(self, parameters: Parameters) -> None:
-        """Drop what other ranks hold of a model that is deployed now, groups and state. Alike on all ranks."""
+        """Drop what other ranks hold of a model that is deployed now, groups and state. Alike on all ranks.
+
+        State that the class's constructor made of parameters on the meta device is made again. A rank that is left
+        without a parameter to train gets a placeholder.
+        """
+        check_settings(self.optimizer)
+        trained = trains(self.optimizer)
         if not self.members:
             self._remember()
         everyone = set(range(self.world.size))
@@ -80,11 +88,15 @@ class WholeOptimizer:
         own = set(parameters.own)
         self._elsewhere |= {number for number, name in by_id.items() if name not in own}
         self._reduce()
+        if trained and not trains(self.optimizer):
+            add_placeholder(self.optimizer, self.world.device)
 
     def forget(self, parameters: Parameters) -> None:
         """Give the groups a model's parameters back, once they are whole again. Other ranks' state is not here."""
         self.members.remove(parameters)
         gone = {id(tensor) for tensor in parameters.tensors.values()}
+        for placeholder in [key for key in self.optimizer.state if is_placeholder(key)]:
+            del self.optimizer.state[placeholder]
         self._places = {number: place for number, place in self._places.items() if number not in gone}
         self._elsewhere -= gone
         for group, whole, names in zip(self.optimizer.param_groups, self.groups, self.group_names, strict=True):
@@ -115,6 +127,10 @@ class WholeOptimizer:
         place = self._places.get(id(parameter))
         return None if place is None else (self.members.index(place[0]), place[1])
 
+    def _name(self, parameter: torch.Tensor) -> str:
+        place = self._places.get(id(parameter))
+        return "a parameter" if place is None else place[1]
+
     def check_groups(self) -> str:
         """'' or what the script has done to the groups that makes them untellable."""
         groups = self.optimizer.param_groups
@@ -122,7 +138,7 @@ class WholeOptimizer:
             return f"the optimizer has {len(groups)} groups, {len(self.groups)} were made by it; use add_param_group"
         for number, (group, whole) in enumerate(zip(groups, self.groups, strict=True)):
             held = [id(parameter) for parameter in whole if self.holds(parameter)]
-            if [id(parameter) for parameter in group["params"]] != held:
+            if [id(parameter) for parameter in without_placeholder(group)] != held:
                 return f"the parameters of the optimizer's group {number} were changed by hand; use add_param_group"
         return ""
 
@@ -134,12 +150,14 @@ class WholeOptimizer:
     def _reduce(self) -> None:
         optimizer = self.optimizer
         for group in optimizer.param_groups:
-            kept = [self.holds(parameter) for parameter in group["params"]]
             if "param_names" in group:
-                group["param_names"] = [name for name, keep in zip(group["param_names"], kept, strict=True) if keep]
-            group["params"][:] = [p for p, keep in zip(group["params"], kept, strict=True) if keep]
+                named = zip(group["param_names"], without_placeholder(group), strict=True)
+                group["param_names"] = [name for name, parameter in named if self.holds(parameter)]
+            group["params"][:] = [parameter for parameter in group["params"] if self.holds(parameter)]
             for parameter in group["params"]:
                 if parameter in optimizer.state:
+                    if not parameter.is_meta:
+                        remake_state(optimizer, group, parameter, self._name(parameter))
                     on_device = bool(group.get("fused") or group.get("capturable"))
                     optimizer.state[parameter] = _moved(optimizer.state[parameter], parameter.device, on_device)
         for parameter in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:

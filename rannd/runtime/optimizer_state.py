@@ -17,6 +17,7 @@ from rannd.errors import UsageError
 from rannd.runtime.agreement import Phase, meet
 from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.parameters import Parameters
+from rannd.runtime.placeholder import without_placeholder
 from rannd.runtime.transfer import agree_on_errors, collect, seal, unseal
 
 SMALL = 16
@@ -190,7 +191,7 @@ def _outline(whole: WholeOptimizer, tensors: dict[Key, list[torch.Tensor]]) -> b
         for group, told in zip(whole.groups, local_groups(whole), strict=True)
         for parameter, key in zip(group, told, strict=True)
     }
-    held = [p for group in whole.optimizer.param_groups for p in group["params"]]
+    held = [p for group in whole.optimizer.param_groups for p in without_placeholder(group)]
     states: dict[Key, Any] = {}
     other: dict[Any, Any] = {}
     for index, value in packed["state"].items():
@@ -290,7 +291,7 @@ def _local(whole: WholeOptimizer, groups: Groups, state: Mapping[str, Any]) -> d
     for (group, told, parameters), keys, saved in zip(own, groups.keys, state["param_groups"], strict=True):
         position = {key: n for n, key in enumerate(keys)}
         key_of = {id(parameter): key for parameter, key in zip(parameters, told, strict=True)}
-        held = [position[key_of[id(parameter)]] for parameter in group["params"]]
+        held = [position[key_of[id(parameter)]] for parameter in without_placeholder(group)]
         setting = {name: value for name, value in saved.items() if name not in ("params", "param_names")}
         setting["params"] = [place.setdefault(saved["params"][n], len(place)) for n in held]
         if "param_names" in saved:

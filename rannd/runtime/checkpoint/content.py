@@ -13,6 +13,7 @@ from rannd.errors import UsageError
 from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.optimizer_state import MARK, copied, hollowed
 from rannd.runtime.parameters import Parameters
+from rannd.runtime.placeholder import without_placeholder
 from rannd.runtime.state import persistent_names
 from rannd.runtime.transfer import seal
 from rannd.runtime.world import World
@@ -95,7 +96,8 @@ def put_model(content: Content, world: World, parameters: Parameters | None, mod
             continue
         if each.tensor.is_meta or each.tensor.layout is not torch.strided:
             kind = "on the meta device" if each.tensor.is_meta else f"a {each.tensor.layout} tensor"
-            raise UsageError(f"{each.names[0]} is {kind}; a checkpoint holds dense tensors that have values")
+            hint = "; a RaNNCModule has them once it was called" if each.tensor.is_meta else ""
+            raise UsageError(f"{each.names[0]} is {kind}; a checkpoint holds dense tensors that have values{hint}")
         first, *others = each.names
         name = content.put((*home, first), each.tensor.detach())
         content.aliases[name] = [".".join((*home, other)) for other in others]
@@ -130,7 +132,7 @@ def put_optimizer(
         for parameter, name in zip(group, names, strict=True)
     }
     packed = whole.own_state_dict() if whole is not None else optimizer.state_dict()
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = [parameter for group in optimizer.param_groups for parameter in without_placeholder(group)]
     states: dict[str, Any] = {}
     other: dict[Any, Any] = {}
     for index, value in packed["state"].items():
