@@ -11,6 +11,7 @@ from rannd import config as _configuration
 from rannd import log as _log
 from rannd.graph.cut_point import CutPoint
 from rannd.runtime.checkpoint.door import load_checkpoint, save_checkpoint
+from rannd.runtime.distribute import DistributeModelParams
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
 from rannd.runtime.world import current as _current
@@ -18,6 +19,7 @@ from rannd.runtime.world import find_place as _find_place
 
 __all__ = [
     "CutPoint",
+    "DistributeModelParams",
     "RaNNCModule",
     "barrier",
     "clear",

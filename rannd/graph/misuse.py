@@ -70,6 +70,16 @@ def check_ready(model: nn.Module, names: Sequence[str], tensors: Sequence[torch.
             )
 
 
+def check_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """UsageError where a tensor of a call that is to be computed has no values."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} of the model is on the meta device, which holds no values; with those the model can be "
+                "planned (partitioning_dry_run_np=NUMBER_OF_DEVICES), but not called: make the tensor on the CPU"
+            )
+
+
 @contextlib.contextmanager
 def explained(model: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Add what looks wrong about a call to the TraceError that it ends in.

@@ -18,7 +18,7 @@ from rannd.plan.deployment import Deployment
 from rannd.runtime import clipping, switches, wrapping
 from rannd.runtime.deploy import save
 from rannd.runtime.session import Session
-from rannd.runtime.state import gather_state, gather_tensor, load_state, own_state
+from rannd.runtime.state import gather_state, gather_tensor, load_later, load_state, own_state
 from rannd.runtime.world import current
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
@@ -34,8 +34,11 @@ class RaNNCModule(nn.Module):
 
     Args:
         model: The model. Its parameters may be on any device; ranks other than those that run a layer give its
-            memory back at the first call.
+            memory back at the first call. On the meta device (or built under `DistributeModelParams`) they get memory
+            and values at the first call, on the ranks that run them and nowhere else (docs/parameters.md).
         optimizer: Its optimizer; afterwards it holds this rank's own parameters only.
+        checkpoint: Where the parameters' values come from: a .safetensors file, a folder of such files with Hugging
+            Face's index, or a folder of torch.distributed.checkpoint. Each rank reads what it holds, at the first call.
         load_deployment: A file that `save_deployment` wrote, to be used instead of planning.
         outputs: Of a model that returns a loss with other outputs, training hands only those of up to 64 KiB a sample
             to the ranks ("auto") where stages would have to send them; using another one raises StepError. "all":
@@ -67,6 +70,7 @@ class RaNNCModule(nn.Module):
         *,
         outputs: str = "auto",
         scaler: torch.amp.GradScaler | None = None,
+        checkpoint: str | Path | None = None,
     ) -> None:
         super().__init__()
         refused = {
@@ -118,6 +122,7 @@ class RaNNCModule(nn.Module):
             model,
             optimizer,
             load_deployment=file,
+            checkpoint=Path(checkpoint) if checkpoint is not None else None,
             sync=switches.sync_params,
             all_outputs=outputs == "all",
             scaler=scaler,
@@ -232,7 +237,7 @@ class RaNNCModule(nn.Module):
         own = set(held.own) if held is not None else set()
         for name, tensor in pairs:
             if held is None:
-                yield name, tensor.detach().to("cpu", copy=True) if from_global else tensor
+                yield name, _copy(name, tensor) if from_global else tensor
                 continue
             first = held.names[name.removeprefix(f"{prefix}.") if prefix else name]
             if from_global:
@@ -247,7 +252,7 @@ class RaNNCModule(nn.Module):
         """
         parameter, held = self._parameter(name), self._session.parameters
         if held is None:
-            return parameter.detach().to("cpu", copy=True)
+            return _copy(name, parameter)
         found = gather_tensor(self._session.world, held, held.names[name], everywhere=True)
         assert found is not None
         return found
@@ -315,11 +320,14 @@ class RaNNCModule(nn.Module):
 
         Raises:
             UsageError: The state does not fit on some rank, or `assign` once the model is deployed; no tensor has
-                changed then, on any rank. (Before the first call errors are torch's own.)
+                changed then, on any rank. (Before the first call errors are torch's own. A model on the meta device
+                gets the state's values at that call.)
         """
         self._session.alive()
         held = self._session.parameters
         if held is None:
+            if self._session.values.bare and not assign:
+                return load_later(self._session.values, self._inner, state_dict, strict=strict)
             if type(self._inner).load_state_dict is nn.Module.load_state_dict:
                 return self._inner.load_state_dict(state_dict, strict, assign)
             return self._inner.load_state_dict(state_dict, strict)  # an override need not know `assign`
@@ -408,6 +416,12 @@ class _Dropped:
 
     def close(self) -> None:
         """Nothing is left."""
+
+
+def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        raise UsageError(f"{name} is on the meta device and has no values yet; they come at the model's first call")
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _shares_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:

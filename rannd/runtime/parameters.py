@@ -8,7 +8,7 @@ parameters, which share their memory; gradients gather there until they are redu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch import nn
 from rannd.errors import StepError
 from rannd.plan.deployment import Deployment
 from rannd.runtime.exchange import finish
+from rannd.runtime.swap import give, hollow
+from rannd.runtime.values import Values
 from rannd.runtime.world import World
 
 
@@ -30,6 +32,7 @@ class Parameters:
         owners: Mapping[str, tuple[int, ...]],
         deployment: Deployment,
         *,
+        values: Values,
         sync: bool,
     ) -> None:
         self._world = world
@@ -48,8 +51,9 @@ class Parameters:
             name: tuple(sorted(slot for number in stages for slot in deployment.stages[number].slots))
             for name, stages in owners.items()
         }
+        settled = values.fill(self.own, self.tensors)
         if sync:
-            self._from_rank_0()
+            self._from_rank_0(settled)
         self._settle()
         self.aliases: dict[str, torch.Tensor] = {}
         self.refresh()
@@ -58,11 +62,16 @@ class Parameters:
         yield from self._model.named_parameters(remove_duplicate=False)
         yield from self._model.named_buffers(remove_duplicate=False)
 
-    def _from_rank_0(self) -> None:
-        """Give rank 0's values to all ranks that hold them (ranks may have been seeded differently)."""
+    def _from_rank_0(self, settled: Collection[str]) -> None:
+        """Give rank 0's values to all ranks that hold them (ranks may have been seeded differently).
+
+        Not of tensors that are `settled`: their ranks have made or read them, all the same.
+        """
         if self._world.size == 1:
             return
         for name, tensor in self.tensors.items():
+            if name in settled:
+                continue
             holders = [self._world.rank_of_slot[slot] for slot in self.slots[name]]
             if self._world.rank == 0:
                 source = tensor.detach().cpu().contiguous()
@@ -84,9 +93,11 @@ class Parameters:
                     tensor.data = tensor.data.to(self._world.device)
                     if tensor.grad is not None:
                         tensor.grad.data = tensor.grad.data.to(self._world.device)
+            elif tensor.is_meta:
+                give(tensor, hollow(tensor))
+                tensor.grad = None
             elif tensor.is_floating_point() or tensor.is_complex():
-                hollow = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
-                tensor.data = hollow.expand(tensor.shape)
+                tensor.data = hollow(tensor, tensor.device)
                 tensor.grad = None
 
     def adopt(self) -> None:

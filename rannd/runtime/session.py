@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from torch.fx import Node
 
 from rannd import log
 from rannd.config import Config
-from rannd.errors import StepError, TraceError, UsageError
+from rannd.errors import StepError, TraceError
 from rannd.graph.alike import difference, of_call
 from rannd.graph.dropout import traced_with
-from rannd.graph.misuse import check_ready
+from rannd.graph.misuse import check_ready, check_values
 from rannd.graph.model import ModelGraph
 from rannd.graph.pystate import State
 from rannd.graph.signature import Call, Mode, Signature, classify
@@ -45,8 +45,9 @@ from rannd.runtime.pieces import split_rows
 from rannd.runtime.results import NotSent
 from rannd.runtime.shared_inputs import Share, from_rank_0, rows_by_slot
 from rannd.runtime.step import Step
-from rannd.runtime.tracing import Tracer
+from rannd.runtime.tracing import Tracer, placed
 from rannd.runtime.undeploy import Origin, gather_gradient, undeploy
+from rannd.runtime.values import Values
 from rannd.runtime.verify import verify
 from rannd.runtime.world import World
 
@@ -81,6 +82,7 @@ class Session:
         optimizer: torch.optim.Optimizer | None,
         *,
         load_deployment: Path | None,
+        checkpoint: Path | None,
         sync: bool,
         all_outputs: bool = False,
         scaler: torch.amp.GradScaler | None = None,
@@ -98,6 +100,7 @@ class Session:
         """All ranks run rank 0's mini-batch."""
         self._averaged = 1 if shared else world.size
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
+        self.values = Values(world, model, checkpoint, sync=sync)
         self._graphs = Graphs(world, model)
         self._cache = Cache(world, config)
         self._tracer = Tracer(world, self._cache, model)
@@ -324,6 +327,7 @@ class Session:
         assert self._deployed is not None
         number = self._graphs.add(signature, self._bind(self._deployed, graph), state)
         if deployed is None:
+            self.values.close()
             if self.world.rank == 0:
                 logger.info("Routes verification passed.")
             logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
@@ -359,6 +363,8 @@ class Session:
                 if wrong:
                     self._tracer.distrust(wrong)
                     graph, _ = self._tracer.graph(signature, call.tensors, self._graphs.state())
+        if not self._config.partitioning_dry_run_np:
+            self.values.check_leaves(graph.traced.leaf_paths)
         if self.world.rank == 0 and self.deployment is None:
             log.get("RaNNCModule").info("Converting torch model to IR ...")
         return graph
@@ -367,49 +373,54 @@ class Session:
         """What some rank found wrong about a graph, '' where all found it right."""
         wrong = ""
         try:
-            verify(self._model, graph, call.tensors)
+            self._verify(graph, call)
         except TraceError as exc:
             wrong = str(exc)
         return next((text for data in self.world.gather_bytes(wrong.encode()) if (text := data.decode())), "")
 
+    def _verify(self, graph: ModelGraph, call: Call) -> None:
+        if not self.values.bare:
+            verify(self._model, graph, call.tensors)
+        elif self.world.rank == 0:
+            log.get("RaNNCModule").warning(
+                "verify_partitioning: not done, because no rank has the whole model (meta device)"
+            )
+
     def _whole_model(self) -> AbstractContextManager[None]:
-        """The model as a tracer wants to see it, once other ranks hold parts of it."""
-        return nullcontext() if self._deployed is None else self._deployed.parameters.hollow()
+        """The model as a tracer wants to see it, where ranks hold parts of it, or nobody has values."""
+        if self._deployed is not None:
+            return self._deployed.parameters.hollow()
+        return self.values.readable(planned_only=bool(self._config.partitioning_dry_run_np))
 
     def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> _Deployed:
         for line in graph.idle_cuts if self.world.rank == 0 else ():
             log.get("RaNNCModule").warning("%s", line)
-        planner = Planner(
-            self.world, self._config, self._cache, graph, self._model, self._optimizer, call.tensors, rows
-        )
+        leaves = [placed(tensor, self.world.device) if tensor.is_meta else tensor for tensor in call.tensors]
+        planner = Planner(self.world, self._config, self._cache, graph, self._model, self._optimizer, leaves, rows)
         if self._config.partitioning_dry_run_np:
             deployment = planner.dry_run(self._config.partitioning_dry_run_np)
             self._dump(graph, deployment, planned_stages(graph, deployment))
             raise DryRunDone(0)
-        shapeless = [name for name, tensor in self._model.named_parameters() if tensor.is_meta]
-        if shapeless:
-            raise UsageError(
-                f"{len(shapeless)} parameters of the model are on the meta device, the first is {shapeless[0]}; such a "
-                "model can be planned (partitioning_dry_run_np=NUMBER_OF_DEVICES), but not trained: give it values "
-                "first, with model.to_empty(device='cpu') and its checkpoint, say"
-            )
+        check_values(call.names, call.tensors)
         deployment = planner.deployment(self._load)
         self._promise = planner.promise(deployment)
         watch = self.world.watch
         watch.promises[self._promise.digest] = self._promise
         watch.stages = {self.world.rank_of_slot[s]: n for n, each in enumerate(deployment.stages) for s in each.slots}
         if self._config.verify_partitioning:
-            verify(self._model, graph, call.tensors)
+            self._verify(graph, call)
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
+        self.values.prepare(lambda name: name in owners and name not in deployment.unused_params)
         if self.world.rank == 0:
             log.get("ParamStorage").info("Synchronizing parameters ...")
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
         origin = Origin(tensors)
-        parameters = Parameters(self.world, self._model, owners, deployment, sync=self._sync)
+        parameters = Parameters(self.world, self._model, owners, deployment, values=self.values, sync=self._sync)
         clip_watch: ClipWatch | None = None
         if self._optimizer is not None:
             WholeOptimizer.of(self._optimizer, self.world).keep_own(parameters)
             clip_watch = ClipWatch(self.world, parameters, deployment, self._optimizer)
+        self.values.finish()
         reducer = Reducer(
             self.world,
             parameters,

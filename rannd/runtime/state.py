@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from rannd.runtime.agreement import Phase, meet
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.standins import Place, StandIns, places
 from rannd.runtime.transfer import agree_on_errors, collect
+from rannd.runtime.values import Values
+from rannd.runtime.weights import Given
 from rannd.runtime.world import World
 
 
@@ -96,46 +98,19 @@ def load_state(
     parameters.adopt()
     first = {id(tensor): name for name, tensor in parameters.tensors.items()}
     own = set(parameters.own)
-    careful = type(model).load_state_dict is not nn.Module.load_state_dict
-    real: dict[str, torch.Tensor] = {}
-
-    def stand_in(place: Place) -> torch.Tensor | None:
-        """A tensor without memory, into whose place the state's is put; or memory, for modules that write."""
-        name, original = first[id(place.original)], place.original.detach()
-        if not careful and not _writes(place.module):
-            return torch.empty_like(original, device="meta") if place.persistent else None
-        if name not in real:
-            real[name] = original.clone() if name in own else torch.zeros(original.shape, dtype=original.dtype)
-        return real[name]
-
     before = [(module, module.get_extra_state()) for module in model.modules() if _has_extra_state(module)]
     keys: Any = None
     values: list[tuple[str, torch.Tensor]] = []
-    with StandIns(model, stand_in) as standins:
-        before_load = {
-            id(place): (place.standin.is_meta, place.standin._version)
-            for place in standins.places
-            if place.standin is not None
-        }
-        try:
-            options = {} if careful else {"assign": True}
-            keys = model.load_state_dict(_detached(state), strict=strict, **options)
-        except Exception as exc:  # hooks of the user's modules raise what they like
-            error = f"the state does not fit the model, nothing of it was loaded: {exc}"
-            if not state:
-                error += "\nThe state is empty: every rank has to give the whole state, not rank 0 alone"
-        for place in standins.places:
-            loaded = place.current
-            if loaded is None or place.standin is None or loaded.is_meta:
-                continue
-            if loaded is place.standin and (loaded.is_meta, loaded._version) == before_load[id(place)]:
-                continue
-            if loaded.shape != place.original.shape:
-                error = error or (
-                    f"{place.name} has shape {tuple(loaded.shape)} after it was loaded, but was deployed with "
-                    f"{tuple(place.original.shape)}, which cannot change; load this state before the model's first call"
-                )
-            values.append((first[id(place.original)], loaded.detach()))
+
+    def memory(name: str, original: torch.Tensor) -> torch.Tensor:
+        return original.clone() if name in own else torch.zeros(original.shape, dtype=original.dtype)
+
+    try:
+        keys, values = _through_model(model, first, memory, state, strict=strict)
+    except Exception as exc:  # hooks of the user's modules raise what they like
+        error = f"the state does not fit the model, nothing of it was loaded: {exc}"
+        if not state:
+            error += "\nThe state is empty: every rank has to give the whole state, not rank 0 alone"
     try:
         agree_on_errors(world, error, UsageError)
     except UsageError:
@@ -147,6 +122,77 @@ def load_state(
             if name in own:
                 parameters.tensors[name].copy_(value)
     return keys
+
+
+def load_later(values: Values, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+    """Take a state for the values that a model on the meta device gets when it is deployed; not collective.
+
+    It goes through the model's own ``load_state_dict``, whose errors are raised as they are.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        first.setdefault(id(tensor), name)
+
+    def memory(name: str, original: torch.Tensor) -> torch.Tensor:
+        bare = original.is_meta
+        return torch.zeros(original.shape, dtype=original.dtype) if bare else original.clone()
+
+    keys, found = _through_model(model, first, memory, state, strict=strict)
+    given = dict(found)
+    values.take(Given(given), {name: name for name in given})
+    return keys
+
+
+def _through_model(
+    model: nn.Module,
+    first: Mapping[int, str],
+    memory: Callable[[str, torch.Tensor], torch.Tensor],
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
+    """What the model's own ``load_state_dict`` returns, and puts where; the model's own tensors stay as they are.
+
+    Args:
+        first: First name of each tensor, by its id.
+        memory: Makes what modules may write to that do more than torch does.
+
+    Raises what hooks and overrides of the user's modules raise; UsageError for a shape that would change.
+    """
+    careful = type(model).load_state_dict is not nn.Module.load_state_dict
+    real: dict[str, torch.Tensor] = {}
+
+    def stand_in(place: Place) -> torch.Tensor | None:
+        """A tensor without memory, into whose place the state's is put; or memory, for modules that write."""
+        name, original = first[id(place.original)], place.original.detach()
+        if not careful and not _writes(place.module):
+            return torch.empty_like(original, device="meta") if place.persistent else None
+        if name not in real:
+            real[name] = memory(name, original)
+        return real[name]
+
+    values: list[tuple[str, torch.Tensor]] = []
+    with StandIns(model, stand_in) as standins:
+        before_load = {
+            id(place): (place.standin.is_meta, place.standin._version)
+            for place in standins.places
+            if place.standin is not None
+        }
+        options = {} if careful else {"assign": True}
+        keys: Any = model.load_state_dict(_detached(state), strict=strict, **options)
+        for place in standins.places:
+            loaded = place.current
+            if loaded is None or place.standin is None or loaded.is_meta:
+                continue
+            if loaded is place.standin and (loaded.is_meta, loaded._version) == before_load[id(place)]:
+                continue
+            if loaded.shape != place.original.shape:
+                raise UsageError(
+                    f"{place.name} has shape {tuple(loaded.shape)} after it was loaded, but the model was wrapped with "
+                    f"{tuple(place.original.shape)}, which cannot change; load this state before the model is wrapped"
+                )
+            values.append((first[id(place.original)], loaded.detach()))
+    return keys, values
 
 
 def persistent_names(model: nn.Module) -> set[str]:

@@ -89,7 +89,7 @@ class Tracer:
         all.
         """
         home = next((p.device for p in self._model.parameters()), self._world.device)
-        leaves = [tensor.detach().to(home).requires_grad_(tensor.requires_grad) for tensor in tensors]
+        leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in tensors]
         other = self._families.graph(signature, leaves, state)
         if other is not None:
             self._agree(_Made(other), signature)
@@ -249,3 +249,10 @@ class Tracer:
     def _keep(self, key: Key, data: bytes) -> None:
         if self._cache.client is not None:
             self._cache.client.put(key, data)
+
+
+def placed(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
+    """A tensor of a call where the model is; zeros for one without values, with which a model can be planned."""
+    if tensor.is_meta and home.type != "meta":
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=home)
+    return tensor.detach().to(home)

@@ -86,7 +86,9 @@ def _culprit(value: Any, path: str) -> str:
     return f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
 
 
-def agree_on_errors(world: World, error: str, raised: type[Error], hint: str = "") -> None:
+def agree_on_errors(
+    world: World, error: str, raised: type[Error], hint: str = "", outcome: str = "nothing was changed on any"
+) -> None:
     """Raise on all ranks what some rank found wrong, '' where it found nothing. Collective."""
     texts = [data.decode() for data in world.gather_bytes(error.encode())]
     wrong = [rank for rank, text in enumerate(texts) if text]
@@ -94,5 +96,5 @@ def agree_on_errors(world: World, error: str, raised: type[Error], hint: str = "
         return
     text = error or f"rank {wrong[0]}: {texts[wrong[0]]}"
     if len(wrong) < world.size:
-        text += f" (on rank {', '.join(map(str, wrong))} of {world.size}; nothing was changed on any){hint}"
+        text += f" (on rank {', '.join(map(str, wrong))} of {world.size}; {outcome}){hint}"
     raise raised(text)

@@ -122,7 +122,6 @@ def test_tensors_without_values_are_told_at_any_call() -> None:
 @pytest.mark.parametrize(
     ("model", "args", "error", "message"),
     [
-        (lambda: nn.Linear(6, 6, device="meta"), (X.float(),), UsageError, "2 parameters .* on the meta device"),
         (lambda: nn.LazyLinear(6), (X,), UsageError, "parameter weight of the model has no shape yet"),
         (lambda: nn.Linear(6, 6), ([1.0, 2.0],), UsageError, r"without any tensor \(with 1.0, 2.0\)"),
         (lambda: nn.Linear(6, 6), (X.numpy(),), UsageError, "numpy.ndarray; make a tensor of it"),
@@ -140,7 +139,7 @@ def test_tensors_without_values_are_told_at_any_call() -> None:
             "aten::embedding in module table: IndexError: index out of range.* in the same call without RaNNCModule",
         ),
     ],
-    ids=["meta", "lazy", "numbers", "numpy", "width", "types", "index"],
+    ids=["lazy", "numbers", "numpy", "width", "types", "index"],
 )
 def test_a_wrong_first_call_is_told(
     model: Callable[[], nn.Module], args: tuple[Any, ...], error: type[RanndError], message: str

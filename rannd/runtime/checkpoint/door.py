@@ -79,8 +79,9 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Go on from a checkpoint, under any plan and number of ranks, before or after the model's first call. Collective.
 
-    Each rank reads what it holds (before the first call the whole model). Everything is checked first, checksums too:
-    where something is wrong on any rank, nothing has changed on any. No code in the files is run.
+    Each rank reads what it holds; before the first call the whole model, but for one on the meta device: its values and
+    the optimizer's state are read at the first call, by the ranks that hold them then. Everything is checked first,
+    checksums too: where something is wrong on any rank, nothing has changed on any. No code in the files is run.
 
     Args:
         path: A folder that `save_checkpoint` or ``torch.distributed.checkpoint.save`` wrote.
@@ -116,7 +117,10 @@ def _subject(
         session = model._session
         if session.parameters is not None:
             session.parameters.adopt()
-        subject = Subject(model._inner, session.parameters, session.random_position, optimizer, scheduler, scaler)
+        values = session.values if session.parameters is None and session.values.bare else None
+        subject = Subject(
+            model._inner, session.parameters, session.random_position, optimizer, scheduler, scaler, values
+        )
         return session.world, subject
     config = configuration.load()
     log.setup(level=config.log_level)

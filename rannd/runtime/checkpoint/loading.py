@@ -24,7 +24,9 @@ from rannd.runtime.checkpoint.saving import Subject
 from rannd.runtime.checkpoint.shards import facts, read_values
 from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.optimizer_state import filled
+from rannd.runtime.placeholder import without_placeholder
 from rannd.runtime.transfer import agree_on_errors, unseal
+from rannd.runtime.weights import Distributed
 from rannd.runtime.world import World
 
 
@@ -49,6 +51,8 @@ class _Found:
     index: Metadata
     script: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+    later: dict[str, str]
+    """Names, in the index, of what is read when the model is deployed, by names in the model."""
     extras: dict[str, nn.Module]
     missing: list[str]
     unexpected: list[str]
@@ -77,7 +81,7 @@ def load(
     local: dict[str, Any] | None = None
     try:
         # the optimizer's state is read beside the present one: that may still fail without harm
-        local = _optimizer_state(found, subject)
+        local = _optimizer_state(found, subject, states=subject.values is None)
     except (OSError, RuntimeError, RanndError) as exc:
         error = f"{folder}: {exc}"
     agree_on_errors(world, error, CheckpointError)
@@ -142,6 +146,7 @@ def _compare(
         name.removeprefix(prefix): each for name, each in index.state_dict_metadata.items() if name.startswith(prefix)
     }
     targets: dict[str, torch.Tensor] = {}
+    later: dict[str, str] = {}
     missing: list[str] = []
     wrong: list[str] = []
     known: set[str] = set()
@@ -158,9 +163,13 @@ def _compare(
                     f"{name} is {tuple(about.size)} in the checkpoint, {tuple(each.tensor.shape)} in the model"
                 )
         if there and each.held:
+            if subject.values is not None:
+                later[each.names[0]] = prefix + there[-1]
+                continue
             if each.tensor.is_meta:
                 wrong.append(
-                    f"{name} is on the meta device; give the model memory first (model.to_empty(device='cpu'))"
+                    f"{name} is on the meta device; wrap the model in RaNNCModule, or give it memory first "
+                    "(model.to_empty(device='cpu'))"
                 )
             targets[prefix + there[-1]] = each.tensor.detach()  # as in load_state_dict the last of tied names counts
     extras = extra_states(subject.model)
@@ -179,7 +188,7 @@ def _compare(
         for name, module in extras.items()
         if isinstance(described.get(name), BytesStorageMetadata)
     }
-    return _Found(folder, manifest, index, script, targets, held, missing, unexpected)
+    return _Found(folder, manifest, index, script, targets, later, held, missing, unexpected)
 
 
 def _check_small(folder: Path, manifest: Manifest) -> None:
@@ -214,8 +223,8 @@ def _damaged(world: World, found: _Found) -> str:
     return ""
 
 
-def _optimizer_state(found: _Found, subject: Subject) -> dict[str, Any] | None:
-    """This rank's part of the optimizer's state, as its class takes it."""
+def _optimizer_state(found: _Found, subject: Subject, *, states: bool = True) -> dict[str, Any] | None:
+    """This rank's part of the optimizer's state, as its class takes it; without `states` what groups have alone."""
     optimizer = subject.optimizer
     if optimizer is None:
         return None
@@ -234,9 +243,10 @@ def _optimizer_state(found: _Found, subject: Subject) -> dict[str, Any] | None:
         id(p): name for group, told in zip(groups, names, strict=True) for p, name in zip(group, told, strict=True)
     }
     settings = []
-    states: dict[int, Any] = {}
+    packed: dict[int, Any] = {}
     count = 0
     for number, (group, there) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
+        held = without_placeholder(group)
         strange = [name for name in names[number] if name not in there["params"]]
         if strange:
             raise CheckpointError(
@@ -247,15 +257,15 @@ def _optimizer_state(found: _Found, subject: Subject) -> dict[str, Any] | None:
         setting["params"] = []
         if "param_names" in there:
             by_name = dict(zip(there["params"], there["param_names"], strict=True))
-            setting["param_names"] = [by_name[label[id(parameter)]] for parameter in group["params"]]
-        for parameter in group["params"]:
+            setting["param_names"] = [by_name[label[id(parameter)]] for parameter in held]
+        for parameter in held:
             name = label[id(parameter)]
             setting["params"].append(count)
-            if name in saved["states"]:
-                states[count] = _parameter_state(found, name, saved["states"][name])
+            if states and name in saved["states"]:
+                packed[count] = _parameter_state(found, name, saved["states"][name])
             count += 1
         settings.append(setting)
-    return {"state": {**states, **saved["other"]}, "param_groups": settings, **saved["extra"]}
+    return {"state": {**packed, **saved["other"]}, "param_groups": settings, **saved["extra"]}
 
 
 def _parameter_state(found: _Found, name: str, skeleton: Any) -> Any:
@@ -269,7 +279,11 @@ def _parameter_state(found: _Found, name: str, skeleton: Any) -> Any:
 
 
 def _put(found: _Found, subject: Subject, local: dict[str, Any] | None) -> None:
-    """Put everything in its place."""
+    """Put everything in its place, or have it put there when the model is deployed."""
+    if subject.values is not None:
+        subject.values.take(Distributed(found.folder, found.index), found.later)
+        if subject.optimizer is not None:
+            subject.values.afterwards(lambda: _put_states(found, subject))
     wanted: dict[str, Any] = {**found.tensors, **dict.fromkeys(found.extras)}
     with torch.no_grad():
         values = read_values(found.folder, found.index, wanted)
@@ -282,3 +296,16 @@ def _put(found: _Found, subject: Subject, local: dict[str, Any] | None) -> None:
         each = getattr(subject, name)
         if each is not None:
             each.load_state_dict(found.script[name])
+
+
+def _put_states(found: _Found, subject: Subject) -> None:
+    """Load the state of the parameters that this rank's optimizer has now; groups stay as they are."""
+    assert subject.optimizer is not None
+    whole = WholeOptimizer.find(subject.optimizer)
+    assert whole is not None
+    try:
+        local = _optimizer_state(found, subject)
+    except (OSError, RuntimeError) as exc:
+        raise CheckpointError(f"{found.folder}: {exc}") from exc
+    assert local is not None
+    whole.own_load_state_dict({**local, "param_groups": whole.own_state_dict()["param_groups"]})

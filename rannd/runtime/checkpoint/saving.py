@@ -24,6 +24,7 @@ from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.optimizer_state import merge_groups
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.transfer import agree_on_errors, seal, unseal
+from rannd.runtime.values import Values
 from rannd.runtime.world import TIMEOUT, World
 
 _storage: dict[int, dist.ProcessGroup] = {}
@@ -42,12 +43,14 @@ class Subject:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
     scaler: Any = None
+    values: Values | None = None
+    """Of a model that waits for its values (meta device): what is loaded is read when it is deployed."""
 
     def check(self) -> None:
         """UsageError for what cannot be saved or loaded."""
-        if self.optimizer is not None and self.parameters is not None:
+        if self.optimizer is not None and (self.parameters is not None or self.values is not None):
             whole = WholeOptimizer.find(self.optimizer)
-            if whole is None or self.parameters not in whole.members:
+            if whole is None or (self.parameters is not None and self.parameters not in whole.members):
                 raise UsageError(
                     "the optimizer was not given to RaNNCModule, so that nobody knows which rank has which part of its "
                     "state; wrap the model with RaNNCModule(model, optimizer)"
