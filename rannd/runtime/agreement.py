@@ -27,6 +27,7 @@ class Phase(enum.IntEnum):
     SAVE_CHECKPOINT = 7
     LOAD_CHECKPOINT = 8
     CLIP = 9
+    UNDEPLOY = 10
 
     def place(self, step: int) -> str:
         """Where in the script that is, in words."""

@@ -38,7 +38,7 @@ class Overflow:
         if found or not told.item():
             return
         gradient = held[0] if held else self._spare()
-        if gradient is not None:
+        if gradient is not None and gradient.layout is torch.strided:
             gradient[(0,) * gradient.ndim] = float("inf")
 
 

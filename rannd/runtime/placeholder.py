@@ -43,6 +43,14 @@ def without_placeholder(group: Mapping[str, Any]) -> list[torch.Tensor]:
     return [parameter for parameter in group["params"] if not isinstance(parameter, Placeholder)]
 
 
+def placeholder_gradient(optimizer: torch.optim.Optimizer | None) -> torch.Tensor | None:
+    """The gradient of an optimizer's placeholder, None where it has none."""
+    if optimizer is None:
+        return None
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    return next((each.grad for each in held if isinstance(each, Placeholder)), None)
+
+
 def trains(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer has a parameter to train, be it a placeholder."""
     return any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"])

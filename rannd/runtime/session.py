@@ -42,6 +42,7 @@ from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.overflow import Overflow
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.pieces import split_rows
+from rannd.runtime.placeholder import placeholder_gradient
 from rannd.runtime.results import NotSent
 from rannd.runtime.shared_inputs import Share, from_rank_0, rows_by_slot
 from rannd.runtime.step import Step
@@ -430,7 +431,7 @@ class Session:
         )
         if clip_watch is not None:
             reducer.delivered = clip_watch.reduced
-        overflow = Overflow(self.world, lambda: None)
+        overflow = Overflow(self.world, lambda: placeholder_gradient(self._optimizer))
         overflow.watched = any(p.dtype == torch.float16 for p in self._model.parameters()) or (
             self._scaler is not None and self._scaler.is_enabled()
         )
