@@ -60,11 +60,19 @@ class Sample:
         return _synthetic(shape, traced.dtype, self.device).requires_grad_(node in self.gradients)
 
 
+_ZEROED = {
+    torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
+    torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
+    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+}
+
+
 def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
-    """Times and activation bytes of a part at each of the (one or two) numbers of rows.
+    """Times and activation bytes of a part at each of the (one or two) numbers of rows; the part is used up.
 
     Raises ProfileError where the part does not run; out of memory on the device counts as that, too.
     """
+    _zero_indices(part)
     devices = [sample.device] if sample.device.type == "cuda" else []
     found: list[tuple[float, float, float]] = []
     with torch.random.fork_rng(devices=devices), sample.around():
@@ -148,6 +156,21 @@ class _Steps(Interpreter):
         """As of any interpreter."""
         self.at = n
         return super().run_node(n)
+
+
+def _zero_indices(part: Part) -> None:
+    """Let whole numbers that nobody has written yet be zeros.
+
+    A part that makes an index by a permutation (``inverse[order] = arange(n)``) writes all of it for the model's own
+    values, but not for synthetic ones.
+    """
+    graph = part.module.graph
+    for node in graph.nodes:
+        if node.target in _ZEROED and not node.meta["val"].is_floating_point():
+            if node.target is torch.ops.aten.empty.memory_format:
+                node.kwargs = {key: value for key, value in node.kwargs.items() if key != "memory_format"}
+            node.target = _ZEROED[node.target]
+    part.module.recompile()
 
 
 def _now(device: torch.device) -> float:

@@ -111,6 +111,33 @@ def test_integer_inputs_are_those_of_the_user() -> None:
     assert sample.value(value, 6).requires_grad
 
 
+@pytest.mark.parametrize("make", [torch.empty_like, lambda order: order.new_empty(order.shape)])
+def test_an_index_that_is_made_of_a_permutation(make: Any) -> None:
+    """Of synthetic values the permutation is none, and leaves memory as it was: anything."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = self.layer(x).argsort(1)
+            inverse = make(order)
+            inverse[torch.arange(len(x))[:, None], order] = torch.arange(x.shape[1]).expand_as(order)
+            return (x * 2).gather(1, inverse)
+
+    graph, sample = graph_of(Sorted(), torch.rand(4, 64))
+    before = {node for name, node in graph.nodes.items() if name.endswith((":linear", ":argsort"))}
+    rest = extract(graph.traced, graph.placement, set(graph.placement.placed) - before, "Rest")
+    assert before & set(rest.inputs)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert measure(rest, sample, (4,)).forward_us.at(4) > 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_part_that_does_not_run_is_named() -> None:
     _, graph, sample = small_graph()
     ids = graph.traced.placeholders[0]
