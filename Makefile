@@ -32,16 +32,14 @@ lint: $(STAMP)
 	$(PY) -c "from importlinter.cli import lint_imports_command as lint; lint()"
 
 # What starts no ranks runs on two cores at once; the rest has the machine for itself.
-APART := tests/graph tests/plan tests/profile tests/test_config.py tests/test_log.py
-RANKS := tests/daemon tests/e2e tests/parity tests/runner tests/runtime
+# Two workers, a file each at a time; a rank has one thread, whoever starts it.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 test: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not full" -n 2 --dist loadfile $(APART)
-	$(PY) -m pytest -m "not full" $(RANKS)
+	$(PYTEST) -m "not full"
 
 test-full: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile $(APART)
-	$(PY) -m pytest $(RANKS)
+	$(PYTEST)
 
 bench: $(STAMP)
 	@set -e; found=; for script in bench/*.py; do \

@@ -38,6 +38,7 @@ def test_no_command_hides_in_an_untagged_block() -> None:
     assert not wrong
 
 
+@pytest.mark.full  # its commands are README's
 def test_demo_of_the_makefile(job: Job) -> None:
     assert "took the plan from the cache" in job.run("bash", ".ci/demo")
 

@@ -63,7 +63,7 @@ def _losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"(?:step=\d+|held-out) loss=(\d+\.\d+)", output)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
 def test_gpt2_learns(home: Home, ranks: int) -> None:
     output = _run(home, ranks, "gpt2_bytes.py", *TINY_GPT2, "--lr", "0.01")
     assert _finished(output) == list(range(ranks))
@@ -80,7 +80,10 @@ def test_gpt2_in_three_stages_sees_the_same_losses(home: Home) -> None:
     assert staged == pytest.approx(whole, abs=2e-3)
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [(1, 1), pytest.param(2, 1, marks=pytest.mark.full), (2, 2), (4, 1), pytest.param(4, 4, marks=pytest.mark.full)],
+)
 def test_digits_are_learned(home: Home, ranks: int, stages: int) -> None:
     output = _run(home, ranks, "digits.py", RANNC_PARTITION_NUM=str(stages))
     assert _finished(output) == list(range(ranks))

@@ -116,7 +116,7 @@ def test_a_rank_that_leaves_early(job: Job) -> None:
     ), output
 
 
-@pytest.mark.parametrize("how", [(), ("join",)])
+@pytest.mark.parametrize("how", [(), pytest.param(("join",), marks=pytest.mark.full)])
 def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> None:
     command = [*TORCHRUN, PROGRAM, "model", "1", *how]
     output = _run(job, command, codes={1}, RANNC_PARTITION_NUM="2")
@@ -178,6 +178,7 @@ def test_the_watchdog_shows_the_stacks_of_all_ranks(job: Job) -> None:
     assert re.search(r"RankFailedError: the job hangs: no progress for \d+ s .*rank 1 is in the script", output)
 
 
+@pytest.mark.full
 def test_the_watchdog_and_ranks_that_do_not_answer(job: Job) -> None:
     watch = {"RANNC_RUN_WATCHDOG": "true", "RANNC_WATCHDOG_TIMEOUT_S": "5"}
     for which in ("1", "0"):  # rank 0 is the one that collects
@@ -343,6 +344,7 @@ print("trained", flush=True)
 """
 
 
+@pytest.mark.full
 def test_forked_workers_neither_speak_for_a_rank_nor_keep_it_alive(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)

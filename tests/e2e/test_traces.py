@@ -261,11 +261,9 @@ print("Finished")
 """
 
 
-def test_a_model_on_the_meta_device_is_planned_but_not_trained(job: Job, tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_is_planned_without_memory(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(META)
     output = job.train(1, str(script), RANNC_PARTITIONING_DRY_RUN_NP="4", RANNC_MEM_LIMIT_GB="0.7")
     assert len(re.findall("Assigned subgraph", output)) >= 2
     assert "Finished" not in output
-    output = job.train(1, str(script), code=1)
-    assert "8 parameters of the model are on the meta device, the first is 0.weight" in output

@@ -17,7 +17,7 @@ TRUE_FLOPS = 0.02
 
 SHOWN = ("gpt2", "llama", "mixtral", "bert", "t5", "bart", "vit", "swin", "resnet", "clip", "whisper", "mamba", "lstm",
          "u-net", "siamese", "BatchNorm", "rwkv", "codebook", "nn.Transformer")  # fmt: skip
-MORE_THAN_TRUE = {"rwkv": {"aten::slice.Tensor", "aten::select.int"}, "codebook": {"_operator.getitem"}}
+MORE_THAN_TRUE = {"rwkv": {"aten::select.int"}, "codebook": {"_operator.getitem"}}
 """Operators whose results are said to have a gradient, and have none: views of a tensor that is written into later,
 before that; one of several results of an operator that has none. To take a gradient for possible costs a few bytes; to
 miss one would lose it."""
