@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from rannd.graph.pystate import kept
 from rannd.graph.selection import Way
 from rannd.graph.shadows import Shadows
 from rannd.graph.signature import Signature
+from rannd.graph.simplify import simplify
 from rannd.graph.traced import Decisions, OutputSpec, Traced, attribute, operator_name
 from rannd.graph.values import Number, abstract
 
@@ -224,7 +224,7 @@ def shown(
         root = program.module(check_guards=False)
     graph, spec = root.graph, program.call_spec.out_spec
     _make_plain(root, lengths)
-    _drop_whole_slices(root)
+    simplify(root)
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue
@@ -306,25 +306,6 @@ def _make_plain(root: GraphModule, lengths: Mapping[sympy.Symbol, sympy.Symbol] 
             inner = attribute(root, str(node.target))
             if isinstance(inner, GraphModule):
                 _make_plain(inner, lengths)
-
-
-def _drop_whole_slices(root: GraphModule) -> None:
-    """Take out slices of all of a dimension, which `x[:, 1:]` leaves behind and Python's indexing never runs.
-
-    Their result is the very memory that they are given, but their backward fills and copies a tensor of its size.
-    """
-    for node in list(root.graph.nodes):
-        if node.op == "get_attr":
-            inner = attribute(root, str(node.target))
-            if isinstance(inner, GraphModule):
-                _drop_whole_slices(inner)
-        elif node.target is torch.ops.aten.slice.Tensor:
-            given: list[Any] = list(node.args)[2:]
-            start, end, step = given + [None, None, 1][len(given) :]
-            whole = end is None or (isinstance(end, int) and end >= sys.maxsize)
-            if start in (None, 0) and whole and step == 1 and not node.kwargs:
-                node.replace_all_uses_with(node.args[0])
-                root.graph.erase_node(node)
 
 
 def _module_of(node: Node) -> str:

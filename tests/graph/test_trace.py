@@ -105,21 +105,6 @@ def test_checks_of_export_are_dropped() -> None:
     assert not [node for node in found.graph.nodes if operator_name(node.target) in DROPPED]
 
 
-def test_slices_of_all_of_a_dimension_are_no_operators() -> None:
-    def function(m: Small, x: Tensor) -> tuple[Tensor, ...]:
-        hidden = x @ m.w
-        hidden[:].mul_(2)  # the same memory
-        return hidden[:, 1:], hidden[:], hidden[:, :, None]
-
-    model, x = Small(function), torch.randn(3, 6)
-    graph = graph_of(model, x)
-    assert sum(operator_name(node.target) == "aten::slice.Tensor" for node in graph.traced.graph.nodes) == 1
-    part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
-    found = dict(zip(part.outputs, part.module(x, model.w, *part.numbers_at(3)), strict=True))
-    for node, expected in zip(graph.traced.results, model(x), strict=True):
-        torch.testing.assert_close(found[node], expected)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 6, 9])
 def test_any_number_of_rows_traces_the_same(rows: int) -> None:
     """Also one row, none, and as many as another dimension has."""
