@@ -240,6 +240,7 @@ def test_socket_activation(daemon_home) -> None:
         script = "from rannd.daemon import spawn; print(spawn.ensure(idle_s=600, max_bytes=1 << 30, timeout_s=120).pid)"
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as asker:
             program = [sys.executable, "-c", ACTIVATED, str(listener.fileno()), "0.05"]
+            select.select([listener], [], [], 120)  # it has asked; nobody starts the daemon again once it was idle
             with subprocess.Popen(program, pass_fds=[listener.fileno()]) as daemon:
                 assert asker.communicate()[0] == f"{daemon.pid}\n"
                 assert daemon.wait() == 0
