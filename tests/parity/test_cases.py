@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from parity.case import Case, decode_cases, encode_cases
-from parity.cases import COMPACT, FACTORS, FULL, SHAPES, Choice, _cover, pairs_of, possible
+from parity.cases import APART, COMPACT, FACTORS, FULL, SHAPES, Choice, _cover, pairs_of, possible
 from parity.script import SCRIPTS, play
 from parity.zoo import ZOO
 
@@ -36,6 +36,7 @@ def test_full_has_every_model_on_every_shape_with_every_number_of_microbatches()
         (model, *shape, micro)
         for model, entry in ZOO.items()
         for shape in SHAPES
+        if model != APART[0] or shape[1] == 1
         for micro in ((1,) if entry.coupled else (1, 2, 4, 8))
     }
     assert wanted <= held

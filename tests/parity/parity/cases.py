@@ -58,7 +58,7 @@ DRAWS = 12
 ROWS = ["even", "uneven", "late", "lateuneven", "empty", "firstempty"]
 
 APART = ("untraceable", "weighted", "t5", "contrastive")
-"""Models that only `EXTRA` has: the first cannot be cut, the others are for their losses."""
+"""Models that `COMPACT` has in `EXTRA` only: the first cannot be cut, the others are for their losses."""
 
 FACTORS: dict[str, Sequence[Any]] = {
     "model": [name for name in ZOO if name not in APART],
@@ -92,6 +92,8 @@ def possible(choice: Choice) -> bool:
     """Whether a choice makes sense as a case."""
     entry = ZOO[choice.model]
     if choice.rows in ("empty", "firstempty") and (choice.shape[0] == 1 or not entry.empty):
+        return False
+    if choice.model == APART[0] and choice.shape[1] > 1:
         return False
     if choice.schedule == "fill_drain" and choice.shape[1] == 1:
         return False  # the same as 1f1b
