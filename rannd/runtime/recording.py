@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rannd.runtime.tape import CPU, Op, Storage, Tape, Unrepeatable, View, view_of
+from rannd.runtime.tape import CPU, Op, Storage, Tape, Unrepeatable, View, kept_generators, view_of
 
 META = torch.device("meta")
 
@@ -128,10 +128,15 @@ class Recorder(TorchDispatchMode):
         try:
             result = func(*args, **run_kwargs)
         except (NotImplementedError, RuntimeError):
+            # Not made for tensors without memory, or the code's own mistake, which shows where the operator has values.
             if not written:
                 if generator is not None:
                     generator.set_state(state)
                 return self._for_real(func, args, kwargs, written)
+            if generator is None:  # otherwise it has run with values above
+                with kept_generators():
+                    real_args, real = pytree.tree_map_only(torch.Tensor, self.value, (args, kwargs))
+                    func(*real_args, **real)
             result = written[0] if len(func._schema.returns) == 1 else tuple(written)
         leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if any(leaf.layout is not torch.strided for leaf in leaves):

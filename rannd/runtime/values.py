@@ -23,6 +23,7 @@ from rannd import log
 from rannd.errors import CheckpointError, RanndError, TraceError, UsageError
 from rannd.runtime.distribute import Recipe, check_unchanged, draw_seed, forget, recipes_of, recorders_of
 from rannd.runtime.initialise import record_initialisation
+from rannd.runtime.memory import is_out_of_memory
 from rannd.runtime.swap import bare, give, others, plain_tensors, unwritten
 from rannd.runtime.tape import Unrepeatable, kept_generators
 from rannd.runtime.transfer import agree_on_errors
@@ -201,6 +202,13 @@ class Values:
             value, holes = recipe.recorder.tape.replay(recipe.view)
         except Unrepeatable as exc:
             raise UsageError(f"{name} cannot be made again from what its constructor did: {exc}") from exc
+        except Exception as exc:  # operators raise what they like
+            if is_out_of_memory(exc):
+                raise
+            raise UsageError(
+                f"what makes {name} fails with the values that it gets: {type(exc).__name__}: {exc}; the model's own "
+                "code would fail so without DistributeModelParams and the meta device, too"
+            ) from exc
         if holes is not None:
             if name in self._own:
                 raise UsageError(

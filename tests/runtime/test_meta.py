@@ -197,6 +197,12 @@ class Fails(Half):
         raise RuntimeError("no way.")
 
 
+class Wrong(Half):
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.scale.zero_().index_copy_(0, torch.tensor([9]), torch.ones(1))
+
+
 class Masked(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -222,11 +228,12 @@ class Buffered(Net):
                   r"middle\); give RaNNCModule\(checkpoint=...\).*DistributeModelParams"),
         (Half, r"scale is on the meta device, and the initialisation of its module \(Half\) leaves 4 of its 6 values"),
         (Fails, r"Fails.reset_parameters of module the model fails .*: RuntimeError: no way; give RaNNCModule"),
+        (Wrong, r"what makes scale fails with the values that it gets: IndexError: index_copy_.*; the model"),
         (Masked, r"\[mask\]: tensors of the model on the meta device that are neither parameters nor buffers"),
         (Buffered, r"buffer table is on the meta device, and nothing says what its values are \(Buffered\)"),
         (lambda: nn.Sequential(nn.LazyLinear(6)), r"parameter 0.weight .* has no shape yet \(a lazy module\)"),
     ],
-    ids=["own parameter", "half", "fails", "attribute", "buffer", "lazy"],
+    ids=["own parameter", "half", "fails", "wrong index", "attribute", "buffer", "lazy"],
 )  # fmt: skip
 def test_values_that_nobody_knows_are_named(kind: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UsageError, match=message):

@@ -96,6 +96,23 @@ def test_the_same_values_as_without_a_recorder(make: Callable[[], torch.Tensor])
     assert found.dtype == expected.dtype
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda made: made.add_(torch.ones(3)),
+        lambda made: made.copy_(torch.ones(5, 5)),
+        lambda made: made.exponential_(-1.0),
+        lambda made: made.normal_(0.0, -1.0, generator=torch.Generator()),
+    ],
+)
+def test_the_codes_own_mistakes_are_errors_where_they_are_made(mistake: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(RuntimeError) as plain:
+        mistake(torch.zeros(4, 4))
+    with pytest.raises(RuntimeError) as recorded, Recorder(1).recording():
+        mistake(torch.zeros(4, 4))
+    assert str(recorded.value).partition("\n")[0] == str(plain.value).partition("\n")[0]
+
+
 def test_a_tensor_made_before_is_copied_and_not_written() -> None:
     before = torch.arange(4.0)
     assert torch.equal(remade(lambda: before * torch.ones(4)), before)
