@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -22,6 +23,12 @@ class Job:
 
     def run(self, *command: str, code: int = 0, folder: Path | None = None, **variables: str) -> str:
         """Output of a command that ends with `code`."""
+        ended, output = self.end(*command, folder=folder, **variables)
+        assert ended == code, f"{' '.join(command)} ended with {ended}:\n{output}"
+        return output
+
+    def end(self, *command: str, folder: Path | None = None, **variables: str) -> tuple[int, str]:
+        """(code with which a command ends, output)."""
         done = subprocess.run(
             command,
             env={**self.environment, **variables},
@@ -33,8 +40,35 @@ class Job:
             check=False,
             timeout=400,
         )
-        assert done.returncode == code, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}"
-        return done.stdout
+        return done.returncode, done.stdout
+
+    def interrupted(self, *command: str, ready: str, signum: signal.Signals, seconds: float) -> tuple[int, str]:
+        """The same of a command that gets a signal, SIGINT as from a terminal, once two ranks have printed `ready`."""
+        started = subprocess.Popen(
+            command,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        lines = []
+        try:
+            assert started.stdout is not None
+            for line in started.stdout:
+                lines.append(line)
+                if sum(ready in each for each in lines) == 2:
+                    break
+            if signum == signal.SIGINT:
+                os.killpg(started.pid, signum)
+            else:
+                started.send_signal(signum)
+            rest, _ = started.communicate(timeout=seconds)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
+        return started.returncode, "".join(lines) + rest
 
     def train(self, ranks: int, *script: str, code: int = 0, **variables: str) -> str:
         """Output of a script under rannc-run."""

@@ -5,10 +5,8 @@ Bounds are generous, because the machine may be busy; without any of this the ra
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,21 +25,12 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 def _run(job: Job, command: list[str], *, codes: set[int] | None = None, **variables: str) -> str:
     """What a failing job prints; it has to end soon, and to leave no rank behind."""
     started = time.monotonic()
-    done = subprocess.run(
-        command,
-        env={**job.environment, **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert time.monotonic() - started < SOON, done.stdout
+    code, output = job.end(*command, **variables)
+    assert time.monotonic() - started < SOON, output
     if codes is not None:
-        assert done.returncode in codes, f"{done.returncode}\n{done.stdout}"
-    assert _ended(_pids(done.stdout)), done.stdout
-    return done.stdout
+        assert code in codes, f"{code}\n{output}"
+    assert _ended(_pids(output)), output
+    return output
 
 
 def _pids(output: str) -> set[int]:
@@ -138,32 +127,8 @@ def test_plain_mpirun(job: Job) -> None:
 @pytest.mark.parametrize("command", [_job(2), [*TORCHRUN]], ids=["rannc-run", "torchrun"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signals_while_a_rank_waits_for_another(job: Job, command: list[str], signum: signal.Signals) -> None:
-    started = subprocess.Popen(
-        [*command, PROGRAM, "interrupt", "0"],
-        env=job.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    lines = []
-    try:
-        assert started.stdout is not None
-        for line in started.stdout:
-            lines.append(line)
-            if sum("training" in each for each in lines) == 2:
-                break
-        if signum == signal.SIGINT:
-            os.killpg(started.pid, signum)  # as a terminal does
-        else:
-            started.send_signal(signum)
-        rest, _ = started.communicate(timeout=SOON)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
-    output = "".join(lines) + rest
-    assert started.returncode != 0, output
+    code, output = job.interrupted(*command, PROGRAM, "interrupt", "0", ready="training", signum=signum, seconds=SOON)
+    assert code != 0, output
     assert _ended(_pids(output)), output
 
 

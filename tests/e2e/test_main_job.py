@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -187,29 +185,9 @@ def test_ctrl_c_leaves_no_process(job: Job, tmp_path: Path) -> None:
         "    if step == 3:\n"
         "        print('training', flush=True)\n",
     )
-    started = subprocess.Popen(
-        ["rannc-run", "-np", "2", script],
-        env=job.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    lines = []
-    try:
-        assert started.stdout is not None
-        for line in started.stdout:
-            lines.append(line)
-            if sum("training" in each for each in lines) == 2:
-                break
-        os.killpg(started.pid, signal.SIGINT)
-        rest, _ = started.communicate(timeout=120)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
-    assert started.returncode == 130, "".join(lines) + rest
-    assert not _alive("".join(lines))
+    code, output = job.interrupted("rannc-run", "-np", "2", script, ready="training", signum=signal.SIGINT, seconds=120)
+    assert code == 130, output
+    assert not _alive(output)
 
 
 def test_nothing_is_written_elsewhere(job: Job, tmp_path: Path) -> None:
