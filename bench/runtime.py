@@ -314,7 +314,7 @@ def overhead(rounds: int, steps: int) -> None:
     model(x).backward()
     executor = next(model._session._graphs.executors())
     part = executor.bound.part
-    tensors = [executor._state[name] for name in part.tensors]
+    tensors = executor.computing.resolve()
     weights = [torch.ones((), dtype=torch.float64) for _ in range(len(part.inputs) - 1)]
     numbers = part.numbers_at(1)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from collections.abc import Sequence
+
+import msgspec
 
 from rannd.errors import StepError
 from rannd.runtime.world import World
@@ -39,7 +42,7 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
     """The numbers of every rank (as many on each), by rank. StepError where ranks are at different places."""
     # As long in every phase: ranks at different places have to understand each other, too.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
-    told = world.gather_numbers([phase, step, *first])
+    told = world.gather_numbers([phase, step, _digest(world.uncompared), *first])
     places = [(Phase(each[0]), each[1]) for each in told]
     if len(set(places)) > 1:
         other = next(rank for rank, place in enumerate(places) if place != places[0])
@@ -48,11 +51,59 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
             f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model, and backward, equally "
             "often and in the same order, and so what gathers or loads its state"
         )
-    found = [each[2 : 2 + len(numbers)] for each in told]
+    if len({each[2] for each in told}) > 1:
+        _compare(world)
+    world.uncompared.clear()
+    found = [each[3 : 3 + len(numbers)] for each in told]
     if len(numbers) > TOGETHER:
         rest = world.gather_numbers(numbers[TOGETHER:])
         found = [[*each, *more] for each, more in zip(found, rest, strict=True)]
     return [tuple(each) for each in found]
+
+
+def compare_later(world: World, call: int, gradient: float, delivered: bool) -> None:
+    """Let the next agreement find out whether all ranks ran backward of this call, from the same gradient of its loss.
+
+    `delivered`: whether the parameters have got their gradients.
+
+    For a backward in which nothing is moved between ranks: to compare at once would have each rank wait for the
+    slowest in every step. What comes of a difference is not kept: all that reads state of the ranks agrees before.
+    """
+    if world.size > 1:
+        world.uncompared.append((call, gradient, delivered))
+
+
+def _digest(uncompared: Sequence[tuple[int, float, bool]]) -> int:
+    data = msgspec.msgpack.encode(uncompared)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
+
+
+def _compare(world: World) -> None:
+    """StepError that says in what backwards differ. Collective, where they do."""
+    told = [
+        msgspec.msgpack.decode(data, type=list[tuple[int, float, bool]])
+        for data in world.gather_bytes(msgspec.msgpack.encode(world.uncompared))
+    ]
+    calls = [[f"{call}{'' if now else ' (delayed)'}" for call, _, now in each] for each in told]
+    other = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)
+    if other is not None:
+        raise StepError(
+            f"since ranks last compared, rank 0 has run backward of the calls [{', '.join(calls[0])}], rank {other} of "
+            f"[{', '.join(calls[other])}]: every rank has to call the model, and backward, equally often and in the "
+            "same order, and to turn delay_grad_allreduce on and off at the same places"
+        )
+    for each in zip(*told, strict=True):
+        same_loss_gradient([gradient for _, gradient, _ in each])
+
+
+def same_loss_gradient(gradients: Sequence[float]) -> None:
+    """StepError where the ranks give different gradients to a loss whose backward has run."""
+    if len({struct.pack("d", each) for each in gradients}) > 1:
+        raise StepError(
+            f"the gradient of the loss differs between ranks ({list(gradients)}), but its backward has run already, "
+            "with the same for all; multiply the loss by the same number on all ranks, or set interleave_loss=false "
+            "(RANNC_INTERLEAVE_LOSS=false)"
+        )
 
 
 def meet(world: World, phase: Phase) -> None:

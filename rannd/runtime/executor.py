@@ -7,30 +7,37 @@ the gradients wait until the script calls backward.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.errors import StepError
-from rannd.graph.cut import crossing_shape
-from rannd.graph.losses import Count, counted, pieces_weights
 from rannd.plan.schedule import Action, Kind
-from rannd.runtime.agreement import Phase, agree, pack_flags, pack_floats, unpack_flags, unpack_floats
+from rannd.runtime.agreement import (
+    Phase,
+    agree,
+    compare_later,
+    pack_flags,
+    pack_floats,
+    same_loss_gradient,
+    unpack_flags,
+    unpack_floats,
+)
 from rannd.runtime.bound import BoundGraph, Traffic
-from rannd.runtime.exchange import Exchange, finish
+from rannd.runtime.computing import Computing
+from rannd.runtime.exchange import Exchange
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.instructions import Instruction, instructions
 from rannd.runtime.message_buffers import MessageBuffers
+from rannd.runtime.mini_batch import MiniBatch
 from rannd.runtime.parcels import Parcel
 from rannd.runtime.pieces import Pieces
-from rannd.runtime.results import flat_number, join, number_length, shaped_number
-from rannd.runtime.step import Saved, Step
+from rannd.runtime.results import join
+from rannd.runtime.step import Step
+from rannd.runtime.totals import Totals
 from rannd.runtime.world import World
 
 MOST_SIZES = 64
@@ -56,35 +63,21 @@ class Executor:
         """`averaged`: the number of ranks whose mini-batches are averaged over, 1 where one is shared by all."""
         self.world = world
         self.bound = bound
-        self._state = state
-        self._reducer = reducer
         self.closed = False
         """The deployment is gone."""
-        self._seed = seed
-        self._averaged = averaged
+        self.computing = Computing(world, bound, state, seed)
+        """This rank's part."""
+        self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, averaged)
+        """What this rank gives and gets."""
+        self._reducer = reducer
         self._graph = bound.graph
         self._slot = bound.slot
         self._last = len(bound.layout.stages)
-        self._nodes = self._graph.traced.placeholders
-        self._written = sorted(self._graph.placement.written & set(bound.part.tensors))
-        self._loans: dict[str, torch.Tensor] = {}
-        self._tensors: list[torch.Tensor] = []
+        self._totals = Totals(world, bound.graph, averaged)
         self._buffers = MessageBuffers(world.device)
-        self._numbers = [
-            node
-            for node, result in zip(self._graph.traced.results, self._graph.results, strict=True)
-            if result.kind == "global"
-        ]
-        handed = bound.interleaved.traffic.edges if bound.interleaved is not None else {}
-        self._handed = frozenset(node for edge, nodes in handed.items() if edge[1] == self._last for node in nodes)
-        """Outputs that travel to the ranks at the end of an interleaved step."""
         self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
         self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()
         self._parcels: dict[tuple[Any, ...], Parcel] = {}
-
-    def reseed(self, seed: int) -> None:
-        """Draw random numbers by another seed from now on."""
-        self._seed = seed
 
     # -- sizes ------------------------------------------------------------------------------------------------
 
@@ -138,10 +131,8 @@ class Executor:
         `reduce`: reduce the gradients of these backwards. Returns the model's outputs for this rank, in the order of
         the graph's.
         """
-        self._lend()
-        self._resolve()
-        self._give_inputs(step)
-        before = {name: self._state[name].detach().clone() for name in self._written}
+        self.computing.begin()
+        self.mini_batch.give(step)
         live = None
         if step.interleaved:
             assert self.bound.interleaved is not None
@@ -149,13 +140,13 @@ class Executor:
             seed = torch.full((), step.seed, dtype=self.bound.interleaved.loss.meta["val"].dtype)
             step.upstream = {self.bound.interleaved.loss: [seed.to(self.world.device)] * self.world.size}
             self._reducer.set_aside()
-        self._play(step, self._phase(step, _BOTH if step.interleaved else _FORWARD), live, before, reduce=reduce)
+        self._play(step, self._phase(step, _BOTH if step.interleaved else _FORWARD), live, reduce=reduce, totals=True)
         if step.interleaved:
             assert live is not None
             step.gathered = self._reducer.gathered(reduce=reduce)
-            step.input_gradients = self._input_gradients(step, live)
+            step.input_gradients = self.mini_batch.input_gradients(step, live)
             self._forget(step)
-        self._agree_on_buffers(step)
+        self.computing.agree_on_buffers(step)
         outputs = self._outputs(step)
         step.values.clear()
         return outputs
@@ -179,16 +170,18 @@ class Executor:
                 "again, or give retain_graph=True to the first backward (for all calls: pyrannc.keep_graph(True))"
             )
         step.finished = not again
-        live = self._upstream(step, gradients)
         if step.interleaved:
             return self._handed_over(step, gradients, reduce=reduce, again=again)
+        live = self._upstream(step, gradients)
         step.keep = again
-        self._resolve()
-        self._give_seeds(step, gradients, live)
-        self._play(step, self._phase(step, _BACKWARD), live, {}, reduce=reduce)
+        self.computing.resolve()
+        self.mini_batch.give_seeds(step, gradients, live)
+        self._play(step, self._phase(step, _BACKWARD), live, reduce=reduce)
         if reduce:
             self._reducer.reduce()
-        inputs = self._input_gradients(step, live)
+        else:
+            self._reducer.something_waits = True
+        inputs = self.mini_batch.input_gradients(step, live)
         self._forget(step)
         return inputs
 
@@ -209,23 +202,24 @@ class Executor:
                 "already; set interleave_loss=false (RANNC_INTERLEAVE_LOSS=false) to have backward run when it is "
                 "asked for"
             )
-        slots = step.upstream[loss]
-        if any(float(each) != float(slots[0]) for each in slots):
-            raise StepError(
-                f"the gradient of the loss differs between ranks ({[float(each) for each in slots]}), but its backward "
-                "has run already, with the same for all; multiply the loss by the same number on all ranks, or set "
-                "interleave_loss=false (RANNC_INTERLEAVE_LOSS=false)"
-            )
-        factor = float(slots[0]) / step.seed
+        (given,) = (
+            float(g) if g is not None else 0.0 for node, g in zip(results, gradients, strict=True) if node is loss
+        )
         gathered = step.gathered
+        collective = reduce and (self._reducer.something_waits or not gathered.reduced)
+        if collective or (reduce and self._reducer.compares):
+            told = agree(self.world, Phase.BACKWARD, step.number, *pack_floats([given]))
+            same_loss_gradient([unpack_floats(each)[0] for each in told])
+        else:
+            compare_later(self.world, step.number, given, reduce)
+        factor = given / step.seed
         if not again:
             step.gathered = None
         self._reducer.accept(gathered, factor, keep=again)
-        if reduce:
-            if self._reducer.something_waits() or not gathered.reduced:
-                self._reducer.reduce()
-            else:
-                self._reducer.deliver()
+        if collective:
+            self._reducer.reduce()
+        elif reduce:
+            self._reducer.deliver()
         return [None if g is None else g * factor for g in step.input_gradients]
 
     def _forget(self, step: Step) -> None:
@@ -238,17 +232,19 @@ class Executor:
         step: Step,
         listed: Sequence[Instruction],
         live: frozenset[Node] | None,
-        before: Mapping[str, torch.Tensor],
         *,
         reduce: bool,
+        totals: bool = False,
     ) -> None:
-        """Carry out instructions."""
+        """Carry out instructions; `totals`: and add up over the ranks what they compute for all."""
         forward = Exchange(self.world, self.world.forward, self._buffers)
         backward = Exchange(self.world, self.world.backward, self._buffers)
-        # The last backward of pieces has the final gradients of each parameter.
-        final = next(
-            (each.action for each in reversed(listed) if each.action and each.action.kind is Kind.BACKWARD), None
-        )
+        # The last backward of pieces has the final gradients of each parameter, the last forward all losses.
+        last_backward, last_forward = _last(listed, Kind.BACKWARD), _last(listed, Kind.FORWARD)
+        # On a GPU the numbers are not there until all is computed; to wait for them would keep it from its work.
+        early = totals and self.world.device.type == "cpu"
+        if early and last_forward is None:
+            self._totals.begin(step)
         where = self.world.watch.where
         for instruction in listed:
             for action in instruction.posts:
@@ -265,14 +261,17 @@ class Executor:
             piece = where.piece = action.piece
             where.action = action
             if action.kind is Kind.FORWARD:
-                self._compute(step, piece, live, before)
+                self.computing.forward(step, piece, live)
+                self._totals.take(step, piece)
+                if early and action is last_forward:
+                    self._totals.begin(step)
                 if not self._graph.signature.mode.grad:
                     self._give_back(step, piece)
             elif action.kind is Kind.BACKWARD:
                 assert live is not None
-                if reduce and action is final:
+                if reduce and action is last_backward:
                     self._reducer.arm()
-                self._differentiate(step, piece, live)
+                self.computing.backward(step, piece, live)
                 if not step.keep:
                     self._give_back(step, piece)
             elif action.kind is Kind.SEND_VALUES:
@@ -284,6 +283,8 @@ class Executor:
                 backward.send(action, parcel, {node: source.pop((piece, node)) for node in parcel.nodes})
         forward.finish()
         backward.finish()
+        if totals and not early:
+            self._totals.begin(step)
         where.piece = where.action = None
 
     def _receive(self, step: Step, exchange: Exchange, action: Action) -> None:
@@ -291,7 +292,7 @@ class Executor:
         piece = action.piece
         if action.kind in _GRADS:
             for node, value in values.items():
-                _add(step, piece, node, value)
+                step.add(piece, node, value)
             ours = action.src >= 0
         else:
             for node, value in values.items():
@@ -304,130 +305,6 @@ class Executor:
         for buffer in step.borrowed.pop(piece, ()):
             self._buffers.give(buffer)
 
-    # -- forward ----------------------------------------------------------------------------------------------
-
-    def _lend(self) -> None:
-        """Give tensors that other stages hold to those that only read them in this graph."""
-        for name, (lender, borrowers) in self.bound.borrowed.items():
-            if self._slot == lender:
-                value = self._state[name].detach().contiguous()
-                for slot in borrowers:
-                    finish(dist.isend(value, self.world.rank_of_slot[slot], group=self.world.forward))
-            elif self._slot in borrowers:
-                like = self._graph.traced.named(name)
-                value = torch.empty(like.shape, dtype=like.dtype, device=self.world.device)
-                finish(dist.irecv(value, self.world.rank_of_slot[lender], group=self.world.forward))
-                self._loans[name] = value
-
-    def _resolve(self) -> None:
-        """Find the tensors that this rank's part computes with."""
-        sources = (self._loans, self.bound.constants, self._state)
-        self._tensors = [next(source[name] for source in sources if name in source) for name in self.bound.part.tensors]
-
-    def _give_inputs(self, step: Step) -> None:
-        """Slice this rank's mini-batch into pieces, and weigh the losses of each."""
-        specs, sizes = self._graph.signature.tensors, step.pieces
-        counts = self._label_counts(step)
-        device = self.world.device
-        for piece in sizes.of_slot(self._slot):
-            first, rows = sizes.slices[piece]
-            slices = [
-                (leaf[first : first + rows] if spec.batch else leaf).detach()
-                for spec, leaf in zip(specs, step.leaves, strict=True)
-            ]
-            values = pieces_weights(
-                self._graph.weights,
-                world=self._averaged,
-                rows=rows,
-                rank_rows=sizes.rank_rows[self._slot],
-                total_rows=sizes.total,
-                counts=counts,
-            )
-            weights = [torch.tensor(value, dtype=torch.float64, device=device) for value in values]
-            for node, tensor in zip(self._nodes, [*slices, *weights], strict=True):
-                step.values[piece, node] = tensor
-
-    def _label_counts(self, step: Step) -> dict[str, Count]:
-        """Denominators of this rank's means (labels that count), over its whole mini-batch."""
-        rows = step.pieces.rank_rows[self._slot]
-        if rows == 0:
-            return {}
-        if step.whole is not None:  # this rank's part of the labels of all
-            return counted(self._graph.label_counts, step.whole, rows / step.pieces.total)
-        return counted(self._graph.label_counts, step.leaves)
-
-    def counts_no_label(self, step: Step) -> bool:
-        """Whether a mean over labels has none to count in this rank's mini-batch."""
-        counts = self._label_counts(step).values()
-        return any(not any(each) if isinstance(each, list) else not each for each in counts)
-
-    def _compute(
-        self, step: Step, piece: int, live: frozenset[Node] | None, before: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Forward of one piece."""
-        differentiable = self._graph.placement.requires_grad if live is None else live
-        inputs: dict[Node, torch.Tensor] = {}
-        for node in self.bound.part.inputs:
-            value = step.values.pop((piece, node)).detach()
-            inputs[node] = value.requires_grad_() if node in differentiable else value
-        buffers = {name: tensor.clone() for name, tensor in before.items()}
-        records = self._graph.signature.mode.grad
-        with torch.set_grad_enabled(records and not self.bound.recompute):
-            outputs = self._run(step, piece, inputs, buffers)
-        for node, value in outputs.items():
-            step.values[piece, node] = value.detach()
-        for node in self._numbers:
-            if node in outputs:
-                value = step.values.pop((piece, node))
-                value = value.to(torch.complex128 if value.is_complex() else torch.float64)
-                step.sums[node] = step.sums[node] + value if node in step.sums else value
-        if records:
-            if live is not None:
-                outputs = {node: value for node, value in outputs.items() if node in live}
-            kept = {} if self.bound.recompute else outputs
-            step.saved[piece] = Saved(inputs, kept, dict(before) if self.bound.recompute else {})
-        if piece == step.pieces.first:
-            with torch.no_grad():
-                for name, tensor in buffers.items():
-                    self._state[name].copy_(tensor)
-
-    def _run(
-        self, step: Step, piece: int, inputs: Mapping[Node, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> dict[Node, torch.Tensor]:
-        """Run this rank's part on a piece; `buffers` replace those that it writes into."""
-        part = self.bound.part
-        tensors = self._tensors
-        if buffers:
-            tensors = [buffers.get(name, tensor) for name, tensor in zip(part.tensors, tensors, strict=True)]
-        with (
-            self._random(step, piece) if part.random else contextlib.nullcontext(),
-            self._graph.signature.mode.autocasting(),
-        ):
-            arguments = (*inputs.values(), *tensors, *part.numbers_at(step.pieces.rows[piece]))
-            values = self.world.finite.run(part.module, arguments)
-        return dict(zip(part.outputs, values, strict=True))
-
-    @contextlib.contextmanager
-    def _random(self, step: Step, piece: int) -> Iterator[None]:
-        """Random numbers that depend on seed, step, piece and stage alone; the script's own stay untouched."""
-        text = f"{self._seed}/{step.number}/{piece}/{self.bound.stage}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
-            yield
-
-    def _agree_on_buffers(self, step: Step) -> None:
-        """Give the written buffers of the kept piece to the other replicas of the stage."""
-        layout = self.bound.layout
-        slots = layout.stages[self.bound.stage]
-        if not self._written or len(slots) < 2:
-            return
-        source = self.world.rank_of_slot[layout.slot_of(self.bound.stage, step.pieces.first)]
-        group = self.world.group_of(slots)
-        for name in self._written:
-            dist.broadcast(self._state[name].detach(), source, group=group)
-
     def _outputs(self, step: Step) -> list[Any]:
         """This rank's outputs. Collective where all ranks add up some."""
         missing: frozenset[Node] = frozenset()
@@ -437,115 +314,26 @@ class Executor:
         outputs = join(
             self._graph, step.values, pieces, rows, missing, self.world.device, shared=step.whole is not None
         )
-        if self._numbers:
-            lengths = [number_length(node) for node in self._numbers]
-            flat = [
-                flat_number(step.sums[node]) if node in step.sums else torch.zeros(length, dtype=torch.float64)
-                for node, length in zip(self._numbers, lengths, strict=True)
-            ]
-            added = self.world.sum_numbers(torch.cat(flat)) / self._averaged
-            parts = dict(zip(self._numbers, added.split(lengths), strict=True))
-            for place, node in enumerate(self._graph.traced.results):
-                if node in parts and outputs[place] is None:
-                    outputs[place] = shaped_number(parts[node], node, self.world.device)
-        step.sums.clear()
+        found = self._totals.finish(step)
+        for place, node in enumerate(self._graph.traced.results):
+            if node in found and outputs[place] is None:
+                outputs[place] = found[node]
         return outputs
-
-    # -- backward ---------------------------------------------------------------------------------------------
 
     def _upstream(self, step: Step, gradients: Sequence[torch.Tensor | None]) -> frozenset[Node]:
         """Tell each other which outputs have gradients, and those of numbers; returns the nodes that get some."""
         results = self._graph.traced.results
         given = dict(zip(results, gradients, strict=True))
         flags = pack_flags([gradient is not None for gradient in gradients])
-        lengths = [number_length(node) for node in self._numbers]
-        numbers: list[float] = []
-        for node, length in zip(self._numbers, lengths, strict=True):
-            gradient = given[node]
-            numbers += flat_number(gradient).tolist() if gradient is not None else [0.0] * length
-        told = agree(self.world, Phase.BACKWARD, step.number, *flags, *pack_floats(numbers))
+        numbers = self._totals.packed([given[node] for node in self._totals.nodes])
+        told = agree(self.world, Phase.BACKWARD, step.number, *flags, *numbers)
         by_rank = [unpack_flags(each, len(gradients)) for each in told]
-        parts = [torch.tensor(unpack_floats(each[len(flags) :]), dtype=torch.float64).split(lengths) for each in told]
-        for place, node in enumerate(self._numbers):
-            step.upstream[node] = [
-                shaped_number(parts[rank][place], node, self.world.device) for rank in self.world.rank_of_slot
-            ]
+        parts = [self._totals.unpacked(each[len(flags) :]) for each in told]
+        for node in self._totals.nodes:
+            step.upstream[node] = [parts[rank][node] for rank in self.world.rank_of_slot]
         return self.bound.live(tuple(any(column) for column in zip(*by_rank, strict=True)))
 
-    def _give_seeds(self, step: Step, gradients: Sequence[torch.Tensor | None], live: frozenset[Node]) -> None:
-        """Split the gradients of this rank's outputs into those of its pieces."""
-        sizes, pieces = step.pieces, step.pieces.of_slot(self._slot)
-        for node, result, gradient in zip(self._graph.traced.results, self._graph.results, gradients, strict=True):
-            if node not in live or result.kind in ("number", "global"):
-                continue
-            for piece in pieces:
-                first, rows = sizes.slices[piece]
-                shape = crossing_shape(node, rows)
-                if gradient is None or (result.kind == "first" and piece != pieces[0]):
-                    seed = torch.zeros(shape, dtype=node.meta["val"].dtype, device=self.world.device)
-                elif result.kind == "rows" and len(pieces) > 1:
-                    inner = shape[result.dim] // rows
-                    seed = gradient.narrow(result.dim, first * inner, rows * inner)
-                else:
-                    seed = gradient
-                _add(step, piece, node, seed.to(self.world.device))
 
-    def _differentiate(self, step: Step, piece: int, live: frozenset[Node]) -> None:
-        """Backward of one piece."""
-        saved = step.saved[piece] if step.keep else step.saved.pop(piece)
-        outputs = saved.outputs
-        if self.bound.recompute:
-            buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
-            with torch.enable_grad():
-                outputs = self._run(step, piece, saved.inputs, buffers)
-        roots, seeds = [], []
-        for node, value in outputs.items():
-            gradient = step.gradients.pop((piece, node), None)
-            if node in step.upstream and node in live:
-                number = step.upstream[node][piece % self.bound.layout.world]
-                gradient = number if gradient is None else gradient + number
-            if gradient is not None and value.requires_grad:
-                roots.append(value)
-                seeds.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, seeds, retain_graph=step.keep)
-            if self.world.finite.every:
-                found = {node: value.grad for node, value in saved.inputs.items()}
-                self.world.finite.gradients(dict(enumerate(seeds)), found)
-        for node, value in saved.inputs.items():
-            if node not in live:
-                continue
-            gradient, value.grad = value.grad, None
-            if gradient is None:
-                gradient = torch.zeros_like(value)
-            if node.op == "placeholder" and piece % self.bound.layout.world == self._slot:
-                _add(step, piece, node, gradient)
-            else:
-                step.outgoing[piece, node] = gradient
-        if step.interleaved:
-            self._drop_sent(step, piece)
-
-    def _drop_sent(self, step: Step, piece: int) -> None:
-        """Let go of a piece's values that have been sent; outputs go to the ranks at the end."""
-        for node in self.bound.part.outputs:
-            if node not in self._handed:
-                step.values.pop((piece, node), None)
-
-    def _input_gradients(self, step: Step, live: frozenset[Node]) -> list[torch.Tensor | None]:
-        pieces = step.pieces.of_slot(self._slot)
-        found: list[torch.Tensor | None] = []
-        for node, spec, leaf in zip(self._nodes, self._graph.signature.tensors, step.leaves, strict=False):
-            if node not in live:
-                found.append(None)
-                continue
-            parts = [step.gradients[piece, node] for piece in pieces if (piece, node) in step.gradients]
-            if not parts:
-                found.append(torch.zeros_like(leaf))
-            else:
-                found.append(torch.cat(parts) if spec.batch else torch.stack(parts).sum(0))
-        return found
-
-
-def _add(step: Step, piece: int, node: Node, gradient: torch.Tensor) -> None:
-    key = (piece, node)
-    step.gradients[key] = step.gradients[key] + gradient if key in step.gradients else gradient
+def _last(listed: Sequence[Instruction], kind: Kind) -> Action | None:
+    """The last computation of a kind."""
+    return next((each.action for each in reversed(listed) if each.action and each.action.kind is kind), None)

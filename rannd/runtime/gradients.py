@@ -11,13 +11,14 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from rannd.runtime.hooks import give
+from rannd.runtime.overflow import Overflow
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.world import World
 
@@ -55,11 +56,19 @@ class Reducer:
     """Moves what gathered in the aliases' gradients, reduced, to the gradients of the user's parameters.
 
     `divisor`: the number of ranks that the mean is taken over. `overlap`: reduce while backward runs.
-    `consolidate`: put all gradients of one kind in one buffer.
+    `consolidate`: put all gradients of one kind in one buffer. `overflow`: what looks at reduced gradients before
+    they are delivered, in a deployment of several stages.
     """
 
     def __init__(
-        self, world: World, parameters: Parameters, *, divisor: int, overlap: bool = True, consolidate: bool = False
+        self,
+        world: World,
+        parameters: Parameters,
+        *,
+        divisor: int,
+        overlap: bool = True,
+        consolidate: bool = False,
+        overflow: Overflow | None = None,
     ) -> None:
         self._world = world
         self._parameters = parameters
@@ -76,10 +85,16 @@ class Reducer:
         self._aside: dict[str, torch.Tensor] = {}
         self._ready: dict[str, torch.Tensor] = {}
         """Reduced gradients that the user's parameters have not got yet."""
-        self.before_delivery: Callable[[Iterable[torch.Tensor]], None] | None = None
-        """Called with reduced gradients before the user's parameters get them. On all ranks."""
+        self._overflow = overflow
+        self.something_waits = False
+        """A backward has left gradients to be reduced; alike on all ranks, also where this one has none of them."""
         self.delivered: Callable[[], None] | None = None
         """Called when the user's parameters have got theirs."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks talk to each other when gradients are delivered."""
+        return self._overflow is not None and self._overflow.watched
 
     # -- a backward -------------------------------------------------------------------------------------------
 
@@ -104,12 +119,15 @@ class Reducer:
         self._aside = {}
         return Gathered(found, reduce)
 
-    def something_waits(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced."""
-        return any(alias.grad is not None for alias in self._parameters.aliases.values())
+    def forget(self) -> None:
+        """Drop the gradients that wait."""
+        for name in self._parameters.trainable():
+            self._parameters.aliases[name].grad = None
+        self.something_waits = False
 
     def accept(self, gathered: Gathered, factor: float, *, keep: bool) -> None:
         """Let gradients times `factor` wait for `reduce`; `keep`: without changing `gathered`."""
+        self.something_waits |= not gathered.reduced
         for name, gradient in gathered.gradients.items():
             if factor != 1.0:
                 gradient = gradient * factor if keep else gradient.mul_(factor)
@@ -205,6 +223,7 @@ class Reducer:
 
     def reduce(self) -> None:
         """Reduce all gradients that wait, and give them to the user's parameters. Collective."""
+        self.something_waits = False
         for name, gradient in self._finish().items():
             self._ready[name] = self._ready[name] + gradient if name in self._ready else gradient
         self.deliver()
@@ -212,8 +231,8 @@ class Reducer:
     def deliver(self) -> None:
         """Give reduced gradients to the user's parameters."""
         ready, self._ready = self._ready, {}
-        if self.before_delivery is not None:
-            self.before_delivery(ready.values())
+        if self._overflow is not None:
+            self._overflow.spread(ready.values())
         with torch.no_grad():  # as hooks of autograd run
             for name in self._parameters.own:
                 if name in ready:

@@ -19,7 +19,7 @@ from rannd.runtime import clipping, switches, wrapping
 from rannd.runtime.deploy import save
 from rannd.runtime.session import Session
 from rannd.runtime.state import gather_state, gather_tensor, load_later, load_state, own_state
-from rannd.runtime.world import current
+from rannd.runtime.world import current, made
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
 
@@ -435,5 +435,8 @@ def clear() -> None:
         module.drop()
     _wrapped.clear()
     clipping.remove()
+    world = made()
+    if world is not None:
+        world.uncompared.clear()
     switches.delayed = False
     switches.keeps_graph = False

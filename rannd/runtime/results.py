@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,6 +104,8 @@ def join(
 
 
 def _joined(node: Node, result: Result, found: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not found and result.kind == "sum":
+        return torch.zeros(crossing_shape(node, 0), dtype=node.meta["val"].dtype, device=device)
     if not found:
         return _empty(node, device)
     if result.kind == "rows" and len(found) > 1:
@@ -123,23 +124,3 @@ def _empty(node: Node, device: torch.device) -> torch.Tensor:
             "give every rank at least one sample"
         )
     return torch.empty(shape, dtype=node.meta["val"].dtype, device=device)
-
-
-def flat_number(value: torch.Tensor) -> torch.Tensor:
-    """A number that all ranks add up, as doubles on the CPU."""
-    real = torch.view_as_real(value) if value.is_complex() else value
-    return real.detach().reshape(-1).to("cpu", torch.float64)
-
-
-def shaped_number(flat: torch.Tensor, node: Node, device: torch.device) -> torch.Tensor:
-    """What `flat_number` has made flat, for the output `node`."""
-    shape, dtype = crossing_shape(node, 1), node.meta["val"].dtype
-    if dtype.is_complex:
-        return torch.view_as_complex(flat.reshape(*shape, 2)).to(device, dtype)
-    return flat.reshape(shape).to(device, dtype)
-
-
-def number_length(node: Node) -> int:
-    """How many doubles `flat_number` makes of the output `node`."""
-    numbers = math.prod(crossing_shape(node, 1))
-    return 2 * numbers if node.meta["val"].dtype.is_complex else numbers

@@ -126,7 +126,7 @@ class Session:
     @property
     def something_waits(self) -> bool:
         """Whether gradients wait here to be reduced."""
-        return self._deployed is not None and self._deployed.reducer.something_waits()
+        return self._deployed is not None and self._deployed.reducer.something_waits
 
     @property
     def random_position(self) -> tuple[int, int]:
@@ -137,7 +137,7 @@ class Session:
         """Go on with the random numbers of another run. On all ranks, alike."""
         self._seed, self._steps = seed, steps
         for executor in self._graphs.executors():
-            executor.reseed(seed)
+            executor.computing.seed = seed
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -153,20 +153,21 @@ class Session:
         mode = Mode.current(training, self.dropout)
         state = self._graphs.state()
         changed_flags = self._deployed is not None and self._deployed.frozen.changed()
+        waits = delayed()
         number = UNKNOWN if changed_flags else self._graphs.find(call, mode, state)
-        told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call))
+        told = self._agree(number, call, waits=waits)
         if self._deployed is not None and any(each == UNKNOWN for each, _ in told):
             self._deployed.frozen.agree()
             state = self._graphs.state()
             number = self._graphs.find(call, mode, state)
-            told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call))
+            told = self._agree(number, call, waits=waits)
         if any(each == UNKNOWN for each, _ in told):
             with self._cache.connected():
                 watch.where.preparing = True
                 number = self._prepare(call, mode, state)
                 watch.where.preparing, watch.promise = False, self._promise
             self._many_graphs(call)
-            told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call))
+            told = self._agree(number, call, waits=waits)
         else:
             number = self._graphs.common(told)
         executor = self._graphs.use(number)
@@ -191,7 +192,7 @@ class Session:
         self._steps += 1
         # Gradients that wait already are reduced together with those of this call, at its backward.
         watch.where.stage = executor.bound.stage
-        outputs = executor.forward(step, reduce=not delayed() and not self._deployed.reducer.something_waits())
+        outputs = executor.forward(step, reduce=not waits and not self._deployed.reducer.something_waits)
         if training and torch.is_grad_enabled():
             self._check_losses(executor, step, outputs)
         if share is not None:
@@ -204,6 +205,17 @@ class Session:
         if torch.is_grad_enabled():
             outputs = attach(executor, step, call.tensors, outputs, delayed, share)
         return graph.traced.outputs.unflatten(outputs)
+
+    def _agree(self, number: int, call: Call, *, waits: bool) -> list[tuple[int, int]]:
+        """(graph, rows) of every rank."""
+        told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call), int(waits))
+        if len({each[2] for each in told}) > 1:
+            ranks = [rank for rank, each in enumerate(told) if each[2]]
+            raise StepError(
+                f"gradients wait on ranks {ranks} (delay_grad_allreduce), and are reduced at once on the others; turn "
+                "the delay on and off on all ranks"
+            )
+        return [(number, rows) for number, rows, _ in told]
 
     def _interleaves(self, executor: Executor, mode: Mode) -> tuple[bool, float]:
         """Whether backward runs inside a call, and the gradient of the loss that it begins with.
@@ -240,7 +252,9 @@ class Session:
                 }
                 return {**inputs, **{f"parameter {name}": held.tensors[name] for name in held.own}}
 
-            self.world.finite.losses(losses, given, lambda: executor.counts_no_label(step), run_again, half=half)
+            self.world.finite.losses(
+                losses, given, lambda: executor.mini_batch.counts_no_label(step), run_again, half=half
+            )
 
     def _many_graphs(self, call: Call) -> None:
         if self._tracer.traced == MANY_GRAPHS and self.world.rank == 0:
@@ -265,8 +279,7 @@ class Session:
     def forget_waiting(self) -> None:
         """Drop gradients that wait for their reduction."""
         if self._deployed is not None:
-            for name in self._deployed.parameters.trainable():
-                self._deployed.parameters.aliases[name].grad = None
+            self._deployed.reducer.forget()
 
     def undeploy(self) -> None:
         """Give every rank the whole model and optimizer back; the next call deploys anew. Collective."""
@@ -422,21 +435,20 @@ class Session:
             WholeOptimizer.of(self._optimizer, self.world).keep_own(parameters)
             clip_watch = ClipWatch(self.world, parameters, deployment, self._optimizer)
         self.values.finish()
+        overflow = Overflow(self.world, lambda: placeholder_gradient(self._optimizer))
+        overflow.watched = any(p.dtype == torch.float16 for p in self._model.parameters()) or (
+            self._scaler is not None and self._scaler.is_enabled()
+        )
         reducer = Reducer(
             self.world,
             parameters,
             divisor=self._averaged,
             overlap=not self._config.sync_allreduce,
             consolidate=self._config.consolidate_grads,
+            overflow=overflow if len(deployment.stages) > 1 else None,
         )
         if clip_watch is not None:
             reducer.delivered = clip_watch.reduced
-        overflow = Overflow(self.world, lambda: placeholder_gradient(self._optimizer))
-        overflow.watched = any(p.dtype == torch.float16 for p in self._model.parameters()) or (
-            self._scaler is not None and self._scaler.is_enabled()
-        )
-        if len(deployment.stages) > 1:
-            reducer.before_delivery = overflow.spread
         held = clipping.Held(self.world, parameters, len(deployment.stages))
         clipping.enter(held)
         return _Deployed(

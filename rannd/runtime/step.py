@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from rannd.runtime.gradients import Gathered
 from rannd.runtime.pieces import Pieces
+from rannd.runtime.world import Sum
 
 Key = tuple[int, Node]
 """A piece, and a value of it."""
@@ -45,6 +46,8 @@ class Step:
     values: dict[Key, torch.Tensor] = field(default_factory=dict)
     sums: dict[Node, torch.Tensor] = field(default_factory=dict)
     """Outputs that all ranks add up: the sums over the pieces that were computed here."""
+    total: Sum | None = None
+    """Their sums over the ranks, which are under way."""
     saved: dict[int, Saved] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
     """Gradients that have come for values of this rank's stage, or for its inputs."""
@@ -58,3 +61,8 @@ class Step:
     """Gradients of parameters from a backward inside the forward call."""
     input_gradients: list[torch.Tensor | None] = field(default_factory=list)
     """The same of this rank's inputs."""
+
+    def add(self, piece: int, node: Node, gradient: torch.Tensor) -> None:
+        """Add to the gradient of a piece's value."""
+        key = (piece, node)
+        self.gradients[key] = self.gradients[key] + gradient if key in self.gradients else gradient

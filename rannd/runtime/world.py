@@ -74,6 +74,22 @@ def find_place(environ: Mapping[str, str]) -> Place:
     return Place()
 
 
+@dataclass(frozen=True)
+class Sum:
+    """A sum over all ranks that is under way."""
+
+    watch: Watch
+    numbers: torch.Tensor
+    work: dist.Work | None
+
+    def finish(self) -> torch.Tensor:
+        """The sums, in the tensor that this rank gave. Waits for them."""
+        if self.work is not None:
+            with self.watch.inside("sum"):
+                self.work.wait()
+        return self.numbers
+
+
 @dataclass
 class World:
     """All ranks of the job. Collective methods have to be called by all of them, in the same order."""
@@ -92,6 +108,8 @@ class World:
     watch: Watch = field(default_factory=Watch)
     """Failures of this rank and of others."""
     finite: Finite = field(default_factory=Finite)
+    uncompared: list[tuple[int, float, bool]] = field(default_factory=list)
+    """Backwards that the ranks have not compared yet: see `rannd.runtime.agreement.compare_later`."""
 
     @property
     def rank(self) -> int:
@@ -158,10 +176,14 @@ class World:
 
     def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks of a small tensor on the CPU, in place."""
-        if self.size > 1:
-            with self.watch.inside("sum"):
-                dist.all_reduce(numbers, group=self.control)
-        return numbers
+        return self.begin_sum(numbers).finish()
+
+    def begin_sum(self, numbers: torch.Tensor) -> Sum:
+        """The same, while this rank goes on. Nothing else of `control` may begin before it is finished."""
+        if self.size == 1:
+            return Sum(self.watch, numbers, None)
+        with self.watch.inside("sum"):
+            return Sum(self.watch, numbers, dist.all_reduce(numbers, group=self.control, async_op=True))
 
     def group_of(self, slots: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of the ranks in some slots, for reductions; None for one slot alone. Collective when new."""
@@ -183,6 +205,11 @@ def current(config: Config) -> World:
     global _world
     if _world is None:
         _world = _make(config)
+    return _world
+
+
+def made() -> World | None:
+    """The world of this process, if there is one yet."""
     return _world
 
 

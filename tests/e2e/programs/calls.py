@@ -179,11 +179,56 @@ def switching_between_forward_and_backward() -> None:
     same_gradients(wrapped, reference)
 
 
+def an_empty_batch_whose_gradients_wait() -> None:
+    """A rank that has computed nothing has nothing that waits, and takes part all the same."""
+    if WORLD == 1:
+        return
+    reference, wrapped = pair(Net)
+    rows = [8] * (WORLD - 1) + [0]
+    for rank in range(WORLD - 1):
+        (reference(*batch(rank, seed=1))["loss"] * rows[rank] / sum(rows)).backward()
+    all_ranks(reference, seed=2)
+    for last, seed, mine in ((False, 1, rows[RANK]), (True, 2, 8)):
+        pyrannc.delay_grad_allreduce(not last)
+        x, target = batch(RANK, seed=seed)
+        found = wrapped(x[:mine], target[:mine])
+        found["loss"].backward()
+        assert bool(found["hits"]) <= bool(mine), found["hits"]
+    same_gradients(wrapped, reference)
+
+
 def gradients_that_differ_between_ranks() -> None:
     reference, wrapped = pair(Net)
     loss = wrapped(*batch(RANK))["loss"]
-    if WORLD > 1:
+    if WORLD > 1:  # what nothing is moved for is compared at the next occasion; nothing gets past it
+        (loss * (RANK + 1)).backward()
+        for again in (lambda: wrapped(*batch(RANK)), wrapped.state_dict):
+            refused(StepError, "differs between ranks ([1.0, 2.0", again)
+        pyrannc.clear()
+        reference, wrapped = pair(Net)
+        loss = wrapped(*batch(RANK))["loss"]
+        if RANK:
+            loss.backward()
+        refused(StepError, "rank 0 has run backward of the calls [], rank 1 of [0]", lambda: wrapped(*batch(RANK)))
+        pyrannc.clear()
+        reference, wrapped = pair(Net)
+        loss = wrapped(*batch(RANK))["loss"]
+        pyrannc.delay_grad_allreduce(RANK > 0)
+        loss.backward()
+        refused(StepError, "calls [0], rank 1 of [0 (delayed)]", wrapped.state_dict)
+        pyrannc.clear()
+        reference, wrapped = pair(Net)
+        pyrannc.delay_grad_allreduce(RANK > 0)
+        refused(StepError, "gradients wait on ranks [1", lambda: wrapped(*batch(RANK)))
+        pyrannc.clear()
+        reference, wrapped = pair(Net)
+        wrapped(*batch(RANK))["loss"].backward()
+        pyrannc.delay_grad_allreduce(True)
+        wrapped(*batch(RANK))["loss"].backward()
+        pyrannc.delay_grad_allreduce(False)
+        loss = wrapped(*batch(RANK))["loss"]  # is reduced with what waits: ranks have to talk
         refused(StepError, "interleave_loss=false", lambda: (loss * (RANK + 1)).backward())
+        pyrannc.clear()
     os.environ["RANNC_INTERLEAVE_LOSS"] = "false"
     reference, wrapped = pair(Net)
     all_ranks(reference, factor=lambda rank: rank + 1.0)
@@ -240,6 +285,7 @@ outputs_beside_a_loss()
 several_backwards()
 several_forwards()
 switching_between_forward_and_backward()
+an_empty_batch_whose_gradients_wait()
 gradients_that_differ_between_ranks()
 one_batch_for_all()
 print(f"rank {RANK}: calls: all equal", flush=True)
