@@ -3,73 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
-from torch.fx import Node
 
 from rannd import log
 from rannd.config import Config
 from rannd.errors import StepError, TraceError
 from rannd.graph.alike import difference, of_call
 from rannd.graph.dropout import traced_with
-from rannd.graph.misuse import check_ready, check_values
+from rannd.graph.misuse import check_ready
 from rannd.graph.model import ModelGraph
 from rannd.graph.pystate import State
 from rannd.graph.signature import Call, Mode, Signature, classify
-from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
-from rannd.runtime import clipping
 from rannd.runtime.agreement import Phase, agree
-from rannd.runtime.bound import bind, planned_stages, tensor_owners
 from rannd.runtime.bridge import attach
 from rannd.runtime.cache import Cache
-from rannd.runtime.clip_watch import ClipWatch
-from rannd.runtime.deploy import Planner
-from rannd.runtime.dump import dump
+from rannd.runtime.deployed import Deployed, Deployer
 from rannd.runtime.executor import Executor
-from rannd.runtime.frozen import Frozen
-from rannd.runtime.gradients import Reducer
 from rannd.runtime.graphs import UNKNOWN, Graphs
 from rannd.runtime.memory import Promise
 from rannd.runtime.optimizer import WholeOptimizer
-from rannd.runtime.overflow import Overflow
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.pieces import split_rows
-from rannd.runtime.placeholder import placeholder_gradient
 from rannd.runtime.results import NotSent
 from rannd.runtime.shared_inputs import Share, from_rank_0, rows_by_slot
 from rannd.runtime.step import Step
-from rannd.runtime.tracing import Tracer, placed
-from rannd.runtime.undeploy import Origin, gather_gradient, undeploy
+from rannd.runtime.tracing import Tracer
+from rannd.runtime.undeploy import gather_gradient, undeploy
 from rannd.runtime.values import Values
 from rannd.runtime.verify import verify
 from rannd.runtime.world import World
 
 MANY_GRAPHS = 16
 """So many graphs of one model are probably a mistake of the script."""
-
-
-class DryRunDone(SystemExit):
-    """Ends a script that was started to plan only."""
-
-
-@dataclass(frozen=True)
-class _Deployed:
-    deployment: Deployment
-    parameters: Parameters
-    reducer: Reducer
-    held: clipping.Held
-    frozen: Frozen
-    origin: Origin
-    clip_watch: ClipWatch | None
-    overflow: Overflow
 
 
 class Session:
@@ -93,25 +66,33 @@ class Session:
         self._config = config
         self._model = model
         self._optimizer = optimizer
-        self._load = load_deployment
-        self._sync = sync
-        self._all_outputs = all_outputs
         self._scaler = scaler
         self._shared = shared
         """All ranks run rank 0's mini-batch."""
-        self._averaged = 1 if shared else world.size
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
         self.values = Values(world, model, checkpoint, sync=sync)
         self._graphs = Graphs(world, model)
         self._cache = Cache(world, config)
         self._tracer = Tracer(world, self._cache, model)
+        self._deployer = Deployer(
+            world,
+            config,
+            self._cache,
+            model,
+            optimizer,
+            self.values,
+            load=load_deployment,
+            sync=sync,
+            averaged=1 if shared else world.size,
+            all_outputs=all_outputs,
+            scaler=scaler,
+        )
         self._steps = 0
         self.dropout: bool | None = None
         """What `RaNNCModule.enable_dropout` says; None: as the modules' training flags do."""
         if optimizer is not None:
             WholeOptimizer.of(optimizer, world)
-        self._deployed: _Deployed | None = None
-        self._promise: Promise | None = None
+        self._deployed: Deployed | None = None
 
     @property
     def deployment(self) -> Deployment | None:
@@ -122,6 +103,11 @@ class Session:
     def parameters(self) -> Parameters | None:
         """Who holds what, once the model is deployed."""
         return self._deployed.parameters if self._deployed is not None else None
+
+    @property
+    def _promise(self) -> Promise | None:
+        """What the plan promised."""
+        return self._deployed.promise if self._deployed is not None else None
 
     @property
     def something_waits(self) -> bool:
@@ -301,9 +287,7 @@ class Session:
         deployed, self._deployed = self._deployed, None
         self._graphs.clear()
         if deployed is not None:
-            clipping.leave(deployed.held)
-            if deployed.clip_watch is not None:
-                deployed.clip_watch.close()
+            deployed.close()
 
     # -- graphs -----------------------------------------------------------------------------------------------
 
@@ -337,9 +321,12 @@ class Session:
         if deployed is not None:
             deployed.parameters.adopt()
         else:
-            self._deployed = self._deploy(self._as_trained(graph, call), call, rows)
+            planned = self._as_trained(graph, call)
+            if self._config.verify_partitioning and not self._config.partitioning_dry_run_np:
+                self._verify(planned, call)
+            self._deployed = self._deployer.deploy(planned, call, rows)
         assert self._deployed is not None
-        number = self._graphs.add(signature, self._bind(self._deployed, graph), state)
+        number = self._graphs.add(signature, self._deployer.bind(self._deployed, graph, self._seed), state)
         if deployed is None:
             self.values.close()
             if self.world.rank == 0:
@@ -405,70 +392,3 @@ class Session:
         if self._deployed is not None:
             return self._deployed.parameters.hollow()
         return self.values.readable(planned_only=bool(self._config.partitioning_dry_run_np))
-
-    def _deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> _Deployed:
-        for line in graph.idle_cuts if self.world.rank == 0 else ():
-            log.get("RaNNCModule").warning("%s", line)
-        leaves = [placed(tensor, self.world.device) if tensor.is_meta else tensor for tensor in call.tensors]
-        planner = Planner(self.world, self._config, self._cache, graph, self._model, self._optimizer, leaves, rows)
-        if self._config.partitioning_dry_run_np:
-            deployment = planner.dry_run(self._config.partitioning_dry_run_np)
-            self._dump(graph, deployment, planned_stages(graph, deployment))
-            raise DryRunDone(0)
-        check_values(call.names, call.tensors)
-        deployment = planner.deployment(self._load)
-        self._promise = planner.promise(deployment)
-        watch = self.world.watch
-        watch.promises[self._promise.digest] = self._promise
-        watch.stages = {self.world.rank_of_slot[s]: n for n, each in enumerate(deployment.stages) for s in each.slots}
-        if self._config.verify_partitioning:
-            self._verify(graph, call)
-        owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
-        self.values.prepare(lambda name: name in owners and name not in deployment.unused_params)
-        if self.world.rank == 0:
-            log.get("ParamStorage").info("Synchronizing parameters ...")
-        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        origin = Origin(tensors)
-        parameters = Parameters(self.world, self._model, owners, deployment, values=self.values, sync=self._sync)
-        clip_watch: ClipWatch | None = None
-        if self._optimizer is not None:
-            WholeOptimizer.of(self._optimizer, self.world).keep_own(parameters)
-            clip_watch = ClipWatch(self.world, parameters, deployment, self._optimizer)
-        self.values.finish()
-        overflow = Overflow(self.world, lambda: placeholder_gradient(self._optimizer))
-        overflow.watched = any(p.dtype == torch.float16 for p in self._model.parameters()) or (
-            self._scaler is not None and self._scaler.is_enabled()
-        )
-        reducer = Reducer(
-            self.world,
-            parameters,
-            divisor=self._averaged,
-            overlap=not self._config.sync_allreduce,
-            consolidate=self._config.consolidate_grads,
-            overflow=overflow if len(deployment.stages) > 1 else None,
-        )
-        if clip_watch is not None:
-            reducer.delivered = clip_watch.reduced
-        held = clipping.Held(self.world, parameters, len(deployment.stages))
-        clipping.enter(held)
-        return _Deployed(
-            deployment, parameters, reducer, held, Frozen(self.world, parameters), origin, clip_watch, overflow
-        )
-
-    def _bind(self, deployed: _Deployed, graph: ModelGraph) -> Executor:
-        planned = graph.task.graph_hash == deployed.deployment.graph_hash
-        owners = None if planned else deployed.parameters.owners
-        bound = bind(
-            graph, deployed.deployment, self.world.slot, self.world.device, owners, all_outputs=self._all_outputs
-        )
-        check(bound.traffic.program)
-        if bound.interleaved is not None:
-            check(bound.interleaved.traffic.program)
-        self._dump(graph, deployed.deployment, bound.stage_of)
-        return Executor(
-            self.world, bound, deployed.parameters.aliases, deployed.reducer, self._seed, averaged=self._averaged
-        )
-
-    def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
-        if self._config.dump_graph and self.world.rank == 0:
-            dump(self._config, graph, deployment, stage_of)
