@@ -6,16 +6,19 @@ The public API, under the name that RaNNC scripts import. Importing it starts no
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
 from rannd import config as _configuration
 from rannd import log as _log
 from rannd.graph.cut_point import CutPoint
-from rannd.runtime.checkpoint.door import load_checkpoint, save_checkpoint
 from rannd.runtime.distribute import DistributeModelParams
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
 from rannd.runtime.world import current as _current
 from rannd.runtime.world import find_place as _find_place
+
+if TYPE_CHECKING:
+    from rannd.runtime.checkpoint.door import load_checkpoint, save_checkpoint
 
 __all__ = [
     "CutPoint",
@@ -31,6 +34,19 @@ __all__ = [
     "save_checkpoint",
     "sync_params_on_init",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported at its first use: torch.distributed.checkpoint takes as long as a fifth of torch."""
+    if name in ("load_checkpoint", "save_checkpoint"):
+        from rannd.runtime.checkpoint import door
+
+        return getattr(door, name)
+    raise AttributeError(f"module 'pyrannc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def get_rank() -> int:

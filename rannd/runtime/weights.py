@@ -14,12 +14,9 @@ from typing import Any, Protocol
 import msgspec
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from rannd.errors import CheckpointError
-from rannd.runtime.checkpoint.index import INDEX as METADATA
-from rannd.runtime.checkpoint.index import read_index
-from rannd.runtime.checkpoint.shards import read_values
+from rannd.runtime.checkpoint.folder import METADATA
 
 INDEX = "model.safetensors.index.json"
 
@@ -94,29 +91,6 @@ class Safetensors:
             raise CheckpointError(f"{name} cannot be read from {self._file[name]}: {exc}") from exc
 
 
-class Distributed:
-    """The tensors of a folder that torch.distributed.checkpoint, or `pyrannc.save_checkpoint`, wrote."""
-
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        self.where = str(folder)
-        self._folder = folder
-        self._index = index
-        self._tensors = {
-            name: each for name, each in index.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
-        }
-        self.shapes = {name: tuple(each.size) for name, each in self._tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """As of any Weights; only the parts of the files that belong to the tensor are read."""
-        each = self._tensors[name]
-        made = torch.empty(each.size, dtype=each.properties.dtype)
-        try:
-            read_values(self._folder, self._index, {name: made})
-        except Exception as exc:  # torch and pickle raise all kinds of errors for a damaged file
-            raise CheckpointError(f"{name} cannot be read from {self.where}: {type(exc).__name__}: {exc}") from exc
-        return made
-
-
 def open_weights(path: Path) -> Weights:
     """What is at `path`: a .safetensors file, a folder of such files, or a folder of torch.distributed.checkpoint.
 
@@ -130,6 +104,10 @@ def open_weights(path: Path) -> Weights:
         if (path / "model.safetensors").is_file():
             return Safetensors(path / "model.safetensors", None)
         if (path / METADATA).is_file():
+            # Only here: importing torch.distributed.checkpoint takes as long as a fifth of torch.
+            from rannd.runtime.checkpoint.index import read_index
+            from rannd.runtime.checkpoint.tensors import Distributed
+
             return Distributed(path, read_index(path))
     what = "is not there" if not path.exists() else "is none of them"
     raise CheckpointError(

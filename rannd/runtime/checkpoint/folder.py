@@ -22,6 +22,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+METADATA = ".metadata"
+"""The index in a folder of torch.distributed.checkpoint."""
 DRAFT = ".rannd-draft-"
 NEW = ".rannd-new-"
 GONE = ".rannd-gone-"

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rannd.errors import CheckpointError
+from rannd.runtime.checkpoint.folder import METADATA
 
-INDEX = ".metadata"
 _HOME = "torch.distributed.checkpoint."
 _RECORDS = {
     f"{_HOME}metadata.{name}"
@@ -68,11 +68,11 @@ class _Record:
 
 def read_index(folder: Path) -> Metadata:
     """The index of a checkpoint's folder. CheckpointError where there is none, or it holds what an index cannot."""
-    path = folder / INDEX
+    path = folder / METADATA
     try:
         data = path.read_bytes()
     except FileNotFoundError as exc:
-        raise CheckpointError(f"{folder} is no checkpoint: it has no file {INDEX}") from exc
+        raise CheckpointError(f"{folder} is no checkpoint: it has no file {METADATA}") from exc
     except OSError as exc:
         raise CheckpointError(f"the checkpoint's index {path} cannot be read: {exc.strerror}") from exc
     try:
