@@ -125,7 +125,7 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
         mean.meta["val"] = TensorValue(loss.meta["val"].dtype, ())
         return mean
 
-    for number, node in enumerate(analysis.masked):
+    for number, node in enumerate(analysis.masked if analysis.coupled is None else ()):
         if base_name(node) == "div":
             with graph.inserting_before(node):
                 product = scaled(arguments(node)["self"], f"{LABELS_WEIGHT}{number}", node.meta["val"].dtype)

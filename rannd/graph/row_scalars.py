@@ -46,7 +46,7 @@ def masked_mean(walk: Walk, node: Node, named: Mapping[str, Any]) -> State:
         return Scalar(Reduction.MEAN)
     if target in walk.early and (named.get("weight") is None or classes_of(node) is not None):
         walk.masked.append(node)
-        return Scalar(Reduction.EXACT)
+        return Scalar(Reduction.MEAN if walk.whole else Reduction.EXACT)
     walk.couple(node, "a mean over labels has labels that the model itself computes, or a changing number of classes")
     return Scalar(Reduction.MEAN)
 
@@ -111,7 +111,11 @@ def scalar(walk: Walk, node: Node) -> State:
 
 def _sum(walk: Walk, node: Node, operands: dict[str, Any]) -> State:
     """Terms of one kind stay of that kind; different ones are weighted first, so that the sum adds up."""
-    states = {key: state_of(walk, value) for key, value in operands.items()}
+    states = {
+        key: state_of(walk, value)
+        for key, value in operands.items()
+        if isinstance(value, Node) or value != 0  # Python's sum() begins with 0
+    }
     kinds = set(states.values())
     if len(kinds) == 1:
         return kinds.pop()

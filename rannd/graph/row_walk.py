@@ -20,6 +20,8 @@ class Walk:
     weighted: list[tuple[Node, str]] = field(default_factory=list)
     masked: list[Node] = field(default_factory=list)
     squeezed: list[Node] = field(default_factory=list)
+    whole: bool = False
+    """Mini-batches run whole, each on one rank."""
     early: Set[Node] = frozenset()
     hidden: dict[Node, str] = field(default_factory=dict)
     """Early nodes that mix samples, and how: that matters only where they are used as anything but a denominator."""

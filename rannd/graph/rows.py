@@ -7,6 +7,7 @@ whole. That is right for any model; it only rules microbatches out.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -75,7 +76,29 @@ class RowAnalysis:
 
 def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalysis:
     """Follow the samples through a traced model; `early` nodes are computed from the inputs alone."""
-    walk = Walk(early=early)
+    found = _analyse(Walk(early=early), traced, signature)
+    if found.coupled is None:
+        return found
+    # Mini-batches run whole: a mean over labels has its own denominator, whatever the model makes of it.
+    whole = _analyse(Walk(early=early, whole=True), traced, signature)
+    kept = tuple(site for site in whole.weighted if not _bends(whole, site[0]))
+    return dataclasses.replace(whole, coupled=found.coupled, weighted=kept)
+
+
+def _bends(analysis: RowAnalysis, node: Node) -> bool:
+    """Whether something nonlinear is made of a sum of terms: it has to get the rank's own value, with no weights."""
+    seen, stack = {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in seen and user.op != "output":
+                if not isinstance(analysis.states[user], Scalar):
+                    return True
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _analyse(walk: Walk, traced: Traced, signature: Signature) -> RowAnalysis:
     inputs: list[State] = [Rows(0, 1, 1) if spec.batch else FIXED for spec in signature.tensors]
     _walk(walk, traced.graph, traced.root, inputs)
     if signature.fixed_rows is not None:
@@ -139,7 +162,7 @@ def _follow(walk: Walk, node: Node, states: Sequence[State], root: nn.Module) ->
         return _nested(walk, node, root)
     if has_early_denominator(walk, node):
         walk.masked.append(node)
-        return Scalar(Reduction.EXACT)
+        return Scalar(Reduction.MEAN if walk.whole else Reduction.EXACT)
     if any(state is WHOLE or isinstance(state, tuple) for state in states) and not reduces(node):
         raise Coupled(f"{operator_name(node.target)} follows an op that mixes samples")
     if any(isinstance(state, Scalar) for state in states):

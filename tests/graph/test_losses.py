@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from pieces import WIDTH, Small, graph_of, state_of
 from row_cases import INDEPENDENT
-from torch import Tensor
+from row_operators import Forward
+from torch import Tensor, nn
 
 from rannd.graph.cut import extract
 from rannd.graph.losses import LABELS_WEIGHT, ROWS_WEIGHT, Result, counted, pieces_weights
+
+ARGUMENTS = INDEPENDENT["padded"][1]
+"""Makers of sequences and their labels, some of which do not count."""
 
 pytestmark = pytest.mark.usefixtures("double")
 
 
 def over_ranks(name: str, ranks: list[list[int]]) -> tuple[Small, list[Tensor], Tensor]:
     """(model, whole batch, mean over ranks of the sums of pieces); `ranks` has the rows of each rank's pieces."""
-    function, arguments = INDEPENDENT[name]
+    return function_over_ranks(*INDEPENDENT[name], ranks)
+
+
+def function_over_ranks(
+    function: Forward, arguments: Sequence[Callable[[], Tensor]], ranks: list[list[int]]
+) -> tuple[Small, list[Tensor], Tensor]:
+    """The same for a function of a Small and what makes its arguments."""
     torch.manual_seed(2)
     model = Small(function)
     tensors = [make() for make in arguments]
@@ -81,6 +92,40 @@ def test_padded_labels_count_by_rank(name: str) -> None:
     model, tensors, found = over_ranks(name, [[2, 2], [1, 2]])
     first, second = (model(*(tensor[rows] for tensor in tensors)) for rows in (slice(0, 4), slice(4, 7)))
     torch.testing.assert_close(found, (4 * first + 3 * second) / 7)
+
+
+def padded(m: Small, a: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy((a @ m.w).flatten(0, 1), y.flatten())
+
+
+def masked(m: Small, a: Tensor, y: Tensor) -> Tensor:
+    mask = (y != -100).to(a.dtype)
+    return ((a @ m.w).square().mean(-1) * mask).sum() / mask.sum()
+
+
+def terms(m: Small, a: Tensor, y: Tensor) -> Tensor:
+    return (a @ m.w).square().sum() / 100 + padded(m, a, y)
+
+
+@pytest.mark.parametrize("loss", [padded, masked, terms])
+@pytest.mark.parametrize("bend", [torch.exp, torch.square, lambda x: x * x.detach(), lambda x: x + torch.sqrt(x)])
+def test_what_is_no_mean_is_made_of_each_ranks_own(loss: Forward, bend: Callable[[Tensor], Tensor]) -> None:
+    """A perplexity, a focal factor: no weights are inside, however uneven the ranks."""
+
+    model, tensors, found = function_over_ranks(lambda *given: bend(loss(*given)), ARGUMENTS, [[4], [3]])
+    first, second = (model(*(tensor[rows] for tensor in tensors)) for rows in (slice(0, 4), slice(4, 7)))
+    torch.testing.assert_close(found, (first + second) / 2)
+
+
+def test_a_sum_by_hand_divided_by_the_rows_is_a_mean() -> None:
+    """Python's sum begins with a 0, which is no term."""
+
+    def function(m: Small, a: Tensor, y: Tensor) -> Any:
+        found = (a @ m.w).square()
+        return sum([found[:, 0].sum(), found[:, 1].sum()]) / len(a)
+
+    model, tensors, found = function_over_ranks(function, ARGUMENTS, [[2, 2], [1, 2]])
+    torch.testing.assert_close(found, model(*tensors))
 
 
 def test_a_rank_without_labels_has_no_mean() -> None:
