@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rannd import config as _configuration
 from rannd import log as _log
 from rannd.graph.cut_point import CutPoint
+from rannd.runtime.agreement import Phase as _Phase
+from rannd.runtime.agreement import meet as _meet
 from rannd.runtime.distribute import DistributeModelParams
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
@@ -60,7 +62,7 @@ def get_world_size() -> int:
 
 
 def barrier() -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks. StepError where some rank is at another place of the script."""
     config = _configuration.load()
     _log.setup(level=config.log_level)
-    _current(config).barrier()
+    _meet(_current(config), _Phase.BARRIER)

@@ -31,11 +31,29 @@ class Phase(enum.IntEnum):
     LOAD_CHECKPOINT = 8
     CLIP = 9
     UNDEPLOY = 10
+    BARRIER = 11
+    GET_PARAM = 12
+    GET_PARAM_GRAD = 13
+    ALLREDUCE_GRADS = 14
+    WRAP = 15
+    DISTRIBUTE = 16
 
-    def place(self, step: int) -> str:
-        """Where in the script that is, in words."""
-        name = self.name.lower()
-        return f"the {name} of call {step}" if self in (Phase.FORWARD, Phase.BACKWARD) else name
+
+_PLACES = {
+    Phase.WRAP: "the making of a RaNNCModule",
+    Phase.DISTRIBUTE: "DistributeModelParams",
+    Phase.GET_PARAM: "get_param, or what gathers parameters",
+}
+
+
+def _place(phase: int, step: int) -> str:
+    """Where in the script that is, in words."""
+    if phase in (Phase.FORWARD, Phase.BACKWARD):
+        return f"the {Phase(phase).name.lower()} of call {step}"
+    try:
+        return _PLACES.get(Phase(phase), Phase(phase).name.lower())
+    except ValueError:  # a message of something that does not agree first
+        return "something else that all ranks do together"
 
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
@@ -43,13 +61,13 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
     # As long in every phase: ranks at different places have to understand each other, too.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
     told = world.gather_numbers([phase, step, _digest(world.uncompared), *first])
-    places = [(Phase(each[0]), each[1]) for each in told]
+    places = [(each[0], each[1]) for each in told]
     if len(set(places)) > 1:
         other = next(rank for rank, place in enumerate(places) if place != places[0])
-        here, there = (phase.place(step) for phase, step in (places[0], places[other]))
+        here, there = (_place(*place) for place in (places[0], places[other]))
         raise StepError(
             f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model, and backward, equally "
-            "often and in the same order, and so what gathers or loads its state"
+            "often and in the same order, and so all else that ranks do together (barrier, what gathers or loads state)"
         )
     if len({each[2] for each in told}) > 1:
         _compare(world)
@@ -74,7 +92,10 @@ def compare_later(world: World, call: int, gradient: float, delivered: bool) -> 
 
 
 def _digest(uncompared: Sequence[tuple[int, float, bool]]) -> int:
-    data = msgspec.msgpack.encode(uncompared)
+    return _number(msgspec.msgpack.encode(uncompared))
+
+
+def _number(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
@@ -106,10 +127,19 @@ def same_loss_gradient(gradients: Sequence[float]) -> None:
         )
 
 
-def meet(world: World, phase: Phase) -> None:
-    """Wait for all ranks to do the same. StepError where some rank is at another place of the script."""
-    if world.size > 1:
-        agree(world, phase, 0, 0, 0)
+def meet(world: World, phase: Phase, about: str = "") -> None:
+    """Wait for all ranks to do the same, with the same thing. StepError where some rank is at another place."""
+    if world.size == 1:
+        return
+    with world.watch.inside(phase.name.lower()):
+        told = agree(world, phase, 0, _number(about.encode()))
+        if len(set(told)) > 1:
+            names = [data.decode() for data in world.gather_bytes(about.encode())]
+            other = next(rank for rank, name in enumerate(names) if name != names[0])
+            raise StepError(
+                f"in {_place(phase, 0)} rank 0 wants {names[0]!r}, rank {other} {names[other]!r}: every rank has "
+                "to ask for the same, in the same order (that of a set of names differs from process to process)"
+            )
 
 
 def pack_flags(flags: Sequence[bool]) -> list[int]:

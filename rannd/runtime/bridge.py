@@ -40,7 +40,8 @@ def attach(
         return outputs
     bridge = _Backward(executor, step, len(outputs), places, delayed, share)
     anchor = torch.zeros((), requires_grad=True)
-    values = [outputs[place] for place in places]
+    # Detached: scripts may write into what is no view, whatever memory it shares.
+    values = [outputs[place].detach() for place in places]
     attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, values, anchor, *tensors)  # type: ignore[no-untyped-call]
     for place, value in zip(places, attached, strict=True):
         outputs[place] = value

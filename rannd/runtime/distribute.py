@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import UsageError
+from rannd.runtime.agreement import Phase, meet
 from rannd.runtime.recording import Recorder
 from rannd.runtime.tape import View
 from rannd.runtime.world import World, current
@@ -75,6 +76,7 @@ def forget(model: nn.Module) -> None:
 
 def draw_seed(world: World) -> int:
     """A seed for all ranks: what rank 0's default generator gives next, as to any constructor. Collective."""
+    meet(world, Phase.DISTRIBUTE)
     drawn = int(torch.randint(2**62, ()))
     return int.from_bytes(world.broadcast_bytes(drawn.to_bytes(8, "big")), "big")
 

@@ -21,6 +21,7 @@ class Failure(msgspec.Struct, frozen=True):
     rank: int
     host: str
     pid: int
+    """0: not known."""
     kind: str
     """``raised``; ``memory`` (ran out of it); ``gone`` (ended without a word); ``hang``."""
     place: str
@@ -39,7 +40,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     def words(self) -> str:
         """One line for everybody."""
-        who = f"rank {self.rank} ({self.host}, pid {self.pid})"
+        who = f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank} ({self.host})"
         if self.kind == "gone":
             runs = "" if self.stage is None else f", which runs stage {self.stage},"
             return f"{who}{runs} has ended without a word; {self.error}"
@@ -49,9 +50,18 @@ class Failure(msgspec.Struct, frozen=True):
         return f"{who} {what} in {self.place}: {self.error}"
 
 
+def text_of(exc: BaseException) -> str:
+    """`str` of an exception, whose own code may fail."""
+    try:
+        return str(exc)
+    except Exception as wrong:
+        return f"(no text: its __str__ raises {type(wrong).__name__})"
+
+
 def describe(exc: BaseException) -> str:
     """Type and text of an exception."""
-    text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+    text = text_of(exc)
+    text = f"{type(exc).__name__}: {text}" if text else type(exc).__name__
     return text if len(text) <= LONGEST else text[:LONGEST] + " ..."
 
 
@@ -75,4 +85,4 @@ def is_broken(exc: BaseException) -> bool:
     """Whether an exception says that a connection between ranks broke, and not what the model did."""
     if isinstance(exc, dist.DistError):
         return True
-    return isinstance(exc, RuntimeError) and any(word in str(exc) for word in _BROKEN)
+    return isinstance(exc, RuntimeError) and any(word in text_of(exc) for word in _BROKEN)

@@ -15,7 +15,7 @@ from rannd import log
 from rannd.config import Config
 from rannd.daemon.keys import Key, limit_key
 from rannd.plan.deployment import Deployment
-from rannd.runtime.failure import Failure
+from rannd.runtime.failure import Failure, text_of
 
 if TYPE_CHECKING:  # the cache knows the world, which knows this
     from rannd.runtime.cache import Cache
@@ -35,7 +35,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
         return True
     if isinstance(exc, OSError):
         return exc.errno == errno.ENOMEM
-    return isinstance(exc, RuntimeError) and any(word in str(exc) for word in _WORDS)
+    return isinstance(exc, RuntimeError) and any(word in text_of(exc) for word in _WORDS)
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class Promise:
     def text(self, exc: BaseException, stage: int | None) -> str:
         """What was promised, asked for and there, and what to do."""
         free, total = free_memory(self.device)
-        found = _ASKED.search(str(exc))
+        found = _ASKED.search(text_of(exc))
         parts = [f"out of memory on {self.device}; asked for: {found[1] if found else 'unknown'}"]
         parts.append(f"free now: {amount(free)} of {amount(total)}")
         if stage is not None:

@@ -18,7 +18,7 @@ from rannd.plan.deployment import Deployment
 from rannd.runtime import clipping, switches, wrapping
 from rannd.runtime.deploy import save
 from rannd.runtime.session import Session
-from rannd.runtime.state import gather_state, gather_tensor, load_later, load_state, own_state
+from rannd.runtime.state import copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.world import current, made
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
@@ -241,7 +241,7 @@ class RaNNCModule(nn.Module):
                 continue
             first = held.names[name.removeprefix(f"{prefix}.") if prefix else name]
             if from_global:
-                yield name, gather_tensor(self._session.world, held, first, everywhere=True)
+                yield name, copy_of(self._session.world, held, first)
             elif first in own:
                 yield name, tensor
 
@@ -253,9 +253,7 @@ class RaNNCModule(nn.Module):
         parameter, held = self._parameter(name), self._session.parameters
         if held is None:
             return _copy(name, parameter)
-        found = gather_tensor(self._session.world, held, held.names[name], everywhere=True)
-        assert found is not None
-        return found
+        return copy_of(self._session.world, held, held.names[name])
 
     def get_param_grad(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's reduced gradient on the CPU, on every rank; None where it has none. Collective.
@@ -354,6 +352,19 @@ class RaNNCModule(nn.Module):
         unexpected_keys += [f"{prefix}{name}" for name in keys.unexpected_keys] if strict else []
 
     # -- as any module ----------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: Any) -> RaNNCModule:
+        raise UsageError(
+            "a RaNNCModule cannot be copied: it is one of several parts of a model, on several ranks. Copy the model "
+            "before it is wrapped; for an average of its parameters (EMA), keep one of list(model.parameters()), which "
+            "each rank has for its part"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a RaNNCModule cannot be pickled: it is one of several parts of a model, on several ranks. Save "
+            "model.state_dict(), or use pyrannc.save_checkpoint"
+        )
 
     def train(self, mode: bool = True) -> RaNNCModule:
         """Training or evaluation mode; each has a graph of its own, traced when it is needed."""

@@ -48,7 +48,8 @@ class Parcel:
             if value.dtype != dtype or tuple(value.shape) != shape:
                 raise StepError(
                     f"value {node.name} is {value.dtype} {tuple(value.shape)}, but was traced as {dtype} {shape} for "
-                    f"{self.rows} rows; trace the model under the same autocast and default dtype as it runs"
+                    f"{self.rows} rows; the model gives other shapes than when it was traced, or runs under another "
+                    "autocast or default dtype"
                 )
             if size and alone:
                 return value.detach().contiguous()

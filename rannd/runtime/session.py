@@ -22,7 +22,7 @@ from rannd.graph.model import ModelGraph
 from rannd.graph.pystate import State
 from rannd.graph.signature import Call, Mode, Signature, classify
 from rannd.plan.deployment import Deployment
-from rannd.runtime.agreement import Phase, agree
+from rannd.runtime.agreement import Phase, agree, meet
 from rannd.runtime.bridge import attach
 from rannd.runtime.cache import Cache
 from rannd.runtime.deployed import Deployed, Deployer
@@ -69,6 +69,7 @@ class Session:
         self._scaler = scaler
         self._shared = shared
         """All ranks run rank 0's mini-batch."""
+        meet(world, Phase.WRAP)
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
         self.values = Values(world, model, checkpoint, sync=sync)
         self._graphs = Graphs(world, model)
@@ -135,6 +136,7 @@ class Session:
         watch = self.world.watch
         watch.where.step, watch.promise = self._steps, self._promise
         if self._shared:
+            meet(self.world, Phase.FORWARD)
             call = from_rank_0(self.world, call)
         mode = Mode.current(training, self.dropout)
         state = self._graphs.state()
@@ -254,12 +256,14 @@ class Session:
     def reduce(self) -> None:
         """Reduce gradients that wait."""
         if self._deployed is not None:
+            meet(self.world, Phase.ALLREDUCE_GRADS)
             with self.world.watch.inside("reduction of gradients"):
                 self._deployed.reducer.reduce()
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's reduced gradient, by its first name, on all ranks. Collective."""
         assert self._deployed is not None
+        meet(self.world, Phase.GET_PARAM_GRAD, name)
         return gather_gradient(self.world, self._deployed.parameters, name)
 
     def forget_waiting(self) -> None:
@@ -272,6 +276,7 @@ class Session:
         deployed = self._deployed
         if deployed is None:
             return
+        meet(self.world, Phase.UNDEPLOY)
         deployed.parameters.adopt()
         deployed.frozen.agree()
         undeploy(self.world, deployed.parameters, deployed.origin, self._optimizer)

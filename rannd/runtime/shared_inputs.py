@@ -22,6 +22,7 @@ from rannd.graph.losses import Result
 from rannd.graph.model import ModelGraph
 from rannd.graph.signature import Call
 from rannd.graph.sizes import number_at
+from rannd.runtime.agreement import Phase, meet
 from rannd.runtime.pieces import split_rows
 from rannd.runtime.results import NotSent
 from rannd.runtime.world import World
@@ -114,6 +115,7 @@ class Share:
     def gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of this rank's outputs, from rank 0's gradients of the whole batch's."""
         world = self._world
+        meet(world, Phase.BACKWARD)
         flags = list(world.broadcast_bytes(bytes(gradient is not None for gradient in gradients)))
         found: list[torch.Tensor | None] = []
         slots = [slot for slot, count in enumerate(self._rows) if count]

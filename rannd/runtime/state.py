@@ -27,6 +27,17 @@ def gather_tensor(world: World, parameters: Parameters, name: str, *, everywhere
     return collect(world, tensor, tensor.shape, tensor.dtype, holder, everywhere=everywhere)
 
 
+def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
+    """A copy on the CPU of a parameter or buffer, by its first name, on all ranks. Collective.
+
+    StepError where ranks ask for different ones.
+    """
+    meet(world, Phase.GET_PARAM, name)
+    found = gather_tensor(world, parameters, name, everywhere=True)
+    assert found is not None
+    return found
+
+
 def gather_state(
     world: World, parameters: Parameters, model: nn.Module, *, everywhere: bool, keep_vars: bool, **options: Any
 ) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from rannd.errors import StepError
-from rannd.runtime.agreement import Phase, meet
 from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.optimizer_state import gather_states
 from rannd.runtime.parameters import Parameters
@@ -30,12 +29,11 @@ class Origin:
 
 
 def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: torch.optim.Optimizer | None) -> None:
-    """Make the model and the optimizer whole on every rank. Collective.
+    """Make the model and the optimizer whole on every rank. Collective; ranks have met.
 
     StepError where gradients wait for their reduction; UsageError where the optimizer's state cannot be sent. Nothing
     has changed then.
     """
-    meet(world, Phase.UNDEPLOY)
     waits = any(parameters.aliases[name].grad is not None for name in parameters.trainable())
     error = "gradients wait for their reduction (delay_grad_allreduce(True)): call model.allreduce_grads() before it"
     agree_on_errors(world, f"model.undeploy(): {error}" if waits else "", StepError)

@@ -84,6 +84,7 @@ class Watch:
         self.failure: Failure | None = None
         """What ended the job."""
         self._rank, self._host, self._pid = 0, socket.gethostname(), os.getpid()
+        self._hosts: tuple[str, ...] = (self._host,)
         self._channel: Channel | None = None
         self._hub: Hub | None = None
         self._thread: threading.Thread | None = None
@@ -124,6 +125,7 @@ class Watch:
             watchdog_s: A rank that waits for others so long hangs; 0: nobody looks.
         """
         self._rank, self._host, self._timeout = rank, hosts[rank], watchdog_s
+        self._hosts = tuple(hosts)
         self._gone = {number: threading.Event() for number in range(len(hosts))}
         self._selector = selectors.DefaultSelector()
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -212,7 +214,7 @@ class Watch:
         if is_broken(exc):
             if self._channel is not None:
                 self._news.wait(NEWS_S if not self._left else LEFT_S)
-            if self.failure is not None and self.failure.rank != self._rank:
+            if self.failure is not None and (self.failure.rank != self._rank or self.failure.kind == "hang"):
                 raise self._elsewhere(self.failure) from None
             lost = StepError(f"a connection to another rank broke in {self.where.words()}: {self._lost()}")
             self._tell(lost)
@@ -306,7 +308,7 @@ class Watch:
             self._ending = self._stubborn_at is None
             if 0 not in self._left and self.failure is None:
                 why = "it was killed, or ended without Python's knowledge (out of memory?), or its machine is gone"
-                self._take(Failure(0, "the hub", 0, "gone", "", why))
+                self._take(Failure(0, self._hosts[0], 0, "gone", "", why))
                 self._ending = False
             for event in self._gone.values():
                 event.set()
@@ -371,7 +373,7 @@ class Watch:
         if self._asked_at is not None and now >= self._asked_at + 2 * ANSWER_S:
             self._asked_at = None
             error = f"no progress for {self._timeout:g} s (watchdog_timeout_s), and rank 0 does not answer"
-            self._take(Failure(0, "the hub", 0, "hang", "", error))
+            self._take(Failure(0, self._hosts[0], 0, "hang", "", error))
             return
         here = stacks.progress(self.where)
         if self._still is None or self._still[1] != here or stacks.doing(self.where) != "waiting":

@@ -287,6 +287,64 @@ def test_ranks_that_call_in_different_ways_are_told_in_what_and_may_go_on(job: J
     assert output.count("trained (4, 8)") == 2
 
 
+APART = """
+import os, torch, pyrannc
+from rannd.errors import StepError
+print(f"pid {os.getpid()}", flush=True)
+net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), 1e-3))
+x = torch.randn(4, 4)
+model(x).sum().backward()
+rank = pyrannc.get_rank()
+call = lambda: model(x)
+pairs = {
+    "barrier": (call, pyrannc.barrier),
+    "other parameters": (lambda: model.get_param("0.bias"), lambda: model.get_param("1.bias")),
+    "other gradients": (lambda: model.get_param_grad("0.bias"), lambda: model.get_param_grad("1.bias")),
+    "all parameters": (lambda: list(model.named_parameters(from_global=True)), call),
+    "undeploy": (call, model.undeploy),
+    "wrap": (lambda: pyrannc.RaNNCModule(torch.nn.Linear(4, 4)), call),
+    "reduce": (model.allreduce_grads, pyrannc.barrier),
+    "distribute": (lambda: pyrannc.DistributeModelParams().__enter__(), pyrannc.barrier),
+    "state": (model.state_dict, model.undeploy),
+}
+for name, pair in pairs.items():
+    try:
+        pair[rank]()
+    except StepError as exc:
+        print(f"{name}: {exc}", flush=True)
+model(x).sum().backward()
+print("trained", flush=True)
+if rank == 1:
+    try:
+        raise KeyError("the script is wrong")
+    finally:
+        pyrannc.barrier()
+model(x)
+"""
+
+
+def test_ranks_that_do_different_things_together_are_told(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "apart.py"
+    script.write_text(APART)
+    for stages in ("1", "2"):
+        output = _run(job, _job(2, str(script)), codes={1}, RANNC_PARTITION_NUM=stages)
+        for text in (
+            "barrier: rank 0 is in the forward of call 1, rank 1 in barrier: every rank has to",
+            "other parameters: in get_param, .* rank 0 wants '0.bias', rank 1 '1.bias': every rank has to ask",
+            "other gradients: in get_param_grad rank 0 wants '0.bias', rank 1 '1.bias'",
+            "all parameters: rank 0 is in get_param, or what gathers parameters, rank 1 in the forward of call 1",
+            "undeploy: rank 0 is in the forward of call 1, rank 1 in undeploy",
+            "wrap: rank 0 is in the making of a RaNNCModule, rank 1 in the forward of call 1",
+            "reduce: rank 0 is in allreduce_grads, rank 1 in barrier",
+            "distribute: rank 0 is in DistributeModelParams, rank 1 in barrier",
+            "state: rank 0 is in state_dict, rank 1 in undeploy",
+        ):
+            assert len(re.findall(rf"{text}", output)) >= 2, (text, output)
+        assert output.count("trained") == 2
+        assert "KeyError: 'the script is wrong'" in output
+
+
 WORKERS = """
 import os, sys, torch, pyrannc
 class Data(torch.utils.data.Dataset):

@@ -256,3 +256,13 @@ def test_a_process_alone_goes_on_after_an_error() -> None:
         model(torch.tensor([1, 9]))
     assert "this was rank 0, step 1, stage 0, piece 0, action F0 (forward)" in "".join(found.value.__notes__)
     assert model(torch.tensor([1, 3])).shape == (2, 4)
+
+
+def test_an_exception_whose_text_fails_is_described_all_the_same() -> None:
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    assert describe(Mute()) == "Mute: (no text: its __str__ raises ValueError)"
+    assert not is_broken(Mute())
+    assert not memory.is_out_of_memory(Mute())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -165,3 +166,11 @@ def test_after_clear_everything_says_so() -> None:
     for use in uses:
         with pytest.raises(StepError, match=r"dropped by pyrannc\.clear"):
             use()
+
+
+def test_a_wrapper_is_neither_copied_nor_pickled() -> None:
+    module = pyrannc.RaNNCModule(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="Copy the model before it is wrapped"):
+        torch.optim.swa_utils.AveragedModel(module)
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(module)
