@@ -39,10 +39,9 @@ def attach(
     if not any(marked):
         return outputs
     bridge = _Backward(executor, step, len(outputs), places, delayed, share)
-    anchor = torch.zeros((), requires_grad=True)
     # Detached: scripts may write into what is no view, whatever memory it shares.
     values = [outputs[place].detach() for place in places]
-    attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, values, anchor, *tensors)  # type: ignore[no-untyped-call]
+    attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, values, executor.anchor.tensor, *tensors)  # type: ignore[no-untyped-call]
     for place, value in zip(places, attached, strict=True):
         outputs[place] = value
     return outputs

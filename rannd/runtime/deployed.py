@@ -18,6 +18,7 @@ from rannd.graph.signature import Call
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
 from rannd.runtime import clipping
+from rannd.runtime.asked import Anchor
 from rannd.runtime.bound import bind, planned_stages, tensor_owners
 from rannd.runtime.cache import Cache
 from rannd.runtime.clip_watch import ClipWatch
@@ -52,6 +53,7 @@ class Deployed:
     frozen: Frozen
     origin: Origin
     overflow: Overflow
+    anchor: Anchor
     held: clipping.Held
     clip_watch: ClipWatch | None
 
@@ -150,7 +152,8 @@ class Deployer:
         held = clipping.Held(world, parameters, len(deployment.stages))
         clipping.enter(held)
         frozen = Frozen(world, parameters)
-        return Deployed(deployment, promise, parameters, reducer, frozen, origin, overflow, held, clip_watch)
+        anchor = Anchor(parameters)
+        return Deployed(deployment, promise, parameters, reducer, frozen, origin, overflow, anchor, held, clip_watch)
 
     def bind(self, deployed: Deployed, graph: ModelGraph, seed: int) -> Executor:
         """What runs a graph under the deployment; random numbers depend on `seed`."""
@@ -164,7 +167,13 @@ class Deployer:
             check(bound.interleaved.traffic.program)
         self._dump(graph, deployed.deployment, bound.stage_of)
         return Executor(
-            self._world, bound, deployed.parameters.aliases, deployed.reducer, seed, averaged=self._averaged
+            self._world,
+            bound,
+            deployed.parameters.aliases,
+            deployed.reducer,
+            seed,
+            averaged=self._averaged,
+            anchor=deployed.anchor,
         )
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:

@@ -26,6 +26,7 @@ from rannd.runtime.agreement import (
     unpack_flags,
     unpack_floats,
 )
+from rannd.runtime.asked import NOTHING, Anchor, Asked
 from rannd.runtime.bound import BoundGraph, Traffic
 from rannd.runtime.computing import Computing
 from rannd.runtime.exchange import Exchange
@@ -59,8 +60,10 @@ class Executor:
         seed: int,
         *,
         averaged: int,
+        anchor: Anchor,
     ) -> None:
         """`averaged`: the number of ranks whose mini-batches are averaged over, 1 where one is shared by all."""
+        self.anchor = anchor
         self.world = world
         self.bound = bound
         self.closed = False
@@ -156,9 +159,11 @@ class Executor:
     ) -> list[torch.Tensor | None]:
         """Run the backward phase with this rank's gradients of its outputs; returns those of its inputs.
 
-        Gradients of parameters wait in the reducer, or are delivered with `reduce`. With `again` all is kept for
-        another backward.
+        Gradients of parameters wait in the reducer, or are delivered with `reduce`: all, or those that the script asks
+        for. With `again` all is kept for another backward.
         """
+        asked = self.anchor.asked()
+        self._check_asked(asked, reduce=reduce)
         if self.closed:
             raise StepError(
                 "backward runs through a call that was made before model.undeploy() or pyrannc.clear(); call the model "
@@ -171,22 +176,35 @@ class Executor:
             )
         step.finished = not again
         if step.interleaved:
-            return self._handed_over(step, gradients, reduce=reduce, again=again)
-        live = self._upstream(step, gradients)
+            return self._handed_over(step, gradients, asked, reduce=reduce, again=again)
+        live, wanted = self._upstream(step, gradients, reduce=reduce, wanted=asked is not NOTHING)
+        reduce = reduce and wanted
         step.keep = again
         self.computing.resolve()
         self.mini_batch.give_seeds(step, gradients, live)
-        self._play(step, self._phase(step, _BACKWARD), live, reduce=reduce)
-        if reduce:
-            self._reducer.reduce()
+        if asked is not None:
+            self._reducer.set_aside()
+        self._play(step, self._phase(step, _BACKWARD), live, reduce=reduce and asked is None)
+        if asked is not None:
+            gathered = self._reducer.gathered(reduce=False)
+            if wanted:
+                self._reducer.accept(self._reducer.asked_of(gathered, asked), 1.0, keep=False)
         else:
             self._reducer.something_waits = True
+        if reduce:
+            self._reducer.reduce(asked)
         inputs = self.mini_batch.input_gradients(step, live)
         self._forget(step)
         return inputs
 
     def _handed_over(
-        self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, again: bool
+        self,
+        step: Step,
+        gradients: Sequence[torch.Tensor | None],
+        asked: Asked | None,
+        *,
+        reduce: bool,
+        again: bool,
     ) -> list[torch.Tensor | None]:
         """Backward of a call whose backward has run: hand over what waits, times what the script has made of the loss.
 
@@ -205,22 +223,33 @@ class Executor:
         (given,) = (
             float(g) if g is not None else 0.0 for node, g in zip(results, gradients, strict=True) if node is loss
         )
-        gathered = step.gathered
+        gathered = step.gathered if asked is None else self._reducer.asked_of(step.gathered, asked)
         collective = reduce and (self._reducer.something_waits or not gathered.reduced)
+        wanted = asked is not NOTHING
         if collective or (reduce and self._reducer.compares):
-            told = agree(self.world, Phase.BACKWARD, step.number, *pack_floats([given]))
-            same_loss_gradient([unpack_floats(each)[0] for each in told])
+            told = agree(self.world, Phase.BACKWARD, step.number, int(wanted), *pack_floats([given]))
+            same_loss_gradient([unpack_floats(each[1:])[0] for each in told])
+            wanted = any(each[0] for each in told)
         else:
             compare_later(self.world, step.number, given, reduce)
         factor = given / step.seed
         if not again:
             step.gathered = None
-        self._reducer.accept(gathered, factor, keep=again)
-        if collective:
-            self._reducer.reduce()
-        elif reduce:
-            self._reducer.deliver()
+        if wanted:
+            self._reducer.accept(gathered, factor, keep=again)
+            if collective:
+                self._reducer.reduce(asked)
+            elif reduce:
+                self._reducer.deliver(asked)
         return [None if g is None else g * factor for g in step.input_gradients]
+
+    def _check_asked(self, asked: Asked | None, *, reduce: bool) -> None:
+        """StepError where gradients of parameters are to be returned that cannot be had by themselves."""
+        if asked is not None and asked.found is not None and (not reduce or self._reducer.something_waits):
+            raise StepError(
+                "torch.autograd.grad with respect to parameters of a RaNNCModule while gradients wait "
+                "(delay_grad_allreduce): call model.allreduce_grads() before it, with the delay off"
+            )
 
     def _forget(self, step: Step) -> None:
         step.gradients.clear()
@@ -320,18 +349,28 @@ class Executor:
                 outputs[place] = found[node]
         return outputs
 
-    def _upstream(self, step: Step, gradients: Sequence[torch.Tensor | None]) -> frozenset[Node]:
-        """Tell each other which outputs have gradients, and those of numbers; returns the nodes that get some."""
+    def _upstream(
+        self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, wanted: bool
+    ) -> tuple[frozenset[Node], bool]:
+        """Tell each other which outputs have gradients, and those of numbers, and whether parameters want theirs.
+
+        Returns the nodes that get gradients, and whether parameters on any rank want theirs.
+        """
         results = self._graph.traced.results
         given = dict(zip(results, gradients, strict=True))
-        flags = pack_flags([gradient is not None for gradient in gradients])
+        flags = pack_flags([reduce, wanted, *(gradient is not None for gradient in gradients)])
         numbers = self._totals.packed([given[node] for node in self._totals.nodes])
         told = agree(self.world, Phase.BACKWARD, step.number, *flags, *numbers)
-        by_rank = [unpack_flags(each, len(gradients)) for each in told]
+        reduced, wants, *by_output = zip(*(unpack_flags(each, 2 + len(gradients)) for each in told), strict=True)
+        if len(set(reduced)) > 1:
+            raise StepError(
+                f"gradients of parameters are reduced on ranks {[rank for rank, each in enumerate(reduced) if each]} "
+                "alone: every rank has to turn delay_grad_allreduce on and off at the same places"
+            )
         parts = [self._totals.unpacked(each[len(flags) :]) for each in told]
         for node in self._totals.nodes:
             step.upstream[node] = [parts[rank][node] for rank in self.world.rank_of_slot]
-        return self.bound.live(tuple(any(column) for column in zip(*by_rank, strict=True)))
+        return self.bound.live(tuple(any(column) for column in by_output)), any(wants)
 
 
 def _last(listed: Sequence[Instruction], kind: Kind) -> Action | None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from rannd.runtime.hooks import give
+from rannd.runtime.asked import Asked
+from rannd.runtime.hooks import give, hooked
 from rannd.runtime.overflow import Overflow
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.world import World
@@ -119,6 +120,12 @@ class Reducer:
         self._aside = {}
         return Gathered(found, reduce)
 
+    def asked_of(self, gathered: Gathered, asked: Asked) -> Gathered:
+        """Of these gradients those that were asked for."""
+        held = self._parameters.tensors
+        found = {name: each for name, each in gathered.gradients.items() if id(held[name]) in asked.ids}
+        return Gathered(found, gathered.reduced)
+
     def forget(self) -> None:
         """Drop the gradients that wait."""
         for name in self._parameters.trainable():
@@ -127,7 +134,7 @@ class Reducer:
 
     def accept(self, gathered: Gathered, factor: float, *, keep: bool) -> None:
         """Let gradients times `factor` wait for `reduce`; `keep`: without changing `gathered`."""
-        self.something_waits |= not gathered.reduced
+        self.something_waits = True
         for name, gradient in gathered.gradients.items():
             if factor != 1.0:
                 gradient = gradient * factor if keep else gradient.mul_(factor)
@@ -221,22 +228,25 @@ class Reducer:
 
     # -- the user's parameters --------------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Reduce all gradients that wait, and give them to the user's parameters. Collective."""
-        self.something_waits = False
+    def reduce(self, asked: Asked | None = None) -> None:
+        """Reduce all gradients that wait, and give them to the user's parameters; see `deliver`. Collective."""
         for name, gradient in self._finish().items():
             self._ready[name] = self._ready[name] + gradient if name in self._ready else gradient
-        self.deliver()
+        self.deliver(asked)
 
-    def deliver(self) -> None:
-        """Give reduced gradients to the user's parameters."""
+    def deliver(self, asked: Asked | None = None) -> None:
+        """Give reduced gradients to the user's parameters, or to where `asked` wants them."""
         ready, self._ready = self._ready, {}
+        self.something_waits = False
         if self._overflow is not None:
             self._overflow.spread(ready.values())
         with torch.no_grad():  # as hooks of autograd run
             for name in self._parameters.own:
-                if name in ready:
-                    give(name, self._parameters.tensors[name], ready[name])
+                tensor = self._parameters.tensors[name]
+                if name in ready and asked is not None and asked.found is not None:
+                    asked.found[id(tensor)] = hooked(name, tensor, ready[name])
+                elif name in ready:
+                    give(name, tensor, ready[name])
         if self.delivered is not None:
             self.delivered()
 

@@ -7,13 +7,12 @@ import torch
 from rannd.errors import StepError
 
 
-def give(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a reduced gradient to `parameter`; where no gradients are recorded.
+def hooked(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What hooks of ``register_hook`` make of a reduced gradient, in the order in which they were made.
 
-    Hooks of ``register_hook`` get it first, in the order in which they were made, and may return another one; hooks of
-    ``register_post_accumulate_grad_hook`` get the parameter afterwards. StepError for what is no gradient of it.
+    StepError for what is no gradient of the parameter.
     """
-    hooks, afterwards = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    hooks = parameter._backward_hooks
     for hook in list(hooks.values()) if hooks else ():
         changed = hook(gradient)
         if changed is None:
@@ -25,6 +24,16 @@ def give(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
                 f"{tuple(parameter.shape)}"
             )
         gradient = changed.to(device=parameter.device, dtype=parameter.dtype)
+    return gradient
+
+
+def give(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a reduced gradient to `parameter`; where no gradients are recorded.
+
+    Its hooks get it first; hooks of ``register_post_accumulate_grad_hook`` get the parameter afterwards.
+    """
+    gradient = hooked(name, parameter, gradient)
+    afterwards = parameter._post_accumulate_grad_hooks
     if parameter.grad is None:
         parameter.grad = gradient.detach()
     else:

@@ -15,7 +15,7 @@ from rannd import log
 from rannd.errors import StepError, UsageError
 from rannd.graph.signature import flatten_call
 from rannd.plan.deployment import Deployment
-from rannd.runtime import clipping, switches, wrapping
+from rannd.runtime import asked, clipping, switches, wrapping
 from rannd.runtime.deploy import save
 from rannd.runtime.session import Session
 from rannd.runtime.state import copy_of, gather_state, load_later, load_state, own_state
@@ -132,6 +132,7 @@ class RaNNCModule(nn.Module):
         _wrapped.add(self)
         wrapping.enter(self, model)
         clipping.install()
+        asked.install()
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -446,6 +447,7 @@ def clear() -> None:
         module.drop()
     _wrapped.clear()
     clipping.remove()
+    asked.remove()
     world = made()
     if world is not None:
         world.uncompared.clear()

@@ -179,6 +179,66 @@ def switching_between_forward_and_backward() -> None:
     same_gradients(wrapped, reference)
 
 
+def gradients_that_are_asked_for() -> None:
+    """Adversarial examples, ``backward(inputs=...)``, ``torch.autograd.grad``; with the loss inside and outside."""
+
+    def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        found = model(x, target) if isinstance(getattr(model, "_inner", model), Net) else model(x)
+        return found["loss"] if isinstance(found, dict) else nn.functional.cross_entropy(found, target)
+
+    def asked(named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for name, parameter in named.items() if name.endswith("weight")] or [x]
+
+    inputs = [batch(rank) for rank in range(WORLD)]
+    x, target = batch(RANK)
+    for build in (Net, lambda: Outside(False)):
+        reference, wrapped = pair(build)
+        loss_of(wrapped, x, target)
+        kept = dict(wrapped.named_parameters())
+        accumulated: list[str] = []
+        for name, parameter in kept.items():
+            parameter.register_post_accumulate_grad_hook(lambda p, n=name, done=accumulated: done.append(n))
+        # An adversarial example leaves nothing in the parameters.
+        (found,) = torch.autograd.grad(loss_of(wrapped, x, target), x)
+        (wanted,) = torch.autograd.grad(loss_of(reference, x, target), x)
+        same(found, wanted, "gradient of an input")
+        assert all(p.grad is None for p in kept.values())
+        assert not accumulated
+        both = torch.autograd.grad(loss_of(wrapped, x, target), [x, *kept.values()])
+        for other in inputs:
+            (loss_of(reference, *other) / WORLD).backward()
+        same(both[0], wanted, "gradient of an input, with those of parameters")
+        for (name, parameter), gradient in zip(kept.items(), both[1:], strict=True):
+            same(gradient, reference.get_parameter(name).grad, name)
+            assert parameter.grad is None
+        assert not accumulated
+        x.grad = None
+        loss_of(wrapped, x, target).backward(inputs=[*kept.values()] or [x])  # a stage may have no parameters
+        assert sorted(accumulated) == sorted(kept)
+        assert x.grad is None or not kept
+        x.grad = None
+        same_gradients(wrapped, reference)
+        wrapped.zero_grad()
+        loss_of(wrapped, x, target).backward(inputs=list(dict.fromkeys([x, *asked(kept)])))
+        for name, parameter in kept.items():
+            if name.endswith("weight"):
+                same(parameter.grad, reference.get_parameter(name).grad, name)
+            else:
+                assert parameter.grad is None, name
+        same(x.grad, wanted, "gradient of an input, among those asked for")
+        wrapped.zero_grad()
+        pyrannc.delay_grad_allreduce(True)
+        loss_of(wrapped, x, target).backward(inputs=asked(kept))
+        loss, given = loss_of(wrapped, x, target), asked(kept)
+        if STAGES == 1:  # all ranks have parameters
+            refused(StepError, "allreduce_grads", lambda loss=loss, given=given: torch.autograd.grad(loss, given))
+        pyrannc.delay_grad_allreduce(False)
+        wrapped.allreduce_grads()
+        for name, parameter in kept.items():
+            assert (parameter.grad is None) != name.endswith("weight"), name
+        x.grad = None
+
+
 def an_empty_batch_whose_gradients_wait() -> None:
     """A rank that has computed nothing has nothing that waits, and takes part all the same."""
     if WORLD == 1:
@@ -285,6 +345,7 @@ outputs_beside_a_loss()
 several_backwards()
 several_forwards()
 switching_between_forward_and_backward()
+gradients_that_are_asked_for()
 an_empty_batch_whose_gradients_wait()
 gradients_that_differ_between_ranks()
 one_batch_for_all()
