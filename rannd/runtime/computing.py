@@ -85,6 +85,8 @@ class Computing:
         inputs: dict[Node, torch.Tensor] = {}
         for node in self._bound.part.inputs:
             value = step.values.pop((piece, node)).detach()
+            if node in graph.placement.writers:
+                value = value.clone()  # it may be the script's own tensor, or share a message with others
             inputs[node] = value.requires_grad_() if node in differentiable else value
         buffers = {name: tensor.clone() for name, tensor in self._before.items()}
         records = graph.signature.mode.grad

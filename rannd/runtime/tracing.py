@@ -186,6 +186,8 @@ class Tracer:
         graph = made.graph
         described = (graph.signature if graph is not None else signature).describe()
         decided = "".join(map(str, map(int, made.decided)))
+        alone = graph.signature.fixed_rows if graph is not None else None
+        decided = f"{decided}/{'' if alone is None else alone}"
         told = f"{graph.task.graph_hash} {decided} {described}" if graph is not None else f"error: {made.error}"
         hashes = [data.decode() for data in self._world.gather_bytes(told.encode())]
         if made.error is not None:
@@ -197,6 +199,13 @@ class Tracer:
         different = [rank for rank, each in enumerate(graphs) if (each[0], each[2]) != (graphs[0][0], graphs[0][2])]
         if different:
             (mine, way_here, call_here), (other, way_there, call_there) = (graphs[rank] for rank in (0, different[0]))
+            rows_here, rows_there = (way.partition("/")[2] for way in (way_here, way_there))
+            if rows_here != rows_there:
+                raise StepError(
+                    f"the model's code does not leave the number of rows open (the log says where): its graph is for "
+                    f"{rows_here or 'any number of'} rows on rank 0, and for {rows_there or 'any number of'} on rank "
+                    f"{different[0]}; give all ranks equally many rows"
+                )
             if call_here == call_there and way_here != way_there:
                 raise StepError(other_branches(different[0]))
             what = (

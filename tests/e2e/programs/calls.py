@@ -179,6 +179,36 @@ def switching_between_forward_and_backward() -> None:
     same_gradients(wrapped, reference)
 
 
+class Writing(nn.Module):
+    """Writes into its arguments, of which one carries no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x.mul_(0.5)
+        x[:, 0] += 1
+        return self.second(torch.tanh(self.first(x) * scale.add_(1)))
+
+
+def tensors_that_are_written_into() -> None:
+    """By the model, of which the script sees nothing, and by the script."""
+    reference, wrapped = pair(Writing)
+    for _ in range(2):
+        x, scale = batch(RANK)[0].detach(), torch.ones(WIDTH)
+        found = wrapped(x, scale)
+        same(x, batch(RANK)[0], "input after the call")
+        same(scale, torch.ones(WIDTH), "input without samples after the call")
+        same(found, reference(x.clone(), scale.clone()), "output")
+        found /= 2
+        found.square().sum().backward()
+        for rank in range(WORLD):
+            other = reference(batch(rank)[0].detach(), torch.ones(WIDTH)) / 2
+            (other.square().sum() / WORLD).backward()
+        same_gradients(wrapped, reference)
+
+
 def gradients_that_are_asked_for() -> None:
     """Adversarial examples, ``backward(inputs=...)``, ``torch.autograd.grad``; with the loss inside and outside."""
 
@@ -345,6 +375,7 @@ outputs_beside_a_loss()
 several_backwards()
 several_forwards()
 switching_between_forward_and_backward()
+tensors_that_are_written_into()
 gradients_that_are_asked_for()
 an_empty_batch_whose_gradients_wait()
 gradients_that_differ_between_ranks()
