@@ -237,22 +237,11 @@ def pipeline(rounds: int, steps: int) -> None:
 
 
 def bubble(rounds: int, steps: int) -> None:
-    """Four ranks, four stages; computing is sleeping, so that more ranks than cores do not disturb each other."""
+    """Four ranks, four stages; operations are virtual: they wait until their time is over, whatever they compute."""
     import torch
     from torch import nn
 
     import pyrannc
-
-    class Sleeps(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            time.sleep(SLEEP)
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            time.sleep(2 * SLEEP)
-            return gradient
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -262,7 +251,21 @@ def bubble(rounds: int, steps: int) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x).square().mean()
 
+    def lasting(seconds: float, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which then waits: asleep, but for the last moment, as sleeping overshoots."""
+
+        def slowly(*values: Any, **options: Any) -> Any:
+            end = time.perf_counter() + seconds
+            found = run(*values, **options)
+            time.sleep(max(0.0, end - time.perf_counter() - 3e-4))
+            while time.perf_counter() < end:
+                pass
+            return found
+
+        return slowly
+
     world = pyrannc.get_world_size()
+    backward = torch.autograd.backward
     for schedule in ("1f1b", "fill_drain"):
         os.environ["RANNC_SCHEDULE"] = schedule
         model = pyrannc.RaNNCModule(Model())
@@ -270,20 +273,16 @@ def bubble(rounds: int, steps: int) -> None:
         model(x).backward()
         executor = next(model._session._graphs.executors())
         part = executor.bound.part
-        run = part.module.forward
-
-        def slowly(*values: Any, run: Callable[..., Any] = run) -> tuple[Any, ...]:
-            outputs = run(*values)
-            first, *rest = outputs
-            return (Sleeps.apply(first), *rest)  # type: ignore[no-untyped-call]
-
-        part.module.forward = slowly
+        part.module.forward = lasting(SLEEP, part.module.forward)
         micro = executor.bound.layout.microbatches
         times = []
         for _ in range(rounds):
             pyrannc.barrier()
             start = time.perf_counter()
-            model(x).backward()
+            torch.autograd.backward = lasting(2 * SLEEP, backward)  # what a stage calls for each piece
+            loss = model(x)
+            torch.autograd.backward = backward
+            loss.backward()
             pyrannc.barrier()
             times.append(time.perf_counter() - start)
         ideal = (world * micro + world - 1) * 3 * SLEEP

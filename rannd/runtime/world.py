@@ -79,15 +79,16 @@ class Sum:
     """A sum over all ranks that is under way."""
 
     watch: Watch
-    numbers: torch.Tensor
+    everyone: torch.Tensor
+    """What every rank gave, one row for each."""
     work: dist.Work | None
 
     def finish(self) -> torch.Tensor:
-        """The sums, in the tensor that this rank gave. Waits for them."""
+        """The sums, the same bits on all ranks. Waits for them."""
         if self.work is not None:
             with self.watch.inside("sum"):
                 self.work.wait()
-        return self.numbers
+        return self.everyone.sum(0)
 
 
 @dataclass
@@ -169,21 +170,32 @@ class World:
         if self.size == 1:
             return [list(numbers)]
         mine = torch.tensor(list(numbers), dtype=torch.int64)
-        received = [torch.empty_like(mine) for _ in range(self.size)]
         with self.watch.inside("gather"):
-            dist.all_gather(received, mine, group=self.control)
-        return [each.tolist() for each in received]
+            received, work = self._exchange(mine)
+            work.wait()
+        return received.tolist()
 
     def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks of a small tensor on the CPU, in place."""
+        """Sum over all ranks of a few numbers on the CPU, in one dimension."""
         return self.begin_sum(numbers).finish()
 
     def begin_sum(self, numbers: torch.Tensor) -> Sum:
         """The same, while this rank goes on. Nothing else of `control` may begin before it is finished."""
         if self.size == 1:
-            return Sum(self.watch, numbers, None)
+            return Sum(self.watch, numbers.unsqueeze(0), None)
         with self.watch.inside("sum"):
-            return Sum(self.watch, numbers, dist.all_reduce(numbers, group=self.control, async_op=True))
+            return Sum(self.watch, *self._exchange(numbers))
+
+    def _exchange(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """Begin to give a few numbers to every rank; (what comes of each, how to wait for it).
+
+        Everybody sends to everybody at once. gloo's other collectives go around in rings, each step of which waits for
+        a rank that sleeps: among four ranks on two cores they take 3 (all_gather) to 12 times (all_reduce) as long.
+        """
+        received = numbers.new_empty(self.size, numbers.numel())
+        work = dist.all_to_all_single(received.view(-1), numbers.repeat(self.size), group=self.control, async_op=True)
+        assert work is not None
+        return received, work
 
     def group_of(self, slots: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of the ranks in some slots, for reductions; None for one slot alone. Collective when new."""
