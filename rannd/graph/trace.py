@@ -103,7 +103,11 @@ class _FrontEnd:
         paths = outermost(hooked)
         first = attempt = self._open(paths)
         if not attempt.good:
-            self._check_model(attempt)
+            problem = self._problem(attempt)
+            if problem is not None and (fixed := self._more_rows(problem)) is not None:
+                return fixed
+            if problem is not None:
+                raise problem from problem.__cause__
         for _ in range(MOST_ATTEMPTS):
             if attempt.good:
                 return self._done(attempt)
@@ -246,6 +250,25 @@ class _FrontEnd:
         self._note(f"exported for {rows} rows; other sizes of the batch need a graph of their own")
         return self._done(attempt)[0], signature
 
+    def _more_rows(self, problem: TraceError) -> tuple[Traced, Signature] | None:
+        """A graph for the rows at hand, where the model fails for the few rows of an example alone."""
+        rows = self._signature.rows(self._leaves)
+        if self._signature.fixed_rows is not None or rows == 0:
+            return None
+        signature = dataclasses.replace(self._signature, fixed_rows=rows)
+        other = _FrontEnd(self._model, signature, self._leaves, self._assumed)
+        few = example_inputs(self._signature, self._leaves)
+        try:
+            with preserved(self._model):
+                other._run(example_inputs(signature, self._leaves))
+        except Exception:
+            return None  # it is the model that fails
+        other._note(
+            f"for {self._signature.rows(few)} rows {problem}; traced for {rows} rows, other sizes of the batch need a "
+            f"graph of their own (every tensor with {rows} rows was taken for a part of the batch)"
+        )
+        return other.run()
+
     def _whole(self, attempt: _Attempt) -> tuple[Traced, Signature]:
         """The whole model as one leaf."""
         whole = self._open(("",))
@@ -316,8 +339,8 @@ class _FrontEnd:
         with unchanged(self._model):
             return self._model(*args, **kwargs)
 
-    def _check_model(self, attempt: _Attempt) -> None:
-        """TraceError where it is not the tracing that fails, but the model."""
+    def _problem(self, attempt: _Attempt) -> TraceError | None:
+        """What is wrong where it is not the tracing that fails, but the model."""
         examples = example_inputs(self._signature, self._leaves)
         if attempt.notes is not None and attempt.notes.decided:
             # It went the way of the whole mini-batch, whose first rows might go another.
@@ -330,7 +353,10 @@ class _FrontEnd:
                 self._run(examples)
         except Exception as exc:
             place = of_exception(self._model, exc)
-            raise TraceError(f"{described(self._model, place.modules[0])} fails{place.line}: {in_words(exc)}") from exc
+            told = TraceError(f"{described(self._model, place.modules[0])} fails{place.line}: {in_words(exc)}")
+            told.__cause__ = exc
+            return told
+        return None
 
     def _same_beyond(self, program: Any, high: int, strict: bool, table: LeafTable | None) -> bool:
         """Whether a program that is for at most `high` rows is the same for more (a choice among kernels)."""

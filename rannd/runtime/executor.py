@@ -137,17 +137,20 @@ class Executor:
         self.computing.begin()
         self.mini_batch.give(step)
         live = None
+        # What begins divided needs no pass over all gradients at the end; a scaled loss keeps all of its scale.
+        division = self._reducer.divisor if reduce and step.seed == 1.0 else 1
         if step.interleaved:
             assert self.bound.interleaved is not None
             live = self.bound.interleaved.live
-            seed = torch.full((), step.seed, dtype=self.bound.interleaved.loss.meta["val"].dtype)
+            seed = torch.full((), step.seed / division, dtype=self.bound.interleaved.loss.meta["val"].dtype)
             step.upstream = {self.bound.interleaved.loss: [seed.to(self.world.device)] * self.world.size}
-            self._reducer.set_aside()
+            self._reducer.set_aside(divided=division != 1)
         self._play(step, self._phase(step, _BOTH if step.interleaved else _FORWARD), live, reduce=reduce, totals=True)
         if step.interleaved:
             assert live is not None
             step.gathered = self._reducer.gathered(reduce=reduce)
-            step.input_gradients = self.mini_batch.input_gradients(step, live)
+            found = self.mini_batch.input_gradients(step, live)
+            step.input_gradients = [each if each is None or division == 1 else each * division for each in found]
             self._forget(step)
         self.computing.agree_on_buffers(step)
         outputs = self._outputs(step)

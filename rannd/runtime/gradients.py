@@ -73,7 +73,9 @@ class Reducer:
     ) -> None:
         self._world = world
         self._parameters = parameters
-        self._divisor = divisor
+        self.divisor = divisor
+        self._division = divisor
+        """What the gradients of the backward that runs are still to be divided by."""
         self._overlap = overlap
         self._buckets, groups = _make_buckets(world, parameters, consolidate)
         for slots in groups:  # on every rank in the same order
@@ -99,9 +101,13 @@ class Reducer:
 
     # -- a backward -------------------------------------------------------------------------------------------
 
-    def set_aside(self) -> None:
-        """Keep what waits apart from the gradients of the backward that begins, until `gathered`."""
+    def set_aside(self, *, divided: bool = False) -> None:
+        """Keep what waits apart from the gradients of the backward that begins, until `gathered`.
+
+        `divided`: that backward makes gradients that are divided by `divisor` already, all of which are reduced.
+        """
         self._aside = {}
+        self._division = 1 if divided else self.divisor
         for name, alias in self._parameters.aliases.items():
             if alias.grad is not None:
                 self._aside[name], alias.grad = alias.grad, None
@@ -118,6 +124,7 @@ class Reducer:
         for name, gradient in self._aside.items():
             self._parameters.aliases[name].grad = gradient
         self._aside = {}
+        self._division = self.divisor
         return Gathered(found, reduce)
 
     def asked_of(self, gathered: Gathered, asked: Asked) -> Gathered:
@@ -200,10 +207,10 @@ class Reducer:
         for alias, part in zip(aliases, parts, strict=True):
             if alias.grad is None:
                 part.zero_()
-            elif self._divisor == 1:
+            elif self._division == 1:
                 part.copy_(alias.grad.reshape(-1))
             else:
-                torch.div(alias.grad.reshape(-1), self._divisor, out=part)
+                torch.div(alias.grad.reshape(-1), self._division, out=part)
             alias.grad = None
         bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
@@ -213,7 +220,7 @@ class Reducer:
             for name in bucket.active:
                 alias = self._parameters.aliases[name]
                 if alias.grad is not None:
-                    found[name] = alias.grad.div_(self._divisor) if self._divisor != 1 else alias.grad
+                    found[name] = alias.grad.div_(self._division) if self._division != 1 else alias.grad
                     alias.grad = None
             return found
         assert bucket.work is not None

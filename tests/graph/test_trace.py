@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pieces import Small, graph_of, signature_of, weights_of
+from pieces import Small, assert_same, eager, graph_of, in_pieces, signature_of, weights_of
 from torch import Tensor, nn
 
 from rannd.errors import TraceError
@@ -195,6 +195,32 @@ def test_a_fixed_batch_gets_a_graph_for_its_size(function: Any) -> None:
         "exported for 8 rows; other sizes of the batch need a graph of their own",
         "module lstm (LSTM) runs as one operator",
     )
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (lambda m, a: (a @ m.w).square().mean(1).topk(4).values.mean(), [torch.randn(8, 6)]),
+        (lambda m, a, places: a + m.table(places), [torch.randn(8, 8, 6), torch.arange(8)]),
+        (lambda m, a, mask: torch.softmax(a @ a.mT + mask, -1) @ a, [torch.randn(8, 8, 6), torch.randn(8, 8)]),
+    ],
+    ids=["topk", "positions", "mask"],
+)
+def test_a_model_that_needs_more_rows_than_an_example_has_gets_a_graph_for_its_own(
+    function: Any, arguments: list[torch.Tensor]
+) -> None:
+    """Also where what is as long as the batch carries no samples."""
+    model = Small(function)
+    graph = graph_of(model, *arguments)
+    assert graph.signature.fixed_rows == 8
+    assert graph.traced.leaf_paths == ()
+    assert "traced for 8 rows, other sizes of the batch need a graph of their own" in graph.traced.record[0]
+    assert_same(in_pieces(graph, model, arguments, [8]), eager(graph, model, arguments))
+
+
+def test_a_model_that_fails_for_its_own_rows_fails() -> None:
+    with pytest.raises(TraceError, match="fails"):
+        graph_of(Small(lambda m, a: (a @ m.w).mean(1).topk(9).values), torch.randn(8, 6))
 
 
 @pytest.mark.parametrize("size", [5, 100])
