@@ -31,7 +31,6 @@ lint: $(STAMP)
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command as lint; lint()"
 
-# What starts no ranks runs on two cores at once; the rest has the machine for itself.
 # Two workers, a file each at a time; a rank has one thread, whoever starts it.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
