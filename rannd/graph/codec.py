@@ -28,7 +28,7 @@ from rannd.graph.plain import Broken, Uncodable, argument, expression, to_argume
 from rannd.graph.traced import Decisions, OutputSpec, Traced, attribute
 from rannd.graph.values import with_lengths
 
-FORMAT = 1
+FORMAT = 2
 MOST_CONSTANT_BYTES = 64 * 2**20
 """Models with more constants than this are not stored."""
 
@@ -64,6 +64,7 @@ def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
         "changes": list(traced.changes),
         "record": list(traced.record),
         "holes": list(traced.holes),
+        "whole": list(traced.whole),
         "decisions": None if traced.decisions is None else _decisions(traced.decisions),
         "leaves": None if traced.leaves is None else {n: _leaf_call(c) for n, c in traced.leaves.calls.items()},
     }
@@ -110,7 +111,17 @@ def _decoded(data: dict[str, Any], model: nn.Module, lengths: Mapping[sympy.Symb
     decisions = None if data["decisions"] is None else _to_decisions(data["decisions"])
     changes, record = tuple(data["changes"]), tuple(data["record"])
     traced = Traced(
-        graph, root, outputs, attributes, constants, changes, record, table, tuple(data["holes"]), decisions
+        graph,
+        root,
+        outputs,
+        attributes,
+        constants,
+        changes,
+        record,
+        table,
+        tuple(data["holes"]),
+        decisions,
+        tuple(data["whole"]),
     )
     return traced, data["fixed_rows"]
 

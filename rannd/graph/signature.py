@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,6 +133,14 @@ class Signature:
             if spec.batch:
                 return leaf.shape[0]
         return 1
+
+    def whole(self, numbers: Collection[int], rows: int) -> Signature:
+        """The same, but that some tensors, as long as the batch of `rows` rows, do not carry it."""
+        tensors = [
+            replace(spec, batch=False, shape=(rows, *spec.shape)) if number in numbers else spec
+            for number, spec in enumerate(self.tensors)
+        ]
+        return replace(self, tensors=tuple(tensors))
 
     def matches(self, call: Call, mode: Mode) -> bool:
         """Whether `call` runs the same graph."""

@@ -14,6 +14,7 @@ Every step leaves a line in the record of the traced model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ from rannd.graph.unshown import unshown, written_later
 
 LARGEST_EXAMPLE = 256
 """Largest batch to trace with."""
+
+MOST_BY_CHANCE = 2
+"""So many tensors may be as long as the first batch without carrying samples."""
 
 MOST_ATTEMPTS = 64
 """So often leaves are looked for."""
@@ -251,23 +255,41 @@ class _FrontEnd:
         return self._done(attempt)[0], signature
 
     def _more_rows(self, problem: TraceError) -> tuple[Traced, Signature] | None:
-        """A graph for the rows at hand, where the model fails for the few rows of an example alone."""
+        """A graph for the rows at hand, where the model fails for the few rows of an example alone.
+
+        It may be for any number of rows, where a tensor was as long as the batch by chance.
+        """
         rows = self._signature.rows(self._leaves)
-        if self._signature.fixed_rows is not None or rows == 0:
-            return None
-        signature = dataclasses.replace(self._signature, fixed_rows=rows)
-        other = _FrontEnd(self._model, signature, self._leaves, self._assumed)
-        few = example_inputs(self._signature, self._leaves)
-        try:
-            with preserved(self._model):
-                other._run(example_inputs(signature, self._leaves))
-        except Exception:
+        fixed = dataclasses.replace(self._signature, fixed_rows=rows)
+        if self._signature.fixed_rows is not None or rows == 0 or not self._runs_with(fixed, [2]):
             return None  # it is the model that fails
+        few = self._signature.rows(example_inputs(self._signature, self._leaves))
+        carrying = [number for number, spec in enumerate(self._signature.tensors) if spec.batch]
+        for count in range(1, min(len(carrying), MOST_BY_CHANCE + 1)):
+            for numbers in itertools.combinations(reversed(carrying), count):
+                signature = self._signature.whole(numbers, rows)
+                if self._runs_with(signature, [2, rows + 1]):
+                    other = _FrontEnd(self._model, signature, self._leaves, self._assumed)
+                    names = ", ".join(self._signature.tensors[number].name for number in sorted(numbers))
+                    other._note(f"{names} has {rows} rows, too, but carries no samples: for {few} rows {problem}")
+                    traced, signature = other.run()
+                    return dataclasses.replace(traced, whole=tuple(sorted(numbers))), signature
+        other = _FrontEnd(self._model, fixed, self._leaves, self._assumed)
         other._note(
-            f"for {self._signature.rows(few)} rows {problem}; traced for {rows} rows, other sizes of the batch need a "
-            f"graph of their own (every tensor with {rows} rows was taken for a part of the batch)"
+            f"for {few} rows {problem}; traced for {rows} rows, other sizes of the batch need a graph of their own"
         )
         return other.run()
+
+    def _runs_with(self, signature: Signature, sizes: Iterable[int]) -> bool:
+        """Whether the model runs with (at least) some numbers of rows under another signature."""
+        other = _FrontEnd(self._model, signature, self._leaves, self._assumed)
+        try:
+            with preserved(self._model):
+                for size in sizes:
+                    other._run(example_inputs(signature, self._leaves, size))
+        except Exception:
+            return False
+        return True
 
     def _whole(self, attempt: _Attempt) -> tuple[Traced, Signature]:
         """The whole model as one leaf."""

@@ -83,6 +83,8 @@ class Traced:
     """Numbers of rows that a rank's mini-batch may not have: the model's code treats them in another way."""
     decisions: Decisions | None = None
     """What calls have to decide for the graph to be theirs; None where it is for all calls of its signature."""
+    whole: tuple[int, ...] = ()
+    """Arguments that were as long as the batch, but carry no samples."""
 
     def tensor(self, node: Node) -> torch.Tensor:
         """The parameter, buffer or constant that a get_attr node reads."""

@@ -168,6 +168,10 @@ class Tracer:
         traced, rows = decode(stored[_DIGEST:], self._model)
         if (rows is not None and rows != signature.rows(leaves)) or signature.rows(leaves) in traced.holes:
             return None
+        made = [traced.placeholders[number].meta["val"].shape for number in traced.whole]
+        if made != [tuple(leaves[number].shape) for number in traced.whole]:
+            return None
+        signature = signature.whole(traced.whole, signature.rows(leaves))
         try:
             graph = build(self._model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
         except Exception as exc:  # whatever is in it, the model can be traced
