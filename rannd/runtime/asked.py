@@ -44,8 +44,9 @@ class Anchor:
     """Stands for the parameters of a deployed model in the script's autograd graph."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self.leaf = torch.zeros((), requires_grad=True)
-        self.tensor = self.leaf.view_as(self.leaf)  # of leaves autograd does not tell
+        with torch.inference_mode(False), torch.enable_grad():  # the first call may be an evaluation
+            self.leaf = torch.zeros((), requires_grad=True)
+            self.tensor = self.leaf.view_as(self.leaf)  # of leaves autograd does not tell
         self.ids = frozenset(id(t) for t in parameters.tensors.values() if isinstance(t, torch.nn.Parameter))
         self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
         _anchors.append(weakref.ref(self, _anchors.remove))
