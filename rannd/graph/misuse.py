@@ -108,14 +108,18 @@ def _notes(model: nn.Module, signature: Signature, tensors: Sequence[torch.Tenso
     found += [
         f"{name} is a list of {rows} numbers, which are the same for all samples; if it has one for each sample, make "
         "a tensor of it, torch.tensor(x)"
-        for name, value in _named_arguments(signature)
-        if rows > 1 and len(value) == rows
+        for name in numbers_by_row(signature, rows)
     ]
     homes = {parameter.device: name for name, parameter in model.named_parameters()}
     if len(homes) > 1:
         told = ", ".join(f"{name} on {device}" for device, name in homes.items())
         found.append(f"parameters are on several devices: {told}; move the whole model to one, model.to(device)")
     return found
+
+
+def numbers_by_row(signature: Signature, rows: int) -> list[str]:
+    """Arguments that are lists of as many numbers as the batch has rows: most likely one for each sample."""
+    return [name for name, value in _named_arguments(signature) if rows > 1 and len(value) == rows]
 
 
 def _named_arguments(signature: Signature) -> Iterator[tuple[str, list[Any] | tuple[Any, ...]]]:

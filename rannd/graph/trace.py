@@ -32,6 +32,7 @@ from rannd.graph.dice import unchanged
 from rannd.graph.export import Notes, Sample, Shown, example_inputs, export, shown, traced_of
 from rannd.graph.leaves import LeafTable
 from rannd.graph.methods import called_methods, method_path, part_of
+from rannd.graph.misuse import numbers_by_row
 from rannd.graph.opaque import NotALeaf, preserved, record
 from rannd.graph.selection import MOST_CHANCES, MoreOperators, NotASelection, select
 from rannd.graph.signature import Signature
@@ -263,6 +264,8 @@ class _FrontEnd:
         fixed = dataclasses.replace(self._signature, fixed_rows=rows)
         if self._signature.fixed_rows is not None or rows == 0 or not self._runs_with(fixed, [2]):
             return None  # it is the model that fails
+        if numbers_by_row(self._signature, rows):
+            return None  # numbers are the same for all samples: a graph for them would be one for this mini-batch alone
         few = self._signature.rows(example_inputs(self._signature, self._leaves))
         carrying = [number for number, spec in enumerate(self._signature.tensors) if spec.batch]
         for count in range(1, min(len(carrying), MOST_BY_CHANCE + 1)):

@@ -228,6 +228,6 @@ def _losses(output: str) -> list[str]:
 
 def _alive(output: str) -> list[int]:
     """Pids that the ranks printed and that still run."""
-    pids = [int(pid) for pid in re.findall(r"pid (\d+)", output)]
+    pids = [int(pid) for pid in re.findall(r"\] pid (\d+)", output)]
     assert len(pids) == 2, output
     return [pid for pid in pids if psutil.pid_exists(pid)]
