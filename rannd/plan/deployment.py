@@ -10,7 +10,7 @@ import msgspec
 
 from rannd.errors import DeploymentError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -36,6 +36,12 @@ class StageEstimate(msgspec.Struct, frozen=True):
     optimizer_bytes: int
     comm_bytes: int
     total_bytes: int
+    pieces: int = 1
+    """Most pieces that a replica runs in a step; the times above are of all of them."""
+    in_flight: int = 1
+    """Most pieces between their forward and their backward; the bytes above are of all of them."""
+    weight_us: float = 0.0
+    """The part of `backward_us` that a schedule may run later than the rest (gradients of parameters)."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -50,6 +56,19 @@ class Stage(msgspec.Struct, frozen=True):
     recompute: bool
     """Run the forward again in the backward instead of keeping activations."""
     estimate: StageEstimate
+
+
+class Alternative(msgspec.Struct, frozen=True):
+    """A plan that was not chosen, and why: for people to read."""
+
+    name: str
+    """As '4-way data parallel' or '2 stages x 2, 8 microbatches, 1f1b'."""
+    step_us: float
+    """Predicted time of a step; infinite is never stored: 0 where the plan does not fit."""
+    most_bytes: int
+    """What the fullest device would need."""
+    over_bytes: int
+    """By how much that is more than a device may use; 0 where the plan fits."""
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -68,6 +87,16 @@ class Deployment(msgspec.Struct, frozen=True):
     """Predicted time of one step."""
     unused_params: tuple[str, ...] = ()
     """Parameters and buffers no op reads; kept by the first stage."""
+    bound_us: float = 0.0
+    """No plan can take less, by the same costs; 0 where it was not computed."""
+    searched_all: bool = True
+    """False where the search was cut off, so that a better plan may exist."""
+    placement: str = "stages"
+    """Order in which slots are given out: neighbours are 'stages' of one pipeline, or 'replicas' of one stage."""
+    memory_bytes: int = 0
+    """What the plan may use of each device, margin taken off; 0 where it is not known."""
+    alternatives: tuple[Alternative, ...] = ()
+    """The best of what was not chosen, the fastest first, those that do not fit last."""
 
 
 _encoder = msgspec.msgpack.Encoder()

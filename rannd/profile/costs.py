@@ -17,6 +17,9 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
     backward_us: Size
     activation_bytes: Size
     """Kept from the forward until the backward of the piece, parameters not counted."""
+    weight_us: Size = Size()
+    """The part of `backward_us` that makes gradients of parameters and can run later than the rest; 0 where the two do not
+    separate."""
 
 
 class LinkCost(msgspec.Struct, frozen=True, array_like=True):
@@ -45,3 +48,6 @@ class CostTable(msgspec.Struct, frozen=True):
 
     blocks: tuple[BlockCost, ...]
     link: LinkCost
+    """Between devices of one node."""
+    between: LinkCost | None = None
+    """Between devices of different nodes; None: as within one."""
