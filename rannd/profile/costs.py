@@ -18,8 +18,7 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
     activation_bytes: Size
     """Kept from the forward until the backward of the piece, parameters not counted."""
     weight_us: Size = Size()
-    """The part of `backward_us` that makes gradients of parameters and can run later than the rest; 0 where the two do not
-    separate."""
+    """The part of `backward_us` that makes gradients of parameters, if it can run later than the rest; else 0."""
 
 
 class LinkCost(msgspec.Struct, frozen=True, array_like=True):
