@@ -213,7 +213,7 @@ class Config:
         True,
         "Run backward inside the forward call where the model returns one loss; false: always when it is asked for.",
         group=_RUN,
-        plan_affecting=False,
+        plan_affecting=True,
     )
     consolidate_grads: bool = item(
         False,
@@ -225,7 +225,7 @@ class Config:
         False,
         "Reduce gradients after the backward instead of while it runs.",
         group=_RUN,
-        plan_affecting=False,
+        plan_affecting=True,
     )
     p2p_comm: bool = item(
         True, "Send values of stages point to point.", group=_RUN, plan_affecting=False, no_effect=_DEAD

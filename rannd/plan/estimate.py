@@ -1,120 +1,338 @@
-"""The closed form E: what a stage costs under the fill-drain schedule, for every run of blocks and replica count.
+"""The closed form E: what every stage that a plan could have adds to the time of a step, and what memory it needs.
 
-docs/planning.md states E and says where it bounds the simulator. All tables here are ``[i, j, R]``: the stage of
-blocks i to j-1 on R replicas, for ``0 <= i < j <= n`` and ``1 <= R <= world``. E of a plan is
-
-    sum of fill + largest forward + largest backward + largest allreduce       over its stages
+docs/planning.md states E and where it comes from. Stages are put together from the last one on, because what a stage
+needs depends on what comes behind it: under 1F1B it keeps a piece until all later stages are through with it, and
+its gradients are reduced while all earlier stages still run backward.
 """
 
 from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rannd.plan.deployment import StageEstimate
-from rannd.plan.intervals import Intervals, Table, at
+from rannd.plan.intervals import Intervals, at
+from rannd.plan.machine import Counts, Machine, Mask, Table, allreduce_us, p2p_us
 from rannd.plan.options import PlanOptions
-from rannd.profile.costs import LinkCost
+
+BUCKET = 25 << 20
+"""Bytes of gradients that are reduced together, as the runtime does it: the last find no backward to hide behind."""
+NEVER = 1 << 40
+"""More devices than there are."""
+
+
+class Variant(msgspec.Struct, frozen=True, order=True):
+    """What all stages of a plan have in common."""
+
+    schedule: str
+    microbatches: int
+    placement: str
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What stages that end at one block add to E: tables ``[first block, replicas - 1]``, microseconds."""
+
+    fill: Table
+    """Once: the way of one piece through the stage and back. Infinite where a stage is not possible."""
+    rounds: Table
+    """``[term, ..]``: of each term the largest counts, for all pieces but one: the round of forward and backward
+    (1F1B), or forward and backward each (fill-drain)."""
+    exposed: Table
+    """Reduction of gradients that the stage's own backward does not hide."""
+    drain: Table
+    """Backward of the last piece: what later stages can reduce behind."""
+    recompute: Mask
 
 
 class StageTables:
-    """Terms of E and memory of every possible stage, for one number of microbatches.
-
-    `fill`, `forward`, `backward` and `allreduce` are microseconds, without recomputing; what recomputing adds is
-    in `recompute_fill_us` and `recompute_backward_us`. `memory` and `memory_recompute` are the bytes that a
-    replica needs without and with recomputing.
-    """
+    """All possible stages of one variant."""
 
     def __init__(
         self,
         intervals: Intervals,
-        link: LinkCost,
+        machine: Machine,
         options: PlanOptions,
+        variant: Variant,
         *,
-        world: int,
-        microbatches: int,
         rows: int,
-        allreduce: Table,
+        limit: float,
+        allowed: Mask,
     ) -> None:
-        """`rows`: rows of the largest piece; `allreduce`: :func:`allreduce_table`, the same for all `microbatches`."""
-        self.intervals, self.options = intervals, options
-        self.world, self.microbatches, self.rows = world, microbatches, rows
-        self.allreduce = allreduce
-        move = np.vectorize(link.p2p_us, otypes=[float])
-
-        replicas = np.maximum(np.arange(world + 1), 1)
-        self.pieces = -(-world * microbatches // replicas)
-        """Most pieces that a replica runs, by number of replicas."""
-        more = (self.pieces - 1).astype(float)
+        """`rows`: of the largest piece; `limit`: bytes of a device; `allowed`: ``[start, end, replicas - 1]``."""
+        self.intervals, self.machine, self.options, self.variant = intervals, machine, options, variant
+        self.rows, self.limit, self.allowed = rows, limit, allowed
+        world = self.world = machine.world
+        self.blocks = intervals.count
+        self.replicas = np.arange(1, world + 1)
+        self.pieces = -(-world * variant.microbatches // self.replicas)
+        """Most pieces of a replica, by number of replicas."""
+        self.steady = variant.schedule != "fill_drain"
+        """Whether forward and backward take turns."""
 
         self.forward_us = at(intervals.forward, rows)
         self.backward_us = at(intervals.backward, rows)
-        busy_forward = self.forward_us + move(at(intervals.received, rows))
-        busy_backward = self.backward_us + move(at(intervals.sent_grad, rows))
-        at_ranks = move(at(intervals.given, rows)) + move(at(intervals.output_grad, rows))
-        self.fill = (busy_forward + busy_backward)[:, :, None] + at_ranks[:, :, None] * self.pieces
-        self.forward = busy_forward[:, :, None] * more
-        self.backward = busy_backward[:, :, None] * more
-        self.recompute_fill_us = self.forward_us[:, :, None]
-        self.recompute_backward_us = self.forward_us[:, :, None] * more
-
-        last = intervals.count
-        outputs = float(at(intervals.output, rows)[0, last])
-        to_ranks = microbatches * (link.p2p_us(outputs) + link.p2p_us(max(intervals.inputs_grad.at(rows), 0.0)))
-        self.fill[0, 1:last] += to_ranks
-        # One stage on all devices moves nothing: every rank runs its own pieces.
-        alone = self.forward_us[0, last] + self.backward_us[0, last]
-        self.fill[0, last] = alone
-
-        self.kept = at(intervals.activation, rows)
-        self.held = (
-            at(intervals.received, rows)
-            + at(intervals.given, rows)
-            + at(intervals.sent, rows)
-            + at(intervals.output, rows)
-        )
+        received, sent = at(intervals.received, rows), at(intervals.sent_grad, rows)
+        self.values_us = [p2p_us(link, received) for link in (machine.link, machine.between)]
+        """Time to receive a piece's values, inside a node and from another."""
+        self.grads_us = [p2p_us(link, sent) for link in (machine.link, machine.between)]
+        self.received = received + at(intervals.given, rows)
+        self.crossing = self.received + at(intervals.sent, rows) + at(intervals.output, rows)
         """Bytes of one piece that cross the stage's border and stay until its backward."""
-        state = intervals.params + (2.0 + options.opt_param_factor) * intervals.trainable
-        border = state[:, :, None] + self.held[:, :, None] * self.pieces
-        self.memory = border + self.kept[:, :, None] * self.pieces
-        self.memory_recompute = border + self.kept[:, :, None]
+        self.kept = at(intervals.activation, rows)
+        self.state = intervals.params + (2.0 + options.opt_param_factor) * intervals.trainable
+        """Parameters, their gradients (those of a step that waits, too) and the optimizer's state."""
+        ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
+        self.ranks_us = ranks
+        """First input from a rank, first gradient of an output from it."""
+        last = self.blocks
+        outputs = at(intervals.output, rows)[0, last]
+        inputs_grad = max(intervals.inputs_grad.at(rows), 0.0)
+        self.to_ranks = machine.link.p2p_us(float(outputs)) + machine.link.p2p_us(float(inputs_grad))
+        self._reduce_us: list[Table] | None = None
+        self._bases: dict[int, tuple[Terms, bool]] = {}
+        self._known: dict[tuple[int, int], Terms] = {}
+        self._inside = machine.pipelines_inside() if machine.several else np.ones(world, dtype=bool)
 
-    def estimate(self, start: int, end: int, replicas: int, *, recompute: bool) -> StageEstimate:
+    # -- what a stage adds ------------------------------------------------------------------------------------
+
+    def stages(self, end: int, used: int) -> Terms:
+        """All stages that end before block `end`, where those behind have `used` devices.
+
+        Tables are ``[start, replicas - 1]`` for ``start < end`` and as many replicas as there are devices left; a stage
+        that starts with block 0 takes them all, another one leaves at least one.
+        """
+        key = (end, used)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._stages(end, used)
+        return found
+
+    def _stages(self, end: int, used: int) -> Terms:
+        left = self.world - used
+        apart = self.machine.several and self.variant.placement == "replicas"
+        if end not in self._bases:
+            self._bases[end] = (self._terms(end, None, None), self._is_tight(end))
+        base, tight = self._bases[end]
+        if apart or tight:
+            base = self._terms(end, used, self._links(used) if apart else None)
+        cut = Terms(
+            base.fill[:, :left].copy(), base.rounds[:, :, :left], base.exposed[:, :left], base.drain[:, :left],
+            base.recompute[:, :left],
+        )  # fmt: skip
+        cut.fill[0, : left - 1] = np.inf
+        cut.fill[1:, left - 1] = np.inf
+        if end == self.blocks and used == 0:
+            self._alone(cut)
+        return cut
+
+    def _alone(self, terms: Terms) -> None:
+        """One stage on all devices moves nothing: every rank runs its own pieces."""
+        last = self.blocks
+        if np.isfinite(terms.fill[0, -1]):
+            again = bool(terms.recompute[0, -1])
+            forward = self.forward_us[0, last]
+            backward = self.backward_us[0, last] + (forward if again else 0.0)
+            more = float(self.pieces[-1] - 1)
+            terms.fill[0, -1] = forward + backward
+            rounds = [forward + backward] if self.steady else [forward, backward]
+            terms.rounds[:, 0, -1] = np.array(rounds) * more
+            terms.drain[0, -1] = backward
+            terms.exposed[0, -1] = self._exposed(last, slice(0, 1), np.array([[backward]]), self.world, None)[0, 0]
+
+    def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
+        """Tables for all numbers of replicas. `links`: whether values, gradients and reductions stay inside nodes."""
+        rows = slice(0, end)
+        values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
+        again = self._recomputes(end, used)
+        forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
+        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
+        values = np.where(values_inside, self.values_us[0][rows, end, None], self.values_us[1][rows, end, None])
+        grads = np.where(grads_inside, self.grads_us[0][rows, end, None], self.grads_us[1][rows, end, None])
+        fill = forward + backward + values + grads + self.ranks_us[rows, end, None]
+        if end < self.blocks or self.world > 1:
+            fill[0] += self.to_ranks
+        more = (self.pieces - 1).astype(float)
+        if self.steady:
+            rounds = (np.maximum(np.maximum(forward + backward, values), grads) * more)[None]
+        else:
+            rounds = np.stack([np.maximum(forward, values) * more, np.maximum(backward, grads) * more])
+        fits = self.allowed[rows, end] & (self._memory(end, used, again) <= self.limit)
+        fill[~fits] = np.inf
+        exposed = self._exposed(end, rows, backward, self.replicas, links[2] if links is not None else None)
+        return Terms(fill, rounds, exposed, backward + grads, again)
+
+    def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
+        """Whether values, gradients, reductions stay inside nodes, of stages in front of the `used` last slots."""
+        end = np.full(self.world, self.world - used)
+        start = end - self.replicas
+        return (
+            self.machine.same(start - 1, end - 1),
+            self.machine.same(start, end),
+            self.machine.same(start, end - 1),
+        )
+
+    def _exposed(self, end: int, starts: slice, backward: Table, replicas: npt.ArrayLike, inside: Mask | None) -> Table:
+        """Reduction left when the backward of the last piece ends: what did not fit behind it, and the last bucket."""
+        machine = self.machine
+        own = (self.intervals.trainable - self.intervals.shared)[starts, end, None]
+        shared = self.intervals.shared[starts, end, None]
+        whole = self._reduce(own, replicas, inside) + self._reduce(shared, self.world, None)
+        if self.options.sync_allreduce:
+            return whole
+        last = self._reduce(np.minimum(own, BUCKET), replicas, inside)
+        last = np.maximum(last, self._reduce(np.minimum(shared, BUCKET), machine.world, None))
+        result: Table = np.maximum(whole - backward, last)
+        return result
+
+    def _reduce(self, nbytes: Table, replicas: npt.ArrayLike, inside: Mask | None) -> Table:
+        machine = self.machine
+        near = allreduce_us(machine.link, nbytes, replicas)
+        if not machine.several:
+            return near
+        far = allreduce_us(machine.between, nbytes, replicas)
+        # Replicas that are apart are on all nodes.
+        result: Table = far if inside is None else np.where(inside, near, far)
+        return result
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def in_flight(self, used: int | None) -> npt.NDArray[np.intp]:
+        """Most pieces between forward and backward, by number of replicas, where later stages have `used` devices.
+
+        None: the most that there can be. See schedule.window for 1F1B's number.
+        """
+        if not self.steady or used is None:
+            return self.pieces
+        if used == 0:
+            return np.minimum(self.pieces, 1)
+        result: npt.NDArray[np.intp] = np.minimum(self.pieces, -(-(used + self.replicas) // self.replicas) + 1)
+        return result
+
+    def _plain(self, end: int, used: int | None) -> Table:
+        """Bytes of stages that end at `end` and do not recompute."""
+        pieces = self.in_flight(used)
+        rows = slice(0, end)
+        early = np.where(pieces < self.pieces, self.received[rows, end, None], 0.0)  # the next piece's, posted ahead
+        result: Table = (
+            self.state[rows, end, None] + early + (self.crossing[rows, end, None] + self.kept[rows, end, None]) * pieces
+        )
+        return result
+
+    def _recomputes(self, end: int, used: int | None) -> Mask:
+        shape = (end, self.world)
+        if self.options.checkpointing:
+            return np.ones(shape, dtype=bool)
+        if used is None and self.steady:  # only asked for where everything fits
+            return np.zeros(shape, dtype=bool)
+        result: Mask = self._plain(end, used) > self.limit
+        return result
+
+    def _memory(self, end: int, used: int | None, again: Mask) -> Table:
+        """Bytes of a replica."""
+        plain = self._plain(end, used)
+        saved = self.kept[:end, end, None] * (self.in_flight(used) - 1)
+        result: Table = np.where(again, plain - saved, plain)
+        return result
+
+    def _is_tight(self, end: int) -> bool:
+        """Whether some stage that ends here might not fit, so that what comes behind it matters."""
+        return self.steady and bool((self._plain(end, None) > self.limit).any())
+
+    def fewest(self) -> tuple[Mask, Counts, Counts]:
+        """What can be said of a stage whatever comes behind it, for :mod:`rannd.plan.bounds`.
+
+        ``[start, end]``: whether it has to recompute, and the fewest replicas that it can have (NEVER: it cannot be, or
+        is a plan of its own); and by number of replicas the next one that is allowed anywhere.
+        """
+        count, world = self.blocks, self.world
+        may = self.allowed.any(axis=(0, 1))
+        following = np.full(world + 2, NEVER, dtype=np.int64)
+        for replicas in range(world, 0, -1):
+            following[replicas] = replicas if may[replicas - 1] else following[replicas + 1]
+        following[0] = following[1]
+        pieces = np.ones(1) if self.steady else self.pieces
+        crossing = self.state[:, :, None] + self.crossing[:, :, None] * pieces
+        whole = crossing + self.kept[:, :, None] * pieces
+        plain: Mask = np.less_equal(whole, -1.0 if self.options.checkpointing else self.limit)
+        fits: Mask = (plain | np.less_equal(crossing + self.kept[:, :, None], self.limit)) & self.allowed
+        fits[0, count, world - 1] = False
+        again: Mask = np.logical_not((plain & fits).any(axis=2))
+        fewest: Counts = np.where(fits.any(axis=2), fits.argmax(axis=2) + 1, NEVER)
+        return again, fewest, following
+
+    def exposed_at_least(self, end: int) -> Table:
+        """Reduction that stages ending here leave at least, ``[start, replicas - 1]``."""
+        backward = self.backward_us[:end, end, None]
+        if self._is_tight(end):
+            backward = backward + self.forward_us[:end, end, None]  # some may recompute
+        if not (self.machine.several and self.variant.placement == "replicas"):
+            return self._exposed(end, slice(0, end), backward, self.replicas, None)
+        near = np.ones(self.world, dtype=bool)
+        found: Table = np.minimum(
+            self._exposed(end, slice(0, end), backward, self.replicas, near),
+            self._exposed(end, slice(0, end), backward, self.replicas, ~near),
+        )
+        return found
+
+    def least_memory(self, end: int, used: int) -> Table:
+        """Bytes that stages that end here need at least, recomputing if that is less; infinite where not allowed."""
+        everywhere = np.ones((end, self.world), dtype=bool)
+        memory = np.minimum(self._plain(end, used), self._memory(end, used, everywhere))
+        left = self.world - used
+        memory = np.where(self.allowed[:end, end], memory, np.inf)[:, :left]
+        memory[0, : left - 1] = np.inf
+        memory[1:, left - 1] = np.inf
+        return memory
+
+    def bytes_needed(self, start: int, end: int, replicas: int, *, used: int) -> float:
+        """Bytes with which one stage would do, recomputing where that is less."""
+        everywhere = np.ones((end, self.world), dtype=bool)
+        memory = np.minimum(self._plain(end, used), self._memory(end, used, everywhere))
+        return float(memory[start, replicas - 1])
+
+    def recomputes(self, start: int, end: int, replicas: int, *, used: int) -> bool:
+        """Whether a stage recomputes its activations."""
+        return bool(self.stages(end, used).recompute[start, replicas - 1])
+
+    # -- one stage --------------------------------------------------------------------------------------------
+
+    def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         """What one replica of the stage of blocks `start` to `end` - 1 does in a step."""
-        intervals, pieces = self.intervals, int(self.pieces[replicas])
+        intervals = self.intervals
+        recompute = self.recomputes(start, end, replicas, used=used)
+        pieces = int(self.pieces[replicas - 1])
+        flying = int(self.in_flight(used)[replicas - 1])
         forward = self.forward_us[start, end] * pieces
         backward = self.backward_us[start, end] * pieces + (forward if recompute else 0.0)
-        incoming = at(intervals.received, self.rows) + at(intervals.given, self.rows)
-        outgoing = at(intervals.sent, self.rows) + at(intervals.output, self.rows)
+        weight = 0.0 if recompute else at(intervals.weight, self.rows)[start, end] * pieces
+        links = self._links(used)[2] if self.machine.several and self.variant.placement == "replicas" else None
+        inside = links[replicas - 1 : replicas] if links is not None else None
+        own = (intervals.trainable - intervals.shared)[start : start + 1, end, None]
+        shared = intervals.shared[start : start + 1, end, None]
+        reduce = self._reduce(own, replicas, inside) + self._reduce(shared, self.world, None)
         param = int(intervals.params[start, end])
         # Gradients, and as much again for the pending buffer.
         grad = 2 * int(intervals.trainable[start, end])
-        activation = math.ceil(self.kept[start, end] * (1 if recompute else pieces))
+        activation = math.ceil(self.kept[start, end] * (1 if recompute else flying))
         optimizer = math.ceil(intervals.trainable[start, end] * self.options.opt_param_factor)
-        comm = math.ceil(self.held[start, end] * pieces)
+        early = self.received[start, end] if flying < pieces else 0.0
+        comm = math.ceil(self.crossing[start, end] * flying + early)
         return StageEstimate(
             forward_us=float(forward),
             backward_us=float(backward),
-            allreduce_us=float(self.allreduce[start, end, replicas]),
-            input_bytes=math.ceil(incoming[start, end]),
-            output_bytes=math.ceil(outgoing[start, end]),
+            allreduce_us=float(reduce[0, 0]),
+            input_bytes=math.ceil(self.received[start, end]),
+            output_bytes=math.ceil(self.crossing[start, end] - self.received[start, end]),
             param_bytes=param,
             grad_bytes=grad,
             activation_bytes=activation,
             optimizer_bytes=optimizer,
             comm_bytes=comm,
             total_bytes=param + grad + activation + optimizer + comm,
+            pieces=pieces,
+            in_flight=flying,
+            weight_us=float(weight),
         )
-
-
-def allreduce_table(intervals: Intervals, link: LinkCost, world: int) -> Table:
-    """Time to reduce the gradients of each possible stage.
-
-    Parameters that other stages read too are reduced over all stages that read them: here, as a bound, over
-    all devices.
-    """
-    reduce = np.vectorize(link.allreduce_us, otypes=[float])
-    own = (intervals.trainable - intervals.shared)[:, :, None]
-    result: Table = reduce(own, np.arange(world + 1)) + reduce(intervals.shared, world)[:, :, None]
-    return result

@@ -40,6 +40,7 @@ class Intervals:
 
         self.forward = self._sums(cost.forward_us for cost in costs)
         self.backward = self._sums(cost.backward_us for cost in costs)
+        self.weight = self._sums(cost.weight_us for cost in costs)
         self.activation = self._sums(cost.activation_bytes for cost in costs)
         self._values(graph, block_of)
         self._params(graph, block_of)

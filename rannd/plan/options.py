@@ -43,6 +43,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
     """Recompute in every stage. Otherwise only where nothing fits without."""
+    sync_allreduce: bool = False
+    """Reduce gradients when backward has ended, not while it runs."""
     limit_dev_num_pot: bool = False
     """Only powers of two (and all devices) as numbers of replicas."""
     mem_margin: float = 0.1

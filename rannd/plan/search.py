@@ -12,12 +12,13 @@ from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.ir import TaskGraph
 from rannd.plan.blocks import Block
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
-from rannd.plan.estimate import StageTables, allreduce_table
+from rannd.plan.estimate import StageTables, Variant
 from rannd.plan.intervals import Intervals
 from rannd.plan.layout import piece_rows
+from rannd.plan.machine import Machine, place
 from rannd.plan.options import PlanOptions
 from rannd.plan.places import cut_places, has_cut_points
-from rannd.plan.stages import Choice, Need, best_choice, smallest_memory
+from rannd.plan.stages import Found, Need, best_choice, smallest_memory
 from rannd.profile.costs import CostTable
 
 __all__ = ["PlanOptions", "assignment_lines", "estimate_lines", "microbatch_counts", "plan", "stage_name"]
@@ -35,49 +36,54 @@ def plan(
     batch_rows: int,
     memory_bytes: int,
     options: PlanOptions,
+    interleaved: bool = True,
 ) -> Deployment:
     """The deployment of `graph` on `world` devices with the least E (docs/planning.md).
 
-    `slots`: place of each device, sorted; `batch_rows`: rows of the global batch; `memory_bytes`: what a plan
-    may use of each device, margin already taken off. PlanError where demands clash, DoesNotFitError with the
-    smallest memory that would do where no plan fits.
+    `slots`: place of each device, sorted; `batch_rows`: rows of the global batch; `memory_bytes`: what may be used of
+    each device, margin already taken off; `interleaved`: whether backward may begin inside a call, because the model
+    returns its loss: otherwise all forwards run before all backwards. PlanError where demands clash, DoesNotFitError
+    with the smallest memory that would do where no plan fits.
     """
     if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
     if batch_rows < 1:
         raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
+    machine = Machine(slots, costs.link, costs.between)
     places = np.array(cut_places(graph, [block.ops for block in blocks]))
-    stages, allowed = _demands(options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph))
-    allowed = allowed & (places[:, None] & places[None, :])[:, :, None]
+    stages, replicas = _demands(options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph))
+    allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
     counts = microbatch_counts(options, rows_per_rank=math.ceil(batch_rows / world), coupled=graph.rows_coupled)
-
     intervals = Intervals(graph, blocks, costs.blocks)
-    allreduce = allreduce_table(intervals, costs.link, world)
-    tables = [
-        StageTables(
+    tables = {
+        variant: StageTables(
             intervals,
-            costs.link,
+            machine,
             options,
-            world=world,
-            microbatches=count,
-            rows=piece_rows(batch_rows, world, count),
-            allreduce=allreduce,
+            variant,
+            rows=piece_rows(batch_rows, world, variant.microbatches),
+            limit=float(memory_bytes),
+            allowed=allowed,
         )
-        for count in counts
-    ]
-    limit = float(memory_bytes)
-    for recompute in ("always",) if options.checkpointing else ("never", "needed"):
-        choice = best_choice(tables, limit=limit, allowed=allowed, stages=stages, recompute=recompute)
-        if choice is not None:
-            table = tables[counts.index(choice.microbatches)]
-            return _deployment(graph, blocks, table, choice, slots, batch_rows)
-    need = smallest_memory(tables, allowed=allowed, stages=stages)
+        for variant in _variants(options, machine, counts, interleaved=interleaved)
+    }
+    found = best_choice(list(tables.values()), stages=stages)
+    if found.choice is not None:
+        table = tables[found.choice.variant]
+        return _deployment(graph, blocks, table, found, slots, batch_rows)
+    need = smallest_memory(list(tables.values()), stages=stages)
     if need is None:
         raise PlanError(
             f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas make {world} devices "
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
-    raise _does_not_fit(graph, blocks, tables[counts.index(need.microbatches)], need, memory_bytes, options)
+    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world)
+
+
+def _variants(options: PlanOptions, machine: Machine, counts: Sequence[int], *, interleaved: bool) -> list[Variant]:
+    """What the stages of a plan can have in common."""
+    schedule = options.schedule if interleaved else "fill_drain"
+    return [Variant(schedule, count, placement) for placement in machine.placements for count in counts]
 
 
 def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool) -> list[int]:
@@ -113,7 +119,7 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
 
 
 def _demands(options: PlanOptions, *, world: int, blocks: int, marked: bool) -> tuple[int, npt.NDArray[np.bool_]]:
-    """The number of stages (0: free), and by number of replicas whether a stage may have so many.
+    """The number of stages (0: free), and by number of replicas (from 1) whether a stage may have so many.
 
     `blocks`: parts that may be stages of their own; `marked`: CutPoints divide them.
     """
@@ -143,7 +149,7 @@ def _demands(options: PlanOptions, *, world: int, blocks: int, marked: bool) -> 
             f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "
             f"into {blocks} blocks only; use at most {blocks} stages"
         )
-    counts = np.arange(world + 1)
+    counts = np.arange(1, world + 1)
     allowed = counts > 0
     if replicas:
         allowed &= counts == replicas
@@ -157,42 +163,28 @@ def stage_name(start: int, end: int) -> str:
     return f"MERGE_{start}_{end - 1}"
 
 
-def place(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Slots of the replicas of each stage: stages first, replicas apart.
-
-    Replica j of R works for the ranks around (j + 1/2) / R of the world, and gets a slot there. So the stages
-    that a rank's pieces run through are neighbours (one node, if they fit), and a rank's own slot is mostly one
-    of them.
-    """
-    centres = sorted(
-        ((2 * replica + 1) / (2 * count), stage, replica)
-        for stage, count in enumerate(replicas)
-        for replica in range(count)
-    )
-    slots: list[list[int]] = [[] for _ in replicas]
-    for slot, (_, stage, _) in enumerate(centres):
-        slots[stage].append(slot)
-    return tuple(tuple(each) for each in slots)
-
-
 def _deployment(
     graph: TaskGraph,
     blocks: Sequence[Block],
     table: StageTables,
-    choice: Choice,
+    found: Found,
     slots: tuple[Slot, ...],
     batch_rows: int,
 ) -> Deployment:
+    choice = found.choice
+    assert choice is not None
     ends = [*choice.starts[1:], len(blocks)]
     stages = []
-    for start, end, used, recompute in zip(choice.starts, ends, place(choice.replicas), choice.recompute, strict=True):
+    left = len(slots)
+    for start, end, used in zip(choice.starts, ends, place(choice.replicas, choice.variant.placement), strict=True):
+        left -= len(used)
         stages.append(
             Stage(
                 name=stage_name(start, end),
                 ops=tuple(graph.ops[op].name for op in sorted(op for block in blocks[start:end] for op in block.ops)),
                 slots=used,
-                recompute=recompute,
-                estimate=table.estimate(start, end, len(used), recompute=recompute),
+                recompute=table.recomputes(start, end, len(used), used=left),
+                estimate=table.estimate(start, end, len(used), used=left),
             )
         )
     return Deployment(
@@ -200,32 +192,30 @@ def _deployment(
         graph_hash=graph.graph_hash,
         slots=slots,
         stages=tuple(stages),
-        microbatches=choice.microbatches,
-        schedule=table.options.schedule,
+        microbatches=choice.variant.microbatches,
+        schedule=choice.variant.schedule,
         batch_rows=batch_rows,
         step_us=choice.step_us,
         unused_params=tuple(graph.params[index].name for index in graph.unused_params),
+        bound_us=found.bound_us,
+        searched_all=found.searched_all,
+        placement=choice.variant.placement,
+        memory_bytes=int(table.limit),
     )
 
 
 def _does_not_fit(
-    graph: TaskGraph,
-    blocks: Sequence[Block],
-    table: StageTables,
-    need: Need,
-    memory_bytes: int,
-    options: PlanOptions,
+    graph: TaskGraph, blocks: Sequence[Block], need: Need, memory_bytes: int, options: PlanOptions, world: int
 ) -> DoesNotFitError:
     """The error that names what would do, and the block that needs most of it."""
     least = math.ceil(need.bytes)
-    memory = np.minimum(table.memory, table.memory_recompute)
-    block = max(range(need.start, need.end), key=lambda at: memory[at, at + 1, need.replicas])
+    block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
     modules = list(dict.fromkeys(graph.ops[op].module or graph.ops[op].name for op in blocks[block].ops))
     more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
     # Rounded up, so that the number given is one that does.
     limit_gb = math.ceil(least / (1 - options.mem_margin) / _GIB * 1000 + 1e-6) / 1000
     return DoesNotFitError(
-        f"no plan fits: {memory_bytes} bytes may be used of each of {table.world} devices, and the best plan needs "
+        f"no plan fits: {memory_bytes} bytes may be used of each of {world} devices, and the best plan needs "
         f"{least} (mem_limit_gb={limit_gb:g} with mem_margin={options.mem_margin:g}), recomputing included. Its "
         f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
         f"({', '.join(modules[:3])}{more}) needs most. Use devices with more memory, more ranks, a smaller batch, "

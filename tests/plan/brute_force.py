@@ -8,11 +8,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
+from typing import NamedTuple
 
 from rannd.graph.ir import TaskGraph
 from rannd.plan.blocks import Block
+from rannd.plan.deployment import Slot
 from rannd.plan.options import PlanOptions
 from rannd.profile.costs import CostTable
+
+
+class Plan(NamedTuple):
+    """A plan in all that E depends on."""
+
+    bounds: tuple[int, ...]
+    """First block of each stage, and the number of blocks."""
+    replicas: tuple[int, ...]
+    microbatches: int
+    schedule: str
+    placement: str
+
+
+class Near(NamedTuple):
+    """What of a stage stays inside nodes."""
+
+    values: bool
+    grads: bool
+    replicas: bool
 
 
 class Reference:
@@ -23,20 +44,23 @@ class Reference:
         graph: TaskGraph,
         blocks: Sequence[Block],
         costs: CostTable,
-        world: int,
+        slots: Sequence[Slot],
         batch_rows: int,
         options: PlanOptions,
+        *,
+        schedule: str = "1f1b",
     ) -> None:
         self.graph, self.blocks, self.costs = graph, blocks, costs
-        self.world, self.batch_rows, self.options = world, batch_rows, options
+        self.slots, self.world, self.schedule = slots, len(slots), schedule
+        self.batch_rows, self.options = batch_rows, options
         self.home = {op: index for index, block in enumerate(blocks) for op in block.ops}
         self.readers = [
             {self.home[at] for at, op in enumerate(graph.ops) if index in op.inputs}
             for index in range(len(graph.values))
         ]
 
-    def plans(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """(bounds of the stages, replicas, microbatches) of all plans that the options allow."""
+    def plans(self) -> Iterator[Plan]:
+        """All plans that the options allow."""
         options, count = self.options, len(self.blocks)
         rows = math.ceil(self.batch_rows / self.world)
         for stages in range(1, min(count, self.world) + 1):
@@ -53,79 +77,126 @@ class Reference:
                         if microbatches == 1 or (
                             microbatches <= min(rows, options.max_pipeline) and not self.graph.rows_coupled
                         ):
-                            yield (0, *cuts, count), replicas, microbatches
+                            for placement in ("stages", "replicas"):
+                                yield Plan((0, *cuts, count), replicas, microbatches, self.schedule, placement)
 
-    def step_us(
-        self, bounds: tuple[int, ...], replicas: tuple[int, ...], microbatches: int, again: Sequence[bool]
-    ) -> float:
+    def step_us(self, plan: Plan, again: Sequence[bool]) -> float:
         """E of one plan."""
-        link, pieces = self.costs.link, self.world * microbatches
-        rows = math.ceil(math.ceil(self.batch_rows / self.world) / microbatches)
-        total = longest_forward = longest_backward = longest_reduce = 0.0
-        for (start, end), count, recompute in zip(pairwise(bounds), replicas, again, strict=True):
+        link, between = self.costs.link, self.costs.between or self.costs.link
+        pieces = self.world * plan.microbatches
+        rows = self._rows(plan.microbatches)
+        several = len(plan.replicas) > 1
+        fill = 0.0
+        rounds: list[list[float]] = []
+        backwards: list[float] = []
+        reductions: list[float] = []
+        for number, (start, end) in enumerate(pairwise(plan.bounds)):
+            count = plan.replicas[number]
+            near = self._near(plan, number)
             most = math.ceil(pieces / count)
             forward = sum(block.forward_us.at(rows) for block in self.costs.blocks[start:end])
             backward = sum(block.backward_us.at(rows) for block in self.costs.blocks[start:end])
-            backward += forward if recompute else 0.0
-            if len(replicas) > 1:
-                forward += link.p2p_us(self._bytes(start, end, "received", rows))
-                backward += link.p2p_us(self._bytes(start, end, "sent_grad", rows))
-                total += most * link.p2p_us(self._bytes(start, end, "given", rows))
-                total += most * link.p2p_us(self._bytes(start, end, "output_grad", rows))
-            total += forward + backward
-            longest_forward = max(longest_forward, (most - 1) * forward)
-            longest_backward = max(longest_backward, (most - 1) * backward)
+            backward += forward if again[number] else 0.0
+            values = grads = 0.0
+            if several:
+                values = (link if near.values else between).p2p_us(self._bytes(start, end, "received", rows))
+                grads = (link if near.grads else between).p2p_us(self._bytes(start, end, "sent_grad", rows))
+                fill += link.p2p_us(self._bytes(start, end, "given", rows))
+                fill += link.p2p_us(self._bytes(start, end, "output_grad", rows))
+            fill += values + forward + grads + backward
+            if plan.schedule == "1f1b":
+                rounds.append([(most - 1) * max(forward + backward, values, grads)])
+            else:
+                rounds.append([(most - 1) * max(forward, values), (most - 1) * max(backward, grads)])
             own, shared = self._gradients(start, end)
-            reduce = link.allreduce_us(own, count) + link.allreduce_us(shared, self.world)
-            longest_reduce = max(longest_reduce, reduce)
-        if len(replicas) > 1:
-            values = self.graph.values
-            outputs = sum(value.bytes.at(rows) for value in values if value.is_output and value.producer >= 0)
-            grads = sum(
-                value.bytes.at(rows)
-                for value, readers in zip(values, self.readers, strict=True)
-                if value.producer < 0 and value.requires_grad and readers
+            nodes = [slot.node for slot in self.slots]
+            over = link if near.replicas else between
+            all_over = link if nodes[0] == nodes[-1] else between
+            whole = over.allreduce_us(own, count) + all_over.allreduce_us(shared, self.world)
+            bucket = 25 * 2**20
+            tail = max(
+                over.allreduce_us(min(own, bucket), count), all_over.allreduce_us(min(shared, bucket), self.world)
             )
-            total += microbatches * (link.p2p_us(outputs) + link.p2p_us(grads))
-        return total + longest_forward + longest_backward + longest_reduce
+            reductions.append(max(whole - backward, tail))
+            backwards.append(backward + grads)
+        if several:
+            values = self.graph.values
+            fill += link.p2p_us(sum(v.bytes.at(rows) for v in values if v.is_output and v.producer >= 0))
+            fill += link.p2p_us(
+                sum(
+                    value.bytes.at(rows)
+                    for value, readers in zip(values, self.readers, strict=True)
+                    if value.producer < 0 and value.requires_grad and readers
+                )
+            )
+        left_over = max(reduction - sum(backwards[:number]) for number, reduction in enumerate(reductions))
+        return fill + sum(max(each) for each in zip(*rounds, strict=True)) + left_over
 
-    def memory(self, start: int, end: int, replicas: int, microbatches: int, *, recompute: bool) -> float:
+    def _near(self, plan: Plan, number: int) -> Near:
+        """Whether what a stage receives, gets back, and reduces stays inside nodes."""
+        nodes = [slot.node for slot in self.slots]
+        count = plan.replicas[number]
+        if nodes[0] == nodes[-1]:
+            return Near(True, True, True)
+        if plan.placement == "replicas" and len(plan.replicas) > 1:
+            first = sum(plan.replicas[:number])
+            last = first + count - 1
+            before = first == 0 or nodes[first - 1] == nodes[last]
+            behind = last + 1 == self.world or nodes[first] == nodes[last + 1]
+            return Near(before, behind, nodes[first] == nodes[last])
+        world = self.world
+        inside = all(
+            len({nodes[at] for at in range(world) if (at + 1) * count > g * world and at * count < (g + 1) * world})
+            == 1
+            for g in range(count)
+        )
+        return Near(inside, inside, False)
+
+    def in_flight(self, plan: Plan, number: int) -> int:
+        """Most pieces of a stage between forward and backward."""
+        most = math.ceil(self.world * plan.microbatches / plan.replicas[number])
+        if plan.schedule != "1f1b":
+            return most
+        if number + 1 == len(plan.replicas):
+            return 1
+        return min(most, math.ceil(sum(plan.replicas[number:]) / plan.replicas[number]) + 1)
+
+    def memory(self, plan: Plan, number: int, *, recompute: bool) -> float:
         """Bytes of one replica of a stage."""
-        rows = math.ceil(math.ceil(self.batch_rows / self.world) / microbatches)
-        most = math.ceil(self.world * microbatches / replicas)
-        held = sum(self._bytes(start, end, what, rows) for what in ("received", "given", "sent", "output"))
+        start, end = plan.bounds[number : number + 2]
+        rows = self._rows(plan.microbatches)
+        flying = self.in_flight(plan, number)
+        received = sum(self._bytes(start, end, what, rows) for what in ("received", "given"))
+        held = received + sum(self._bytes(start, end, what, rows) for what in ("sent", "output"))
+        early = received if flying < math.ceil(self.world * plan.microbatches / plan.replicas[number]) else 0.0
         kept = sum(block.activation_bytes.at(rows) for block in self.costs.blocks[start:end])
         params = sum(self.graph.params[index].bytes for index in self._params(start, end))
         unused = sum(self.graph.params[index].bytes for index in self.graph.unused_params) if start == 0 else 0
         state = (2 + self.options.opt_param_factor) * sum(self._gradients(start, end))
-        return params + unused + state + most * held + kept * (1 if recompute else most)
+        return params + unused + state + early + flying * held + kept * (1 if recompute else flying)
 
     def best(self, limit: float) -> float | None:
-        """The least E of all plans that fit, recomputing only where nothing fits without."""
-        for allow in (True,) if self.options.checkpointing else (False, True):
-            found = []
-            for bounds, replicas, microbatches in self.plans():
-                again, fits = [], True
-                for (start, end), count in zip(pairwise(bounds), replicas, strict=True):
-                    plain = self.memory(start, end, count, microbatches, recompute=False)
-                    recompute = self.options.checkpointing or (allow and plain > limit)
-                    again.append(recompute)
-                    fits &= self.memory(start, end, count, microbatches, recompute=recompute) <= limit
-                if fits:
-                    found.append(self.step_us(bounds, replicas, microbatches, again))
-            if found:
-                return min(found)
-        return None
+        """The least E of all plans that fit, recomputing where a stage does not fit without."""
+        found = []
+        for plan in self.plans():
+            again, fits = [], True
+            for number in range(len(plan.replicas)):
+                recompute = self.options.checkpointing or self.memory(plan, number, recompute=False) > limit
+                again.append(recompute)
+                fits &= self.memory(plan, number, recompute=recompute) <= limit
+            if fits:
+                found.append(self.step_us(plan, again))
+        return min(found, default=None)
 
     def smallest_memory(self) -> float:
         """The memory per device with which some plan just fits."""
         return min(
-            max(
-                self.memory(start, end, count, microbatches, recompute=True)
-                for (start, end), count in zip(pairwise(bounds), replicas, strict=True)
-            )
-            for bounds, replicas, microbatches in self.plans()
+            max(self.memory(plan, number, recompute=True) for number in range(len(plan.replicas)))
+            for plan in self.plans()
         )
+
+    def _rows(self, microbatches: int) -> int:
+        return math.ceil(math.ceil(self.batch_rows / self.world) / microbatches)
 
     def _bytes(self, start: int, end: int, what: str, rows: int) -> float:
         """Sizes of the values of one kind, each once, for blocks `start` to `end` - 1."""

@@ -172,6 +172,14 @@ def random_costs(random: Random, blocks: int) -> CostTable:
         allreduce_latency_us=random.choice([0, 100]),
         allreduce_bytes_per_us=random.choice([0.5, 1.0, 3.0, 100.0]),
     )
+    slower = LinkCost(
+        p2p_latency_us=link.p2p_latency_us * 2,
+        p2p_bytes_per_us=link.p2p_bytes_per_us / 3,
+        allreduce_latency_us=link.allreduce_latency_us * 2,
+        allreduce_bytes_per_us=link.allreduce_bytes_per_us / 5,
+    )
     return CostTable(
-        tuple(BlockCost(size(1000), size(random.choice([100, 3000])), size(10_000)) for _ in range(blocks)), link
+        tuple(BlockCost(size(1000), size(random.choice([100, 3000])), size(10_000)) for _ in range(blocks)),
+        link,
+        random.choice([None, slower]),
     )

@@ -9,7 +9,7 @@ from random import Random
 
 import msgspec
 import pytest
-from brute_force import Reference
+from brute_force import Plan, Reference
 from plan_graphs import GraphBuilder, chain, random_costs, random_graph
 
 from rannd.errors import PlanError
@@ -45,14 +45,14 @@ def starts(graph: TaskGraph, deployment: Deployment) -> list[int]:
 class Marked(Reference):
     """Enumerates only plans whose stages are apart in their segments."""
 
-    def plans(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        for bounds, replicas, microbatches in super().plans():
+    def plans(self) -> Iterator[Plan]:
+        for each in super().plans():
             segments = [
                 [self.graph.ops[op].segment for block in self.blocks[start:end] for op in block.ops]
-                for start, end in pairwise(bounds)
+                for start, end in pairwise(each.bounds)
             ]
             if all(max(one) < min(other) for at, one in enumerate(segments) for other in segments[at + 1 :]):
-                yield bounds, replicas, microbatches
+                yield each
 
 
 @pytest.mark.parametrize("hundred", range(3))
@@ -69,7 +69,8 @@ def test_the_plan_has_the_least_e_of_all_that_cut_there(hundred: int) -> None:
         costs = random_costs(random, len(blocks))
         rows = random.randint(1, 40)
         found = planned(graph, blocks, costs, world, options, rows)
-        wanted = Marked(graph, blocks, costs, world, rows, options).best(math.inf)
+        slots = tuple(Slot(0, device) for device in range(world))
+        wanted = Marked(graph, blocks, costs, slots, rows, options).best(math.inf)
         assert wanted is not None
         assert math.isclose(found.step_us, wanted, rel_tol=1e-9, abs_tol=1e-6), seed
         stages += len(found.stages) > 1

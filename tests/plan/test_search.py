@@ -12,8 +12,9 @@ from rannd.plan.blocks import make_blocks
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.layout import layout_of
+from rannd.plan.machine import place
 from rannd.plan.schedule import fill_drain
-from rannd.plan.search import PlanOptions, assignment_lines, estimate_lines, microbatch_counts, place, plan
+from rannd.plan.search import PlanOptions, assignment_lines, estimate_lines, microbatch_counts, plan
 
 
 def deploy(graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, **items: object) -> Deployment:
@@ -86,11 +87,11 @@ def test_a_deployment_of_another_model_has_no_layout() -> None:
 
 
 def test_neighbouring_stages_get_neighbouring_slots() -> None:
-    assert place([4]) == ((0, 1, 2, 3),)
+    assert place([4], "stages") == ((0, 1, 2, 3),)
     # As in the tutorial: MERGE_0_4 on ranks 0, 2, 4, 6 and MERGE_5_9 on 1, 3, 5, 7.
-    assert place([4, 4]) == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert place([2, 1]) == ((0, 2), (1,))
-    assert place([1, 3]) == ((1,), (0, 2, 3))
+    assert place([4, 4], "stages") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert place([2, 1], "stages") == ((0, 2), (1,))
+    assert place([1, 3], "stages") == ((1,), (0, 2, 3))
 
 
 def test_unused_parameters_are_counted_with_the_first_stage() -> None:

@@ -1,23 +1,18 @@
 from __future__ import annotations
 
 import math
-from random import Random
 
 import pytest
-from plan_graphs import GraphBuilder, random_costs
 from test_stages import Instance
 
 from rannd.errors import PlanError
 from rannd.graph.ir import TaskGraph
-from rannd.plan.blocks import make_blocks
 from rannd.plan.check import check
-from rannd.plan.deployment import Deployment, Slot
+from rannd.plan.deployment import Deployment
 from rannd.plan.layout import layout_of, step_costs
-from rannd.plan.options import PlanOptions
 from rannd.plan.schedule import Layout, fill_drain, from_text
-from rannd.plan.search import plan
 from rannd.plan.simulate import Simulation, StepCosts, simulate
-from rannd.profile.costs import CostTable, LinkCost
+from rannd.profile.costs import LinkCost
 
 PIPELINE = Layout(2, 1, ((0,), (1,)), ((0, 1),), ((0, 1),))
 
@@ -77,55 +72,10 @@ def test_a_program_that_hangs_is_an_error() -> None:
         simulate(hanging, costs())
 
 
-def equal_replicas(seed: int, *, border: float, spread: bool) -> tuple[TaskGraph, CostTable, Deployment]:
-    """A chain in stages of equal replica counts. `border`: size of inputs and outputs; `spread`: parameters
-    in all ops, not only in the first."""
-    random = Random(seed)
-    builder = GraphBuilder()
-    stages, replicas = random.choice([(1, 2), (2, 1), (2, 2), (3, 1), (2, 3), (4, 1), (3, 2)])
-    count = random.randint(stages, stages + 3)
-    value = builder.input(border, grad=random.random() < 0.5)
-    for index in range(count):
-        params = [builder.param(random.randint(1, 10_000))] if spread or index == 0 else []
-        last = index == count - 1
-        value = builder.op([value], params=params, size=border if last else random.randint(1, 100), output=last)
-    graph = builder.build()
-    world = stages * replicas
-    options = PlanOptions(partition_num=stages, replica_num=replicas, pipeline_num=random.choice([0, 1, 3]))
-    blocks = make_blocks(graph, options, world=world)
-    table = random_costs(random, len(blocks))
-    slots = tuple(Slot(0, device) for device in range(world))
-    deployment = plan(
-        graph, blocks, table, world=world, slots=slots, batch_rows=24, memory_bytes=10**15, options=options
-    )
-    return graph, table, deployment
-
-
 def simulated(graph: TaskGraph, link: LinkCost, deployment: Deployment) -> Simulation:
     program = fill_drain(layout_of(graph, deployment))
     check(program)
     return simulate(program, step_costs(graph, deployment, link))
-
-
-def test_e_is_the_simulated_time_of_equal_replicas_when_nothing_crosses_the_model_s_border() -> None:
-    for seed in range(200):
-        graph, table, deployment = equal_replicas(seed, border=0, spread=False)
-        assert simulated(graph, table.link, deployment).step_us == pytest.approx(deployment.step_us, rel=1e-9), seed
-
-
-def test_e_bounds_the_simulated_time_of_equal_replicas() -> None:
-    for seed in range(200):
-        graph, table, deployment = equal_replicas(seed, border=50, spread=True)
-        assert simulated(graph, table.link, deployment).step_us <= deployment.step_us * (1 + 1e-9), seed
-
-
-def test_e_stays_near_the_simulated_time_of_any_plan() -> None:
-    """No promise of E, but what docs/planning.md reports of its regret."""
-    for seed in range(300):
-        instance = Instance(seed)
-        deployment = instance.plan()
-        took = simulated(instance.graph, instance.costs.link, deployment).step_us
-        assert 0.65 <= took / deployment.step_us <= 1.2 or deployment.step_us == 0, seed
 
 
 def test_peak_memory_is_what_the_estimate_says() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from brute_force import Reference
+from brute_force import Plan, Reference
 from plan_graphs import random_costs, random_graph
 
 from rannd.errors import DoesNotFitError
@@ -32,7 +32,18 @@ class Instance:
         self.batch_rows = random.randint(1, 40)
         self.blocks: tuple[Block, ...] = make_blocks(self.graph, self.options, world=self.world)
         self.costs: CostTable = random_costs(random, len(self.blocks))
-        self.reference = Reference(self.graph, self.blocks, self.costs, self.world, self.batch_rows, self.options)
+        self.interleaved = random.random() < 0.7
+        per_node = random.choice([1, 2, 3, self.world])
+        self.slots = tuple(Slot(*divmod(device, per_node)) for device in range(self.world))
+        self.reference = Reference(
+            self.graph,
+            self.blocks,
+            self.costs,
+            self.slots,
+            self.batch_rows,
+            self.options,
+            schedule="1f1b" if self.interleaved else "fill_drain",
+        )
 
     def demand(self, **items: int) -> None:
         self.options = self.reference.options = PlanOptions(max_pipeline=self.options.max_pipeline, **items)
@@ -43,10 +54,11 @@ class Instance:
             self.blocks,
             self.costs,
             world=self.world,
-            slots=tuple(Slot(0, device) for device in range(self.world)),
+            slots=self.slots,
             batch_rows=self.batch_rows,
             memory_bytes=memory,
             options=self.options,
+            interleaved=self.interleaved,
         )
 
 
@@ -128,11 +140,19 @@ def test_a_stage_recomputes_only_where_it_would_not_fit_otherwise() -> None:
         instance = Instance(seed)
         limit = math.ceil(instance.reference.smallest_memory())
         deployment = instance.plan(limit)
-        for stage in deployment.stages:
-            start, last = map(int, stage.name.split("_")[1:])
-            plain = instance.reference.memory(
-                start, last + 1, len(stage.slots), deployment.microbatches, recompute=False
-            )
-            assert stage.recompute == (plain > limit)
+        chosen = plan_of(deployment)
+        for number, stage in enumerate(deployment.stages):
+            assert stage.recompute == (instance.reference.memory(chosen, number, recompute=False) > limit)
             seen[stage.recompute] += 1
     assert min(seen[True], seen[False]) > 10
+
+
+def plan_of(deployment: Deployment) -> Plan:
+    spans = [tuple(map(int, stage.name.split("_")[1:])) for stage in deployment.stages]
+    return Plan(
+        (*(start for start, _ in spans), spans[-1][1] + 1),
+        tuple(len(stage.slots) for stage in deployment.stages),
+        deployment.microbatches,
+        deployment.schedule,
+        deployment.placement,
+    )

@@ -1,0 +1,96 @@
+"""The devices of a plan and what lies between them: which transfers stay inside a node.
+
+Slots are handed out to stages in one of two orders. Of 4 stages with 2 replicas each on 2 nodes of 4 devices:
+
+    "stages"      neighbours are stages of one pipeline       node 0: 0a 1a 2a 3a   node 1: 0b 1b 2b 3b
+    "replicas"    neighbours are replicas of one stage        node 0: 0a 0b 1a 1b   node 1: 2a 2b 3a 3b
+
+so the first keeps transfers inside the nodes, the second the reduction of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from rannd.plan.deployment import Slot
+from rannd.profile.costs import LinkCost
+
+Table = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+Counts = npt.NDArray[np.int64]
+
+PLACEMENTS = ("stages", "replicas")
+
+
+class Machine:
+    """Slots in order, and the two kinds of links between them."""
+
+    def __init__(self, slots: Sequence[Slot], link: LinkCost, between: LinkCost | None) -> None:
+        """`slots`: sorted; `link`: inside a node; `between`: among nodes (None: the same)."""
+        self.world = len(slots)
+        self.nodes = np.array([slot.node for slot in slots])
+        self.link, self.between = link, between or link
+        self.several = bool(self.nodes[0] != self.nodes[-1]) and self.between != link
+        """Whether it matters where a stage is."""
+
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """The orders that make a difference."""
+        return PLACEMENTS if self.several else PLACEMENTS[:1]
+
+    def pipelines_inside(self) -> Mask:
+        """By number of replicas (from 1): whether pipelines that lie side by side stay inside nodes.
+
+        Of R pipelines each has the slots from g W / R to (g + 1) W / R.
+        """
+        found = np.ones(self.world, dtype=bool)
+        for count in range(1, self.world + 1):
+            edges = np.arange(count + 1) * self.world
+            first, last = edges[:-1] // count, -(-edges[1:] // count) - 1
+            found[count - 1] = bool(np.all(self.nodes[first] == self.nodes[last]))
+        return found
+
+    def same(self, first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> Mask:
+        """Whether slots are on one node, pair by pair; slots that there are none of are on every node."""
+        inside = (first >= 0) & (last < self.world)
+        a, b = np.clip(first, 0, self.world - 1), np.clip(last, 0, self.world - 1)
+        return np.where(inside, self.nodes[a] == self.nodes[b], True)
+
+
+def p2p_us(link: LinkCost, nbytes: Table) -> Table:
+    """:meth:`LinkCost.p2p_us` of many sizes."""
+    result: Table = np.where(nbytes > 0, link.p2p_latency_us + nbytes / link.p2p_bytes_per_us, 0.0)
+    return result
+
+
+def allreduce_us(link: LinkCost, nbytes: Table, ranks: npt.ArrayLike) -> Table:
+    """:meth:`LinkCost.allreduce_us` of many sizes and numbers of ranks."""
+    count = np.asarray(ranks, dtype=float)
+    steps = 2.0 * (count - 1.0)
+    whole = steps / 2.0 * link.allreduce_latency_us + steps / count * nbytes / link.allreduce_bytes_per_us
+    result: Table = np.where((nbytes > 0) & (count > 1), whole, 0.0)
+    return result
+
+
+def place(replicas: Sequence[int], placement: str) -> tuple[tuple[int, ...], ...]:
+    """Slots of the replicas of each stage.
+
+    "replicas": each stage has the slots behind those of the stage before. "stages": replica j of R works for the ranks
+    around (j + 1/2) / R of the world, and gets a slot there. So the stages that a rank's pieces run through are
+    neighbours (one node, if they fit), and a rank's own slot is mostly one of them.
+    """
+    if placement == "replicas":
+        return tuple(tuple(range(a, b)) for a, b in pairwise(accumulate(replicas, initial=0)))
+    centres = sorted(
+        ((2 * replica + 1) / (2 * count), stage, replica)
+        for stage, count in enumerate(replicas)
+        for replica in range(count)
+    )
+    slots: list[list[int]] = [[] for _ in replicas]
+    for slot, (_, stage, _) in enumerate(centres):
+        slots[stage].append(slot)
+    return tuple(tuple(each) for each in slots)
