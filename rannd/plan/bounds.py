@@ -23,7 +23,7 @@ import numpy.typing as npt
 from rannd.plan.estimate import NEVER, StageTables
 from rannd.plan.machine import Table
 
-COARSE, FINE = 32, 96
+COARSE, FINE = 24, 64
 """Numbers of T that are tried: over the whole range, and where the best plan must be."""
 
 
@@ -40,18 +40,15 @@ class Bounds:
         self._world = tables.world
         self._pieces = tables.world * tables.variant.microbatches
         count = self._count = tables.blocks
-        again, self._fewest, self._next = tables.fewest()
-        forward = tables.forward_us
+        self._next = tables.next_allowed()
+        forward, fewest = tables.forward_us, tables.fewest()
         self._forward = forward[0]
         """Forward of the first blocks."""
-        self._backward = tables.backward_us + np.where(again, forward, 0.0)
-        values, grads = np.minimum(*tables.values_us), np.minimum(*tables.grads_us)
-        if tables.steady:
-            self._round = np.maximum(np.maximum(forward + self._backward, values), grads)
-        else:
-            self._round = np.maximum(forward, values) + np.maximum(self._backward, grads)
-        self._fill = forward + self._backward + values + grads + tables.ranks_us
-        self._fill[0] += tables.to_ranks
+        self._ways = [
+            (number, *self._way(tables.backward_us + (forward if again else 0.0)))
+            for again, number in enumerate(fewest)
+        ]
+        """Without recomputing and with: fewest replicas, round of a piece, fill."""
         # A stage on R of w devices runs P / R pieces; if all are equally busy the longest round is the mean.
         devices = np.maximum(np.arange(self._world + 1), 1)
         work = (forward + tables.backward_us)[0]
@@ -59,11 +56,23 @@ class Bounds:
         mean[1:, 0] = np.inf
         self.rounds = np.repeat(mean[None], stages + 1, axis=0)
         """``[.., devices]``: least longest round. Infinite where there is no device."""
-        fewest = np.where(self._fewest < NEVER, 1, NEVER)[None]
-        self.rest = self._paths(fewest, np.zeros((1, count + 1, count + 1)))[1][0]
+        self._any = np.where(np.minimum(*fewest) < NEVER, 1, NEVER)[None]
+        self._least_fill = np.where(fewest[0] < NEVER, self._ways[0][2], self._ways[1][2])
+        self.rest = self._paths(self._any, np.zeros((1, count + 1, count + 1)), self._least_fill[None])[1][0]
         """Least fill and reduction together."""
         self.together = self.rest[:, :, None] + self.rounds
         """``[.., devices]``: least fill, reduction and longest round together, where nothing comes behind."""
+
+    def _way(self, backward: Table) -> tuple[Table, Table]:
+        """Round of a piece and fill of every stage, whose backward takes so long."""
+        tables = self._tables
+        forward = tables.forward_us
+        values, grads = np.minimum(*tables.values_us), np.minimum(*tables.grads_us)
+        fill = forward + backward + values + grads + tables.ranks_us
+        fill[0] += tables.to_ranks
+        if tables.steady:
+            return np.maximum(np.maximum(forward + backward, values), grads), fill
+        return np.maximum(forward, values) + np.maximum(backward, grads), fill
 
     def of(self, left: int, end: int, devices: int) -> tuple[Table, Table, Table, Table]:
         """What is missing in front of a stage that ends at `end`, where it and what is missing have `devices`.
@@ -84,66 +93,63 @@ class Bounds:
         """Least E of all plans, as far as is known."""
         return float(self.together[self._stages, self._count, self._world])
 
-    def sharpen(self, below: float) -> None:
-        """Make the tables as good as they can be for plans that take less than `below`."""
-        for number in (COARSE, FINE):
-            place = (self._stages, self._count)
-            least = max(float(self.rounds[(*place, self._world)]), 1e-6)
-            most = below - float(self.rest[place])
-            if not np.isfinite(most):
-                finite = self._round[np.isfinite(self._round)]
-                most = float(finite.max()) * self._pieces
-            if not least < most:
-                return
+    def sharpen(self, below: float, number: int) -> None:
+        """Make the tables better, for plans that take less than `below`, with so many T."""
+        place = (self._stages, self._count)
+        least = max(float(self.rounds[(*place, self._world)]), 1e-6)
+        most = below - float(self.rest[place])
+        if not np.isfinite(most):
+            most = float(self._ways[1][1].max()) * self._pieces
+        if least < most:
             self._try(np.geomspace(least, most, number))
 
     def _try(self, limits: Table) -> None:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            pieces = np.floor(limits[:, None, None] / self._round * (1 + 1e-12) + 1e-12) + 1
-            pieces = np.where(self._round > 0, np.minimum(pieces, self._pieces), self._pieces)
-        replicas = np.ceil(self._pieces / pieces).astype(np.int64)
-        replicas = np.maximum(self._next[np.minimum(replicas, self._world + 1)], self._fewest)
+        options = []
+        for fewest, piece_us, _ in self._ways:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                pieces = np.floor(limits[:, None, None] / piece_us * (1 + 1e-12) + 1e-12) + 1
+            pieces = np.where(piece_us > 0, np.minimum(pieces, self._pieces), self._pieces)
+            needed = np.ceil(self._pieces / pieces).astype(np.int64)
+            options.append(np.maximum(self._next[np.minimum(needed, self._world + 1)], fewest))
+        replicas = np.minimum(*options)
+        fill = np.where(options[0] <= self._world, self._ways[0][2], self._ways[1][2])
         starts, ends = np.ogrid[: self._count + 1, : self._count + 1]
         exposed = self._exposed[starts, ends, np.minimum(replicas, self._world) - 1]
-        devices, rest = self._paths(replicas, exposed)
-        any_rest = self._paths(np.where(self._fewest < NEVER, 1, NEVER)[None], self._exposed[None, :, :, 0])[1][0]
+        devices, rest = self._paths(replicas, exposed, fill)
+        any_rest = self._paths(self._any, self._exposed[None, :, :, 0], self._least_fill[None])[1][0]
         np.maximum(self.rest, any_rest, out=self.rest)
-        number, free = len(limits), np.arange(1, self._world + 1)
+        free = np.arange(self._world + 1)
+        lower = np.append(0.0, limits)[:, None]
         for left in range(self._stages + 1):
-            for end in range(1, self._count + 1):
-                # Devices fall as the limit grows: the first limit for which there are enough.
-                first = np.searchsorted(-devices[:, left, end], -free, side="left")
-                known = np.where(first > 0, limits[np.maximum(first - 1, 0)], 0.0)
-                rounds, together = self.rounds[left, end, 1:], self.together[left, end, 1:]
-                np.maximum(rounds, known, out=rounds)
-                # A longest round between two limits costs the lower one, and leaves what the upper one does.
-                upper = np.append(rest[:, left, end], self.rest[left, end])
-                least = np.minimum.accumulate((np.append(0.0, limits) + upper)[::-1])[::-1]
-                np.maximum(
-                    together, np.maximum(self.rest[left, end] + rounds, least[np.minimum(first, number)]), out=together
-                )
+            # Devices fall as the limit grows: the first limit for which there are enough.
+            first = (devices[:, left, :, None] > free).sum(axis=0)
+            known = np.where(first > 0, limits[np.maximum(first - 1, 0)], 0.0)
+            np.maximum(self.rounds[left], known, out=self.rounds[left])
+            # A longest round between two limits costs the lower one, and leaves what the upper one does.
+            upper = np.concatenate([rest[:, left], self.rest[left][None]])
+            least = np.minimum.accumulate((lower + upper)[::-1])[::-1]
+            ends = np.arange(self._count + 1)[:, None]
+            together = np.maximum(self.rest[left][:, None] + self.rounds[left], least[first, ends])
+            together[0] = self.together[left, 0]
+            np.maximum(self.together[left], together, out=self.together[left])
 
     @cached_property
     def _exposed(self) -> Table:
-        """``[start, end, replicas - 1]``: least reduction that is left with so many replicas or more."""
-        count = self._count
-        found = np.zeros((count + 1, count + 1, self._world))
-        for end in range(1, count + 1):
-            found[:end, end] = self._tables.exposed_at_least(end)
-        found = np.minimum.accumulate(found[:, :, ::-1], axis=2)[:, :, ::-1]
-        return found
+        return self._tables.exposed_at_least()
 
-    def _paths(self, replicas: npt.NDArray[np.int64], exposed: Table) -> tuple[npt.NDArray[np.int64], Table]:
+    def _paths(
+        self, replicas: npt.NDArray[np.int64], exposed: Table, fill: Table
+    ) -> tuple[npt.NDArray[np.int64], Table]:
         """``[limit, stages left, end]``: fewest devices of the first blocks, and least fill and reduction.
 
-        `replicas` and `exposed`: ``[limit, start, end]``, of a stage.
+        `replicas`, `exposed`, `fill`: ``[limit, start, end]``, of a stage.
         """
         number, count, stages = len(replicas), self._count, self._stages
         devices = np.full((number, stages + 1, count + 1), NEVER, dtype=np.int64)
         rest = np.full((number, stages + 1, count + 1), np.inf)
         devices[:, 0, 0] = 0
         rest[:, 0, 0] = 0.0
-        fill = np.where(replicas < NEVER, self._fill, np.inf)
+        fill = np.where(replicas < NEVER, fill, np.inf)
         left_over = self._forward[:, None] + exposed
         for left in range(min(stages, 1), stages + 1):
             before = max(left - 1, 0)

@@ -8,6 +8,7 @@ its gradients are reduced while all earlier stages still run backward.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -47,6 +48,37 @@ class Terms(msgspec.Struct, frozen=True):
     recompute: Mask
 
 
+class Reductions:
+    """Times to reduce the gradients of all stages that there could be: the same for all variants.
+
+    Parameters that other stages read too are reduced over all stages that read them: here, as a bound, over all.
+    """
+
+    def __init__(self, intervals: Intervals, machine: Machine) -> None:
+        replicas = np.arange(1, machine.world + 1)
+        shared = intervals.shared[:, :, None]
+        own = (intervals.trainable - intervals.shared)[:, :, None]
+        links = [machine.between, machine.link] if machine.several else [machine.link]
+        all_over = [allreduce_us(links[0], size, machine.world) for size in (shared, np.minimum(shared, BUCKET))]
+        self._whole = [allreduce_us(link, own, replicas) + all_over[0] for link in links]
+        self._tail = [np.maximum(allreduce_us(link, np.minimum(own, BUCKET), replicas), all_over[1]) for link in links]
+
+    def of(self, end: int, inside: Mask | None) -> tuple[Table, Table]:
+        """Whole and last bucket of stages that end at `end`: ``[start, replicas - 1]``.
+
+        `inside`: where replicas are on one node. Without it they are as far apart as there are nodes.
+        """
+        if inside is None:
+            return self._whole[0][:end, end], self._tail[0][:end, end]
+        whole, tail = (np.where(inside, each[-1][:end, end], each[0][:end, end]) for each in (self._whole, self._tail))
+        return whole, tail
+
+    @cached_property
+    def least(self) -> tuple[Table, Table]:
+        """The same of all stages, ``[start, end, replicas - 1]``, wherever replicas are."""
+        return np.minimum(self._whole[0], self._whole[-1]), np.minimum(self._tail[0], self._tail[-1])
+
+
 class StageTables:
     """All possible stages of one variant."""
 
@@ -60,10 +92,12 @@ class StageTables:
         rows: int,
         limit: float,
         allowed: Mask,
+        reductions: Reductions,
     ) -> None:
         """`rows`: of the largest piece; `limit`: bytes of a device; `allowed`: ``[start, end, replicas - 1]``."""
         self.intervals, self.machine, self.options, self.variant = intervals, machine, options, variant
         self.rows, self.limit, self.allowed = rows, limit, allowed
+        self.reductions = reductions
         world = self.world = machine.world
         self.blocks = intervals.count
         self.replicas = np.arange(1, world + 1)
@@ -91,10 +125,11 @@ class StageTables:
         outputs = at(intervals.output, rows)[0, last]
         inputs_grad = max(intervals.inputs_grad.at(rows), 0.0)
         self.to_ranks = machine.link.p2p_us(float(outputs)) + machine.link.p2p_us(float(inputs_grad))
-        self._reduce_us: list[Table] | None = None
+        self._apart = machine.several and variant.placement == "replicas"
+        """Whether it matters which slots a stage has."""
         self._bases: dict[int, tuple[Terms, bool]] = {}
         self._known: dict[tuple[int, int], Terms] = {}
-        self._inside = machine.pipelines_inside() if machine.several else np.ones(world, dtype=bool)
+        self._inside = machine.pipelines_inside if machine.several else np.ones(world, dtype=bool)
 
     # -- what a stage adds ------------------------------------------------------------------------------------
 
@@ -112,12 +147,11 @@ class StageTables:
 
     def _stages(self, end: int, used: int) -> Terms:
         left = self.world - used
-        apart = self.machine.several and self.variant.placement == "replicas"
         if end not in self._bases:
             self._bases[end] = (self._terms(end, None, None), self._is_tight(end))
         base, tight = self._bases[end]
-        if apart or tight:
-            base = self._terms(end, used, self._links(used) if apart else None)
+        if self._apart or tight:
+            base = self._terms(end, used, self._links(used) if self._apart else None)
         cut = Terms(
             base.fill[:, :left].copy(), base.rounds[:, :, :left], base.exposed[:, :left], base.drain[:, :left],
             base.recompute[:, :left],
@@ -140,7 +174,7 @@ class StageTables:
             rounds = [forward + backward] if self.steady else [forward, backward]
             terms.rounds[:, 0, -1] = np.array(rounds) * more
             terms.drain[0, -1] = backward
-            terms.exposed[0, -1] = self._exposed(last, slice(0, 1), np.array([[backward]]), self.world, None)[0, 0]
+            terms.exposed[0, -1] = self._exposed(last, np.array(backward), None)[0, -1]
 
     def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
         """Tables for all numbers of replicas. `links`: whether values, gradients and reductions stay inside nodes."""
@@ -161,7 +195,7 @@ class StageTables:
             rounds = np.stack([np.maximum(forward, values) * more, np.maximum(backward, grads) * more])
         fits = self.allowed[rows, end] & (self._memory(end, used, again) <= self.limit)
         fill[~fits] = np.inf
-        exposed = self._exposed(end, rows, backward, self.replicas, links[2] if links is not None else None)
+        exposed = self._exposed(end, backward, links[2] if links is not None else None)
         return Terms(fill, rounds, exposed, backward + grads, again)
 
     def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
@@ -174,27 +208,12 @@ class StageTables:
             self.machine.same(start, end - 1),
         )
 
-    def _exposed(self, end: int, starts: slice, backward: Table, replicas: npt.ArrayLike, inside: Mask | None) -> Table:
+    def _exposed(self, end: int, backward: Table, inside: Mask | None) -> Table:
         """Reduction left when the backward of the last piece ends: what did not fit behind it, and the last bucket."""
-        machine = self.machine
-        own = (self.intervals.trainable - self.intervals.shared)[starts, end, None]
-        shared = self.intervals.shared[starts, end, None]
-        whole = self._reduce(own, replicas, inside) + self._reduce(shared, self.world, None)
+        whole, tail = self.reductions.of(end, inside)
         if self.options.sync_allreduce:
             return whole
-        last = self._reduce(np.minimum(own, BUCKET), replicas, inside)
-        last = np.maximum(last, self._reduce(np.minimum(shared, BUCKET), machine.world, None))
-        result: Table = np.maximum(whole - backward, last)
-        return result
-
-    def _reduce(self, nbytes: Table, replicas: npt.ArrayLike, inside: Mask | None) -> Table:
-        machine = self.machine
-        near = allreduce_us(machine.link, nbytes, replicas)
-        if not machine.several:
-            return near
-        far = allreduce_us(machine.between, nbytes, replicas)
-        # Replicas that are apart are on all nodes.
-        result: Table = far if inside is None else np.where(inside, near, far)
+        result: Table = np.maximum(whole - backward, tail)
         return result
 
     # -- memory -----------------------------------------------------------------------------------------------
@@ -241,41 +260,44 @@ class StageTables:
         """Whether some stage that ends here might not fit, so that what comes behind it matters."""
         return self.steady and bool((self._plain(end, None) > self.limit).any())
 
-    def fewest(self) -> tuple[Mask, Counts, Counts]:
-        """What can be said of a stage whatever comes behind it, for :mod:`rannd.plan.bounds`.
+    def fewest(self) -> tuple[Counts, Counts]:
+        """Fewest replicas that a stage can have, without recomputing and with, whatever comes behind it.
 
-        ``[start, end]``: whether it has to recompute, and the fewest replicas that it can have (NEVER: it cannot be, or
-        is a plan of its own); and by number of replicas the next one that is allowed anywhere.
+        ``[start, end]``; NEVER where it cannot be, or is a plan of its own.
         """
-        count, world = self.blocks, self.world
-        may = self.allowed.any(axis=(0, 1))
-        following = np.full(world + 2, NEVER, dtype=np.int64)
-        for replicas in range(world, 0, -1):
+        pieces = np.ones(1) if self.steady else self.pieces
+        border = self.state[:, :, None] + self.crossing[:, :, None] * pieces
+        kept = self.kept[:, :, None]
+        plain = np.less_equal(border + kept * pieces, -1.0 if self.options.checkpointing else self.limit)
+        found = []
+        for fits in (plain, np.less_equal(border + kept, self.limit)):
+            possible = np.logical_and(fits, self.allowed)
+            possible[0, self.blocks, self.world - 1] = False
+            found.append(np.where(possible.any(axis=2), possible.argmax(axis=2) + 1, NEVER))
+        return found[0], found[1]
+
+    def next_allowed(self) -> Counts:
+        """By number of replicas the least that is allowed somewhere and not smaller; NEVER behind the last."""
+        may: Mask = np.asarray(self.allowed.any(axis=(0, 1)))
+        following = np.full(self.world + 2, NEVER, dtype=np.int64)
+        for replicas in range(self.world, 0, -1):
             following[replicas] = replicas if may[replicas - 1] else following[replicas + 1]
         following[0] = following[1]
-        pieces = np.ones(1) if self.steady else self.pieces
-        crossing = self.state[:, :, None] + self.crossing[:, :, None] * pieces
-        whole = crossing + self.kept[:, :, None] * pieces
-        plain: Mask = np.less_equal(whole, -1.0 if self.options.checkpointing else self.limit)
-        fits: Mask = (plain | np.less_equal(crossing + self.kept[:, :, None], self.limit)) & self.allowed
-        fits[0, count, world - 1] = False
-        again: Mask = np.logical_not((plain & fits).any(axis=2))
-        fewest: Counts = np.where(fits.any(axis=2), fits.argmax(axis=2) + 1, NEVER)
-        return again, fewest, following
+        return following
 
-    def exposed_at_least(self, end: int) -> Table:
-        """Reduction that stages ending here leave at least, ``[start, replicas - 1]``."""
-        backward = self.backward_us[:end, end, None]
-        if self._is_tight(end):
-            backward = backward + self.forward_us[:end, end, None]  # some may recompute
-        if not (self.machine.several and self.variant.placement == "replicas"):
-            return self._exposed(end, slice(0, end), backward, self.replicas, None)
-        near = np.ones(self.world, dtype=bool)
-        found: Table = np.minimum(
-            self._exposed(end, slice(0, end), backward, self.replicas, near),
-            self._exposed(end, slice(0, end), backward, self.replicas, ~near),
-        )
-        return found
+    def exposed_at_least(self) -> Table:
+        """Reduction that a stage leaves at least, whatever comes behind it and wherever it is.
+
+        ``[start, end, replicas - 1]``, and never less with more replicas.
+        """
+        backward = self.backward_us.copy()
+        for end in range(1, self.blocks + 1):
+            if self._is_tight(end):
+                backward[:, end] += self.forward_us[:, end]  # some may recompute
+        whole, tail = self.reductions.least
+        found = whole if self.options.sync_allreduce else np.maximum(whole - backward[:, :, None], tail)
+        result: Table = np.minimum.accumulate(found[:, :, ::-1], axis=2)[:, :, ::-1]
+        return result
 
     def least_memory(self, end: int, used: int) -> Table:
         """Bytes that stages that end here need at least, recomputing if that is less; infinite where not allowed."""
@@ -308,11 +330,7 @@ class StageTables:
         forward = self.forward_us[start, end] * pieces
         backward = self.backward_us[start, end] * pieces + (forward if recompute else 0.0)
         weight = 0.0 if recompute else at(intervals.weight, self.rows)[start, end] * pieces
-        links = self._links(used)[2] if self.machine.several and self.variant.placement == "replicas" else None
-        inside = links[replicas - 1 : replicas] if links is not None else None
-        own = (intervals.trainable - intervals.shared)[start : start + 1, end, None]
-        shared = intervals.shared[start : start + 1, end, None]
-        reduce = self._reduce(own, replicas, inside) + self._reduce(shared, self.world, None)
+        reduce = self.reductions.of(end, self._links(used)[2] if self._apart else None)[0][start, replicas - 1]
         param = int(intervals.params[start, end])
         # Gradients, and as much again for the pending buffer.
         grad = 2 * int(intervals.trainable[start, end])
@@ -323,7 +341,7 @@ class StageTables:
         return StageEstimate(
             forward_us=float(forward),
             backward_us=float(backward),
-            allreduce_us=float(reduce[0, 0]),
+            allreduce_us=float(reduce),
             input_bytes=math.ceil(self.received[start, end]),
             output_bytes=math.ceil(self.crossing[start, end] - self.received[start, end]),
             param_bytes=param,

@@ -110,14 +110,15 @@ class Intervals:
         self.trainable = np.zeros_like(self.params)
         self.shared = np.zeros_like(self.params)
         """Those of `trainable` that blocks outside of the run read too."""
+        sizes: dict[tuple[tuple[int, ...], bool], int] = defaultdict(int)
         for index, blocks in readers.items():
-            param = graph.params[index]
-            ordered = sorted(blocks)
+            sizes[tuple(sorted(blocks)), graph.params[index].trainable] += graph.params[index].bytes
+        for (ordered, trainable), size in sizes.items():
             for start in range(ordered[-1] + 1):
                 first = next(block for block in ordered if block >= start)
-                self.params[start, first + 1 :] += param.bytes
-                if param.trainable:
-                    self.trainable[start, first + 1 :] += param.bytes
+                self.params[start, first + 1 :] += size
+                if trainable:
+                    self.trainable[start, first + 1 :] += size
                     whole_from = ordered[-1] + 1 if start <= ordered[0] else self.count + 1
-                    self.shared[start, first + 1 : whole_from] += param.bytes
+                    self.shared[start, first + 1 : whole_from] += size
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

@@ -11,6 +11,7 @@ so the first keeps transfers inside the nodes, the second the reduction of gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -42,6 +43,7 @@ class Machine:
         """The orders that make a difference."""
         return PLACEMENTS if self.several else PLACEMENTS[:1]
 
+    @cached_property
     def pipelines_inside(self) -> Mask:
         """By number of replicas (from 1): whether pipelines that lie side by side stay inside nodes.
 

@@ -12,7 +12,7 @@ from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.ir import TaskGraph
 from rannd.plan.blocks import Block
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
-from rannd.plan.estimate import StageTables, Variant
+from rannd.plan.estimate import Reductions, StageTables, Variant
 from rannd.plan.intervals import Intervals
 from rannd.plan.layout import piece_rows
 from rannd.plan.machine import Machine, place
@@ -55,6 +55,7 @@ def plan(
     allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
     counts = microbatch_counts(options, rows_per_rank=math.ceil(batch_rows / world), coupled=graph.rows_coupled)
     intervals = Intervals(graph, blocks, costs.blocks)
+    reductions = Reductions(intervals, machine)
     tables = {
         variant: StageTables(
             intervals,
@@ -64,6 +65,7 @@ def plan(
             rows=piece_rows(batch_rows, world, variant.microbatches),
             limit=float(memory_bytes),
             allowed=allowed,
+            reductions=reductions,
         )
         for variant in _variants(options, machine, counts, interleaved=interleaved)
     }

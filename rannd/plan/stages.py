@@ -21,11 +21,12 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from rannd.plan.bounds import Bounds
+from rannd.plan.bounds import COARSE, FINE, Bounds
 from rannd.plan.estimate import StageTables, Variant
 
-MOST_EXPANSIONS = 20_000
-"""Partial plans that a search looks behind before it gives up proving that its plan is the best."""
+EFFORT = 200_000
+"""A search gives up proving that its plan is the best when it has looked behind so many partial plans times devices
+(and 8, for what does not depend on them): some seconds."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -74,7 +75,7 @@ class _Partial(msgspec.Struct, frozen=True):
     parent: _Partial | None = None
 
 
-def best_choice(tables: Sequence[StageTables], *, stages: int, most_expansions: int = MOST_EXPANSIONS) -> Found:
+def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT) -> Found:
     """The plan with the least E of all that fit.
 
     `tables`: one for each variant; `stages`: their number, 0 where it is free. Among equal plans the one found first
@@ -90,9 +91,9 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, most_expansions: 
     )
     for search in sorted(searches, key=lambda each: each.bounds.root):
         if best is None or search.bounds.root < best.step_us:
-            search.bounds.sharpen(best.step_us if best is not None else np.inf)
+            search.bounds.sharpen(best.step_us if best is not None else np.inf, COARSE)
             best = search.dive(best)
-    return _Frontier(searches, best, most_expansions).run()
+    return _Frontier(searches, best, effort // (8 + max(table.world for table in tables))).run()
 
 
 def one_stage(tables: Sequence[StageTables]) -> Choice | None:
@@ -169,7 +170,7 @@ class _Frontier:
     def run(self) -> Found:
         for number, search in enumerate(self.searches):
             if search.bounds.root < self._below:
-                search.bounds.sharpen(self._below)
+                search.bounds.sharpen(self._below, FINE)
                 self._push(number, search.bounds.root, search.root)
         expanded = 0
         while self.open and self.open[0][0] < self._below:
