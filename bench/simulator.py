@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from rannd.plan.check import check
 from rannd.plan.program import Layout
 from rannd.plan.schedule import ALL_SCHEDULES, planned_program
@@ -40,6 +42,12 @@ def pipelines(devices: int, stages: int, microbatches: int) -> Layout:
     edges = tuple((src, src + 1) for src in range(-1, stages))
     slots = tuple(tuple(replica * stages + stage for replica in range(replicas)) for stage in range(stages))
     return Layout(devices, microbatches, slots, edges, edges[1:-1])
+
+
+def side_by_side(devices: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """The slots of stages whose replicas are neighbours."""
+    replicas = devices // stages
+    return tuple(tuple(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages))
 
 
 def virtual(layout: Layout, transfer: float) -> StepCosts:
@@ -74,7 +82,12 @@ def job(schedule: str, devices: int, *, stages: int, microbatches: int, whole: b
     layout = pipelines(devices, stages, microbatches)
     costs = virtual(layout, UNIT / 10)
     once, took = timed(lambda: predict(schedule, layout, costs))
-    print(f"{schedule:10s} {devices:6d} devices: predicted in {took * 1e3:8.1f} ms, step {once.step_us / 1e3:.1f} ms")
+    apart = msgspec.structs.replace(pipelines(devices, stages, microbatches), stages=side_by_side(devices, stages))
+    other, longer = timed(lambda: predict(schedule, apart, costs))
+    print(
+        f"{schedule:10s} {devices:6d} devices: predicted in {took * 1e3:.1f} ms, step {once.step_us / 1e3:.1f} ms; "
+        f"replicas side by side: in {longer * 1e3:.1f} ms, step {other.step_us / 1e3:.1f} ms"
+    )
     if not whole:
         return
     layout = pipelines(devices, stages, microbatches)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rannd.errors import PlanError
-from rannd.plan.program import Action, Edge, Kind, Layout, Program
+from rannd.plan.program import NOWHERE, Action, Edge, Kind, Layout, Program
 from rannd.plan.step_costs import StepCosts
 from rannd.plan.timeline import COMPUTE, RECEIVE, Event
 
@@ -29,6 +29,8 @@ class Played(msgspec.Struct):
     """Spent in computations."""
     last: list[tuple[float, float]]
     """Start and end of the last computation that makes gradients of parameters."""
+    links: list[dict[int, float]]
+    """Until when the link to each receiver was in use."""
     events: list[Event]
     """What happened, where that was asked for."""
 
@@ -55,17 +57,16 @@ class _Clock:
         self.far = self.near
         if costs.far_values_us is not None or costs.far_grads_us is not None:
             self.far = _prices(layout, costs.far_values_us or costs.values_us, costs.far_grads_us or costs.grads_us)
-        self.nodes = costs.nodes or (0,) * layout.world
+        self.nodes = costs.nodes or (0,) * layout.slot_count
 
     def play(self, *, record: bool) -> Played:
-        world = self.layout.world
+        world = self.layout.slot_count
         steps = [self._steps(slot) for slot in range(world)]
         places = [0] * world
         clocks, busy = [0.0] * world, [0.0] * world
         last = [(0.0, 0.0)] * world
         arrivals = [-1.0] * (2 * len(self.numbers) * self.total)
         links: list[dict[int, float]] = [{} for _ in range(world)]
-        """Until when the link to each receiver is in use."""
         waiting: dict[int, int] = {}
         events: list[Event] = []
         ready = list(range(world))
@@ -106,14 +107,18 @@ class _Clock:
         if waiting:
             texts = ", ".join(f"slot {slot} at {self._name(message)}" for message, slot in waiting.items())
             raise PlanError(f"the program never ends: {texts} waits for a message that nobody sends before")
-        return Played(clocks, busy, last, events)
+        return Played(clocks, busy, last, links, events)
 
     def _steps(self, slot: int) -> list[_Step]:
         """What a slot does, with what it needs and sends, as numbers."""
         program, costs, total, numbers = self.program, self.costs, self.total, self.numbers
         actions, border = program.slots[slot], program.forward_length[slot]
-        stage, nodes = self.layout.stage_of(slot), self.nodes
-        forward, backward, weight = costs.forward_us[stage], costs.backward_us[stage], costs.weight_us[stage]
+        nodes = self.nodes
+        # A slot of a rank alone computes nothing.
+        stage = self.layout.stage_of(slot) if slot < self.layout.world else NOWHERE
+        forward = backward = weight = 0.0
+        if stage != NOWHERE:
+            forward, backward, weight = costs.forward_us[stage], costs.backward_us[stage], costs.weight_us[stage]
         if any(action.kind is Kind.WEIGHT for action in actions):
             backward -= weight
         sends: list[_Send] = []

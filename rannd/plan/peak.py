@@ -12,8 +12,11 @@ from rannd.plan.program import AHEAD, Kind, Program
 from rannd.plan.step_costs import StepCosts
 
 
-def peak_bytes(program: Program, costs: StepCosts, slot: int) -> int:
-    """Most bytes that `slot` holds at a time, with its stage's parameters and optimizer."""
+def peak_bytes(program: Program, costs: StepCosts, slot: int, *, late: int = 0) -> int:
+    """Most bytes that `slot` holds at a time, with its stage's parameters and optimizer.
+
+    `late`: bytes of messages for its rank at the end of the step that `program` does not show.
+    """
     stage, actions = program.layout.stage_of(slot), program.slots[slot]
     kept, later = costs.kept_bytes[stage], costs.weight_bytes[stage]
     split = any(action.kind is Kind.WEIGHT for action in actions)
@@ -43,5 +46,15 @@ def peak_bytes(program: Program, costs: StepCosts, slot: int) -> int:
         elif kind is Kind.WEIGHT:
             done += 1
             change[done] -= later + received.pop(piece, 0)
+    change[max(done - AHEAD, 0)] += late
     held = accumulate(change)
     return costs.state_bytes[stage] + max(now + most for now, most in zip(held, working, strict=True))
+
+
+def received_bytes(program: Program, costs: StepCosts, slot: int) -> int:
+    """Bytes of all messages that `slot` receives."""
+    return sum(
+        (costs.grads_bytes if action.kind is Kind.RECV_GRADS else costs.values_bytes)[action.src, action.dst]
+        for action in program.slots[slot]
+        if action.kind in (Kind.RECV_VALUES, Kind.RECV_GRADS)
+    )

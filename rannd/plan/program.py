@@ -61,6 +61,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             raise PlanError(f"tied stages {self.tied} are not sorted sets of two or more of stages 0 to {last - 1}")
 
     @property
+    def slot_count(self) -> int:
+        """Number of slots."""
+        return self.world
+
+    @property
     def pieces_total(self) -> int:
         """Number of pieces in a step."""
         return self.world * self.microbatches
@@ -82,7 +87,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _slots_of(self) -> list[list[int]]:
-        """By stage; the last entry, which is also number -1, is the ranks'."""
+        return self._by_stage()
+
+    def _by_stage(self) -> list[list[int]]:
+        """`slots_of` each stage; the last entry, which is also number -1, is the ranks'."""
         microbatches, ranks = np.divmod(np.arange(self.pieces_total), self.world)
         places = ranks * self.microbatches + microbatches
         found = [np.array(slots)[places * len(slots) // self.pieces_total].tolist() for slots in self.stages]

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from rannd.plan.clock import Played, play
-from rannd.plan.peak import peak_bytes
+from rannd.plan.peak import peak_bytes, received_bytes
 from rannd.plan.program import Layout, Program
 from rannd.plan.repeats import repeats
 from rannd.plan.schedule import planned_program
@@ -50,20 +50,40 @@ def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
 
     PlanError for a schedule that is not known.
     """
-    played = Played([0.0] * layout.world, [0.0] * layout.world, [(0.0, 0.0)] * layout.world, [])
-    peaks = [0] * layout.world
+    world = layout.world
+    ends, busy, last = [0.0] * world, [0.0] * world, [(0.0, 0.0)] * world
+    given, late = [0.0] * world, [0] * world
+    """Of ranks whose slots are in other blocks: until when they send inputs, and bytes that they get."""
+    programs: list[tuple[Program, StepCosts]] = []
+    home = [(0, 0)] * world
+    """Program of each slot's block, and its number there."""
     for repeat in repeats(layout, costs.nodes):
         part = msgspec.structs.replace(costs, nodes=repeat.nodes)
-        program = planned_program(schedule, repeat.layout, costs.split)
-        once = play(program, part)
-        for slot in range(repeat.layout.world):
-            peak = peak_bytes(program, part, slot)
-            for first in repeat.starts:
-                played.ends[first + slot] = once.ends[slot]
-                played.busy[first + slot] = once.busy[slot]
-                played.last[first + slot] = once.last[slot]
-                peaks[first + slot] = peak
-    return _simulation(layout, costs, played, peaks, record=False)
+        program = planned_program(schedule, repeat.block, costs.split)
+        played = play(program, part)
+        for own in range(repeat.block.slot_count):
+            inside = own < repeat.block.world
+            sends = 0.0 if inside else max(played.links[own].values(), default=0.0)
+            gets = 0 if inside else received_bytes(program, part, own)
+            for place in repeat.places:
+                slot = place[own]
+                ends[slot] = max(ends[slot], played.ends[own])
+                if inside:
+                    busy[slot], last[slot] = played.busy[own], played.last[own]
+                    home[slot] = len(programs), own
+                else:
+                    given[slot], late[slot] = sends, gets
+        programs.append((program, part))
+    if any(until > end for until, (_, end) in zip(given, last, strict=True)):
+        # Inputs may hold up what a slot sends in its own block: blocks are not by themselves.
+        return simulate(planned_program(schedule, layout, costs.split), costs)
+    known: dict[tuple[int, int, int], int] = {}
+    peaks = []
+    for (number, own), more in zip(home, late, strict=True):
+        if (number, own, more) not in known:
+            known[number, own, more] = peak_bytes(*programs[number], own, late=more)
+        peaks.append(known[number, own, more])
+    return _simulation(layout, costs, Played(ends, busy, last, [], []), peaks, record=False)
 
 
 def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequence[int], *, record: bool) -> Simulation:

@@ -55,22 +55,62 @@ def test_a_prediction_is_what_the_whole_simulation_says(
     assert predict(schedule, layout, costs) == whole
 
 
+@given(
+    layouts(max_world=4).map(loss_layout),
+    st.integers(1, 4),
+    st.sampled_from([*ALL_SCHEDULES]),
+    st.integers(1, 6),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None)
+def test_it_is_wherever_slots_lie(block: Layout, count: int, schedule: str, node: int, random: Random) -> None:
+    layout = times(block, count)
+    order = random.sample(range(layout.world), layout.world)
+    stages = tuple(tuple(order[slot] for slot in slots) for slots in layout.stages)
+    layout = msgspec.structs.replace(layout, stages=stages)
+    costs = random_step_costs(layout, random)
+    far = {edge: us + random.choice([0.0, 5.0]) for edge, us in costs.grads_us.items()}
+    nodes = tuple(slot // node for slot in range(layout.world))
+    costs = msgspec.structs.replace(costs, nodes=nodes, far_grads_us=far)
+    whole = simulate(planned_program(schedule, layout, costs.split), costs)
+    assert predict(schedule, layout, costs) == whole
+
+
 def test_blocks_that_lie_alike_on_nodes_are_one() -> None:
     layout = times(Layout(3, 1, ((0,), (1, 2)), ((-1, 0), (0, 1)), ((0, 1),)), 8)
     found = repeats(layout, tuple(slot // 8 for slot in range(24)))
     # Nodes end behind slots 7 and 15: in the third block after two of its slots, in the sixth after one.
-    assert [(each.nodes, each.starts) for each in found] == [
-        ((0, 0, 0), (0, 3, 9, 12, 18, 21)),
-        ((0, 0, 1), (6,)),
-        ((0, 1, 1), (15,)),
+    assert [(each.nodes, [place[0] for place in each.places]) for each in found] == [
+        ((0, 0, 0), [0, 3, 9, 12, 18, 21]),
+        ((0, 0, 1), [6]),
+        ((0, 1, 1), [15]),
     ]
-    assert [(each.nodes, len(each.starts)) for each in repeats(layout, ())] == [((), 8)]
+    assert [(each.nodes, len(each.places)) for each in repeats(layout, ())] == [((), 8)]
 
 
-def test_a_job_whose_replicas_lie_apart_is_one_block() -> None:
-    layout = Layout(4, 2, ((0, 1), (2, 3)), ((0, 1),), ((0, 1),))
-    (found,) = repeats(layout, ())
-    assert found.layout == layout
+def test_ranks_of_a_block_may_have_their_slots_in_others() -> None:
+    # Stage 0 is on slots 0 to 3, stage 1 on 4 to 7; replica 2 of each runs the pieces of ranks 4 and 5.
+    layout = Layout(8, 2, ((0, 1, 2, 3), (4, 5, 6, 7)), ((-1, 0), (0, 1), (1, 2)), ((0, 1),))
+    found = {place: each.block for each in repeats(layout, ()) for place in each.places}
+    assert {place: block.ranks for place, block in found.items()} == {
+        (0, 4, 1): (0, 2),
+        (1, 5, 2, 3): (2, 3),
+        (2, 6, 4, 5): (2, 3),
+        (3, 7, 6): (2, 1),
+    }
+    assert all(block.stages == ((0,), (1,)) for block in found.values())
+
+
+def test_inputs_that_hold_up_another_block_s_messages_are_seen() -> None:
+    # Rank 1 is in slot 1 and gives piece 1 to slot 2, which takes long. In its own block slot 1 is soon done, and sends
+    # rank 2 its output over the same link: behind the input.
+    layout = Layout(4, 1, ((2, 3), (0, 1)), ((-1, 0), (0, 1), (1, 2)), ((0, 1),))
+    near = dict.fromkeys(layout.edges, 0.0)
+    costs = virtual(layout, values_us=near, far_values_us=near | {(-1, 0): 1000.0}, nodes=(0, 0, 1, 1))
+    whole = simulate(planned_program("1f1b", layout), costs, record=True)
+    (output,) = [event for event in whole.events if event.name == "RV2:1>2@1"]
+    assert output.start_us == 1000
+    assert predict("1f1b", layout, costs) == msgspec.structs.replace(whole, events=())
 
 
 def test_a_job_of_16384_devices_is_predicted_at_once() -> None:
