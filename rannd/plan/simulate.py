@@ -1,34 +1,23 @@
-"""A clock and a memory meter for Programs: what E only estimates, played action by action.
+"""The simulator: what a step takes and needs, by playing its Program on costs.
 
-The machine it plays: a slot does its actions in order. Sends cost the sender nothing. A receive waits for its
-send, then takes the link's time; a slot receives one message at a time. Transfers that follow each other are
-posted together, so none of a slot's receives holds up a send behind it. A reduction starts when all replicas of
-the stage have reached it.
+`clock` plays computations and transfers, `peak` counts bytes, and here the reductions of gradients follow, which
+nothing else waits for. Large jobs consist of blocks that do the same (`repeats`): :func:`predict` plays each once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
-from rannd.errors import PlanError
-from rannd.plan.schedule import SENDS, TRANSFERS, Action, Edge, Kind, Program
-
-
-class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the actions of a Program cost: microseconds and bytes, by stage and by edge."""
-
-    forward_us: tuple[float, ...]
-    backward_us: tuple[float, ...]
-    """With the forward once more where the stage recomputes."""
-    reduce_us: tuple[float, ...]
-    values_us: Mapping[Edge, float]
-    grads_us: Mapping[Edge, float]
-    kept_bytes: tuple[int, ...]
-    """Kept of a piece from its forward to its backward."""
-    working_bytes: tuple[int, ...]
-    """Needed on top while a forward or backward runs."""
+from rannd.plan.clock import Played, play
+from rannd.plan.peak import peak_bytes, received_bytes
+from rannd.plan.program import Layout, Program
+from rannd.plan.repeats import repeats
+from rannd.plan.schedule import planned_program
+from rannd.plan.step_costs import StepCosts
+from rannd.plan.timeline import REDUCE, Event
 
 
 class Simulation(msgspec.Struct, frozen=True):
@@ -40,7 +29,9 @@ class Simulation(msgspec.Struct, frozen=True):
     idle_us: tuple[float, ...]
     """The rest of the step: waiting, transfers, reductions."""
     peak_bytes: tuple[int, ...]
-    """Most activation bytes at a time."""
+    """Most bytes at a time."""
+    events: tuple[Event, ...] = ()
+    """What happened on each slot, in order, where that was asked for."""
 
     @property
     def bubble(self) -> float:
@@ -48,100 +39,93 @@ class Simulation(msgspec.Struct, frozen=True):
         return sum(self.idle_us) / (self.step_us * len(self.idle_us)) if self.step_us > 0 else 0.0
 
 
-def simulate(program: Program, costs: StepCosts) -> Simulation:
-    """Play one step of `program`. PlanError where it would wait for ever."""
-    return _Machine(program, costs).play()
+def simulate(program: Program, costs: StepCosts, *, record: bool = False) -> Simulation:
+    """Play one step of `program`; `record`: and tell what happened when. PlanError where it would wait for ever."""
+    peaks = [peak_bytes(program, costs, slot) for slot in range(program.layout.world)]
+    return _simulation(program.layout, costs, play(program, costs, record=record), peaks, record=record)
 
 
-class _Machine:
-    def __init__(self, program: Program, costs: StepCosts) -> None:
-        self.program, self.costs = program, costs
-        world = program.layout.world
-        self.stage = [program.layout.stage_of(slot) for slot in range(world)]
-        self.clock = [0.0] * world
-        self.busy = [0.0] * world
-        self.kept = [0] * world
-        self.peak = [0] * world
-        self.place = [0] * world
-        self.posted_to = [0] * world
-        """Actions of each slot before this place are no sends that wait to be posted."""
-        self.sent_at: dict[tuple[Kind, int, Edge], float] = {}
-        self.reached: dict[int, list[int]] = {stage: [] for stage in range(len(program.layout.stages))}
+def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
+    """What `simulate` says of the step of `layout` under `schedule`, in much less time for large jobs.
 
-    def play(self) -> Simulation:
-        waiting: dict[tuple[Kind, int, Edge], int] = {}
-        ready = list(range(self.program.layout.world))
-        while ready:
-            slot = ready.pop()
-            actions = self.program.slots[slot]
-            while self.place[slot] < len(actions):
-                action = actions[self.place[slot]]
-                if action.kind in TRANSFERS:
-                    for key in self._post(slot):
-                        if key in waiting:
-                            ready.append(waiting.pop(key))
-                    if action.kind not in SENDS and not self._receive(slot, action):
-                        waiting[_sent(action)] = slot
-                        break
-                elif action.kind is Kind.REDUCE:
-                    self._reduce(slot)
+    PlanError for a schedule that is not known.
+    """
+    world = layout.world
+    ends, busy, last = [0.0] * world, [0.0] * world, [(0.0, 0.0)] * world
+    given, late = [0.0] * world, [0] * world
+    """Of ranks whose slots are in other blocks: until when they send inputs, and bytes that they get."""
+    programs: list[tuple[Program, StepCosts]] = []
+    home = [(0, 0)] * world
+    """Program of each slot's block, and its number there."""
+    for repeat in repeats(layout, costs.nodes):
+        part = msgspec.structs.replace(costs, nodes=repeat.nodes)
+        program = planned_program(schedule, repeat.block, costs.split)
+        played = play(program, part)
+        for own in range(repeat.block.slot_count):
+            inside = own < repeat.block.world
+            sends = 0.0 if inside else max(played.links[own].values(), default=0.0)
+            gets = 0 if inside else received_bytes(program, part, own)
+            for place in repeat.places:
+                slot = place[own]
+                ends[slot] = max(ends[slot], played.ends[own])
+                if inside:
+                    busy[slot], last[slot] = played.busy[own], played.last[own]
+                    home[slot] = len(programs), own
                 else:
-                    self._compute(slot, action)
-                self.place[slot] += 1
-        if waiting:
-            texts = ", ".join(
-                f"slot {slot} at {self.program.slots[slot][self.place[slot]]}" for slot in waiting.values()
-            )
-            raise PlanError(f"the program never ends: {texts} waits for a message that nobody sends before")
-        step = max(self.clock)
-        return Simulation(step, tuple(self.busy), tuple(step - busy for busy in self.busy), tuple(self.peak))
-
-    def _post(self, slot: int) -> list[tuple[Kind, int, Edge]]:
-        """Post the sends of the run of transfers that the slot has reached, all at once."""
-        actions, place = self.program.slots[slot], self.place[slot]
-        posted = []
-        if self.posted_to[slot] <= place:
-            while place < len(actions) and actions[place].kind in TRANSFERS:
-                action = actions[place]
-                if action.kind in SENDS:
-                    key = (action.kind, action.piece, (action.src, action.dst))
-                    self.sent_at[key] = self.clock[slot]
-                    posted.append(key)
-                place += 1
-            self.posted_to[slot] = place
-        return posted
-
-    def _receive(self, slot: int, action: Action) -> bool:
-        sent = self.sent_at.get(_sent(action))
-        if sent is None:
-            return False
-        edge = (action.src, action.dst)
-        takes = self.costs.values_us if action.kind is Kind.RECV_VALUES else self.costs.grads_us
-        self.clock[slot] = max(self.clock[slot], sent) + takes[edge]
-        return True
-
-    def _compute(self, slot: int, action: Action) -> None:
-        stage = self.stage[slot]
-        forward = action.kind is Kind.FORWARD
-        took = self.costs.forward_us[stage] if forward else self.costs.backward_us[stage]
-        self.clock[slot] += took
-        self.busy[slot] += took
-        if forward:
-            self.kept[slot] += self.costs.kept_bytes[stage]
-        self.peak[slot] = max(self.peak[slot], self.kept[slot] + self.costs.working_bytes[stage])
-        if not forward:
-            self.kept[slot] -= self.costs.kept_bytes[stage]
-
-    def _reduce(self, slot: int) -> None:
-        stage = self.stage[slot]
-        self.reached[stage].append(slot)
-        if len(self.reached[stage]) == len(self.program.layout.stages[stage]):
-            end = max(self.clock[each] for each in self.reached[stage]) + self.costs.reduce_us[stage]
-            for each in self.reached[stage]:
-                self.clock[each] = end
+                    given[slot], late[slot] = sends, gets
+        programs.append((program, part))
+    if any(until > end for until, (_, end) in zip(given, last, strict=True)):
+        # Inputs may hold up what a slot sends in its own block: blocks are not by themselves.
+        return simulate(planned_program(schedule, layout, costs.split), costs)
+    known: dict[tuple[int, int, int], int] = {}
+    peaks = []
+    for (number, own), more in zip(home, late, strict=True):
+        if (number, own, more) not in known:
+            known[number, own, more] = peak_bytes(*programs[number], own, late=more)
+        peaks.append(known[number, own, more])
+    return _simulation(layout, costs, Played(ends, busy, last, [], []), peaks, record=False)
 
 
-def _sent(action: Action) -> tuple[Kind, int, Edge]:
-    """The send that a receive waits for."""
-    kind = Kind.SEND_VALUES if action.kind is Kind.RECV_VALUES else Kind.SEND_GRADS
-    return kind, action.piece, (action.src, action.dst)
+def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequence[int], *, record: bool) -> Simulation:
+    """Add the reductions."""
+    ends = np.array(played.ends)
+    starts, stops = np.array(played.last).T
+    free = np.zeros(layout.world)
+    """Until when each slot is busy with reductions: a slot does one at a time."""
+    events = list(played.events)
+    for stages in layout.reductions:
+        buckets = costs.reduce_us[stages[0]] if len(stages) == 1 else costs.tied_us[layout.tied.index(stages)]
+        if not sum(buckets):
+            continue
+        slots = [slot for stage in stages for slot in layout.stages[stage]]
+        begins, end = _reduce(buckets, starts[slots], stops[slots], float(free[slots].max()))
+        free[slots] = end
+        if record:
+            name = str(layout.reduction(stages))
+            events += [Event(slot, REDUCE, begins, end - begins, name) for slot in slots]
+    step = float(np.maximum(ends, free).max())
+    return Simulation(
+        step,
+        tuple(played.busy),
+        tuple(step - busy for busy in played.busy),
+        tuple(peaks),
+        tuple(sorted(events)),
+    )
+
+
+_Times = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def _reduce(buckets: Sequence[float], starts: _Times, stops: _Times, free: float) -> tuple[float, float]:
+    """When the reduction of some gradients begins and ends, which slots make from `starts` to `stops`.
+
+    Each bucket starts when it is complete on all slots and the one before is done; gradients come evenly.
+    """
+    made, end, whole = 0.0, free, sum(buckets)
+    begins = -1.0
+    for us in buckets:
+        made += us
+        begin = max(end, float((starts + (stops - starts) * (made / whole)).max()))
+        begins = begin if begins < 0 else begins
+        end = begin + us
+    return begins, end

@@ -13,7 +13,8 @@ from rannd.errors import DeploymentError
 from rannd.graph.cut import Part, crossing_shape, cut, stages_by_owner
 from rannd.graph.model import ModelGraph
 from rannd.plan.deployment import Deployment
-from rannd.plan.schedule import Edge, Layout, Program, fill_drain, interleaved_program
+from rannd.plan.program import Edge, Layout, Program
+from rannd.plan.schedule import fill_drain, interleaved_program
 
 LARGE_OUTPUT = 1 << 16
 """Bytes of one row above which an output beside the loss stays where it is made, unless it is asked for."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.errors import StepError
-from rannd.plan.schedule import Action
+from rannd.plan.program import Action
 from rannd.runtime.message_buffers import MessageBuffers
 from rannd.runtime.parcels import Parcel
 from rannd.runtime.world import World

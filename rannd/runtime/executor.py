@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from rannd.errors import StepError
-from rannd.plan.schedule import Action, Kind
+from rannd.plan.program import Action, Kind
 from rannd.runtime.agreement import (
     Phase,
     agree,

@@ -17,16 +17,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from rannd.plan.step_costs import BUCKET, FIRST_BUCKET
 from rannd.runtime.asked import Asked
 from rannd.runtime.hooks import give, hooked
 from rannd.runtime.overflow import Overflow
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.world import World
-
-FIRST_BUCKET = 1 << 20
-"""Bytes of the first bucket of each set of holders, which starts early."""
-BUCKET = 25 << 20
-"""Bytes of the others."""
 
 
 @dataclass

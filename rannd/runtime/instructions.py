@@ -13,10 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rannd.plan.schedule import SENDS, TRANSFERS, Action, Kind
-
-AHEAD = 2
-"""A receive is posted before so many computations."""
+from rannd.plan.program import AHEAD, SENDS, TRANSFERS, Action, Kind
 
 _GRADS = frozenset({Kind.SEND_GRADS, Kind.RECV_GRADS})
 _RECEIVES = TRANSFERS - SENDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rannd.plan.schedule import Layout
+from rannd.plan.program import Layout
 
 
 class Pieces:

@@ -1,4 +1,4 @@
-"""Random layouts: unequal replicas, worlds they do not divide, skip edges, edges without gradients."""
+"""Random layouts: unequal replicas, worlds they do not divide, skip edges, edges without gradients, tied weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from rannd.plan.schedule import Layout
+from rannd.plan.program import Layout
 
 
 @st.composite
@@ -20,10 +20,13 @@ def layouts(draw: st.DrawFn, *, max_world: int = 6) -> Layout:
     possible.remove((-1, stages))  # an input handed back as an output never leaves its rank
     edges = draw(st.lists(st.sampled_from(possible), unique=True))
     grads = draw(st.lists(st.sampled_from(edges), unique=True)) if edges else []
+    sets = st.sets(st.integers(0, stages - 1), min_size=2).map(lambda found: tuple(sorted(found)))
+    tied = draw(st.lists(sets, max_size=2, unique=True)) if stages > 1 else []
     return Layout(
         world=world,
         microbatches=draw(st.integers(1, 4)),
         stages=tuple(tuple(slots[start:end]) for start, end in pairwise(bounds)),
         edges=tuple(sorted(edges)),
         grad_edges=tuple(sorted(grads)),
+        tied=tuple(sorted(tied)),
     )

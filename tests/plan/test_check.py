@@ -7,7 +7,10 @@ from plan_layouts import layouts
 
 from rannd.errors import PlanError
 from rannd.plan.check import check
-from rannd.plan.schedule import SCHEDULES, Layout, Program, fill_drain, from_text, interleaved_program, to_text
+from rannd.plan.layout import loss_layout
+from rannd.plan.program import Kind, Layout, Program
+from rannd.plan.program_text import from_text, to_text
+from rannd.plan.schedule import SCHEDULES, fill_drain, interleaved_program, zero_bubble_h1
 
 PIPELINE = Layout(3, 1, ((0,), (1, 2)), ((-1, 0), (-1, 1), (0, 1), (1, 2)), ((-1, 0), (0, 1), (1, 2)))
 
@@ -19,21 +22,31 @@ def test_fill_drain_is_correct_for_every_layout(layout: Layout) -> None:
 
 @given(layouts(), st.sampled_from(SCHEDULES))
 def test_interleaved_programs_are_correct_for_every_layout(layout: Layout, schedule: str) -> None:
-    last = len(layout.stages)
-    grads = tuple(edge for edge in layout.grad_edges if edge[1] < last)
-    check(interleaved_program(schedule, Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads)))
+    check(interleaved_program(schedule, loss_layout(layout)))
+
+
+@given(layouts(), st.sets(st.integers(0, 5)))
+def test_zero_bubble_is_correct_for_every_layout_whatever_splits(layout: Layout, split: set[int]) -> None:
+    program = zero_bubble_h1(loss_layout(layout), split)
+    check(program)
+    seen = {
+        layout.stage_of(slot)
+        for slot, actions in enumerate(program.slots)
+        if any(action.kind is Kind.WEIGHT for action in actions)
+    }
+    assert seen == split & set(range(len(layout.stages)))
 
 
 @given(layouts(), st.data())
 def test_a_program_with_an_action_left_out_is_refused(layout: Layout, data: st.DataObject) -> None:
-    program = fill_drain(layout)
-    slot = data.draw(st.sampled_from(range(layout.world)).filter(lambda slot: len(program.slots[slot]) > 0))
+    program = data.draw(st.sampled_from([fill_drain(layout), zero_bubble_h1(loss_layout(layout), {0, 2})]))
+    slot = data.draw(st.sampled_from(range(layout.world)))
     place = data.draw(st.integers(0, len(program.slots[slot]) - 1))
     slots, lengths = list(program.slots), list(program.forward_length)
     slots[slot] = slots[slot][:place] + slots[slot][place + 1 :]
     lengths[slot] -= place < lengths[slot]
     with pytest.raises(PlanError):
-        check(Program(layout, tuple(slots), tuple(lengths)))
+        check(Program(program.layout, tuple(slots), tuple(lengths)))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +61,41 @@ def test_a_program_with_an_action_left_out_is_refused(layout: Layout, data: st.D
         # A wrong peer, a piece twice, no reduction, a backward in the forward phase.
         ("SV2:0>1@2", "SV2:0>1@1", "missing ['SV2:0>1@2']"),
         ("F2 | B2", "F2 F2 | B2", "too much or wrong ['F2']"),
-        ("RG1:-1>0@0 R", "RG1:-1>0@0", "ends with its one reduction"),
+        ("RG1:-1>0@0 R", "RG1:-1>0@0", "slot 1: a program ends with its reductions, here R; this one has none"),
         ("F2 | B2", "F2 B2 |", "slot 2: B2 at place 3 is in the wrong phase"),
     ],
 )
 def test_faults_are_named(before: str, after: str, message: str) -> None:
     text = to_text(fill_drain(PIPELINE))
     assert text.count(before) == 1
+    with pytest.raises(PlanError) as caught:
+        check(from_text(text.replace(before, after)))
+    assert message in str(caught.value)
+
+
+TIED = Layout(3, 1, ((0,), (1,), (2,)), ((0, 1), (1, 2)), ((0, 1), (1, 2)), ((0, 2),))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        # The gradient of a piece's parameters never made, made twice, or made before that of its values.
+        (" W1", "", "missing ['W1']"),
+        (" W1", " W1 W1", "too much or wrong ['W1']"),
+        ("B1 SG1:0>1@0 W1", "W1 B1 SG1:0>1@0", "slot 1: W1 uses what is not there yet"),
+        # A tied weight that one of its holders does not reduce, reduces twice, in another order, or too early.
+        ("slot 2: RV0:1>2@1 F0 B0 SG0:1>2@1 RV1:1>2@1 F1 B1 SG1:1>2@1 RV2:1>2@1 F2 B2 SG2:1>2@1 R0 R",
+         "slot 2: RV0:1>2@1 F0 B0 SG0:1>2@1 RV1:1>2@1 F1 B1 SG1:1>2@1 RV2:1>2@1 F2 B2 SG2:1>2@1 R",
+         "slot 2: a program ends with its reductions, here R0 R; this one has R and"),
+        ("W2 R R0", "W2 R0 R R0", "slot 0: a program ends with its reductions, here R R0; this one has R0 R R0"),
+        ("W2 R R0", "W2 R0 R", "slot 0: a program ends with its reductions, here R R0; this one has R0 R"),
+        ("W2 R R0", "R R0 W2", "here R R0; this one has R R0 and ends with R0 W2"),
+    ],
+)  # fmt: skip
+def test_gradients_are_made_and_reduced_once(before: str, after: str, message: str) -> None:
+    text = to_text(zero_bubble_h1(TIED, {0, 1}))
+    check(from_text(text))
+    assert before in text
     with pytest.raises(PlanError) as caught:
         check(from_text(text.replace(before, after)))
     assert message in str(caught.value)

@@ -6,17 +6,17 @@ from hypothesis import strategies as st
 from plan_layouts import layouts
 
 from rannd.errors import PlanError
+from rannd.plan.layout import loss_layout
+from rannd.plan.program import Action, Kind, Layout
+from rannd.plan.program_text import from_text, to_text
 from rannd.plan.schedule import (
     SCHEDULES,
-    Action,
-    Kind,
-    Layout,
     fill_drain,
-    from_text,
     interleaved_program,
     one_forward_one_backward,
-    to_text,
+    planned_program,
     window,
+    zero_bubble_h1,
 )
 
 TWO_STAGES = Layout(2, 2, ((0,), (1,)), ((-1, 0), (0, 1), (1, 2)), ((0, 1), (1, 2)))
@@ -94,15 +94,9 @@ def test_four_stages_have_falling_windows() -> None:
     ]
 
 
-def without_output_gradients(layout: Layout) -> Layout:
-    last = len(layout.stages)
-    grads = tuple(edge for edge in layout.grad_edges if edge[1] < last)
-    return Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads)
-
-
 @given(layouts())
 def test_slots_keep_to_their_windows(layout: Layout) -> None:
-    layout = without_output_gradients(layout)
+    layout = loss_layout(layout)
     program = one_forward_one_backward(layout)
     for slot, actions in enumerate(program.slots):
         flying = most = 0
@@ -124,7 +118,7 @@ def test_a_schedule_that_is_not_known() -> None:
 
 @given(layouts(), st.sampled_from(SCHEDULES))
 def test_text_of_interleaved_programs_round_trips(layout: Layout, schedule: str) -> None:
-    program = interleaved_program(schedule, without_output_gradients(layout))
+    program = interleaved_program(schedule, loss_layout(layout))
     assert program.interleaved
     assert from_text(to_text(program)) == program
 
@@ -149,6 +143,8 @@ def test_text_round_trips(layout: Layout) -> None:
         ("", "0 lines"),
         ("world 1\nstages 0\nedges\nslot 0: | R", "begins with"),
         ("world 1 microbatches 1\nstages 0\nedges\nslot 0: F0 | B0 X\n", "'X' is no action"),
+        ("world 1 microbatches 1\nstages 0\nedges\nslot 0: F0 | B0 W0 RX\n", "'RX' is no action"),
+        ("world 1 microbatches 1\nstages 0\nedges\ntied 0\nslot 0: F0 | B0 R\n", "2 slots; its world is 1"),
         ("world 1 microbatches 1\nstages 0\nedges\nslot 0: F0 B0 R\n", "slot 0: forward actions | backward"),
         ("world 2 microbatches 1\nstages 0 1\nedges\nslot 0: F0 | B0 R\n", "1 slots; its world is 2"),
     ],
@@ -169,6 +165,10 @@ def test_text_of_another_form_is_refused(text: str, message: str) -> None:
         ({"edges": ((0, 1), (-1, 0))}, "sorted"),
         ({"edges": ((-1, 2),), "grad_edges": ()}, "rising stages"),
         ({"grad_edges": ((-1, 1),)}, "part of the edges"),
+        ({"tied": ((0,),)}, "tied stages ((0,),) are not sorted sets"),
+        ({"tied": ((0, 2),)}, "of stages 0 to 1"),
+        ({"tied": ((1, 0),)}, "sorted sets"),
+        ({"tied": ((0, 1), (0, 1))}, "sorted sets"),
     ],
 )
 def test_impossible_layouts_are_refused(demand: dict[str, object], message: str) -> None:
@@ -181,4 +181,57 @@ def test_impossible_layouts_are_refused(demand: dict[str, object], message: str)
 def test_an_action_s_text() -> None:
     assert str(Action(Kind.SEND_VALUES, 3, 0, 1, 2)) == "SV3:0>1@2"
     assert str(Action(Kind.FORWARD, 3)) == "F3"
+    assert str(Action(Kind.WEIGHT, 3)) == "W3"
     assert str(Action(Kind.REDUCE)) == "R"
+    assert str(Action(Kind.REDUCE, 1)) == "R1"
+
+
+def test_zero_bubble_splits_the_stages_it_is_told_to() -> None:
+    layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),), ((0, 1),))
+    assert to_text(zero_bubble_h1(layout, {1})) == (
+        "world 2 microbatches 2\n"
+        "stages 0 | 1\n"
+        "edges 0>1*\n"
+        "tied 0+1\n"
+        "slot 0: F0 SV0:0>1@1 F1 SV1:0>1@1 F2 SV2:0>1@1 RG0:0>1@1 B0"
+        " F3 SV3:0>1@1 RG1:0>1@1 B1 RG2:0>1@1 B2 RG3:0>1@1 B3 R R0 |\n"
+        "slot 1: RV0:0>1@0 F0 B0 SG0:0>1@0 RV1:0>1@0 F1 B1 SG1:0>1@0 RV2:0>1@0 F2 B2 SG2:0>1@0 W0"
+        " RV3:0>1@0 F3 B3 SG3:0>1@0 W1 W2 W3 R0 R |\n"
+    )
+
+
+@given(layouts(), st.sets(st.integers(0, 5)))
+def test_zero_bubble_keeps_to_its_windows(layout: Layout, split: set[int]) -> None:
+    layout = loss_layout(layout)
+    for slot, actions in enumerate(zero_bubble_h1(layout, split).slots):
+        stage = layout.stage_of(slot)
+        whole = -(-layout.world // len(layout.stages[stage])) + (len(layout.stages) > 1)
+        flying = kept = 0
+        for action in actions:
+            flying += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+            kept += (action.kind is Kind.FORWARD) - (action.kind is Kind.WEIGHT)
+            assert flying <= window(layout, stage)
+            assert kept <= whole or stage not in split
+
+
+@given(layouts(), st.sets(st.integers(0, 5)))
+def test_text_of_zero_bubble_round_trips(layout: Layout, split: set[int]) -> None:
+    program = zero_bubble_h1(loss_layout(layout), split)
+    assert from_text(to_text(program)) == program
+
+
+def test_without_a_stage_to_split_zero_bubble_is_1f1b() -> None:
+    layout = Layout(3, 2, ((0, 2), (1,)), ((0, 1),), ((0, 1),))
+    assert zero_bubble_h1(layout, ()) == one_forward_one_backward(layout)
+
+
+def test_what_cannot_be_run_yet_is_planned_only() -> None:
+    assert SCHEDULES == ("1f1b", "fill_drain")
+    layout = loss_layout(TWO_STAGES)
+    assert planned_program("zb_h1", layout, {0}) == zero_bubble_h1(layout, {0})
+    with pytest.raises(
+        PlanError, match="schedule 'zb_h1' can be planned and simulated, but not be run yet; use one of"
+    ):
+        interleaved_program("zb_h1", layout)
+    with pytest.raises(PlanError, match="no schedule is named 'zb'; use one of 1f1b, fill_drain, zb_h1"):
+        planned_program("zb", layout)

@@ -17,7 +17,7 @@ from torch.fx import symbolic_trace
 
 import pyrannc
 from rannd.errors import NotANumberError, StepError, UsageError
-from rannd.plan.schedule import Action, Kind
+from rannd.plan.program import Action, Kind
 from rannd.runtime import fit, memory, stacks
 from rannd.runtime.channel import Channel, ChannelError, Heard, Left, Told
 from rannd.runtime.failure import Failure, describe, failure_of, is_broken

@@ -10,18 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_layouts import layouts
 
-from rannd.plan.schedule import (
-    SCHEDULES,
-    SENDS,
-    TRANSFERS,
-    Action,
-    Kind,
-    Layout,
-    Program,
-    fill_drain,
-    interleaved_program,
-)
-from rannd.runtime.instructions import AHEAD, instructions
+from rannd.plan.layout import loss_layout
+from rannd.plan.program import AHEAD, SENDS, TRANSFERS, Action, Kind, Layout, Program
+from rannd.plan.schedule import SCHEDULES, fill_drain, interleaved_program
+from rannd.runtime.instructions import instructions
 
 RECEIVES = TRANSFERS - SENDS
 
@@ -29,9 +21,7 @@ RECEIVES = TRANSFERS - SENDS
 def programs(layout: Layout, schedule: str | None) -> Program:
     if schedule is None:
         return fill_drain(layout)
-    last = len(layout.stages)
-    grads = tuple(edge for edge in layout.grad_edges if edge[1] < last)
-    return interleaved_program(schedule, Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads))
+    return interleaved_program(schedule, loss_layout(layout))
 
 
 def phases(program: Program) -> list[list[list[Action]]]:

@@ -1,0 +1,121 @@
+"""How fast Programs are made, checked and simulated, and what zero-bubble saves. All times of steps are simulated.
+
+    python bench/simulator.py [--full]
+
+Jobs of 64 to 16,384 devices, 8 stages, a transfer a tenth of a forward. `predict` plays one of the equal blocks of
+a job; `simulate` plays every action of every slot; `--full` does that for 16,384 devices too (some GB of memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from rannd.plan.check import check
+from rannd.plan.program import Layout
+from rannd.plan.schedule import ALL_SCHEDULES, planned_program
+from rannd.plan.simulate import predict, simulate
+from rannd.plan.step_costs import StepCosts
+
+Result = TypeVar("Result")
+UNIT = 1000.0
+"""Microseconds of a forward; the two halves of a backward take as long each."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="play 16,384 devices action by action, too")
+    options = parser.parse_args()
+    for devices, whole in ((64, True), (1024, True), (16384, options.full)):
+        for schedule in ALL_SCHEDULES:
+            job(schedule, devices, stages=8, microbatches=4, whole=whole)
+    bubbles()
+
+
+def pipelines(devices: int, stages: int, microbatches: int) -> Layout:
+    """Stages of equal replicas on neighbouring slots, inputs and outputs at the ends."""
+    replicas = devices // stages
+    edges = tuple((src, src + 1) for src in range(-1, stages))
+    slots = tuple(tuple(replica * stages + stage for replica in range(replicas)) for stage in range(stages))
+    return Layout(devices, microbatches, slots, edges, edges[1:-1])
+
+
+def side_by_side(devices: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """The slots of stages whose replicas are neighbours."""
+    replicas = devices // stages
+    return tuple(tuple(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages))
+
+
+def virtual(layout: Layout, transfer: float) -> StepCosts:
+    """Equal stages, backward in two halves as long as a forward; reductions as long as two forwards."""
+    stages, nodes = len(layout.stages), tuple(slot // 8 for slot in range(layout.world))
+    moves = dict.fromkeys(layout.edges, transfer)
+    ones, zeros = (UNIT,) * stages, (0,) * stages
+    return StepCosts(
+        forward_us=ones,
+        backward_us=(2 * UNIT,) * stages,
+        weight_us=ones,
+        values_us=moves,
+        grads_us=moves,
+        reduce_us=((UNIT, UNIT) if transfer else (),) * stages,
+        nodes=nodes,
+        state_bytes=zeros,
+        kept_bytes=(1,) * stages,
+        weight_bytes=(1,) * stages,
+        working_bytes=zeros,
+        values_bytes=dict.fromkeys(layout.edges, 0),
+        grads_bytes=dict.fromkeys(layout.edges, 0),
+    )
+
+
+def timed(action: Callable[[], Result]) -> tuple[Result, float]:
+    start = time.perf_counter()
+    found = action()
+    return found, time.perf_counter() - start
+
+
+def job(schedule: str, devices: int, *, stages: int, microbatches: int, whole: bool) -> None:
+    layout = pipelines(devices, stages, microbatches)
+    costs = virtual(layout, UNIT / 10)
+    once, took = timed(lambda: predict(schedule, layout, costs))
+    apart = msgspec.structs.replace(pipelines(devices, stages, microbatches), stages=side_by_side(devices, stages))
+    other, longer = timed(lambda: predict(schedule, apart, costs))
+    print(
+        f"{schedule:10s} {devices:6d} devices: predicted in {took * 1e3:.1f} ms, step {once.step_us / 1e3:.1f} ms; "
+        f"replicas side by side: in {longer * 1e3:.1f} ms, step {other.step_us / 1e3:.1f} ms"
+    )
+    if not whole:
+        return
+    layout = pipelines(devices, stages, microbatches)
+    program, making = timed(lambda: planned_program(schedule, layout, costs.split))
+    actions = sum(map(len, program.slots))
+    played, playing = timed(lambda: simulate(program, costs))
+    assert played == once
+    print(
+        f"{'':10s} {actions:9d} actions: made {actions / making / 1e3:5.0f} thousand a second, "
+        f"simulated {actions / playing / 1e3:5.0f} thousand a second ({playing:.2f} s)",
+        end="",
+    )
+    if devices <= 1024:
+        _, checking = timed(lambda: check(program))
+        print(f", checked {actions / checking / 1e3:5.0f} thousand a second", end="")
+    print()
+
+
+def bubbles() -> None:
+    """Idle time of zero-bubble H1 beside 1F1B's where forward and both halves of backward take one unit each."""
+    print("stages, pieces: bubble of 1f1b, of zb_h1, their ratio (transfers take no time)")
+    for stages, microbatches in ((2, 4), (4, 2), (8, 2), (8, 8), (16, 2), (32, 1)):
+        layout = pipelines(stages, stages, microbatches)
+        costs = virtual(layout, 0.0)
+        idle = [sum(predict(schedule, layout, costs).idle_us) for schedule in ("1f1b", "zb_h1")]
+        found = [predict(schedule, layout, costs).bubble for schedule in ("1f1b", "zb_h1")]
+        print(f"  {stages:2d}, {layout.pieces_total:3d}: {found[0]:.3f} {found[1]:.3f} {idle[1] / idle[0]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Timelines: what happened on each slot, and when; predicted or measured, in one format.
+
+:func:`chrome_trace` writes the JSON of Chrome's trace viewer, which Perfetto (https://ui.perfetto.dev) opens: a
+process for each node, threads for each slot: what it computes, what it receives, what it reduces.
+
+Source of the format: "Trace Event Format" (Chromium), complete events (``"ph": "X"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+COMPUTE, RECEIVE, REDUCE = "compute", "receive", "reduce"
+"""Categories of events: forwards and backwards; messages on their way; reductions of gradients."""
+CATEGORIES = (COMPUTE, RECEIVE, REDUCE)
+
+
+class Event(msgspec.Struct, frozen=True, order=True, gc=False):
+    """Something that took a time on a slot."""
+
+    slot: int
+    category: str
+    start_us: float
+    us: float
+    name: str
+    """The text of the action, as in a Program's text. A transfer is an event of its receiver."""
+
+
+def chrome_trace(events: Iterable[Event], nodes: Sequence[int], *, title: str = "") -> bytes:
+    """The events as JSON for Chrome's trace viewer and Perfetto.
+
+    `nodes`: the node of each slot; `title`: what the timeline is of, as 'predicted'. Events of one slot and category
+    that overlap (messages of several senders) get threads of their own.
+    """
+    found: list[dict[str, object]] = []
+    for node in sorted(set(nodes)):
+        name = f"{title} node {node}".strip()
+        found.append({"ph": "M", "name": "process_name", "pid": node, "tid": 0, "args": {"name": name}})
+    threads: dict[tuple[int, str, int], int] = {}
+    ends: dict[tuple[int, str], list[float]] = {}
+    for event in sorted(events):
+        lanes = ends.setdefault((event.slot, event.category), [])
+        lane = next((at for at, end in enumerate(lanes) if end <= event.start_us), len(lanes))
+        lanes[lane : lane + 1] = [event.start_us + event.us]
+        key = (event.slot, event.category, lane)
+        node = nodes[event.slot]
+        if key not in threads:
+            threads[key] = len(threads)
+            label = f"slot {event.slot} {event.category}" + (f" {lane + 1}" if lane else "")
+            order = (event.slot * len(CATEGORIES) + CATEGORIES.index(event.category)) * 1000 + lane
+            for name, value in (("thread_name", {"name": label}), ("thread_sort_index", {"sort_index": order})):
+                found.append({"ph": "M", "name": name, "pid": node, "tid": threads[key], "args": value})
+        found.append(
+            {
+                "ph": "X",
+                "name": event.name,
+                "cat": event.category,
+                "pid": node,
+                "tid": threads[key],
+                "ts": event.start_us,
+                "dur": event.us,
+            }
+        )
+    return msgspec.json.encode({"traceEvents": found, "displayTimeUnit": "ms"})
