@@ -18,9 +18,9 @@ from rannd.plan.deployment import StageEstimate
 from rannd.plan.intervals import Intervals, at
 from rannd.plan.machine import Counts, Machine, Mask, Table, allreduce_us, p2p_us
 from rannd.plan.options import PlanOptions
+from rannd.plan.program import AHEAD
+from rannd.plan.step_costs import BUCKET
 
-BUCKET = 25 << 20
-"""Bytes of gradients that are reduced together, as the runtime does it: the last find no backward to hide behind."""
 NEVER = 1 << 40
 """More devices than there are."""
 
@@ -112,8 +112,13 @@ class StageTables:
         self.values_us = [p2p_us(link, received) for link in (machine.link, machine.between)]
         """Time to receive a piece's values, inside a node and from another."""
         self.grads_us = [p2p_us(link, sent) for link in (machine.link, machine.between)]
-        self.received = received + at(intervals.given, rows)
-        self.crossing = self.received + at(intervals.sent, rows) + at(intervals.output, rows)
+        self.given = at(intervals.given, rows)
+        """Bytes of one piece's inputs: those of all pieces are there from the start."""
+        self.received = received
+        """Bytes of one piece that come from other stages."""
+        self.sent_grad = sent
+        """Bytes of the gradients that come back for them."""
+        self.crossing = received + at(intervals.sent, rows) + at(intervals.output, rows)
         """Bytes of one piece that cross the stage's border and stay until its backward."""
         self.kept = at(intervals.activation, rows)
         self.state = intervals.params + (2.0 + options.opt_param_factor) * intervals.trainable
@@ -127,6 +132,8 @@ class StageTables:
         self.to_ranks = machine.link.p2p_us(float(outputs)) + machine.link.p2p_us(float(inputs_grad))
         self._apart = machine.several and variant.placement == "replicas"
         """Whether it matters which slots a stage has."""
+        self.late = variant.microbatches * float(outputs + inputs_grad)
+        """Bytes of a rank's own outputs, and gradients of its own inputs, which come when the step ends."""
         self._bases: dict[int, tuple[Terms, bool]] = {}
         self._known: dict[tuple[int, int], Terms] = {}
         self._inside = machine.pipelines_inside if machine.several else np.ones(world, dtype=bool)
@@ -234,10 +241,17 @@ class StageTables:
         """Bytes of stages that end at `end` and do not recompute."""
         pieces = self.in_flight(used)
         rows = slice(0, end)
-        early = np.where(pieces < self.pieces, self.received[rows, end, None], 0.0)  # the next piece's, posted ahead
-        result: Table = (
-            self.state[rows, end, None] + early + (self.crossing[rows, end, None] + self.kept[rows, end, None]) * pieces
+        return (
+            self.state[rows, end, None]
+            + self._posted(rows, end, pieces)
+            + (self.crossing[rows, end, None] + self.kept[rows, end, None]) * pieces
         )
+
+    def _posted(self, starts: slice | int, end: int, flying: npt.NDArray[np.intp]) -> Table:
+        """Bytes that messages have on top of what their pieces keep: receives are posted `AHEAD` computations early."""
+        early = np.where(flying < self.pieces, self.received[starts, end, None], 0.0)
+        grads = self.sent_grad[starts, end, None] * np.minimum(self.pieces, AHEAD + 1)
+        result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
         return result
 
     def _recomputes(self, end: int, used: int | None) -> Mask:
@@ -266,7 +280,7 @@ class StageTables:
         ``[start, end]``; NEVER where it cannot be, or is a plan of its own.
         """
         pieces = np.ones(1) if self.steady else self.pieces
-        border = self.state[:, :, None] + self.crossing[:, :, None] * pieces
+        border = self.state[:, :, None] + self.late + (self.crossing + self.given)[:, :, None] * pieces
         kept = self.kept[:, :, None]
         plain = np.less_equal(border + kept * pieces, -1.0 if self.options.checkpointing else self.limit)
         found = []
@@ -336,13 +350,13 @@ class StageTables:
         grad = 2 * int(intervals.trainable[start, end])
         activation = math.ceil(self.kept[start, end] * (1 if recompute else flying))
         optimizer = math.ceil(intervals.trainable[start, end] * self.options.opt_param_factor)
-        early = self.received[start, end] if flying < pieces else 0.0
-        comm = math.ceil(self.crossing[start, end] * flying + early)
+        posted = self._posted(start, end, self.in_flight(used))[replicas - 1]
+        comm = math.ceil(self.crossing[start, end] * flying + posted)
         return StageEstimate(
             forward_us=float(forward),
             backward_us=float(backward),
             allreduce_us=float(reduce),
-            input_bytes=math.ceil(self.received[start, end]),
+            input_bytes=math.ceil(self.received[start, end] + self.given[start, end]),
             output_bytes=math.ceil(self.crossing[start, end] - self.received[start, end]),
             param_bytes=param,
             grad_bytes=grad,

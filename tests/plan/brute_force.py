@@ -120,17 +120,23 @@ class Reference:
             reductions.append(max(whole - backward, tail))
             backwards.append(backward + grads)
         if several:
-            values = self.graph.values
-            fill += link.p2p_us(sum(v.bytes.at(rows) for v in values if v.is_output and v.producer >= 0))
-            fill += link.p2p_us(
-                sum(
-                    value.bytes.at(rows)
-                    for value, readers in zip(values, self.readers, strict=True)
-                    if value.producer < 0 and value.requires_grad and readers
-                )
-            )
+            fill += link.p2p_us(self._outputs(rows)) + link.p2p_us(self._inputs_grad(rows))
         left_over = max(reduction - sum(backwards[:number]) for number, reduction in enumerate(reductions))
         return fill + sum(max(each) for each in zip(*rounds, strict=True)) + left_over
+
+    def _outputs(self, rows: int) -> float:
+        return sum(value.bytes.at(rows) for value in self.graph.values if value.is_output and value.producer >= 0)
+
+    def _inputs_grad(self, rows: int) -> float:
+        return sum(
+            value.bytes.at(rows)
+            for value, readers in zip(self.graph.values, self.readers, strict=True)
+            if value.producer < 0 and value.requires_grad and readers
+        )
+
+    def _at_ranks(self, rows: int) -> float:
+        """What a rank gets back for one of its own pieces."""
+        return self._outputs(rows) + self._inputs_grad(rows)
 
     def _near(self, plan: Plan, number: int) -> Near:
         """Whether what a stage receives, gets back, and reduces stays inside nodes."""
@@ -166,14 +172,18 @@ class Reference:
         start, end = plan.bounds[number : number + 2]
         rows = self._rows(plan.microbatches)
         flying = self.in_flight(plan, number)
-        received = sum(self._bytes(start, end, what, rows) for what in ("received", "given"))
+        pieces = math.ceil(self.world * plan.microbatches / plan.replicas[number])
+        received = self._bytes(start, end, "received", rows)
         held = received + sum(self._bytes(start, end, what, rows) for what in ("sent", "output"))
-        early = received if flying < math.ceil(self.world * plan.microbatches / plan.replicas[number]) else 0.0
+        posted = pieces * self._bytes(start, end, "given", rows)
+        posted += received if flying < pieces else 0.0
+        posted += min(pieces, 3) * self._bytes(start, end, "sent_grad", rows)
+        posted += plan.microbatches * self._at_ranks(rows)
         kept = sum(block.activation_bytes.at(rows) for block in self.costs.blocks[start:end])
         params = sum(self.graph.params[index].bytes for index in self._params(start, end))
         unused = sum(self.graph.params[index].bytes for index in self.graph.unused_params) if start == 0 else 0
         state = (2 + self.options.opt_param_factor) * sum(self._gradients(start, end))
-        return params + unused + state + early + flying * held + kept * (1 if recompute else flying)
+        return params + unused + state + posted + flying * held + kept * (1 if recompute else flying)
 
     def best(self, limit: float) -> float | None:
         """The least E of all plans that fit, recomputing where a stage does not fit without."""
