@@ -145,7 +145,7 @@ def decode(data: bytes) -> Deployment:
         if found != FORMAT:
             raise DeploymentError(f"the deployment has format {found}, this rannd reads {FORMAT}; {_AGAIN}")
         deployment = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, OverflowError) as exc:
+    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError, MemoryError) as exc:
         raise DeploymentError(f"not a deployment of this version of rannd: {exc}; {_AGAIN}") from exc
     wrong = _wrong(deployment)
     if wrong:

@@ -36,7 +36,7 @@ def read_file(file: Path) -> bytes:
         finally:
             os.close(descriptor)
     except OSError as exc:
-        if file.is_symlink():
+        if os.path.islink(file):
             raise DeploymentError(
                 f"the deployment {file} is a symbolic link to {os.readlink(file)}; name the file itself"
             ) from exc
@@ -68,7 +68,7 @@ def save_file(deployment: Deployment, file: Path) -> None:
         DeploymentError: The file is a symbolic link or a folder, or cannot be written.
     """
     file = file.expanduser().absolute()
-    if file.is_symlink():
+    if os.path.islink(file):
         raise DeploymentError(
             f"the deployment is not written to {file}, a symbolic link to {os.readlink(file)}; name the file itself"
         )
