@@ -163,16 +163,23 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _places(slots: Iterable[Slot]) -> str:
-    """``0:0-3 1:0,2`` for devices 0 to 3 of node 0, and 0 and 2 of node 1."""
+    """``0-2:0-3 3:0,2`` for devices 0 to 3 of nodes 0 to 2, and 0 and 2 of node 3."""
+    devices: dict[int, list[int]] = {}
+    for slot in sorted(slots):
+        devices.setdefault(slot.node, []).append(slot.device)
     told = []
-    for node, group in groupby(sorted(slots), key=lambda slot: slot.node):
-        devices = [slot.device for slot in group]
-        runs = []
-        for _, run in groupby(enumerate(devices), key=lambda pair: pair[1] - pair[0]):
-            numbers = [device for _, device in run]
-            runs.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
-        told.append(f"{node}:{','.join(runs)}")
+    for used, alike in groupby(devices, key=lambda node: _runs(devices[node])):
+        told.append(f"{_runs(list(alike))}:{used}")
     return " ".join(told)
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """``0-3,5`` for 0, 1, 2, 3 and 5, which are sorted."""
+    runs = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        held = [number for _, number in run]
+        runs.append(f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]))
+    return ",".join(runs)
 
 
 def _ops(stage: Stage) -> str:

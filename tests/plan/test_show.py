@@ -100,3 +100,9 @@ def test_bubble_of_one_stage_that_reduces_nothing_is_none() -> None:
     found = deploy(chain(10), 1)
     assert bubble(found) == pytest.approx(0.0, abs=1e-9)
     assert bubble(msgspec.structs.replace(found, step_us=0.0)) == 0.0
+
+
+def test_nodes_that_are_used_alike_are_told_together() -> None:
+    found = deploy(chain(10), 16, rows=4, partition_num=1)
+    slots = tuple(Slot(number // 4, number % 4) for number in range(12)) + tuple(Slot(5, n) for n in (0, 2, 3, 7))
+    assert "  0-2:0-3 5:0,2-3,7  " in show(msgspec.structs.replace(found, slots=slots))
