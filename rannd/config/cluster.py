@@ -1,6 +1,6 @@
 """A cluster: devices and links to plan for that need not be there, read from a TOML file.
 
-conf/clusters holds some, found by name; docs/planning.md says how times are made of these numbers. Rates are those
+conf/clusters holds some, found by name; docs/clusters.md says how times are made of these numbers. Rates are those
 of the data sheet, by which the parts of them that real models reach (``[efficiency]``) are multiplied.
 """
 

@@ -7,7 +7,7 @@ No torch in this file. Williams, Waterman, Patterson: Roofline (CACM 2009). For 
 and nothing for views. Backwards are the same, an operator for each kind of gradient: of what the forward has read, and
 of its parameters (`weight_us`), each with the forward's operations; fused attention computes its weights again, 2.5
 times the forward's. A gradient that several readers add to is added up in memory. Rates come from a cluster's file.
-docs/planning.md says how far such costs are from measured ones.
+docs/clusters.md says how far such costs are from measured ones.
 """
 
 from __future__ import annotations
