@@ -1,11 +1,11 @@
 """How far analytic costs (rannd/profile/analytic.py) are from measured ones, for the blocks of a GPT-2 on this machine.
 
-    python bench/analytic.py [--layers 6] [--width 256] [--rows 8] [--sequence 128] [--rounds 3]
+    python bench/analytic.py [--layers 6] [--width 256] [--rows 8] [--sequence 128] [--rounds 8]
 
 One thread, with the malloc settings that rannc-run gives CPU ranks. A cluster of this machine is made of rates that are
 measured first: a large matrix product, a sum of two large vectors, an addition of two numbers. Its peaks are those
-rates, so its efficiencies are 1; nothing is fitted to the model. Then each block is measured as a job would measure it.
-A ratio above 1 says that the formula is too slow.
+rates, so its efficiencies are 1; nothing is fitted to the model. Blocks are measured as a job would measure them, in
+turns with the rates, and of each the best round counts. A ratio above 1 says that the formula is too slow.
 """
 
 from __future__ import annotations
@@ -45,43 +45,54 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
     if any(name not in os.environ for name in MALLOC_SETTINGS):  # malloc reads them when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC_SETTINGS})
     torch.set_num_threads(1)
-    here = machine()
-    print(
-        f"this machine: {here.tflops.float32 * 1e3:.0f} GFLOP/s, {here.memory_gb_per_s:.1f} GB/s, "
-        f"{here.op_latency_us:.1f} us an operator"
-    )
     torch.manual_seed(0)
     model = gpt2(options.layers, options.width, options.sequence)
     ids = torch.randint(VOCABULARY, (options.rows, options.sequence))
     graph, sample = graph_of(model, ids)
     blocks = [block.ops for block in make_blocks(graph.task, PlanOptions(), world=2)]
     few = max(options.rows // 4, 1)
+    here, measured = machine_and_blocks(graph, blocks, sample, (few, options.rows), options.rounds)
+    print(
+        f"this machine: {here.tflops.float32 * 1e3:.0f} GFLOP/s, {here.memory_gb_per_s:.1f} GB/s, "
+        f"{here.op_latency_us:.1f} us an operator"
+    )
     analytic = analytic_costs(graph.task, blocks, here, fewest=few, most=options.rows, nodes=1).blocks
-    measured = measured_costs(graph, blocks, sample, (few, options.rows), options.rounds)
     show(graph, blocks, analytic, measured, options.rows)
 
 
-def machine() -> Cluster:
-    """This machine, one thread of it, by rates that are measured now."""
-    one, two = torch.rand(1536, 1536), torch.rand(1536, 1536)
-    product_us = best(lambda: one @ two)
-    long = torch.rand(1 << 25)
-    other, target = torch.rand_like(long), torch.empty_like(long)
-    sum_us = best(lambda: torch.add(long, other, out=target))
+Rates = tuple[float, float, float]
+"""Least microseconds of the product, the sum of vectors and the small sum."""
+SIDE, LENGTH = 1536, 1 << 25
+
+
+def rates() -> Rates:
+    """Those of one thread of this machine, now."""
+    one, two = torch.rand(SIDE, SIDE), torch.rand(SIDE, SIDE)
+    long, other = torch.rand(LENGTH), torch.rand(LENGTH)
+    target = torch.empty_like(long)
     small = torch.rand(2)
-    latency_us = best(lambda: [small + small for _ in range(1000)]) / 1000
-    tflops = 2 * 1536**3 / product_us / 1e6
+    return (
+        best(lambda: one @ two),
+        best(lambda: torch.add(long, other, out=target)),
+        best(lambda: [small + small for _ in range(1000)]) / 1000,
+    )
+
+
+def machine(found: Rates) -> Cluster:
+    """This machine, one thread of it, as a cluster of one device."""
+    product_us, sum_us, latency_us = found
+    tflops = 2 * SIDE**3 / product_us / 1e6
     nowhere = Link(gb_per_s=1.0, latency_us=0.0)
     return Cluster(
         device="this CPU",
         devices_per_node=1,
         memory_gib=1.0,
-        memory_gb_per_s=3 * long.nbytes / sum_us / 1e3,
+        memory_gb_per_s=3 * 4 * LENGTH / sum_us / 1e3,
         op_latency_us=latency_us,
         tflops=Tflops(float64=tflops / 2, float32=tflops, float16=tflops, bfloat16=tflops),
         link=Links(inside=nowhere),
@@ -121,20 +132,23 @@ def graph_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[ModelGraph, Sam
     return graph, Sample(arguments, frozenset(graph.placement.requires_grad), state, CPU)
 
 
-def measured_costs(
+def machine_and_blocks(
     graph: ModelGraph, blocks: list[tuple[int, ...]], sample: Sample, rows: tuple[int, int], rounds: int
-) -> list[BlockCost]:
-    """Of each block the round with the least time; equal blocks are measured once."""
+) -> tuple[Cluster, list[BlockCost]]:
+    """Rates and blocks in turns, of each the best round; equal blocks are measured once."""
     hashes = block_hashes(graph.task, blocks)
     found: dict[str, BlockCost] = {}
+    least: Rates = (float("inf"),) * 3
     for _ in range(rounds):
+        product_us, sum_us, latency_us = rates()
+        least = (min(least[0], product_us), min(least[1], sum_us), min(least[2], latency_us))
         parts = block_parts(graph, blocks)  # measuring uses a part up
         for number, key in enumerate(hashes):
             if hashes.index(key) == number:
                 again = measure(parts[number], sample, rows)
                 if key not in found or _whole(again, rows[1]) < _whole(found[key], rows[1]):
                     found[key] = again
-    return [found[key] for key in hashes]
+    return machine(least), [found[key] for key in hashes]
 
 
 def _whole(cost: BlockCost, rows: int) -> float:
