@@ -6,13 +6,17 @@ The public API, under the name that RaNNC scripts import. Importing it starts no
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rannd import config as _configuration
 from rannd import log as _log
 from rannd.graph.cut_point import CutPoint
+from rannd.plan.deployment import decode as _decode
+from rannd.plan.show import show as _show
 from rannd.runtime.agreement import Phase as _Phase
 from rannd.runtime.agreement import meet as _meet
+from rannd.runtime.deployment_file import read_file as _read_file
 from rannd.runtime.distribute import DistributeModelParams
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
@@ -34,6 +38,7 @@ __all__ = [
     "keep_graph",
     "load_checkpoint",
     "save_checkpoint",
+    "show_deployment",
     "sync_params_on_init",
 ]
 
@@ -66,3 +71,14 @@ def barrier() -> None:
     config = _configuration.load()
     _log.setup(level=config.log_level)
     _meet(_current(config), _Phase.BARRIER)
+
+
+def show_deployment(path: str | Path, batch_size: int | None = None) -> None:
+    """Print what is planned in a file that `save_deployment` wrote: stages, memory, time, what was not chosen.
+
+    Needs neither ranks nor devices; of several ranks, rank 0 alone prints. `batch_size`: rows of all ranks'
+    mini-batches together; other than the planned one, estimates are scaled to it, roughly. DeploymentError where the
+    file is not there, or is no deployment; UsageError for a batch below 1.
+    """
+    if get_rank() == 0:
+        print(_show(_decode(_read_file(Path(path).expanduser())), batch_size), flush=True)

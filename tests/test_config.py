@@ -37,7 +37,7 @@ verify_recomp verify_partitioning dump_dp_node_profiles dump_dp_cache enable_kin
 """
 UPSTREAM = _UPSTREAM.split()
 OWN = ["device", "cache", "cache_max_gb", "daemon_idle_s", "daemon_timeout_s", "log_level"]
-OWN += ["schedule", "interleave_loss", "watchdog_timeout_s", "check_nan"]
+OWN += ["partitioning_dry_run_cluster", "schedule", "interleave_loss", "watchdog_timeout_s", "check_nan"]
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
 PLAN_AFFECTING = {
@@ -62,6 +62,7 @@ PLAN_AFFECTING = {
     "load_deployment",
     "device",
     "partitioning_dry_run_np",
+    "partitioning_dry_run_cluster",
 }
 #: Items that work and cannot change a plan: they change what is written, told, kept or waited for.
 NOT_PLAN_AFFECTING = {
@@ -258,6 +259,10 @@ def test_lines_show_value_and_origin(conf: Path) -> None:
         ("max_partition_num = 4", "min_partition_num = 5 (default) is above max_partition_num = 4 ({conf}:1); "),
         ("save_deployment = true", "save_deployment = true ({conf}:1), but deployment_file names no file; set "),
         ("load_deployment = true", "load_deployment = true ({conf}:1), but deployment_file names no file; set "),
+        (
+            'partitioning_dry_run_cluster = "cpu"',
+            'partitioning_dry_run_cluster = "cpu" ({conf}:1), but partitioning_dry_run_np is 0; set it to the number ',
+        ),
         ("dump_graph = true", "dump_graph = true ({conf}:1), but dump_graph_prefix names no file; set "),
     ],
 )

@@ -209,6 +209,12 @@ class Config:
         plan_affecting=True,
         least=0,
     )
+    partitioning_dry_run_cluster: str = item(
+        "",
+        "Cluster that partitioning_dry_run_np plans for, a name or a file; empty: devices like those of this machine.",
+        group=_RUN,
+        plan_affecting=True,
+    )
     interleave_loss: bool = item(
         True,
         "Run backward inside the forward call where the model returns one loss; false: always when it is asked for.",
@@ -381,6 +387,11 @@ class Config:
         ):
             if getattr(self, switch) and not getattr(self, file):
                 raise ConfigError(f"{self._told(switch)}, but {file} names no file; set {file} too")
+        if self.partitioning_dry_run_cluster and not self.partitioning_dry_run_np:
+            raise ConfigError(
+                f"{self._told('partitioning_dry_run_cluster')}, but partitioning_dry_run_np is 0; set it to the number "
+                "of devices to plan for"
+            )
 
     @staticmethod
     def of(values: Mapping[str, object], origins: Mapping[str, str]) -> Config:

@@ -58,6 +58,16 @@ def forward_flops(node: Node, rows: int) -> float:
     return made
 
 
+def computing_type(node: Node) -> str:
+    """The floating-point type of what a node makes, or else of what it reads first: 'float32'; '' for none."""
+    for near in (node, *node.all_input_nodes):
+        value = near.meta.get("val")
+        for each in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(each, TensorValue) and (each.is_floating_point() or each.is_complex()):
+                return str(each.dtype).removeprefix("torch.")
+    return ""
+
+
 def _einsum(equation: str, shapes: Sequence[tuple[int, ...]]) -> float:
     """Operations of all operands in one loop; dimensions under an ellipsis are counted from the right."""
     sizes: dict[str, int] = {}

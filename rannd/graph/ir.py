@@ -47,6 +47,8 @@ class Param(msgspec.Struct, frozen=True, array_like=True):
     bytes: int
     trainable: bool
     buffer: bool = False
+    itemsize: int = 4
+    """Bytes of one element."""
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +73,9 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     """Dotted path of the user's module that ran the op."""
     segment: int = 0
     """1 + how many CutPoints were called before: stages may begin only where this number grows. 0 without CutPoints."""
+    dtype: str = ""
+    """The floating-point type it computes in, as 'float32': that of what it makes, or else of what it reads; '' for
+    none (indices, masks). Under autocast the type that the operator was cast to."""
 
 
 class TaskGraph(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from rannd.graph import losses
 from rannd.graph.cut_point import Segments, segments
 from rannd.graph.dropout import switch as switch_dropout
-from rannd.graph.flops import forward_flops
+from rannd.graph.flops import computing_type, forward_flops
 from rannd.graph.hashing import graph_hash, structures
 from rannd.graph.ir import Op, Param, Size, TaskGraph, Value
 from rannd.graph.misuse import explained
@@ -105,7 +105,8 @@ def _task_graph(
         state[id(tensor)] = name
         param_number[name] = len(params)
         size = tensor.numel() * tensor.element_size()
-        params.append(Param(name, size, tensor.requires_grad, not isinstance(tensor, nn.Parameter)))
+        buffer = not isinstance(tensor, nn.Parameter)
+        params.append(Param(name, size, tensor.requires_grad, buffer, tensor.element_size()))
 
     values: list[Value] = []
     value_number: dict[Node, int] = {}
@@ -135,6 +136,7 @@ def _task_graph(
                 group=placement.group[node],
                 module=node.meta.get("module", ""),
                 segment=segment[node],
+                dtype=computing_type(node),
             )
         )
     used = {param for op in ops for param in op.params}

@@ -2,15 +2,23 @@
 
 On disk and on the wire it is msgpack with the field names of :class:`Deployment`; ``format`` says which
 version of this grammar it follows. No rank number appears in it, only slots (node ordinal, device ordinal).
+A file may come from anywhere, so `decode` believes nothing: whatever it returns has sane numbers and indices in range.
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
 from rannd.errors import DeploymentError
 
 FORMAT = 2
+MAX_BYTES = 64 * 2**20
+"""Longer data is no deployment: 10,000 operators take less than a hundredth."""
+_MOST_SLOTS = 1 << 16
+_MOST = 1 << 53
+"""Largest count that is believed."""
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -71,6 +79,19 @@ class Alternative(msgspec.Struct, frozen=True):
     """By how much that is more than a device may use; 0 where the plan fits."""
 
 
+class Made(msgspec.Struct, frozen=True):
+    """With what a deployment was made: it tells a user that another one may be better."""
+
+    device: str
+    """The model of the devices it was planned for."""
+    costs: str
+    """Where times came from: 'measured', or 'cluster NAME' where a file told them."""
+    rannd: str
+    """Version."""
+    torch: str
+    """Version."""
+
+
 class Deployment(msgspec.Struct, frozen=True):
     """Everything the runtime needs to run a model in stages."""
 
@@ -97,8 +118,15 @@ class Deployment(msgspec.Struct, frozen=True):
     """What the plan may use of each device, margin taken off; 0 where it is not known."""
     alternatives: tuple[Alternative, ...] = ()
     """The best of what was not chosen, the fastest first, those that do not fit last."""
+    made: Made | None = None
+    """With what it was made; None where nobody said."""
 
 
+class _Header(msgspec.Struct):
+    format: int
+
+
+_header = msgspec.msgpack.Decoder(_Header)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Deployment)
 
@@ -109,18 +137,53 @@ def encode(deployment: Deployment) -> bytes:
 
 
 def decode(data: bytes) -> Deployment:
-    """A deployment from bytes; DeploymentError where they are not one of this format."""
+    """A deployment from bytes; DeploymentError where they are not one of this format, or it cannot be right."""
+    if len(data) > MAX_BYTES:
+        raise DeploymentError(f"{len(data)} bytes are no deployment, which has {MAX_BYTES} at most; {_AGAIN}")
     try:
+        found = _header.decode(data).format  # before the rest: other formats have other fields
+        if found != FORMAT:
+            raise DeploymentError(f"the deployment has format {found}, this rannd reads {FORMAT}; {_AGAIN}")
         deployment = _decoder.decode(data)
-    except msgspec.DecodeError as exc:
-        raise DeploymentError(f"not a deployment of this version of rannd: {exc}; plan again without it") from exc
-    if deployment.format != FORMAT:
-        raise DeploymentError(
-            f"the deployment has format {deployment.format}, this rannd reads {FORMAT}; plan again without it"
-        )
-    used = sorted(slot for stage in deployment.stages for slot in stage.slots)
-    if used != list(range(len(deployment.slots))):
-        raise DeploymentError(
-            f"the deployment's stages use slots {used} of {len(deployment.slots)}; plan again without it"
-        )
+    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError, MemoryError) as exc:
+        raise DeploymentError(f"not a deployment of this version of rannd: {exc}; {_AGAIN}") from exc
+    wrong = _wrong(deployment)
+    if wrong:
+        raise DeploymentError(f"the deployment is damaged: {wrong}; {_AGAIN}")
     return deployment
+
+
+_AGAIN = "plan again without it"
+
+
+def _wrong(deployment: Deployment) -> str:
+    """What cannot be in a deployment, '' where it is sound."""
+    world, stages = len(deployment.slots), deployment.stages
+    if not 1 <= world <= _MOST_SLOTS or not 1 <= len(stages) <= world:
+        return f"it has {len(stages)} stages on {world} slots"
+    for what, struct in (
+        ("", deployment),
+        *((f"slots[{place}].", slot) for place, slot in enumerate(deployment.slots)),
+        *((f"stages[{place}].estimate.", stage.estimate) for place, stage in enumerate(stages)),
+        *((f"alternatives[{place}].", other) for place, other in enumerate(deployment.alternatives)),
+    ):
+        for name in struct.__struct_fields__:
+            value = getattr(struct, name)
+            if isinstance(value, int | float) and not (0 <= value <= _MOST and math.isfinite(value)):
+                return f"{what}{name} is {value}"
+    for name in ("microbatches", "batch_rows"):
+        if not getattr(deployment, name):
+            return f"{name} is 0"
+    if list(deployment.slots) != sorted(set(deployment.slots)):
+        return "its slots are not sorted, or one of them is there twice"
+    used = sorted(slot for stage in stages for slot in stage.slots)
+    if used != list(range(world)):
+        return f"its stages use {len(used)} slots, not each of {world} once"
+    ops: set[str] = set()
+    for place, stage in enumerate(stages):
+        if not stage.slots or not stage.ops:
+            return f"stages[{place}] has {len(stage.slots)} slots and {len(stage.ops)} operators"
+        if len(ops) + len(stage.ops) != len(ops.union(stage.ops)):
+            return f"an operator of stages[{place}] is there twice"
+        ops.update(stage.ops)
+    return ""

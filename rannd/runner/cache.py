@@ -15,12 +15,15 @@ import rich.box
 import rich.console
 import rich.table
 
+from rannd.daemon import protocol
 from rannd.daemon.command import Commands, configured_session, duration_text, print_json, size_text
 from rannd.daemon.keys import summary
 from rannd.daemon.protocol import EntryInfo
 from rannd.daemon.session import Session
 from rannd.daemon.version import version
-from rannd.errors import UsageError
+from rannd.errors import DeploymentError, UsageError
+from rannd.plan.deployment import Deployment, decode
+from rannd.plan.show import show as plan_text
 
 CORRUPT = 1
 """Exit code of `rannc-cache verify` where entries were corrupt."""
@@ -72,13 +75,16 @@ def ls(as_json: bool) -> None:
 @click.argument("key")
 @_json_option
 def show(key: str, as_json: bool) -> None:
-    """Show everything about the entry whose key starts with KEY."""
-    found = list(_greeted().entries(_prefix(key)))
+    """Show everything about the entry whose key starts with KEY; of a deployment, the plan as well."""
+    session = _greeted()
+    found = list(session.entries(_prefix(key)))
     if len(found) != 1:
         raise UsageError(_not_one(key, found))
     entry = found[0]
+    plan, problem = _deployment(session, entry)
     if as_json:
-        print_json(entry)
+        told = {name: getattr(entry, name) for name in entry.__struct_fields__}
+        print_json({**told, "deployment": plan} if entry.kind == "deployment" else told)
         return
     now = time.time()
     click.echo(f"key        {entry.key}")
@@ -90,6 +96,24 @@ def show(key: str, as_json: bool) -> None:
     click.echo("components")
     for name, text in sorted(entry.components.items()):
         click.echo(f"  {name} = {text}")
+    if problem:
+        click.echo(f"\nThe deployment cannot be shown: {problem}")
+    elif plan is not None:
+        click.echo("\n" + plan_text(plan))
+
+
+def _deployment(session: Session, entry: EntryInfo) -> tuple[Deployment | None, str]:
+    """(the deployment in an entry, why it cannot be had); nothing of both for entries of other kinds."""
+    if entry.kind != "deployment":
+        return None, ""
+    values = session.ask(protocol.Get([entry.key]), protocol.Values).values
+    value = values[0] if values else None
+    if value is None:
+        return None, "it is not there any more"
+    try:
+        return decode(value), ""
+    except DeploymentError as exc:
+        return None, str(exc)
 
 
 @main.command()

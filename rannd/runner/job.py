@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rannd
+from rannd.config.cluster import Cluster, cluster_file, load_cluster
 from rannd.errors import UsageError
 from rannd.runner import hosts as placing
 from rannd.runner.environment import forwarded_names, meeting_point, tuning
@@ -45,6 +46,8 @@ class Options:
     log_dir: Path | None = None
     grace: float = 10.0
     plan_only: bool = False
+    cluster: str | None = None
+    """Name or file of the devices to plan for."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
 
     Raises:
         UsageError: the script is not there, the hosts or ranks are wrong, or this process is a rank already.
+        ConfigError: the cluster to plan for is not known, or its file is wrong.
         LaunchError: no MPI launcher is installed.
     """
     _refuse_inside_a_job(environ)
@@ -104,7 +108,13 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     hosts = _hosts(options)
     gpus = placing.gpu_count(environ)
     cores = placing.core_count()
-    size = options.size or sum(host.slots for host in hosts) or placing.default_size(gpus, cores)
+    cluster = _cluster(options)
+    size = (
+        options.size
+        or (cluster.devices_per_node if cluster else 0)
+        or sum(host.slots for host in hosts)
+        or placing.default_size(gpus, cores)
+    )
     started = 1 if options.plan_only else size
     places = placing.place(started, hosts or [placing.Host(os.uname().nodename.split(".")[0], started)])
     if all(placing.is_local(host.name) for host in hosts):
@@ -119,6 +129,11 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
         added["RANNC_CONF_FILE"] = str(options.config.absolute())
     if options.plan_only:
         added["RANNC_PARTITIONING_DRY_RUN_NP"] = str(size)
+    if cluster is not None and options.cluster is not None:
+        cluster.places(size)  # refuses more nodes than the cluster can have, before anything starts
+        added["RANNC_PARTITIONING_DRY_RUN_CLUSTER"] = str(cluster_file(options.cluster).absolute())
+        if "RANNC_DEVICE" not in environ:
+            added["RANNC_DEVICE"] = "cpu"  # the model is traced, nothing of it runs on a device
     tuning_line = ""
     if options.tune:
         local_ranks = max(place.local_rank for place in places) + 1
@@ -162,6 +177,17 @@ def _rank_command(options: Options) -> list[str]:
     if not os.access(script, os.R_OK):
         raise UsageError(f"script {script} cannot be read; check its permissions")
     return [sys.executable, *options.command]
+
+
+def _cluster(options: Options) -> Cluster | None:
+    if options.cluster is None:
+        return None
+    if not options.plan_only:
+        raise UsageError(
+            f"--cluster {options.cluster} says what to plan for, and nothing is run there; add --plan-only, or leave "
+            "--cluster away"
+        )
+    return load_cluster(options.cluster)
 
 
 def _hosts(options: Options) -> list[placing.Host]:

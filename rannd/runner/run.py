@@ -68,6 +68,11 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--plan-only", is_flag=True, help="Print the partition for -np devices, which need not be there, and end."
 )
+@click.option(
+    "--cluster",
+    metavar="NAME|FILE",
+    help="With --plan-only: the devices to plan for, as a100x8 or a .toml file. -np: one node of them by default.",
+)
 @click.version_option(package_name="rannd", prog_name="rannc-run")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

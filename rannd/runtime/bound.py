@@ -12,6 +12,7 @@ from torch.fx import Node
 from rannd.errors import DeploymentError
 from rannd.graph.cut import Part, crossing_shape, cut, stages_by_owner
 from rannd.graph.model import ModelGraph
+from rannd.plan.belongs import plain
 from rannd.plan.deployment import Deployment
 from rannd.plan.program import Edge, Layout, Program
 from rannd.plan.schedule import fill_drain, interleaved_program
@@ -95,7 +96,9 @@ def planned_stages(graph: ModelGraph, deployment: Deployment) -> dict[Node, int]
     for number, stage in enumerate(deployment.stages):
         for name in stage.ops:
             if name not in graph.nodes or graph.nodes[name] in stage_of:
-                raise DeploymentError(f"the deployment places op {name}, which this model's graph does not have (once)")
+                raise DeploymentError(
+                    f"the deployment places op {plain(name)}, which this model's graph does not have (once)"
+                )
             stage_of[graph.nodes[name]] = number
     missing = [name for name, node in graph.nodes.items() if node not in stage_of]
     if missing:

@@ -12,9 +12,8 @@ import functools
 import hashlib
 import math
 import platform
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -24,25 +23,25 @@ from torch import nn
 import rannd.errors
 from rannd import log
 from rannd.config import Config
+from rannd.config.cluster import Cluster, load_cluster
 from rannd.daemon.client import Client, Lease
-from rannd.daemon.keys import Key, deployment_key, limit_key, link_key, profile_key
+from rannd.daemon.keys import Key, deployment_key, limit_key
 from rannd.daemon.version import version
 from rannd.errors import DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
-from rannd.graph.opaque import preserved
-from rannd.graph.structure import block_hashes
+from rannd.plan.belongs import check_belongs, differences
 from rannd.plan.blocks import Block, make_blocks
-from rannd.plan.deployment import Deployment, Slot, decode, encode
+from rannd.plan.deployment import Deployment, Made, Slot, decode, encode
 from rannd.plan.options import PlanOptions
 from rannd.plan.places import lost_cut_points
 from rannd.plan.search import assignment_lines, estimate_lines, plan
-from rannd.profile.blocks import block_parts, measure_missing
-from rannd.profile.costs import BlockCost, CostTable, LinkCost
-from rannd.profile.links import copy_speed, measure_links
-from rannd.profile.measure import Sample
+from rannd.profile.analytic import analytic_costs
+from rannd.profile.costs import CostTable
 from rannd.runtime.bound import planned_stages
 from rannd.runtime.cache import GIB, Cache
+from rannd.runtime.deployment_file import read_file
 from rannd.runtime.fit import lower_limit, short
+from rannd.runtime.measuring import Measuring
 from rannd.runtime.memory import Promise, amount
 from rannd.runtime.world import World, device_memory, device_model
 
@@ -51,6 +50,20 @@ LEASE_WAIT_S = 1200.0
 
 The other ranks wait meanwhile, and give up after the 30 minutes of their groups.
 """
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is planned for."""
+
+    slots: tuple[Slot, ...]
+    rows: int
+    """Of the global batch."""
+    memory: int
+    """Bytes that may be used of each device."""
+    made: Made
+    cluster: Cluster | None = None
+    """Where costs come from; None: they are measured."""
 
 
 class Planner:
@@ -72,38 +85,55 @@ class Planner:
         self._cache = cache
         self._graph = graph
         self._model = model
-        self._leaves = leaves
         self._rows = tuple(rows)
         self._optimizer = (
             "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
         self._options = PlanOptions.of(config)
-        memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
-        limit = min(memory, int(config.mem_limit_gb * GIB)) if config.mem_limit_gb else memory
-        self.usable_memory = int(limit * (1 - config.mem_margin))
+        self._memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
+        self.usable_memory = self._usable()
         self._model_name = device_model(world)
         self._used: Key | None = None
         self._base: Key | None = None
         self._backend = "nccl" if world.device.type == "cuda" else "gloo"
         self._versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
         self._versions["rannd source"] = source_digest()
+        self._made = Made(self._model_name, "measured", version(), str(torch.__version__))
+        self._measuring = Measuring(
+            world,
+            graph,
+            model,
+            leaves,
+            rows,
+            device_model=self._model_name,
+            backend=self._backend,
+            versions=self._versions,
+        )
 
     # -- the order --------------------------------------------------------------------------------------------
 
     def deployment(self, file: Path | None) -> Deployment:
         """The deployment from a file, the cache, or a plan made now. Collective."""
         if file is not None:
-            data = self._everywhere(lambda: self._read(file))
-            log.get("RaNNCModule").info("Using the deployment in %s", file)
-            deployment = self._checked(data)
-            lacking = short(self._world, self._model, deployment)
-            if lacking is not None and self._world.rank == 0:
-                log.get("RaNNCModule").warning("The deployment in %s is used although %s", file, _lacks(*lacking))
-            return deployment
+            return self._from_file(file)
         self._base = self._key()
         deployment = self._below(self._known_limit(self._base)) or self._found_or_made()
         lacking = short(self._world, self._model, deployment)
         return deployment if lacking is None else self._smaller(deployment, *lacking)
+
+    def _from_file(self, file: Path) -> Deployment:
+        """A deployment that a file has; what it was not planned for is told. Collective."""
+        logger = log.get("RaNNCModule")
+        data = self._everywhere(lambda: read_file(file))
+        logger.info("Using the deployment in %s", file)
+        deployment = self._checked(data)
+        other = differences(deployment, here=self._made, slots=self._world.slots, rows=sum(self._rows))
+        lacking = short(self._world, self._model, deployment)
+        if lacking is not None:
+            other.append(_lacks(*lacking))
+        for each in other if self._world.rank == 0 else ():
+            logger.warning("The deployment in %s is used although %s", file, each)
+        return deployment
 
     def promise(self, deployment: Deployment) -> Promise:
         """What the deployment promises, for the time when memory runs out."""
@@ -136,11 +166,24 @@ class Planner:
         self._give_to_other_nodes(key, data)
         return self._checked(data)
 
-    def dry_run(self, devices: int) -> Deployment:
-        """A plan for so many devices of this kind that need not be there. Collective."""
-        return decode(self._make(self._cache.client, devices))
+    def dry_run(self, devices: int, cluster: str) -> Deployment:
+        """A plan for so many devices that need not be there: of this kind, or those of a cluster. Collective."""
+        rows = math.ceil(sum(self._rows) / self._world.size) * devices
+        if not cluster:
+            slots = tuple(Slot(0, device) for device in range(devices))
+            return decode(self._make(self._cache.client, Target(slots, rows, self._usable(), self._made)))
+        named = load_cluster(cluster)
+        slots = tuple(Slot(*place) for place in named.places(devices))
+        made = msgspec.structs.replace(self._made, device=named.device, costs=f"cluster {named.name}")
+        return decode(self._make(None, Target(slots, rows, self._usable(named.memory_bytes), made, named)))
 
     # -- memory -----------------------------------------------------------------------------------------------
+
+    def _usable(self, memory: int = 0) -> int:
+        """Bytes that a plan may use of a device with so much memory; 0: of the smallest of this job."""
+        memory = memory or self._memory
+        limit = min(memory, int(self._config.mem_limit_gb * GIB)) if self._config.mem_limit_gb else memory
+        return int(limit * (1 - self._config.mem_margin))
 
     def _known_limit(self, base: Key) -> int:
         """What an earlier run that ran out of memory left for the next one, 0 for nothing. Collective."""
@@ -236,34 +279,18 @@ class Planner:
 
     def _checked(self, data: bytes) -> Deployment:
         deployment = decode(data)
-        if deployment.graph_hash != self._graph.task.graph_hash:
-            raise DeploymentError(
-                f"the deployment was made for the graph {deployment.graph_hash[:12]}, this model's is "
-                f"{self._graph.task.graph_hash[:12]}; plan again without it"
-            )
-        if len(deployment.slots) != self._world.size:
-            raise DeploymentError(
-                f"the deployment was made for {len(deployment.slots)} ranks, this job has "
-                f"{self._world.size}; plan again without it"
-            )
+        check_belongs(deployment, graph_hash=self._graph.task.graph_hash, world=self._world.size)
         planned_stages(self._graph, deployment)
         return deployment
 
-    def _read(self, file: Path) -> bytes:
-        try:
-            return file.read_bytes()
-        except OSError as exc:
-            raise DeploymentError(
-                f"the deployment {file} cannot be read: {exc.strerror}; name a file that save_deployment wrote"
-            ) from exc
-
-    def _make(self, client: Client | None, devices: int | None = None) -> bytes:
-        """Profile and plan. Collective."""
+    def _make(self, client: Client | None, target: Target | None = None) -> bytes:
+        """Profile and plan, for this job or for another target. Collective."""
         logger = log.get("RaNNCModule")
         first = self._world.rank == 0
-        if first:
+        target = target or Target(self._world.slots, sum(self._rows), self.usable_memory, self._made)
+        if first and target.cluster is None:
             logger.info("Running profiler ...")
-        blocks = make_blocks(self._graph.task, self._options, world=devices or self._world.size)
+        blocks = make_blocks(self._graph.task, self._options, world=len(target.slots))
         lost = lost_cut_points(self._graph.task)
         if lost and first:
             logger.warning(
@@ -271,32 +298,46 @@ class Planner:
                 "written into, or belong together",
                 lost,
             )
-        costs = self._costs(client, blocks)
+        costs = self._analytic(blocks, target) if target.cluster is not None else self._measuring.costs(client, blocks)
         if first:
-            logger.info("Profiling finished")
-            logger.info("Assuming batch size: %d", sum(self._rows))
-        return self._everywhere(lambda: self._plan(blocks, costs, devices))
+            logger.info("Profiling finished" if target.cluster is None else f"Times are those of {target.made.costs}")
+            logger.info("Assuming batch size: %d", target.rows)
+        return self._everywhere(lambda: self._plan(blocks, costs, target))
 
-    def _plan(self, blocks: Sequence[Block], costs: CostTable, devices: int | None) -> bytes:
+    def _analytic(self, blocks: Sequence[Block], target: Target) -> CostTable:
+        """Costs of the target's cluster, for the pieces that may be planned."""
+        assert target.cluster is not None
+        most = max(math.ceil(target.rows / len(target.slots)), 1)
+        pieces = 1 if self._graph.task.rows_coupled else self._options.pipeline_num or self._options.max_pipeline
+        return analytic_costs(
+            self._graph.task,
+            [block.ops for block in blocks],
+            target.cluster,
+            fewest=math.ceil(most / pieces),
+            most=most,
+            nodes=len({slot.node for slot in target.slots}),
+        )
+
+    def _plan(self, blocks: Sequence[Block], costs: CostTable, target: Target) -> bytes:
         logger = log.get("Decomposer")
         logger.info("Decomposer: %s", self._config.decomposer)
-        logger.info("Available device memory: %d", self.usable_memory)
+        logger.info("Available device memory: %d", target.memory)
         logger.info("Starting model partitioning ...")
-        slots = self._world.slots if devices is None else tuple(Slot(0, device) for device in range(devices))
-        rows = sum(self._rows) if devices is None else math.ceil(sum(self._rows) / self._world.size) * devices
         deployment = plan(
             self._graph.task,
             blocks,
             costs,
-            world=len(slots),
-            slots=slots,
-            batch_rows=rows,
-            memory_bytes=self.usable_memory,
+            world=len(target.slots),
+            slots=target.slots,
+            batch_rows=target.rows,
+            memory_bytes=target.memory,
             options=self._options,
         )
+        memory = deployment.memory_bytes or target.memory
+        deployment = msgspec.structs.replace(deployment, made=target.made, memory_bytes=memory)
         log.get("DPStaging").info("\n".join(estimate_lines(deployment)))
-        ranks = self._world.rank_of_slot if devices is None else range(devices)
-        for line in assignment_lines(deployment, ranks):
+        here = target.slots == self._world.slots
+        for line in assignment_lines(deployment, self._world.rank_of_slot if here else range(len(target.slots))):
             logger.info(" %s", line)
         return encode(deployment)
 
@@ -317,79 +358,6 @@ class Planner:
             name, text = msgspec.msgpack.decode(told[1:], type=tuple[str, str])
             raise getattr(rannd.errors, name, RanndError)(text)
         return told[1:]
-
-    def _costs(self, client: Client | None, blocks: Sequence[Block]) -> CostTable:
-        parts = block_parts(self._graph, [block.ops for block in blocks])
-        hashes = block_hashes(self._graph.task, [block.ops for block in blocks])
-        rows = self._profile_rows()
-        keys = {each: self._profile_key(each, rows) for each in dict.fromkeys(hashes)}
-        known: dict[str, BlockCost] = {}
-        if client is not None:
-            for each, value in zip(keys, client.get_many(list(keys.values())), strict=True):
-                if value is not None:
-                    known[each] = msgspec.msgpack.decode(value, type=BlockCost)
-        known = msgspec.msgpack.decode(
-            self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, BlockCost]
-        )
-        measured = measure_missing(
-            parts,
-            hashes,
-            known,
-            self._sample(),
-            rows,
-            rank=self._world.rank,
-            world=self._world.size,
-            gather=self._world.gather_bytes,
-        )
-        if client is not None and measured:
-            client.put_many((keys[each], msgspec.msgpack.encode(cost)) for each, cost in measured.items())
-        costs = {**known, **measured}
-        return CostTable(tuple(costs[each] for each in hashes), self._links(client))
-
-    def _profile_key(self, block: str, rows: Sequence[int]) -> Key:
-        threads = torch.get_num_threads() if self._world.device.type == "cpu" else 0
-        return profile_key(
-            block_hash=block, device_model=self._model_name, threads=threads, versions=self._versions, rows=rows
-        )
-
-    def _profile_rows(self) -> tuple[int, ...]:
-        """Rows to measure with: a rank's mini-batch, and a quarter of it where it may be sliced."""
-        most = max(math.ceil(sum(self._rows) / self._world.size), 1)
-        fewest = max(most // 4, 1)
-        return (most,) if self._graph.coupled or fewest == most else (fewest, most)
-
-    def _sample(self) -> Sample:
-        specs = self._graph.signature.tensors
-        arguments = {
-            node: (leaf, spec.batch)
-            for node, leaf, spec in zip(self._graph.traced.placeholders, self._leaves, specs, strict=False)
-        }
-        state: dict[str, torch.Tensor] = {**self._graph.traced.constants}
-        for name, tensor in [*self._model.named_buffers(), *self._model.named_parameters()]:
-            state[name] = tensor
-        around = functools.partial(preserved, self._model) if self._graph.traced.leaf_paths else nullcontext
-        return Sample(arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device, around)
-
-    def _links(self, client: Client | None) -> LinkCost:
-        if self._world.size == 1:
-            return copy_speed(self._world.device)
-        key = link_key(
-            topology=[(slot.node, slot.device) for slot in self._world.slots],
-            device_model=self._model_name,
-            backend=self._backend,
-            versions=self._versions,
-        )
-        data = b""
-        if client is not None:
-            data = client.get(key) or b""
-        data = self._world.broadcast_bytes(data)
-        if data:
-            return msgspec.msgpack.decode(data, type=LinkCost)
-        assert self._world.forward is not None
-        link = measure_links(self._world.forward, self._world.device)
-        if client is not None:
-            client.put(key, msgspec.msgpack.encode(link))
-        return link
 
     def _give_to_other_nodes(self, key: Key, data: bytes) -> None:
         """The first rank of each node that rank 0 is not on keeps the deployment there, too."""
@@ -419,16 +387,3 @@ def source_digest() -> str:
         for file in sorted((home / room).glob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def save(deployment: Deployment, file: Path) -> None:
-    """Write a deployment to a file, whole or not at all."""
-    file = file.expanduser().absolute()
-    try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as temporary:
-            temporary.write(encode(deployment))
-        Path(temporary.name).replace(file)
-    except OSError as exc:
-        raise DeploymentError(
-            f"the deployment cannot be written to {file}: {exc.strerror}; name a file in a folder that is there"
-        ) from exc

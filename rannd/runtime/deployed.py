@@ -17,12 +17,14 @@ from rannd.graph.model import ModelGraph
 from rannd.graph.signature import Call
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
+from rannd.plan.show import show
 from rannd.runtime import clipping
 from rannd.runtime.asked import Anchor
 from rannd.runtime.bound import bind, planned_stages, tensor_owners
 from rannd.runtime.cache import Cache
 from rannd.runtime.clip_watch import ClipWatch
 from rannd.runtime.deploy import Planner
+from rannd.runtime.deployment_file import save_file
 from rannd.runtime.dump import dump
 from rannd.runtime.executor import Executor
 from rannd.runtime.frozen import Frozen
@@ -109,8 +111,12 @@ class Deployer:
         leaves = [placed(tensor, world.device) if tensor.is_meta else tensor for tensor in call.tensors]
         planner = Planner(world, config, self._cache, graph, self._model, self._optimizer, leaves, rows)
         if config.partitioning_dry_run_np:
-            deployment = planner.dry_run(config.partitioning_dry_run_np)
+            deployment = planner.dry_run(config.partitioning_dry_run_np, config.partitioning_dry_run_cluster)
             self._dump(graph, deployment, planned_stages(graph, deployment))
+            if world.rank == 0:
+                print(show(deployment), flush=True)
+                if config.save_deployment:
+                    save_file(deployment, Path(config.deployment_file))
             raise DryRunDone(0)
         check_values(call.names, call.tensors)
         deployment = planner.deployment(self._load)

@@ -16,7 +16,7 @@ from rannd.errors import StepError, UsageError
 from rannd.graph.signature import flatten_call
 from rannd.plan.deployment import Deployment
 from rannd.runtime import asked, clipping, switches, wrapping
-from rannd.runtime.deploy import save
+from rannd.runtime.deployment_file import save_file
 from rannd.runtime.session import Session
 from rannd.runtime.state import copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.world import current, made
@@ -195,8 +195,11 @@ class RaNNCModule(nn.Module):
         return self._session.deployment
 
     def save_deployment(self, file: str | Path) -> None:
-        """Write the deployment to `file`, for ``RaNNCModule(load_deployment=file)``."""
-        save(self.deployment, Path(file))
+        """Write the deployment to `file`, for ``RaNNCModule(load_deployment=file)`` and `pyrannc.show_deployment`.
+
+        DeploymentError where it is a symbolic link, or cannot be written.
+        """
+        save_file(self.deployment, Path(file))
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes are the model's own."""

@@ -148,6 +148,57 @@ def test_plan_for_devices_that_are_not_there(job: Job) -> None:
     assert "Finished" not in output
 
 
+def test_plan_for_a_cluster_without_ranks_or_devices(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text(
+        "import pyrannc, torch\n"
+        "from torch import nn\n"
+        "with torch.device('meta'):\n"
+        "    layers = [nn.Sequential(nn.Linear(8192, 8192), nn.ReLU()) for _ in range(96)]\n"
+        "    model = nn.Sequential(*layers)\n"
+        "model = pyrannc.RaNNCModule(model, torch.optim.Adam(model.parameters()))\n"
+        "model(torch.randn(16, 8192))\n"
+        "print('went on')\n"
+    )
+
+    def kept() -> set[str]:
+        """Keys of all that is kept but traces."""
+        entries = json.loads(job.run("rannc-cache", "ls", "--json"))
+        return {entry["key"] for entry in entries if entry["kind"] != "trace"}
+
+    before = kept()
+    plan = ("rannc-run", "--plan-only", "--cluster", "a100x8", "-np", "20", str(script))
+    output = job.run(*plan)
+    assert "devices   20 on 3 nodes" in output
+    assert "device    NVIDIA A100-SXM4-80GB" in output
+    assert "times     cluster a100x8, by rannd" in output
+    assert "batch     320 rows: 20 ranks x" in output
+    assert "of 71.19 GiB allowed" in output  # 79.1 GiB, and mem_margin of them stays free
+    assert not re.search("went on|Running profiler", output)
+    # 6.4 billion parameters, with gradients (twice) and Adam's state: 120 GiB.
+    assert "1 stage\n" not in output
+    assert kept() == before
+    assert "of 36.00 GiB allowed" in job.run(*plan, RANNC_MEM_LIMIT_GB="40")
+    assert "no plan fits" in job.run(*plan, code=1, RANNC_MEM_LIMIT_GB="1")
+
+
+def test_a_plan_made_elsewhere_is_run_and_what_differs_is_told(job: Job, tmp_path: Path) -> None:
+    file = tmp_path / "plan"
+    named = {"RANNC_DEPLOYMENT_FILE": str(file)}
+    planned = job.run(
+        "rannc-run", "--plan-only", "--cluster", "cpu", "-np", "2", *TUTORIAL, RANNC_SAVE_DEPLOYMENT="true", **named
+    )
+    assert "times     cluster cpu, by rannd" in planned
+    shown = job.run("python", "-c", f"import pyrannc; pyrannc.show_deployment({str(file)!r}, 256)")
+    assert shown.startswith("graph ")
+    assert "batch     256 rows: 2 ranks" in shown
+    output = job.train(2, *TUTORIAL, RANNC_LOAD_DEPLOYMENT="true", **named)
+    assert f"The deployment in {file} is used although its times are from cluster cpu, not measured" in output
+    assert PLANNING[1] not in output
+    output = job.train(3, *TUTORIAL, code=1, RANNC_LOAD_DEPLOYMENT="true", **named)
+    assert "the deployment was made for 2 ranks, this job has 3; start 2 ranks" in output
+
+
 def test_a_crash_of_one_rank_ends_all(job: Job, tmp_path: Path) -> None:
     script = _script(
         tmp_path / "crash.py",

@@ -10,12 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from plan_graphs import chain
+from test_search import deploy
 
 from rannd.daemon import keys
 from rannd.daemon.client import connect
 from rannd.daemon.places import places
 from rannd.errors import UsageError
+from rannd.plan.deployment import Deployment, encode
+from rannd.plan.show import show
 from rannd.runner.cache import duration
 
 BIN = Path(sys.executable).parent
@@ -113,6 +118,28 @@ def test_show(filled) -> None:
     assert '  inputs = [["x","float32",[64,512]]]\n' in told.stdout
     assert "  version.torch = " in told.stdout
     assert json.loads(cache("show", DEPLOYMENT.digest, "--json").stdout)["components"] == DEPLOYMENT.components
+
+
+def test_show_of_a_deployment_has_its_plan(daemon_home) -> None:
+    plan = deploy(chain(10), 2)
+    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+        assert client.put(DEPLOYMENT, encode(plan))
+        assert client.put(PROFILES[0], bytes(10))
+    told = cache("show", DEPLOYMENT.short)
+    assert told.returncode == 0
+    assert told.stdout.endswith(f"\n\n{show(plan)}\n")
+    entry = json.loads(cache("show", DEPLOYMENT.short, "--json").stdout)
+    assert entry["components"] == DEPLOYMENT.components
+    assert msgspec.convert(entry["deployment"], Deployment) == plan
+    assert "deployment" not in json.loads(cache("show", PROFILES[0].digest, "--json").stdout)
+    assert "cannot be shown" not in cache("show", PROFILES[0].digest).stdout
+
+
+def test_show_of_a_deployment_that_cannot_be_read_says_why(filled) -> None:
+    told = cache("show", DEPLOYMENT.short)
+    assert told.returncode == 0
+    assert "The deployment cannot be shown: not a deployment of this version of rannd" in told.stdout
+    assert json.loads(cache("show", DEPLOYMENT.short, "--json").stdout)["deployment"] is None
 
 
 def test_a_key_that_names_nothing_or_too_much(filled) -> None:

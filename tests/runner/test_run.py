@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from transcript import Shell, program, read_lines
 
+from rannd.config.cluster import cluster_file
+
 pytestmark = pytest.mark.ranks
 
 TABLE_HEAD = r"host +rank +pid +time +end +last line of standard error"
@@ -211,6 +213,7 @@ def test_a_rank_cannot_start_ranks(shell: Shell, mark: str) -> None:
 def variables(shell: Shell, *options: str, **environ: str) -> dict[str, str | None]:
     names = ["OMP_NUM_THREADS", "MALLOC_MMAP_MAX_", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"]
     names += ["OMPI_MCA_btl", "RANNC_CONF_FILE", "RANNC_PARTITIONING_DRY_RUN_NP"]
+    names += ["RANNC_PARTITIONING_DRY_RUN_CLUSTER", "RANNC_DEVICE"]
     code, out, _ = shell.run("--show-ranks", "0", *options, program("environ.py"), *names, **environ)
     assert code == 0
     result: dict[str, str | None] = json.loads(out)
@@ -257,6 +260,38 @@ def test_the_configuration_file_reaches_the_ranks(shell: Shell) -> None:
 def test_plan_only_is_one_rank_that_plans_for_many(shell: Shell) -> None:
     seen = variables(shell, "--plan-only", "-np", "64")
     assert seen["RANNC_PARTITIONING_DRY_RUN_NP"] == "64"
+    assert (seen["RANNC_PARTITIONING_DRY_RUN_CLUSTER"], seen["RANNC_DEVICE"]) == (None, None)
+
+
+def test_a_cluster_is_planned_for_without_its_devices(shell: Shell) -> None:
+    seen = variables(shell, "--plan-only", "--cluster", "a100x8")
+    assert seen["RANNC_PARTITIONING_DRY_RUN_NP"] == "8"
+    assert str(seen["RANNC_PARTITIONING_DRY_RUN_CLUSTER"]).endswith("/a100x8.toml")
+    assert seen["RANNC_DEVICE"] == "cpu"
+    own = shell.home / "own.toml"
+    own.write_text(cluster_file("workstation").read_text())
+    seen = variables(shell, "--plan-only", "-np", "3", "--cluster", "./own.toml", RANNC_DEVICE="auto")
+    assert seen["RANNC_PARTITIONING_DRY_RUN_NP"] == "3"
+    assert seen["RANNC_PARTITIONING_DRY_RUN_CLUSTER"] == str(own)
+    assert seen["RANNC_DEVICE"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--cluster", "a100x8"), "--cluster a100x8 says what to plan for, and nothing is run there; add --plan-only"),
+        (("--plan-only", "--cluster", "a100"), "no cluster is named 'a100'; there are a100x8, cpu, "),
+        (("--plan-only", "--cluster", "./none.toml"), "none.toml: cannot be read: No such file"),
+        (("--plan-only", "--cluster", "./bad.toml"), "bad.toml:1: no key of a cluster is named devcie; the nearest is"),
+        (("--plan-only", "--cluster", "workstation", "-np", "5"), "5 devices are 2 nodes of cluster workstation"),
+    ],
+)
+def test_a_wrong_cluster_stops_the_job_before_it_starts(shell: Shell, options: tuple[str, ...], message: str) -> None:
+    (shell.home / "bad.toml").write_text('devcie = "Box"\n')
+    code, out, err = shell.run(*options, program("environ.py"))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
 
 
 # --- what starts nothing --------------------------------------------------------------------------

@@ -1,0 +1,196 @@
+"""How far analytic costs (rannd/profile/analytic.py) are from measured ones, for the blocks of a GPT-2 on this machine.
+
+    python bench/analytic.py [--layers 6] [--width 256] [--rows 8] [--sequence 128] [--rounds 8]
+
+One thread, with the malloc settings that rannc-run gives CPU ranks. A cluster of this machine is made of rates that are
+measured first: a large matrix product, a sum of two large vectors, an addition of two numbers. Its peaks are those
+rates, so its efficiencies are 1; nothing is fitted to the model. Blocks are measured as a job would measure them, in
+turns with the rates, and of each the best round counts. A ratio above 1 says that the formula is too slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+
+from rannd.config.cluster import Cluster, Efficiency, Link, Links, Tflops
+from rannd.graph.model import ModelGraph, build
+from rannd.graph.signature import Mode, classify, flatten_call
+from rannd.graph.structure import block_hashes
+from rannd.plan.blocks import make_blocks
+from rannd.plan.options import PlanOptions
+from rannd.profile.analytic import analytic_costs
+from rannd.profile.blocks import block_parts
+from rannd.profile.costs import BlockCost
+from rannd.profile.measure import Sample, measure
+from rannd.runner.environment import MALLOC_SETTINGS
+
+CPU = torch.device("cpu")
+VOCABULARY = 8192
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args()
+    if any(name not in os.environ for name in MALLOC_SETTINGS):  # malloc reads them when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC_SETTINGS})
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = gpt2(options.layers, options.width, options.sequence)
+    ids = torch.randint(VOCABULARY, (options.rows, options.sequence))
+    graph, sample = graph_of(model, ids)
+    blocks = [block.ops for block in make_blocks(graph.task, PlanOptions(), world=2)]
+    few = max(options.rows // 4, 1)
+    here, measured = machine_and_blocks(graph, blocks, sample, (few, options.rows), options.rounds)
+    print(
+        f"this machine: {here.tflops.float32 * 1e3:.0f} GFLOP/s, {here.memory_gb_per_s:.1f} GB/s, "
+        f"{here.op_latency_us:.1f} us an operator"
+    )
+    analytic = analytic_costs(graph.task, blocks, here, fewest=few, most=options.rows, nodes=1).blocks
+    show(graph, blocks, analytic, measured, options.rows)
+
+
+Rates = tuple[float, float, float]
+"""Least microseconds of the product, the sum of vectors and the small sum."""
+SIDE, LENGTH = 1536, 1 << 25
+
+
+def rates() -> Rates:
+    """Those of one thread of this machine, now."""
+    one, two = torch.rand(SIDE, SIDE), torch.rand(SIDE, SIDE)
+    long, other = torch.rand(LENGTH), torch.rand(LENGTH)
+    target = torch.empty_like(long)
+    small = torch.rand(2)
+    return (
+        best(lambda: one @ two),
+        best(lambda: torch.add(long, other, out=target)),
+        best(lambda: [small + small for _ in range(1000)]) / 1000,
+    )
+
+
+def machine(found: Rates) -> Cluster:
+    """This machine, one thread of it, as a cluster of one device."""
+    product_us, sum_us, latency_us = found
+    tflops = 2 * SIDE**3 / product_us / 1e6
+    nowhere = Link(gb_per_s=1.0, latency_us=0.0)
+    return Cluster(
+        device="this CPU",
+        devices_per_node=1,
+        memory_gib=1.0,
+        memory_gb_per_s=3 * 4 * LENGTH / sum_us / 1e3,
+        op_latency_us=latency_us,
+        tflops=Tflops(float64=tflops / 2, float32=tflops, float16=tflops, bfloat16=tflops),
+        link=Links(inside=nowhere),
+        efficiency=Efficiency(flops=1.0, memory=1.0, links=1.0),
+        name="measured here",
+    )
+
+
+def best(action: Callable[[], object]) -> float:
+    """Least time of some runs, in microseconds."""
+    took = []
+    for _ in range(7):
+        start = time.perf_counter()
+        action()
+        took.append((time.perf_counter() - start) * 1e6)
+    return min(took)
+
+
+def gpt2(layers: int, width: int, sequence: int) -> torch.nn.Module:
+    """GPT-2 as the zoo of the tests has it, larger, and with its loss."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=sequence, n_embd=width, n_layer=layers, n_head=4, use_cache=False,
+        bos_token_id=0, eos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def graph_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[ModelGraph, Sample]:
+    call = flatten_call((), {"input_ids": ids, "labels": ids})
+    signature = classify(call, Mode.current(True), [call.shapes()])
+    graph = build(model, signature, list(call.tensors), CPU)
+    arguments = {
+        node: (leaf, spec.batch)
+        for node, leaf, spec in zip(graph.traced.placeholders, call.tensors, signature.tensors, strict=False)
+    }
+    state = {**graph.traced.constants, **dict(model.named_buffers()), **dict(model.named_parameters())}
+    return graph, Sample(arguments, frozenset(graph.placement.requires_grad), state, CPU)
+
+
+def machine_and_blocks(
+    graph: ModelGraph, blocks: list[tuple[int, ...]], sample: Sample, rows: tuple[int, int], rounds: int
+) -> tuple[Cluster, list[BlockCost]]:
+    """Rates and blocks in turns, of each the best round; equal blocks are measured once."""
+    hashes = block_hashes(graph.task, blocks)
+    found: dict[str, BlockCost] = {}
+    least: Rates = (float("inf"),) * 3
+    for _ in range(rounds):
+        product_us, sum_us, latency_us = rates()
+        least = (min(least[0], product_us), min(least[1], sum_us), min(least[2], latency_us))
+        parts = block_parts(graph, blocks)  # measuring uses a part up
+        for number, key in enumerate(hashes):
+            if hashes.index(key) == number:
+                again = measure(parts[number], sample, rows)
+                if key not in found or _whole(again, rows[1]) < _whole(found[key], rows[1]):
+                    found[key] = again
+    return machine(least), [found[key] for key in hashes]
+
+
+def _whole(cost: BlockCost, rows: int) -> float:
+    return cost.forward_us.at(rows) + cost.backward_us.at(rows)
+
+
+def show(
+    graph: ModelGraph,
+    blocks: list[tuple[int, ...]],
+    analytic: tuple[BlockCost, ...],
+    measured: list[BlockCost],
+    rows: int,
+) -> None:
+    hashes = block_hashes(graph.task, blocks)
+    print(f"{len(blocks)} blocks, {len(set(hashes))} different; analytic / measured at {rows} rows")
+    print("times  forward ms        ratio  backward ms       ratio  kept MiB          ratio  last operator")
+    for number, key in enumerate(hashes):
+        if hashes.index(key) != number:
+            continue
+        cells = [f"{hashes.count(key):5}"]
+        for name, unit in (("forward_us", 1e3), ("backward_us", 1e3), ("activation_bytes", 2**20)):
+            ours, real = (getattr(each[number], name).at(rows) / unit for each in (analytic, measured))
+            cells.append(f"{ours:8.3f} {real:8.3f} {ours / real if real else float('nan'):6.2f}")
+        print("  ".join(cells), graph.task.ops[blocks[number][-1]].name, sep="  ")
+    for name in ("forward_us", "backward_us", "activation_bytes"):
+        pairs = [
+            (getattr(a, name).at(rows), getattr(m, name).at(rows)) for a, m in zip(analytic, measured, strict=True)
+        ]
+        total = sum(ours for ours, _ in pairs) / sum(real for _, real in pairs)
+        ratios = sorted(ours / real for ours, real in pairs if real)
+        print(
+            f"{name:17} all blocks together {total:.2f}; a block: median {statistics.median(ratios):.2f}, "
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        )
+    shares = [_whole(a, rows) / _whole(m, rows) for a, m in zip(analytic, measured, strict=True) if _whole(a, rows)]
+    middle = statistics.median(shares)
+    off = [abs(share / middle - 1) for share in shares]
+    print(
+        f"blocks beside each other (views alone left out): off the median ratio by {statistics.median(off):.0%} "
+        f"(median), {max(off):.0%} (most)"
+    )
+
+
+if __name__ == "__main__":
+    main()
