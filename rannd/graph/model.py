@@ -46,6 +46,20 @@ class ModelGraph:
     idle_cuts: tuple[str, ...] = ()
     """What to tell of CutPoints that have no effect."""
 
+    @property
+    def sole_loss(self) -> Node | None:
+        """The one scalar that training begins its backward at; None where there is none, or where there are more."""
+        mode = self.signature.mode
+        found = [
+            (node, result.kind)
+            for node, result in zip(self.traced.results, self.results, strict=True)
+            if node in self.placement.requires_grad and not node.meta["val"].shape
+        ]
+        if not (mode.training and mode.grad) or [kind for _, kind in found] != ["global"]:
+            return None
+        loss = found[0][0]
+        return loss if loss.meta["val"].dtype.is_floating_point else None
+
 
 def build(
     model: nn.Module,

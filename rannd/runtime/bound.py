@@ -197,18 +197,10 @@ def _loss_traffic(
     graph: ModelGraph, deployment: Deployment, layout: Layout, edges: Mapping[Edge, list[Node]], *, all_outputs: bool
 ) -> LossTraffic | None:
     """How the graph runs where backward begins at its loss; None where it has not exactly one, or is not trained."""
-    mode, last = graph.signature.mode, len(layout.stages)
+    last, loss = len(layout.stages), graph.sole_loss
+    if loss is None:
+        return None
     results = list(zip(graph.traced.results, graph.results, strict=True))
-    losses = [
-        (node, result.kind)
-        for node, result in results
-        if node in graph.placement.requires_grad and not node.meta["val"].shape
-    ]
-    if not (mode.training and mode.grad) or [kind for _, kind in losses] != ["global"]:
-        return None
-    loss = losses[0][0]
-    if not loss.meta["val"].dtype.is_floating_point:
-        return None
     live = _live(graph, tuple(node is loss for node, _ in results))
     kinds = {node: result.kind for node, result in results}
     missing: set[Node] = set()

@@ -79,7 +79,10 @@ class Planner:
         optimizer: torch.optim.Optimizer | None,
         leaves: Sequence[torch.Tensor],
         rows: Sequence[int],
+        *,
+        scaled: bool,
     ) -> None:
+        """`rows`: of each rank; `scaled`: losses in half precision have a scaler that tells their scale."""
         self._world = world
         self._config = config
         self._cache = cache
@@ -90,6 +93,10 @@ class Planner:
             "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
         self._options = PlanOptions.of(config)
+        self._interleaved = (
+            config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
+        )
+        """Whether backward begins inside a call."""
         self._memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
         self.usable_memory = self._usable()
         self._model_name = device_model(world)
@@ -256,7 +263,7 @@ class Planner:
             device_memory=self.usable_memory,
             backend=self._backend,
             versions=self._versions,
-            plan_items=self._config.plan_items(),
+            plan_items={**self._config.plan_items(), "interleaved": self._interleaved},
             optimizer=self._optimizer,
         )
 
@@ -332,6 +339,7 @@ class Planner:
             batch_rows=target.rows,
             memory_bytes=target.memory,
             options=self._options,
+            interleaved=self._interleaved,
         )
         memory = deployment.memory_bytes or target.memory
         deployment = msgspec.structs.replace(deployment, made=target.made, memory_bytes=memory)
@@ -384,6 +392,6 @@ def source_digest() -> str:
     home = Path(rannd.errors.__file__).parent
     digest = hashlib.sha256()
     for room in ("graph", "profile", "plan"):
-        for file in sorted((home / room).glob("*.py")):
+        for file in sorted((home / room).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

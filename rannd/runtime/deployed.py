@@ -98,7 +98,7 @@ class Deployer:
         self._sync = sync
         self._averaged = averaged
         self._all_outputs = all_outputs
-        self._scaler = scaler
+        self._scaled = scaler is not None and scaler.is_enabled()
 
     def deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> Deployed:
         """Plan for `graph`, of which each rank calls `rows`, and give each rank its parameters.
@@ -109,7 +109,9 @@ class Deployer:
         for line in graph.idle_cuts if world.rank == 0 else ():
             log.get("RaNNCModule").warning("%s", line)
         leaves = [placed(tensor, world.device) if tensor.is_meta else tensor for tensor in call.tensors]
-        planner = Planner(world, config, self._cache, graph, self._model, self._optimizer, leaves, rows)
+        planner = Planner(
+            world, config, self._cache, graph, self._model, self._optimizer, leaves, rows, scaled=self._scaled
+        )
         if config.partitioning_dry_run_np:
             deployment = planner.dry_run(config.partitioning_dry_run_np, config.partitioning_dry_run_cluster)
             self._dump(graph, deployment, planned_stages(graph, deployment))
@@ -142,9 +144,7 @@ class Deployer:
             clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         self._values.finish()
         overflow = Overflow(world, lambda: placeholder_gradient(optimizer))
-        overflow.watched = any(p.dtype == torch.float16 for p in model.parameters()) or (
-            self._scaler is not None and self._scaler.is_enabled()
-        )
+        overflow.watched = any(p.dtype == torch.float16 for p in model.parameters()) or self._scaled
         reducer = Reducer(
             world,
             parameters,
