@@ -50,6 +50,8 @@ class StageEstimate(msgspec.Struct, frozen=True):
     """Most pieces between their forward and their backward; the bytes above are of all of them."""
     weight_us: float = 0.0
     """The part of `backward_us` that a schedule may run later than the rest (gradients of parameters)."""
+    working_bytes: int = 0
+    """Needed for a moment while a backward runs."""
 
 
 class Stage(msgspec.Struct, frozen=True):

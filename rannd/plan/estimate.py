@@ -121,6 +121,8 @@ class StageTables:
         self.crossing = received + at(intervals.sent, rows) + at(intervals.output, rows)
         """Bytes of one piece that cross the stage's border and stay until its backward."""
         self.kept = at(intervals.activation, rows)
+        self.working = 2.0 * intervals.largest(rows)
+        """Bytes that a backward needs for a moment: gradients of what the widest operator makes and reads."""
         self.state = intervals.params + (2.0 + options.opt_param_factor) * intervals.trainable
         """Parameters, their gradients (those of a step that waits, too) and the optimizer's state."""
         ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
@@ -243,6 +245,7 @@ class StageTables:
         rows = slice(0, end)
         return (
             self.state[rows, end, None]
+            + self.working[rows, end, None]
             + self._posted(rows, end, pieces)
             + (self.crossing[rows, end, None] + self.kept[rows, end, None]) * pieces
         )
@@ -280,7 +283,7 @@ class StageTables:
         ``[start, end]``; NEVER where it cannot be, or is a plan of its own.
         """
         pieces = np.ones(1) if self.steady else self.pieces
-        border = self.state[:, :, None] + self.late + (self.crossing + self.given)[:, :, None] * pieces
+        border = (self.state + self.working)[:, :, None] + self.late + (self.crossing + self.given)[:, :, None] * pieces
         kept = self.kept[:, :, None]
         plain = np.less_equal(border + kept * pieces, -1.0 if self.options.checkpointing else self.limit)
         found = []
@@ -350,6 +353,7 @@ class StageTables:
         grad = 2 * int(intervals.trainable[start, end])
         activation = math.ceil(self.kept[start, end] * (1 if recompute else flying))
         optimizer = math.ceil(intervals.trainable[start, end] * self.options.opt_param_factor)
+        working = math.ceil(self.working[start, end])
         posted = self._posted(start, end, self.in_flight(used))[replicas - 1]
         comm = math.ceil(self.crossing[start, end] * flying + posted)
         return StageEstimate(
@@ -363,8 +367,9 @@ class StageTables:
             activation_bytes=activation,
             optimizer_bytes=optimizer,
             comm_bytes=comm,
-            total_bytes=param + grad + activation + optimizer + comm,
+            total_bytes=param + grad + activation + optimizer + comm + working,
             pieces=pieces,
             in_flight=flying,
             weight_us=float(weight),
+            working_bytes=working,
         )

@@ -42,8 +42,20 @@ class Intervals:
         self.backward = self._sums(cost.backward_us for cost in costs)
         self.weight = self._sums(cost.weight_us for cost in costs)
         self.activation = self._sums(cost.activation_bytes for cost in costs)
+        self._made: list[list[Size]] = [[] for _ in blocks]
+        """Sizes of the values that each block makes."""
+        for index, op in enumerate(graph.ops):
+            self._made[block_of[index]] += {graph.values[value].bytes for value in op.outputs}
         self._values(graph, block_of)
         self._params(graph, block_of)
+
+    def largest(self, rows: float) -> Table:
+        """Bytes of the largest value that each run makes, for pieces of `rows` rows."""
+        each = np.array([max((size.at(rows) for size in sizes), default=0.0) for sizes in self._made])
+        found = np.zeros((self.count + 1, self.count + 1))
+        for start in range(self.count):
+            found[start, start + 1 :] = np.maximum.accumulate(each[start:])
+        return found
 
     def _zeros(self) -> Table:
         return np.zeros((3, self.count + 1, self.count + 1))

@@ -70,7 +70,7 @@ def step_costs(
         flying = each.in_flight if each.pieces == count else count
         activation = math.ceil(each.activation_bytes / (1 if stage.recompute else flying))
         kept.append(each.output_bytes + (0 if stage.recompute else activation))
-        working.append(activation if stage.recompute else 0)
+        working.append(each.working_bytes + (activation if stage.recompute else 0))
     far = between or link
 
     def reduce(stages: Sequence[int]) -> tuple[float, ...]:

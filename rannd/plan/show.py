@@ -45,10 +45,12 @@ def scaled(deployment: Deployment, batch_size: int) -> Deployment:
             name: getattr(each, name) * factor for name in ("forward_us", "backward_us", "weight_us")
         } | {
             name: math.ceil(getattr(each, name) * factor)
-            for name in ("input_bytes", "output_bytes", "activation_bytes", "comm_bytes")
+            for name in ("input_bytes", "output_bytes", "activation_bytes", "comm_bytes", "working_bytes")
         }  # fmt: skip
         grown = replace(each, **rows)
-        more = grown.activation_bytes + grown.comm_bytes - each.activation_bytes - each.comm_bytes
+        more = sum(
+            getattr(grown, name) - getattr(each, name) for name in ("activation_bytes", "comm_bytes", "working_bytes")
+        )
         stages.append(replace(stage, estimate=replace(grown, total_bytes=each.total_bytes + more)))
     reduce = min(max(stage.estimate.allreduce_us for stage in stages), deployment.step_us)
     step = (deployment.step_us - reduce) * factor + reduce
@@ -128,12 +130,29 @@ def _stages(deployment: Deployment) -> str:
 
 
 def _memory(deployment: Deployment) -> str:
-    kinds = ("param_bytes", "grad_bytes", "optimizer_bytes", "activation_bytes", "comm_bytes", "total_bytes")
+    kinds = (
+        "param_bytes",
+        "grad_bytes",
+        "optimizer_bytes",
+        "activation_bytes",
+        "comm_bytes",
+        "working_bytes",
+        "total_bytes",
+    )
     rows = [
         (str(number), *(_bytes(getattr(stage.estimate, kind)) for kind in kinds))
         for number, stage in enumerate(deployment.stages)
     ]
-    heads = ("stage", "parameters", "gradients", "optimizer", "activations", "transfers", "a device in all")
+    heads = (
+        "stage",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "transfers",
+        "while running",
+        "a device in all",
+    )
     return _table(heads, rows)
 
 

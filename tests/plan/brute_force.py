@@ -183,6 +183,13 @@ class Reference:
         params = sum(self.graph.params[index].bytes for index in self._params(start, end))
         unused = sum(self.graph.params[index].bytes for index in self.graph.unused_params) if start == 0 else 0
         state = (2 + self.options.opt_param_factor) * sum(self._gradients(start, end))
+        made = [
+            self.graph.values[value].bytes.at(rows)
+            for block in self.blocks[start:end]
+            for op in block.ops
+            for value in self.graph.ops[op].outputs
+        ]
+        posted += 2 * max(made)
         return params + unused + state + posted + flying * held + kept * (1 if recompute else flying)
 
     def best(self, limit: float) -> float | None:

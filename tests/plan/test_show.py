@@ -84,7 +84,7 @@ def test_another_batch_is_estimated_in_proportion() -> None:
         assert new.activation_bytes == 2 * old.activation_bytes
         assert (new.param_bytes, new.allreduce_us) == (old.param_bytes, old.allreduce_us)
         parts = new.param_bytes + new.grad_bytes + new.optimizer_bytes + new.activation_bytes + new.comm_bytes
-        assert new.total_bytes == parts
+        assert new.total_bytes == parts + new.working_bytes
     assert found.step_us < other.step_us < 2 * found.step_us
     with pytest.raises(UsageError, match="a batch of 0 rows"):
         show(found, 0)
