@@ -5,23 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.ir import TaskGraph
+from rannd.plan.alternatives import alternatives
 from rannd.plan.blocks import Block
-from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
+from rannd.plan.deployment import FORMAT, Alternative, Deployment, Slot, Stage
 from rannd.plan.estimate import Reductions, StageTables, Variant
 from rannd.plan.intervals import Intervals
 from rannd.plan.layout import piece_rows
-from rannd.plan.machine import Machine, place
+from rannd.plan.machine import Machine, Mask, place
 from rannd.plan.options import PlanOptions
 from rannd.plan.places import cut_places, has_cut_points
 from rannd.plan.stages import Found, Need, best_choice, smallest_memory
 from rannd.profile.costs import CostTable
 
-__all__ = ["PlanOptions", "assignment_lines", "estimate_lines", "microbatch_counts", "plan", "stage_name"]
+__all__ = [
+    "PlanOptions",
+    "alternative_lines",
+    "assignment_lines",
+    "estimate_lines",
+    "microbatch_counts",
+    "plan",
+    "stage_name",
+]
 
 _GIB = 1024**3
 
@@ -37,13 +47,15 @@ def plan(
     memory_bytes: int,
     options: PlanOptions,
     interleaved: bool = True,
+    explain: bool = False,
 ) -> Deployment:
     """The deployment of `graph` on `world` devices with the least E (docs/planning.md).
 
     `slots`: place of each device, sorted; `batch_rows`: rows of the global batch; `memory_bytes`: what may be used of
     each device, margin already taken off; `interleaved`: whether backward may begin inside a call, because the model
-    returns its loss: otherwise all forwards run before all backwards. PlanError where demands clash, DoesNotFitError
-    with the smallest memory that would do where no plan fits.
+    returns its loss: otherwise all forwards run before all backwards; `explain`: look at what was not chosen, too,
+    which takes longer than the search itself. PlanError where demands clash, DoesNotFitError with the smallest memory
+    that would do where no plan fits.
     """
     if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
@@ -56,24 +68,32 @@ def plan(
     counts = microbatch_counts(options, rows_per_rank=math.ceil(batch_rows / world), coupled=graph.rows_coupled)
     intervals = Intervals(graph, blocks, costs.blocks)
     reductions = Reductions(intervals, machine)
-    tables = {
-        variant: StageTables(
-            intervals,
-            machine,
-            options,
-            variant,
-            rows=piece_rows(batch_rows, world, variant.microbatches),
-            limit=float(memory_bytes),
-            allowed=allowed,
-            reductions=reductions,
-        )
-        for variant in _variants(options, machine, counts, interleaved=interleaved)
-    }
-    found = best_choice(list(tables.values()), stages=stages)
+    variants = _variants(options, machine, counts, interleaved=interleaved)
+
+    def tables(allowed: Mask, limit: float, recompute: bool) -> list[StageTables]:
+        asked = msgspec.structs.replace(options, checkpointing=options.checkpointing or recompute)
+        return [
+            StageTables(
+                intervals,
+                machine,
+                asked,
+                variant,
+                rows=piece_rows(batch_rows, world, variant.microbatches),
+                limit=limit,
+                allowed=allowed,
+                reductions=reductions,
+            )
+            for variant in variants
+        ]
+
+    limit = float(memory_bytes)
+    every = tables(allowed, limit, False)
+    found = best_choice(every, stages=stages)
     if found.choice is not None:
-        table = tables[found.choice.variant]
-        return _deployment(graph, blocks, table, found, slots, batch_rows)
-    need = smallest_memory(list(tables.values()), stages=stages)
+        others = alternatives(tables, found.choice, allowed, limit) if explain and not stages else ()
+        table = every[variants.index(found.choice.variant)]
+        return _deployment(graph, blocks, table, found, slots, batch_rows, others)
+    need = smallest_memory(every, stages=stages)
     if need is None:
         raise PlanError(
             f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas make {world} devices "
@@ -172,21 +192,20 @@ def _deployment(
     found: Found,
     slots: tuple[Slot, ...],
     batch_rows: int,
+    others: tuple[Alternative, ...],
 ) -> Deployment:
     choice = found.choice
     assert choice is not None
-    ends = [*choice.starts[1:], len(blocks)]
     stages = []
-    left = len(slots)
-    for start, end, used in zip(choice.starts, ends, place(choice.replicas, choice.variant.placement), strict=True):
-        left -= len(used)
+    used = place(choice.replicas, choice.variant.placement)
+    for (start, end, replicas, later), home in zip(choice.spans(len(blocks)), used, strict=True):
         stages.append(
             Stage(
                 name=stage_name(start, end),
                 ops=tuple(graph.ops[op].name for op in sorted(op for block in blocks[start:end] for op in block.ops)),
-                slots=used,
-                recompute=table.recomputes(start, end, len(used), used=left),
-                estimate=table.estimate(start, end, len(used), used=left),
+                slots=home,
+                recompute=table.recomputes(start, end, replicas, used=later),
+                estimate=table.estimate(start, end, replicas, used=later),
             )
         )
     return Deployment(
@@ -203,6 +222,7 @@ def _deployment(
         searched_all=found.searched_all,
         placement=choice.variant.placement,
         memory_bytes=int(table.limit),
+        alternatives=others,
     )
 
 
@@ -240,6 +260,20 @@ def estimate_lines(deployment: Deployment) -> list[str]:
             f"total_mem={each.total_bytes} (fwd+bwd={each.param_bytes + each.grad_bytes + each.activation_bytes} "
             f"opt={each.optimizer_bytes} comm={each.comm_bytes})"
         )
+    return lines
+
+
+def alternative_lines(deployment: Deployment) -> list[str]:
+    """What was not chosen, and how far the plan is from the best, as lines of the log."""
+    lines = []
+    if deployment.bound_us > 0 and not deployment.searched_all:
+        gap = deployment.step_us / deployment.bound_us - 1
+        lines.append(f"The search was cut off: a plan that is at most {gap:.1%} faster may exist")
+    for other in deployment.alternatives:
+        if other.over_bytes:
+            lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB over on each device")
+        elif deployment.step_us > 0:
+            lines.append(f"Not chosen: {other.name}: {other.step_us / deployment.step_us - 1:.1%} slower")
     return lines
 
 

@@ -39,6 +39,15 @@ class Choice(msgspec.Struct, frozen=True):
     step_us: float
     """E."""
 
+    def spans(self, blocks: int) -> list[tuple[int, int, int, int]]:
+        """(first block, end, replicas, devices of later stages) of each stage, of so many blocks."""
+        later = sum(self.replicas)
+        found = []
+        for start, end, count in zip(self.starts, [*self.starts[1:], blocks], self.replicas, strict=True):
+            later -= count
+            found.append((start, end, count, later))
+        return found
+
 
 class Found(msgspec.Struct, frozen=True):
     """What a search came to."""

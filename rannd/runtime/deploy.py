@@ -34,7 +34,7 @@ from rannd.plan.blocks import Block, make_blocks
 from rannd.plan.deployment import Deployment, Made, Slot, decode, encode
 from rannd.plan.options import PlanOptions
 from rannd.plan.places import lost_cut_points
-from rannd.plan.search import assignment_lines, estimate_lines, plan
+from rannd.plan.search import alternative_lines, assignment_lines, estimate_lines, plan
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
 from rannd.runtime.bound import planned_stages
@@ -340,12 +340,15 @@ class Planner:
             memory_bytes=target.memory,
             options=self._options,
             interleaved=self._interleaved,
+            explain=True,
         )
         memory = deployment.memory_bytes or target.memory
         deployment = msgspec.structs.replace(deployment, made=target.made, memory_bytes=memory)
         log.get("DPStaging").info("\n".join(estimate_lines(deployment)))
         here = target.slots == self._world.slots
         for line in assignment_lines(deployment, self._world.rank_of_slot if here else range(len(target.slots))):
+            logger.info(" %s", line)
+        for line in alternative_lines(deployment):
             logger.info(" %s", line)
         return encode(deployment)
 

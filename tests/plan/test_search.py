@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import msgspec
 import pytest
@@ -14,10 +15,12 @@ from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.layout import layout_of
 from rannd.plan.machine import place
 from rannd.plan.schedule import fill_drain
-from rannd.plan.search import PlanOptions, assignment_lines, estimate_lines, microbatch_counts, plan
+from rannd.plan.search import PlanOptions, alternative_lines, assignment_lines, estimate_lines, microbatch_counts, plan
 
 
-def deploy(graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, **items: object) -> Deployment:
+def deploy(
+    graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, explain: bool = False, **items: object
+) -> Deployment:
     options = PlanOptions(**items)  # type: ignore[arg-type]
     blocks = make_blocks(graph, options, world=world)
     return plan(
@@ -29,6 +32,7 @@ def deploy(graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64
         batch_rows=rows * world,
         memory_bytes=memory,
         options=options,
+        explain=explain,
     )
 
 
@@ -203,3 +207,25 @@ def test_sixty_four_devices_take_seconds_at_most() -> None:
     deployment = deploy(msgspec.structs.replace(graph, params=heavy), 64)
     assert time.process_time() - began < 20
     assert len(deployment.stages) > 1
+
+
+def test_what_was_not_chosen_is_told_with_time_and_memory() -> None:
+    graph = chain(8, param=100_000)
+    plan_of = partial(deploy, graph, 4, explain=True)
+    free = plan_of()
+    assert len(free.stages) == 1
+    assert [other.name for other in free.alternatives] == ["2 stages x 2, 32 microbatches", "4 stages, 32 microbatches"]
+    for other, stages in zip(free.alternatives, (2, 4), strict=True):
+        forced = deploy(graph, 4, partition_num=stages, replica_num=4 // stages)
+        assert other.step_us == forced.step_us >= free.step_us
+        assert other.most_bytes == max(stage.estimate.total_bytes for stage in forced.stages)
+        assert other.over_bytes == 0
+    slower = [f"{other.step_us / free.step_us - 1:.1%} slower" for other in free.alternatives]
+    assert [line.rpartition(": ")[2] for line in alternative_lines(free)] == slower
+
+    tight = plan_of(memory=2_000_000)
+    assert len(tight.stages) == 4
+    assert [other.name for other in tight.alternatives][-1] == "4-way data parallel"
+    assert all(other.over_bytes > 0 and other.step_us == 0 for other in tight.alternatives)
+    assert all(other.most_bytes == 2_000_000 + other.over_bytes for other in tight.alternatives)
+    assert "GiB over on each device" in alternative_lines(tight)[0]
