@@ -13,9 +13,11 @@ from plan_graphs import random_costs, random_graph
 from rannd.errors import DoesNotFitError
 from rannd.graph.ir import TaskGraph
 from rannd.plan.blocks import Block, make_blocks
+from rannd.plan.bounds import Bounds
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.options import PlanOptions
 from rannd.plan.search import plan
+from rannd.plan.stages import _Frontier, _Partial
 from rannd.profile.costs import CostTable
 
 PLENTY = 10**15
@@ -156,3 +158,37 @@ def plan_of(deployment: Deployment) -> Plan:
         deployment.schedule,
         deployment.placement,
     )
+
+
+def wrong(seeds: range) -> list[int]:
+    """Instances in which the plan is not the best."""
+    found = []
+    for seed in seeds:
+        instance = Instance(seed)
+        if not same(instance, instance.plan(), instance.reference.best(math.inf)):
+            found.append(seed)
+    return found
+
+
+def test_one_best_partial_plan_a_place_would_lose_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RaNNC's rule: a table with one number in each cell. What these tests would miss is nothing like it."""
+
+    def dominated(frontier: _Frontier, number: int, partial: _Partial) -> bool:
+        place = frontier.seen[number, partial.start, partial.used, partial.stages]
+        place.append(partial.terms)
+        return sum(partial.terms) > min(map(sum, place))
+
+    monkeypatch.setattr(_Frontier, "_dominated", dominated)
+    assert wrong(range(150))
+
+
+@pytest.mark.parametrize("table", ["rest", "rounds", "together"])
+def test_a_bound_that_says_too_much_would_lose_plans(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharpen = Bounds.sharpen
+
+    def too_much(bounds: Bounds, below: float, number: int) -> None:
+        sharpen(bounds, below, number)
+        setattr(bounds, table, getattr(bounds, table) * 1.3)
+
+    monkeypatch.setattr(Bounds, "sharpen", too_much)
+    assert wrong(range(150))
