@@ -5,7 +5,8 @@
 One thread, with the malloc settings that rannc-run gives CPU ranks. A cluster of this machine is made of rates that are
 measured first: a large matrix product, a sum of two large vectors, an addition of two numbers. Its peaks are those
 rates, so its efficiencies are 1; nothing is fitted to the model. Blocks are measured as a job would measure them, in
-turns with the rates, and of each the best round counts. A ratio above 1 says that the formula is too slow.
+turns with the rates, and of each the best round counts. A ratio above 1 says that the formula is too slow. At the end
+plans by formula are simulated with measured costs: what the formula's faults would cost in a step.
 """
 
 from __future__ import annotations
@@ -22,16 +23,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from msgspec.structs import replace
 
-from rannd.config.cluster import Cluster, Efficiency, Link, Links, Tflops
+from rannd.config.cluster import Cluster, Efficiency, Link, Links, Tflops, load_cluster
+from rannd.graph.ir import TaskGraph
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.signature import Mode, classify, flatten_call
 from rannd.graph.structure import block_hashes
 from rannd.plan.blocks import make_blocks
+from rannd.plan.deployment import Slot
+from rannd.plan.layout import layout_of, loss_layout, piece_rows, step_costs
 from rannd.plan.options import PlanOptions
-from rannd.profile.analytic import analytic_costs
+from rannd.plan.search import plan
+from rannd.plan.simulate import predict
+from rannd.profile.analytic import analytic_costs, link_cost
 from rannd.profile.blocks import block_parts
-from rannd.profile.costs import BlockCost
+from rannd.profile.costs import BlockCost, CostTable, LinkCost
 from rannd.profile.measure import Sample, measure
 from rannd.runner.environment import MALLOC_SETTINGS
 
@@ -63,6 +70,56 @@ def main() -> None:
     )
     analytic = analytic_costs(graph.task, blocks, here, fewest=few, most=options.rows, nodes=1).blocks
     show(graph, blocks, analytic, measured, options.rows)
+    print("plans by formula, simulated with measured costs, beside plans by measured costs (links of cluster cpu)")
+    link = link_cost(load_cluster("cpu"), load_cluster("cpu").link.inside)
+    for world in (2, 4, 8):
+        for stages in (0, world):
+            formula, truth = (
+                simulated(graph.task, made, tuple(measured), link, world, options.rows, stages)
+                for made in (analytic, tuple(measured))
+            )
+            asked = f"{stages} stages asked for" if stages else "free"
+            print(f"{world} devices, {asked:20} {formula / 1e3:8.2f} ms {truth / 1e3:8.2f} ms {formula / truth:.3f}")
+
+
+def simulated(
+    task: TaskGraph,
+    planned: tuple[BlockCost, ...],
+    true: tuple[BlockCost, ...],
+    link: LinkCost,
+    world: int,
+    rows: int,
+    stages: int,
+) -> float:
+    """Microseconds of a step, by the costs `true`, of the plan by the costs `planned`; `rows` a rank."""
+    options = PlanOptions(partition_num=stages)
+    blocks = make_blocks(task, PlanOptions(), world=2)
+    deployment = plan(
+        task,
+        blocks,
+        CostTable(planned, link),
+        world=world,
+        slots=tuple(Slot(0, device) for device in range(world)),
+        batch_rows=rows * world,
+        memory_bytes=10**15,
+        options=options,
+    )
+    piece = piece_rows(rows * world, world, deployment.microbatches)
+    told = []
+    for stage in deployment.stages:
+        names = set(stage.ops)
+        costs = [cost for block, cost in zip(blocks, true, strict=True) if task.ops[block.ops[0]].name in names]
+        pieces = -(-world * deployment.microbatches // len(stage.slots))
+        forward, backward, weight = (
+            pieces * sum(getattr(cost, name).at(piece) for cost in costs)
+            for name in ("forward_us", "backward_us", "weight_us")
+        )
+        backward += forward if stage.recompute else 0.0
+        estimate = replace(stage.estimate, forward_us=forward, backward_us=backward, weight_us=weight)
+        told.append(replace(stage, estimate=estimate))
+    deployment = replace(deployment, stages=tuple(told))
+    layout = loss_layout(layout_of(task, deployment))
+    return predict(deployment.schedule, layout, step_costs(task, deployment, link)).step_us
 
 
 Rates = tuple[float, float, float]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from rannd.config.cluster import FOLDER, cluster_names, load_cluster
+from rannd.config.cluster import FOLDER, Efficiency, cluster_names, load_cluster
 from rannd.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,3 +100,14 @@ def test_a_name_that_is_not_known_lists_those_that_are(tmp_path: Path) -> None:
         load_cluster("a100")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_cluster(str(tmp_path / "none.toml"))
+
+
+def test_the_example_of_the_manual_is_right(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    file = tmp_path / "desk.toml"
+    file.write_text(text)
+    cluster = load_cluster(str(file))
+    assert cluster.efficiency == Efficiency()  # "these are the defaults"
+    for name in cluster_names():
+        assert f"| `{name}` |" in page

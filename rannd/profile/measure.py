@@ -121,15 +121,17 @@ def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: i
             outputs = part.module(*inputs, *tensors.values(), *numbers)
         middle = _now(sample.device)
         roots = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+        seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next block
+        begin = _now(sample.device)
         if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            torch.autograd.backward(roots, seeds)
         end = _now(sample.device)
         kept = float(sum(size for pointer, size in storages.items() if pointer not in owned))
         for tensor in leaves:
             tensor.grad = None
         if turn >= WARM_UPS:
             forward.append((middle - start) * 1e6)
-            backward.append((end - middle) * 1e6 if roots else 0.0)
+            backward.append((end - begin) * 1e6 if roots else 0.0)
             if forward[-1] + backward[-1] > LONG_US:
                 break
     return min(forward), min(backward), kept
