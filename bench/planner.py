@@ -1,0 +1,347 @@
+"""The planner: how long it takes, and what its plans are worth beside RaNNC's rule and beside even splits.
+
+    python bench/planner.py [times blocks value] [--models 24] [--repeats 5]
+
+times   the stage phase with profiles given: 32 blocks of a transformer, all numbers of stages, replicas, microbatches,
+        orders of slots and recomputing; 8, 64 and 512 devices, 8 a node; and what was not chosen on top
+blocks  the phases before it, for graphs of 1,000 and 10,000 operators
+value   models of tests/zoo, costs by formula on cluster cpu, 8 devices on two nodes, with much memory and with a part
+        of what one stage would need: simulated step of the plan, of RaNNC's rule and of stages of equally many
+        operators. Nothing of it is measured on devices. A ratio above 1.0 says that our plan is faster.
+
+RaNNC's rule (Tanaka et al., IPDPS 2021, as its code has it): a table over stages, blocks and devices with one best
+plan in each cell, by (m + S - 1) (longest forward + longest backward), replicas in powers of two, recompute where there
+is more than one microbatch, fill-drain, links of 20 GiB/s and reductions of 10 GiB/s, and the first number of stages
+that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rannd.config.cluster import load_cluster
+from rannd.errors import DoesNotFitError
+from rannd.graph.ir import Size, TaskGraph
+from rannd.plan.blocks import Block, make_blocks
+from rannd.plan.deployment import Deployment, Slot, Stage
+from rannd.plan.estimate import Reductions, StageTables, Variant
+from rannd.plan.intervals import Intervals
+from rannd.plan.layout import layout_of, loss_layout, piece_rows, step_costs
+from rannd.plan.machine import Machine, place
+from rannd.plan.options import PlanOptions
+from rannd.plan.search import plan
+from rannd.plan.simulate import predict
+from rannd.profile.analytic import analytic_costs
+from rannd.profile.costs import BlockCost, CostTable, LinkCost
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+PLENTY = 10**15
+WORLD = 8
+ROWS = 16
+"""Of each rank."""
+PART = 0.7
+"""Of the memory that one stage on all devices would need, recomputing."""
+
+
+def main() -> None:
+    sys.path[:0] = [str(TESTS), str(TESTS / "plan")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["times", "blocks", "value", []], help="all where none is named")
+    parser.add_argument("--models", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    for name in options.what or ("times", "blocks", "value"):
+        print(f"-- {name}")
+        if name == "value":
+            value(options.models)
+        else:
+            (times if name == "times" else block_times)(options.repeats)
+
+
+# -- how long -------------------------------------------------------------------------------------------------
+
+
+def times(repeats: int) -> None:
+    from plan_graphs import transformer
+
+    graph = scaled(transformer(24))
+    options = PlanOptions()
+    costs = layered(32)
+    for world in (8, 64, 512):
+        blocks = make_blocks(graph, options, world=world)
+        slots = tuple(Slot(*divmod(device, 8)) for device in range(world))
+        given = {"world": world, "slots": slots, "batch_rows": 64 * world, "options": options}
+        for name, memory in (("much memory", PLENTY), ("tight", int(3e9)), ("tighter", int(2.4e9))):
+            for explain in (False, True) if world < 512 else (False,):
+                took = []
+                for _ in range(repeats):
+                    start = time.perf_counter()
+                    found = plan(graph, blocks, costs, memory_bytes=memory, explain=explain, **given)  # type: ignore[arg-type]
+                    took.append((time.perf_counter() - start) * 1e3)
+                gap = found.step_us / found.bound_us - 1
+                print(
+                    f"{world:4d} devices, {name:12s} {'explained' if explain else '':10s}"
+                    f"{statistics.median(took):8.1f} ms ({min(took):.1f} to {max(took):.1f})  "
+                    f"{len(found.stages)} stages, {found.microbatches} microbatches, gap {gap:.1%}"
+                )
+
+
+def block_times(repeats: int) -> None:
+    from plan_graphs import transformer
+
+    for layers in (66, 666):
+        graph = transformer(layers)
+        took = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            blocks = make_blocks(graph, PlanOptions(), world=8)
+            middle = time.perf_counter()
+            Intervals(graph, blocks, layered(len(blocks)).blocks)
+            took.append((middle - start, time.perf_counter() - middle))
+        blocks_s, tables_s = (statistics.median(each) for each in zip(*took, strict=True))
+        print(f"{len(graph.ops)} operators: {len(blocks)} blocks in {blocks_s:.2f} s, their sums in {tables_s:.2f} s")
+
+
+def scaled(graph: TaskGraph) -> TaskGraph:
+    """Parameters and values of a model of some GB."""
+    params = [msgspec.structs.replace(param, bytes=param.bytes * 1000) for param in graph.params]
+    values = [msgspec.structs.replace(value, bytes=Size(0, value.bytes.c1 * 1000)) for value in graph.values]
+    return msgspec.structs.replace(graph, params=tuple(params), values=tuple(values))
+
+
+def layered(count: int) -> CostTable:
+    """Layers that differ a little, with heavier ends."""
+    each = []
+    for index in range(count):
+        forward = 3000.0 if index in (0, count - 1) else 900.0 + 100.0 * (index % 3)
+        each.append(BlockCost(Size(150, forward), Size(200, 2 * forward), Size(0, 3e6)))
+    return CostTable(tuple(each), LinkCost(5, 200_000, 10, 100_000), LinkCost(20, 12_000, 30, 12_000))
+
+
+# -- what for -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on devices."""
+
+    graph: TaskGraph
+    blocks: tuple[Block, ...]
+    costs: CostTable
+    memory: int
+    slots: tuple[Slot, ...]
+    rows: int
+
+    def tables(self, variant: Variant, *, recompute: bool) -> StageTables:
+        intervals = Intervals(self.graph, self.blocks, self.costs.blocks)
+        machine = Machine(self.slots, self.costs.link, self.costs.between)
+        count, world = len(self.blocks), len(self.slots)
+        return StageTables(
+            intervals,
+            machine,
+            PlanOptions(checkpointing=recompute),
+            variant,
+            rows=piece_rows(self.rows, world, variant.microbatches),
+            limit=float(self.memory),
+            allowed=np.ones((count + 1, count + 1, world), dtype=bool),
+            reductions=Reductions(intervals, machine),
+        )
+
+    def deployment(self, table: StageTables, starts: list[int], replicas: list[int]) -> Deployment | None:
+        """A plan that is given; None where it does not fit."""
+        left, stages = len(self.slots), []
+        ends = [*starts[1:], len(self.blocks)]
+        for start, end, home in zip(starts, ends, place(replicas, table.variant.placement), strict=True):
+            left -= len(home)
+            if not np.isfinite(table.stages(end, left).fill[start, len(home) - 1]):
+                return None
+            names = [self.graph.ops[op].name for block in self.blocks[start:end] for op in block.ops]
+            again = table.recomputes(start, end, len(home), used=left)
+            estimate = table.estimate(start, end, len(home), used=left)
+            stages.append(Stage(f"MERGE_{start}_{end - 1}", tuple(names), home, again, estimate))
+        return Deployment(
+            format=2,
+            graph_hash="",
+            slots=self.slots,
+            stages=tuple(stages),
+            microbatches=table.variant.microbatches,
+            schedule=table.variant.schedule,
+            batch_rows=self.rows,
+            step_us=0.0,
+        )
+
+    def step_us(self, deployment: Deployment) -> float:
+        """Simulated."""
+        costs = step_costs(self.graph, deployment, self.costs.link, self.costs.between)
+        return predict(deployment.schedule, loss_layout(layout_of(self.graph, deployment)), costs).step_us
+
+    @property
+    def microbatches(self) -> list[int]:
+        rows = self.rows // len(self.slots)
+        return [1] if self.graph.rows_coupled else [m for m in (1, 2, 4, 8, 16, 32) if m <= rows]
+
+    # -- the plans that are compared --------------------------------------------------------------------------
+
+    def ours(self) -> Deployment | None:
+        try:
+            return plan(
+                self.graph,
+                self.blocks,
+                self.costs,
+                world=len(self.slots),
+                slots=self.slots,
+                batch_rows=self.rows,
+                memory_bytes=self.memory,
+                options=PlanOptions(),
+            )
+        except DoesNotFitError:
+            return None
+
+    def even(self) -> Iterator[Deployment]:
+        """Stages of equally many operators with equally many replicas, 1F1B: all numbers of stages and microbatches."""
+        world, count = len(self.slots), len(self.blocks)
+        sizes = np.cumsum([len(block.ops) for block in self.blocks])
+        for stages in [each for each in range(1, min(world, count) + 1) if world % each == 0]:
+            cuts = [int(np.abs(sizes - sizes[-1] * part / stages).argmin()) + 1 for part in range(1, stages)]
+            if sorted(set(cuts)) != cuts or (cuts and cuts[-1] >= count):
+                continue
+            for microbatches in self.microbatches:
+                table = self.tables(Variant("1f1b", microbatches, "stages"), recompute=False)
+                found = self.deployment(table, [0, *cuts], [world // stages] * stages)
+                if found is not None:
+                    yield found
+
+    def rannc(self) -> Deployment | None:
+        """RaNNC's rule."""
+        world, count = len(self.slots), len(self.blocks)
+        for stages in range(1, min(world, count) + 1):
+            found = []
+            for microbatches in self.microbatches:
+                table = self.tables(Variant("fill_drain", microbatches, "stages"), recompute=microbatches > 1)
+                chosen = rannc_table(self, table, stages)
+                if chosen is not None:
+                    found.append((chosen[0], table, chosen[1], chosen[2]))
+            for _, table, starts, replicas in sorted(found, key=lambda each: each[0]):
+                deployment = self.deployment(table, starts, replicas)
+                if deployment is not None:
+                    return deployment
+        return None
+
+
+def rannc_table(case: Case, table: StageTables, stages: int) -> tuple[float, list[int], list[int]] | None:
+    """(cost, first blocks, replicas) of the best plan of so many stages, by the table."""
+    world, count, microbatches = len(case.slots), len(case.blocks), table.variant.microbatches
+    link = LinkCost(0.0, 20 * 1024**3 / 1e6, 0.0, 10 * 1024**3 / 1e6)
+    powers = [1 << power for power in range(world.bit_length()) if 1 << power <= world]
+    again = table.options.checkpointing
+    states: dict[tuple[int, int], tuple[float, float, float, list[int], list[int]]] = {(0, 0): (0.0, 0.0, 0.0, [], [])}
+    for stage in range(stages):
+        better: dict[tuple[int, int], tuple[float, float, float, list[int], list[int]]] = {}
+        for (start, used), (forward, backward, reduce, starts, replicas) in states.items():
+            last = stage + 1 == stages
+            for end in [count] if last else range(start + 1, count):
+                for number in [each for each in powers if used + each <= world and (not last or used + each == world)]:
+                    memory = table.least_memory(end, world - used - number)
+                    column = number - 1
+                    if column >= memory.shape[1] or start >= memory.shape[0]:
+                        continue
+                    size = table._memory(end, None, np.full((end, world), again))[start, column]
+                    if size > case.memory:
+                        continue
+                    share = world / number
+                    f = share * (table.forward_us[start, end] + link.p2p_us(table.received[start, end]))
+                    b = share * (table.backward_us[start, end] + link.p2p_us(table.sent_grad[start, end]))
+                    b += share * table.forward_us[start, end] if again else 0.0
+                    a = link.allreduce_us(float(table.intervals.trainable[start, end]), number)
+                    state = (max(forward, f), max(backward, b), max(reduce, a), [*starts, start], [*replicas, number])
+                    place_of = (end, used + number)
+                    if place_of not in better or sum(state[:2]) < sum(better[place_of][:2]):
+                        better[place_of] = state
+        states = better
+    found = states.get((count, world))
+    if found is None:
+        return None
+    return (microbatches + stages - 1) * (found[0] + found[1]) + found[2], found[3], found[4]
+
+
+def value(models: int) -> None:
+    cluster = load_cluster("cpu")
+    slots = tuple(Slot(*divmod(device, WORLD // 2)) for device in range(WORLD))
+    ratios: dict[str, list[float]] = {"RaNNC's rule": [], "even": []}
+    regrets = []
+    done = 0
+    for name, graph in zoo_graphs():
+        if done == models:
+            break
+        done += 1
+        blocks = make_blocks(graph, PlanOptions(), world=WORLD)
+        ops = [block.ops for block in blocks]
+        costs = analytic_costs(graph, ops, cluster, fewest=1, most=ROWS, nodes=2)
+        line = []
+        for part in (1.0, PART):
+            case = Case(graph, blocks, costs, PLENTY, slots, ROWS * WORLD)
+            if part < 1:
+                whole = case.tables(Variant("1f1b", max(case.microbatches), "stages"), recompute=True)
+                most = whole.bytes_needed(0, len(blocks), WORLD, used=0)
+                case = Case(graph, blocks, costs, int(most * part), slots, ROWS * WORLD)
+            ours = case.ours()
+            if ours is None:
+                line.append("nothing fits")
+                continue
+            took = case.step_us(ours)
+            regrets.append(took / ours.step_us)
+            text = f"{len(ours.stages)} stages x m {ours.microbatches}"
+            others = {"RaNNC's rule": case.rannc(), "even": min(case.even(), key=case.step_us, default=None)}
+            for other, deployment in others.items():
+                if deployment is None:
+                    text += f", {other}: nothing fits"
+                    continue
+                ratio = case.step_us(deployment) / took
+                ratios[other].append(ratio)
+                text += f", {other} {ratio:.3f} ({len(deployment.stages)} x {deployment.microbatches})"
+            line.append(text)
+        print(f"{name:22s} {line[0]}\n{f'{PART:.0%} of the memory':>22s} {line[1]}", flush=True)
+    for other, found in ratios.items():
+        mean = math.exp(statistics.fmean(map(math.log, found)))
+        worse = sum(ratio < 0.999 for ratio in found)
+        print(
+            f"{other}: geometric mean {mean:.3f} ({min(found):.3f} to {max(found):.3f}), "
+            f"{worse} of {len(found)} below 1"
+        )
+    regrets.sort()
+    print(
+        f"simulated / E of our plans: median {statistics.median(regrets):.3f} ({regrets[0]:.3f} to {regrets[-1]:.3f})"
+    )
+
+
+def zoo_graphs() -> Iterator[tuple[str, TaskGraph]]:
+    """Models of the zoo that were traced, with a loss to begin backward at."""
+    import torch
+    from zoo import ZOO
+
+    from rannd.graph.model import build
+    from rannd.graph.signature import Mode, classify, flatten_call
+
+    for entry in ZOO:
+        torch.manual_seed(0)
+        with entry.precision():
+            model = entry.build().train()
+            call = flatten_call((), entry.batch(4))
+            signature = classify(call, Mode.current(True), [call.shapes()])
+            graph = build(model, signature, list(call.tensors), torch.device("cpu"))
+        if graph.sole_loss is not None and len(graph.task.ops) > WORLD:
+            yield entry.name, graph.task
+
+
+if __name__ == "__main__":
+    main()
