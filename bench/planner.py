@@ -3,7 +3,7 @@
     python bench/planner.py [times blocks value] [--models 24] [--repeats 5]
 
 times   the stage phase with profiles given: 32 blocks of a transformer, all numbers of stages, replicas, microbatches,
-        orders of slots and recomputing; 8, 64 and 512 devices, 8 a node; and what was not chosen on top
+        orders of slots and recomputing; 8, 64 and 512 devices, 8 a node; and with other plans, simulated
 blocks  the phases before it, for graphs of 1,000 and 10,000 operators
 value   models of tests/zoo, costs by formula on cluster cpu, 8 devices on two nodes, with much memory and with a part
         of what one stage would need: simulated step of the plan, of RaNNC's rule and of stages of equally many
@@ -82,15 +82,15 @@ def times(repeats: int) -> None:
         slots = tuple(Slot(*divmod(device, 8)) for device in range(world))
         given = {"world": world, "slots": slots, "batch_rows": 64 * world, "options": options}
         for name, memory in (("much memory", PLENTY), ("tight", int(3e9)), ("tighter", int(2.4e9))):
-            for explain in (False, True) if world < 512 else (False,):
+            for ranked in (False, True) if world < 512 else (False,):
                 took = []
                 for _ in range(repeats):
                     start = time.perf_counter()
-                    found = plan(graph, blocks, costs, memory_bytes=memory, explain=explain, **given)  # type: ignore[arg-type]
+                    found = plan(graph, blocks, costs, memory_bytes=memory, ranked=ranked, **given)  # type: ignore[arg-type]
                     took.append((time.perf_counter() - start) * 1e3)
-                gap = found.step_us / found.bound_us - 1
+                gap = found.e_us / found.bound_us - 1
                 print(
-                    f"{world:4d} devices, {name:12s} {'explained' if explain else '':10s}"
+                    f"{world:4d} devices, {name:12s} {'ranked' if ranked else '':10s}"
                     f"{statistics.median(took):8.1f} ms ({min(took):.1f} to {max(took):.1f})  "
                     f"{len(found.stages)} stages, {found.microbatches} microbatches, gap {gap:.1%}"
                 )
@@ -203,6 +203,7 @@ class Case:
                 batch_rows=self.rows,
                 memory_bytes=self.memory,
                 options=PlanOptions(),
+                ranked=True,
             )
         except DoesNotFitError:
             return None
@@ -299,7 +300,7 @@ def value(models: int) -> None:
                 line.append("nothing fits")
                 continue
             took = case.step_us(ours)
-            regrets.append(took / ours.step_us)
+            regrets.append(took / ours.e_us)
             text = f"{len(ours.stages)} stages x m {ours.microbatches}"
             others = {"RaNNC's rule": case.rannc(), "even": min(case.even(), key=case.step_us, default=None)}
             for other, deployment in others.items():

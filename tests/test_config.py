@@ -41,6 +41,8 @@ OWN += ["partitioning_dry_run_cluster", "schedule", "interleave_loss", "watchdog
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
 PLAN_AFFECTING = {
+    "interleave_loss",
+    "sync_allreduce",
     "decomposer",
     "partition_num",
     "replica_num",
@@ -66,9 +68,7 @@ PLAN_AFFECTING = {
 }
 #: Items that work and cannot change a plan: they change what is written, told, kept or waited for.
 NOT_PLAN_AFFECTING = {
-    "interleave_loss",
     "consolidate_grads",
-    "sync_allreduce",
     "save_deployment",
     "deployment_file",  # its content, not its name, matters, and that only with load_deployment
     "show_config_items",

@@ -110,8 +110,10 @@ class Deployment(msgspec.Struct, frozen=True):
     """Predicted time of one step."""
     unused_params: tuple[str, ...] = ()
     """Parameters and buffers no op reads; kept by the first stage."""
+    e_us: float = 0.0
+    """The closed form that the search minimises (docs/planning.md); `step_us` is simulated where plans were ranked."""
     bound_us: float = 0.0
-    """No plan can take less, by the same costs; 0 where it was not computed."""
+    """No plan has a smaller closed form, by the same costs; 0 where it was not computed."""
     searched_all: bool = True
     """False where the search was cut off, so that a better plan may exist."""
     placement: str = "stages"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -11,15 +12,16 @@ import numpy.typing as npt
 
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.ir import TaskGraph
-from rannd.plan.alternatives import alternatives
 from rannd.plan.blocks import Block
-from rannd.plan.deployment import FORMAT, Alternative, Deployment, Slot, Stage
+from rannd.plan.candidates import Candidate, candidate, candidates
+from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
 from rannd.plan.estimate import Reductions, StageTables, Variant
 from rannd.plan.intervals import Intervals
 from rannd.plan.layout import piece_rows
 from rannd.plan.machine import Machine, Mask, place
 from rannd.plan.options import PlanOptions
 from rannd.plan.places import cut_places, has_cut_points
+from rannd.plan.ranking import rank
 from rannd.plan.stages import Found, Need, best_choice, smallest_memory
 from rannd.profile.costs import CostTable
 
@@ -34,6 +36,8 @@ __all__ = [
 ]
 
 _GIB = 1024**3
+_MOST_PASSED = 8
+"""Plans that the search has met on its way and that are simulated."""
 
 
 def plan(
@@ -47,15 +51,15 @@ def plan(
     memory_bytes: int,
     options: PlanOptions,
     interleaved: bool = True,
-    explain: bool = False,
+    ranked: bool = False,
 ) -> Deployment:
     """The deployment of `graph` on `world` devices with the least E (docs/planning.md).
 
     `slots`: place of each device, sorted; `batch_rows`: rows of the global batch; `memory_bytes`: what may be used of
     each device, margin already taken off; `interleaved`: whether backward may begin inside a call, because the model
-    returns its loss: otherwise all forwards run before all backwards; `explain`: look at what was not chosen, too,
-    which takes longer than the search itself. PlanError where demands clash, DoesNotFitError with the smallest memory
-    that would do where no plan fits.
+    returns its loss: otherwise all forwards run before all backwards; `ranked`: simulate this plan and others, and take
+    the fastest, which takes longer than the search itself. PlanError where demands clash, DoesNotFitError with the
+    smallest memory that would do where no plan fits.
     """
     if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
@@ -90,9 +94,13 @@ def plan(
     every = tables(allowed, limit, False)
     found = best_choice(every, stages=stages)
     if found.choice is not None:
-        others = alternatives(tables, found.choice, allowed, limit) if explain and not stages else ()
-        table = every[variants.index(found.choice.variant)]
-        return _deployment(graph, blocks, table, found, slots, batch_rows, others)
+        make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)
+        best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
+        if not ranked:
+            return make(best[0])
+        sizes = [len(block.ops) for block in blocks]
+        others = candidates(tables, allowed, limit, sizes, stages)
+        return rank([*best, *others], make, graph, costs, overlap=not options.sync_allreduce)
     need = smallest_memory(every, stages=stages)
     if need is None:
         raise PlanError(
@@ -188,14 +196,13 @@ def stage_name(start: int, end: int) -> str:
 def _deployment(
     graph: TaskGraph,
     blocks: Sequence[Block],
-    table: StageTables,
+    chosen: Candidate,
+    *,
     found: Found,
     slots: tuple[Slot, ...],
     batch_rows: int,
-    others: tuple[Alternative, ...],
 ) -> Deployment:
-    choice = found.choice
-    assert choice is not None
+    choice, table = chosen.choice, chosen.table
     stages = []
     used = place(choice.replicas, choice.variant.placement)
     for (start, end, replicas, later), home in zip(choice.spans(len(blocks)), used, strict=True):
@@ -222,7 +229,7 @@ def _deployment(
         searched_all=found.searched_all,
         placement=choice.variant.placement,
         memory_bytes=int(table.limit),
-        alternatives=others,
+        e_us=choice.step_us,
     )
 
 
@@ -267,13 +274,13 @@ def alternative_lines(deployment: Deployment) -> list[str]:
     """What was not chosen, and how far the plan is from the best, as lines of the log."""
     lines = []
     if deployment.bound_us > 0 and not deployment.searched_all:
-        gap = deployment.step_us / deployment.bound_us - 1
-        lines.append(f"The search was cut off: a plan that is at most {gap:.1%} faster may exist")
+        gap = deployment.e_us / deployment.bound_us - 1
+        lines.append(f"The search was cut off: a plan whose E is {gap:.1%} less may exist")
     for other in deployment.alternatives:
         if other.over_bytes:
             lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB over on each device")
         elif deployment.step_us > 0:
-            lines.append(f"Not chosen: {other.name}: {other.step_us / deployment.step_us - 1:.1%} slower")
+            lines.append(f"Not chosen: {other.name}: {max(other.step_us / deployment.step_us - 1, 0.0):.1%} slower")
     return lines
 
 

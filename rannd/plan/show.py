@@ -55,7 +55,7 @@ def scaled(deployment: Deployment, batch_size: int) -> Deployment:
     reduce = min(max(stage.estimate.allreduce_us for stage in stages), deployment.step_us)
     step = (deployment.step_us - reduce) * factor + reduce
     # A bound of the planned batch says nothing of this one.
-    return replace(other, stages=tuple(stages), step_us=step, bound_us=0.0)
+    return replace(other, stages=tuple(stages), step_us=step, e_us=0.0, bound_us=0.0)
 
 
 def bubble(deployment: Deployment) -> float:
@@ -93,8 +93,15 @@ def _head(deployment: Deployment, planned: int) -> str:
     if rows != planned:
         lines.append(("", f"roughly: planned for {_count(planned, 'row')}, in proportion to the rows of a piece"))
     if deployment.bound_us > 0:
-        gap = max(deployment.step_us / deployment.bound_us - 1, 0.0)
-        lines.append(("bound", f"no plan takes less than {_ms(deployment.bound_us)} by the same costs, gap {gap:.1%}"))
+        closed = deployment.e_us or deployment.step_us
+        gap = max(closed / deployment.bound_us - 1, 0.0)
+        lines.append(
+            (
+                "E",
+                f"{_ms(closed)} by the closed form, of which no plan has less than "
+                f"{_ms(deployment.bound_us)}: gap {gap:.1%}",
+            )
+        )
     if not deployment.searched_all:
         lines.append(("search", "cut off: a better plan may exist"))
     most = max(stage.estimate.total_bytes for stage in deployment.stages)

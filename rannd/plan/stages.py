@@ -57,6 +57,8 @@ class Found(msgspec.Struct, frozen=True):
     """No plan has a smaller E. Infinite where no plan fits."""
     searched_all: bool
     """False where the search was cut off."""
+    passed: tuple[Choice, ...] = ()
+    """Whole plans that were met on the way, the best first."""
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -91,30 +93,38 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
     stays, which is the same everywhere.
     """
     best: Choice | None = None
+    passed: list[Choice] = []
     for table in tables if stages in (0, 1) else ():
-        alone = _one_stage(table)
+        alone = e_of(table, (0,), (table.world,))
         if alone is not None and (best is None or alone.step_us < best.step_us):
             best = alone
+            passed.append(alone)
     searches = (
         [_Search(table, stages) for table in tables if table.world > 1 and table.blocks > 1] if stages != 1 else []
     )
     for search in sorted(searches, key=lambda each: each.bounds.root):
         if best is None or search.bounds.root < best.step_us:
             search.bounds.sharpen(best.step_us if best is not None else np.inf, COARSE)
-            best = search.dive(best)
-    return _Frontier(searches, best, effort // (8 + max(table.world for table in tables))).run()
+            found = search.dive(best)
+            if found is not None and found is not best:
+                best = found
+                passed.append(found)
+    return _Frontier(searches, best, passed, effort // (8 + max(table.world for table in tables))).run()
 
 
-def one_stage(tables: Sequence[StageTables]) -> Choice | None:
-    """The best plan of one stage on all devices."""
-    found = [choice for choice in map(_one_stage, tables) if choice is not None]
-    return min(found, key=lambda choice: choice.step_us, default=None)
-
-
-def _one_stage(table: StageTables) -> Choice | None:
-    terms = table.stages(table.blocks, 0)
-    step_us = float(terms.fill[0, -1] + terms.rounds[:, 0, -1].sum() + terms.exposed[0, -1])
-    return Choice(table.variant, (0,), (table.world,), step_us) if np.isfinite(step_us) else None
+def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...]) -> Choice | None:
+    """A plan that is given, with its E; None where it is not possible."""
+    choice = Choice(table.variant, starts, replicas, 0.0)
+    fill = left_over = 0.0
+    rounds = np.zeros(1 if table.steady else 2)
+    for start, end, count, used in reversed(choice.spans(table.blocks)):
+        terms = table.stages(end, used)
+        place = (start, count - 1)
+        fill += float(terms.fill[place])
+        rounds = np.maximum(rounds, terms.rounds[(slice(None), *place)])
+        left_over = max(float(terms.exposed[place]), left_over - float(terms.drain[place]))
+    step_us = fill + float(rounds.sum()) + left_over
+    return Choice(table.variant, starts, replicas, step_us) if np.isfinite(step_us) else None
 
 
 class _Search:
@@ -168,9 +178,10 @@ class _Search:
 class _Frontier:
     """Open partial plans of all variants, the most promising first."""
 
-    def __init__(self, searches: Sequence[_Search], best: Choice | None, most: int) -> None:
+    def __init__(self, searches: Sequence[_Search], best: Choice | None, passed: list[Choice], most: int) -> None:
         self.searches = searches
         self.best = best
+        self.passed = passed
         self.most = most
         self.open: list[tuple[float, int, int, int, _Partial]] = []
         self.seen: dict[tuple[int, int, int, int], list[tuple[float, ...]]] = defaultdict(list)
@@ -184,7 +195,7 @@ class _Frontier:
         expanded = 0
         while self.open and self.open[0][0] < self._below:
             if expanded >= self.most:
-                return Found(self.best, self.open[0][0], searched_all=False)
+                return self._found(self.open[0][0], searched_all=False)
             bound, _, _, number, partial = heapq.heappop(self.open)
             if self._dominated(number, partial):
                 continue
@@ -195,7 +206,11 @@ class _Frontier:
                     self._push(number, max(bound, child_bound), child)
                 elif sum(child.terms) < self._below:
                     self.best = search.choice(child)
-        return Found(self.best, self._below, searched_all=True)
+                    self.passed.append(self.best)
+        return self._found(self._below, searched_all=True)
+
+    def _found(self, bound: float, *, searched_all: bool) -> Found:
+        return Found(self.best, bound, searched_all, tuple(sorted(self.passed, key=lambda each: each.step_us)))
 
     @property
     def _below(self) -> float:

@@ -340,7 +340,7 @@ class Planner:
             memory_bytes=target.memory,
             options=self._options,
             interleaved=self._interleaved,
-            explain=True,
+            ranked=True,
         )
         memory = deployment.memory_bytes or target.memory
         deployment = msgspec.structs.replace(deployment, made=target.made, memory_bytes=memory)

@@ -1,25 +1,27 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import msgspec
 import pytest
 from plan_graphs import GraphBuilder, chain, costs_for, transformer
+from test_stages import Instance
 
 from rannd.errors import DeploymentError, DoesNotFitError, PlanError
 from rannd.graph.ir import TaskGraph
 from rannd.plan.blocks import make_blocks
+from rannd.plan.candidates import even_starts
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.layout import layout_of
 from rannd.plan.machine import place
+from rannd.plan.ranking import simulated_us
 from rannd.plan.schedule import fill_drain
 from rannd.plan.search import PlanOptions, alternative_lines, assignment_lines, estimate_lines, microbatch_counts, plan
 
 
 def deploy(
-    graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, explain: bool = False, **items: object
+    graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, ranked: bool = False, **items: object
 ) -> Deployment:
     options = PlanOptions(**items)  # type: ignore[arg-type]
     blocks = make_blocks(graph, options, world=world)
@@ -32,7 +34,7 @@ def deploy(
         batch_rows=rows * world,
         memory_bytes=memory,
         options=options,
-        explain=explain,
+        ranked=ranked,
     )
 
 
@@ -209,23 +211,52 @@ def test_sixty_four_devices_take_seconds_at_most() -> None:
     assert len(deployment.stages) > 1
 
 
-def test_what_was_not_chosen_is_told_with_time_and_memory() -> None:
+def test_of_the_best_plans_the_fastest_is_taken_and_the_others_are_told() -> None:
     graph = chain(8, param=100_000)
-    plan_of = partial(deploy, graph, 4, explain=True)
-    free = plan_of()
-    assert len(free.stages) == 1
+    free = deploy(graph, 4, ranked=True)
     assert [other.name for other in free.alternatives] == ["2 stages x 2, 32 microbatches", "4 stages, 32 microbatches"]
     for other, stages in zip(free.alternatives, (2, 4), strict=True):
-        forced = deploy(graph, 4, partition_num=stages, replica_num=4 // stages)
+        forced = deploy(graph, 4, partition_num=stages, replica_num=4 // stages, ranked=True)
         assert other.step_us == forced.step_us >= free.step_us
         assert other.most_bytes == max(stage.estimate.total_bytes for stage in forced.stages)
         assert other.over_bytes == 0
     slower = [f"{other.step_us / free.step_us - 1:.1%} slower" for other in free.alternatives]
     assert [line.rpartition(": ")[2] for line in alternative_lines(free)] == slower
 
-    tight = plan_of(memory=2_000_000)
+
+def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
+    tight = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True)
     assert len(tight.stages) == 4
     assert [other.name for other in tight.alternatives][-1] == "4-way data parallel"
-    assert all(other.over_bytes > 0 and other.step_us == 0 for other in tight.alternatives)
-    assert all(other.most_bytes == 2_000_000 + other.over_bytes for other in tight.alternatives)
-    assert "GiB over on each device" in alternative_lines(tight)[0]
+    lacking = [other for other in tight.alternatives if other.over_bytes]
+    assert lacking
+    assert all(other.step_us == 0 and other.most_bytes == 2_000_000 + other.over_bytes for other in lacking)
+    assert "GiB over on each device" in alternative_lines(tight)[-1]
+
+
+def test_ranked_plans_are_never_slower_than_even_splits() -> None:
+    faster = 0
+    for seed in range(60):
+        instance = Instance(seed, world=4)
+        given = dict(zip(("world", "slots"), (instance.world, instance.slots), strict=True))
+        first, ranked = (
+            plan(
+                instance.graph, instance.blocks, instance.costs, **given, batch_rows=instance.batch_rows,
+                memory_bytes=10**15, options=instance.options, interleaved=instance.interleaved, ranked=which,
+            )
+            for which in (False, True)
+        )  # fmt: skip
+        took = simulated_us(instance.graph, instance.costs, first, overlap=True)
+        assert ranked.step_us == simulated_us(instance.graph, instance.costs, ranked, overlap=True) <= took, seed
+        assert ranked.e_us >= first.e_us == first.step_us
+        assert ranked.bound_us == first.bound_us
+        faster += ranked.step_us < took
+        for stages in range(1, min(instance.world, len(instance.blocks)) + 1):
+            sizes = [len(block.ops) for block in instance.blocks]
+            starts = even_starts(sizes, stages)
+            if instance.world % stages == 0 and starts:
+                names = [other.name for other in ranked.alternatives]
+                replicas = {len(stage.slots) for stage in ranked.stages}
+                told = any(name.startswith((f"{stages} stages", f"{instance.world}-way")) for name in names)
+                assert told or (len(ranked.stages) == stages and len(replicas) == 1), (seed, names)
+    assert faster
