@@ -43,10 +43,11 @@ def rank(
             played.append((step_us, len(played), plan, deployment))
     played.sort(key=lambda each: each[:2])
     step_us, _, chosen, deployment = played[0]
-    told: dict[str, Alternative] = {}
+    told: dict[tuple[int, ...], Alternative] = {}
+    """The best of each kind: cuts and microbatches are its own."""
     for other_us, _, plan, _ in played[1:]:
-        if plan.name != chosen.name:
-            told.setdefault(plan.name, Alternative(plan.name, other_us, plan.most_bytes, 0))
+        if plan.choice.replicas != chosen.choice.replicas:
+            told.setdefault(plan.choice.replicas, Alternative(plan.name, other_us, plan.most_bytes, 0))
     for plan in sorted((plan for plan in plans if plan.over_bytes), key=lambda plan: plan.over_bytes):
-        told.setdefault(plan.name, Alternative(plan.name, 0.0, plan.most_bytes, plan.over_bytes))
+        told.setdefault(plan.choice.replicas, Alternative(plan.name, 0.0, plan.most_bytes, plan.over_bytes))
     return replace(deployment, step_us=step_us, alternatives=tuple(told.values())[:MOST_TOLD])
