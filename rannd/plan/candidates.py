@@ -55,7 +55,7 @@ def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None 
 
 
 def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[int], stages: int) -> Iterator[Candidate]:
-    """For 1, 2, 3 .. stages with equally many replicas, of every variant: the least E, and the most even split.
+    """For 1, 2, 3 .. stages with equally many replicas: the least E, and the most even split in every variant.
 
     `allowed`: ``[start, end, replicas - 1]``; `sizes`: operators of each block; `stages`: their number, 0 where it is
     free. What does not fit comes with what it needs if all stages recompute.
@@ -69,11 +69,10 @@ def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[in
         choice = best_choice(tables, stages=count, effort=EFFORT).choice
         if choice is not None:
             yield candidate(choice, tables)
-            for table in tables:
-                best = best_choice([table], stages=count, effort=EFFORT).choice
-                even = even_starts(sizes, count)
-                split = e_of(table, even, (replicas,) * count) if even else None
-                yield from (candidate(each, tables) for each in (best, split) if each is not None)
+            yield candidate(choice, tables)
+            even = even_starts(sizes, count)
+            splits = [e_of(table, even, (replicas,) * count) for table in tables] if even else []
+            yield from (candidate(split, tables) for split in splits if split is not None)
             continue
         tables = make(only, math.inf, True)
         choice = best_choice(tables, stages=count, effort=EFFORT).choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
@@ -13,6 +14,11 @@ from rannd.plan.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate import predict
 from rannd.profile.costs import CostTable
 
+MOST_PLAYED = 32
+"""Plans that are simulated, those with the least E."""
+FEWEST_PLAYED = 4
+MOST_WORK = 50_000
+"""Pieces times stages that are played in all, but for the first few plans: a second or two."""
 MOST_TOLD = 8
 """Plans that a deployment tells of."""
 
@@ -21,6 +27,12 @@ def simulated_us(graph: TaskGraph, costs: CostTable, deployment: Deployment, *, 
     """Step of a deployment by the simulator. `overlap`: gradients are reduced while backward runs."""
     given = step_costs(graph, deployment, costs.link, costs.between, overlap=overlap)
     return predict(deployment.schedule, loss_layout(layout_of(graph, deployment)), given).step_us
+
+
+def _work(plan: Candidate) -> int:
+    """Pieces times stages that a simulation plays, of which equal parts of the job are played once."""
+    replicas = plan.choice.replicas
+    return plan.choice.variant.microbatches * sum(replicas) * len(replicas) // math.gcd(*replicas)
 
 
 def rank(
@@ -32,15 +44,19 @@ def rank(
     overlap: bool,
 ) -> Deployment:
     """The fastest of the plans that fit, in simulated time; it tells of the others. Of equals the first."""
+    work = MOST_WORK
+    fits = sorted((plan for plan in plans if not plan.over_bytes), key=lambda plan: plan.choice.step_us)
     played: list[tuple[float, int, Candidate, Deployment]] = []
     seen = set()
-    for plan in plans:
+    for plan in fits:
         what = (plan.choice.variant, plan.choice.starts, plan.choice.replicas)
-        if not plan.over_bytes and what not in seen:
-            seen.add(what)
-            deployment = make(plan)
-            step_us = simulated_us(graph, costs, deployment, overlap=overlap)
-            played.append((step_us, len(played), plan, deployment))
+        if what in seen or len(played) == MOST_PLAYED or (len(played) >= FEWEST_PLAYED and _work(plan) > work):
+            continue
+        seen.add(what)
+        work -= _work(plan)
+        deployment = make(plan)
+        step_us = simulated_us(graph, costs, deployment, overlap=overlap)
+        played.append((step_us, len(played), plan, deployment))
     played.sort(key=lambda each: each[:2])
     step_us, _, chosen, deployment = played[0]
     told: dict[tuple[int, ...], Alternative] = {}
