@@ -126,7 +126,7 @@ def test_another_user_gets_no_answer(client: Client, daemon_home) -> None:
         "peer.connect('ipc://' + sys.argv[1])\n"
         "peer.send_multipart(protocol.encode(protocol.Status()))\n"
         "poller = zmq.Poller(); poller.register(peer, zmq.POLLIN); poller.register(monitor, zmq.POLLIN)\n"
-        "print([name is peer for name, _ in poller.poll(60000)])\n"
+        "print([name is peer for name, _ in poller.poll(60000)], flush=True)\n"
         "os._exit(0)\n"
     )
     for directory in (daemon_home.base, daemon_home.runtime, daemon_home.runtime / "rannd"):

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import pyrannc
@@ -401,3 +402,29 @@ except CheckpointError as exc:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "told" in done.stdout, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_an_index_of_any_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3 writes members of enumerations by name."""
+    run = Run(8)
+    run.step()
+    run.save(tmp_path / "by value")
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)), raising=False
+    )
+    run.save(tmp_path / "by name")
+    assert b"getattr" in (tmp_path / "by name" / ".metadata").read_bytes()
+    assert b"getattr" not in (tmp_path / "by value" / ".metadata").read_bytes() or sys.version_info[:3] < (3, 11, 4)
+    first, second = (read_index(tmp_path / name).state_dict_metadata for name in ("by value", "by name"))
+    assert first == second
+
+
+class _Part:
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, ("text", "upper")
+
+
+def test_an_index_takes_parts_of_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Part()))
+    with pytest.raises(CheckpointError, match="takes a part of what is no enumeration"):
+        read_index(tmp_path)

@@ -27,6 +27,8 @@ from rannd.errors import CheckpointError
 from rannd.runtime.checkpoint.folder import METADATA
 
 _HOME = "torch.distributed.checkpoint."
+_MEMBER = "builtins.getattr"
+"""How Python 3.11.0 to 3.11.3 writes a member of an enumeration: by the name of its class and its own."""
 _RECORDS = {
     f"{_HOME}metadata.{name}"
     for name in (
@@ -162,7 +164,7 @@ def _parse(data: bytes) -> Any:
 
 
 def _known(name: str) -> _Name:
-    if name not in _RECORDS and name not in _DTYPES:
+    if name not in _RECORDS and name not in _DTYPES and name != _MEMBER:
         raise ValueError(f"it names {name}, which an index does not")
     return _Name(name)
 
@@ -170,6 +172,11 @@ def _known(name: str) -> _Name:
 def _made(name: Any, made_of: Any) -> Any:
     if not isinstance(name, _Name) or not isinstance(made_of, tuple):
         raise ValueError("it makes something of what is no name")
+    if name.text == _MEMBER:
+        of, member = made_of
+        if not isinstance(of, _Name) or of.text not in _RECORDS:
+            raise ValueError("it takes a part of what is no enumeration")
+        return _Record(of.text, (_text(member),))
     if name.text == "torch.Size":
         return torch.Size([int(each) for each in made_of[0]])
     if name.text == "collections.OrderedDict":
