@@ -52,6 +52,9 @@ def test_no_rank_needs_memory_for_the_whole_model(job: Job, tmp_path: Path) -> N
         "tests/e2e/programs/meta_memory.py",
         str(tmp_path),
         RANNC_PARTITION_NUM="2",
+        # What is freed goes back to the system: glibc otherwise learns to keep freed tensors of up to 32 MB in its
+        # heap, and a peak would tell of the holes there (119 to 250 MB were seen) and not of what a rank holds.
+        MALLOC_MMAP_THRESHOLD_=str(2**20),
     )
     found = re.findall(r"(\w+): model (\d+) built (-?\d+) held (\d+) peak (\d+) MB", output)
     assert sorted(way for way, *_ in found) == sorted(["constructor", "own", "files", "dcp"] * 2)
@@ -59,7 +62,7 @@ def test_no_rank_needs_memory_for_the_whole_model(job: Job, tmp_path: Path) -> N
         model, built, held, peak = map(float, numbers)
         assert built < 0.1 * model, way
         assert 0.2 * model < held < 0.8 * model, way
-        assert held < peak < 0.95 * model, way  # its share, and what measuring a layer takes
+        assert held < peak < 0.75 * model, way  # its share, and what measuring a layer takes
 
 
 def test_a_rank_with_nothing_to_train_works_with_grad_scaler(job: Job, tmp_path: Path) -> None:
