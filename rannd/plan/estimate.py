@@ -273,6 +273,16 @@ class StageTables:
         result: Table = np.where(again, plain - saved, plain)
         return result
 
+    def _least(self, end: int, used: int | None) -> Table:
+        """Bytes of a replica that recomputes where that needs less."""
+        everywhere = np.ones((end, self.world), dtype=bool)
+        result: Table = np.minimum(self._plain(end, used), self._memory(end, used, everywhere))
+        return result
+
+    def _may_recompute(self, end: int) -> bool:
+        """Whether some stage that ends here does, or does where enough comes behind it."""
+        return self.options.checkpointing or bool((self._plain(end, None) > self.limit).any())
+
     def _is_tight(self, end: int) -> bool:
         """Whether some stage that ends here might not fit, so that what comes behind it matters."""
         return self.steady and bool((self._plain(end, None) > self.limit).any())
@@ -309,8 +319,8 @@ class StageTables:
         """
         backward = self.backward_us.copy()
         for end in range(1, self.blocks + 1):
-            if self._is_tight(end):
-                backward[:, end] += self.forward_us[:, end]  # some may recompute
+            if self._may_recompute(end):
+                backward[:, end] += self.forward_us[:, end]
         whole, tail = self.reductions.least
         found = whole if self.options.sync_allreduce else np.maximum(whole - backward[:, :, None], tail)
         result: Table = np.minimum.accumulate(found[:, :, ::-1], axis=2)[:, :, ::-1]
@@ -318,8 +328,7 @@ class StageTables:
 
     def least_memory(self, end: int, used: int) -> Table:
         """Bytes that stages that end here need at least, recomputing if that is less; infinite where not allowed."""
-        everywhere = np.ones((end, self.world), dtype=bool)
-        memory = np.minimum(self._plain(end, used), self._memory(end, used, everywhere))
+        memory = self._least(end, used)
         left = self.world - used
         memory = np.where(self.allowed[:end, end], memory, np.inf)[:, :left]
         memory[0, : left - 1] = np.inf
@@ -328,9 +337,7 @@ class StageTables:
 
     def bytes_needed(self, start: int, end: int, replicas: int, *, used: int) -> float:
         """Bytes with which one stage would do, recomputing where that is less."""
-        everywhere = np.ones((end, self.world), dtype=bool)
-        memory = np.minimum(self._plain(end, used), self._memory(end, used, everywhere))
-        return float(memory[start, replicas - 1])
+        return float(self._least(end, used)[start, replicas - 1])
 
     def recomputes(self, start: int, end: int, replicas: int, *, used: int) -> bool:
         """Whether a stage recomputes its activations."""
