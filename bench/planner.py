@@ -252,12 +252,10 @@ def rannc_table(case: Case, table: StageTables, stages: int) -> tuple[float, lis
             last = stage + 1 == stages
             for end in [count] if last else range(start + 1, count):
                 for number in [each for each in powers if used + each <= world and (not last or used + each == world)]:
-                    memory = table.least_memory(end, world - used - number)
-                    column = number - 1
-                    if column >= memory.shape[1] or start >= memory.shape[0]:
+                    terms = table.stages(end, world - used - number)
+                    if not np.isfinite(terms.fill[start, number - 1]):
                         continue
-                    size = table._memory(end, None, np.full((end, world), again))[start, column]
-                    if size > case.memory:
+                    if terms.recompute[start, number - 1] != again:  # fits only as RaNNC would not run it
                         continue
                     share = world / number
                     f = share * (table.forward_us[start, end] + link.p2p_us(table.received[start, end]))

@@ -69,7 +69,6 @@ def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[in
         choice = best_choice(tables, stages=count, effort=EFFORT).choice
         if choice is not None:
             yield candidate(choice, tables)
-            yield candidate(choice, tables)
             even = even_starts(sizes, count)
             splits = [e_of(table, even, (replicas,) * count) for table in tables] if even else []
             yield from (candidate(split, tables) for split in splits if split is not None)

@@ -95,9 +95,9 @@ def plan(
     found = best_choice(every, stages=stages)
     if found.choice is not None:
         make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)
-        best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
         if not ranked:
-            return make(best[0])
+            return make(candidate(found.choice, every))
+        best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
         sizes = [len(block.ops) for block in blocks]
         others = candidates(tables, allowed, limit, sizes, stages)
         return rank([*best, *others], make, graph, costs, overlap=not options.sync_allreduce)
@@ -260,11 +260,12 @@ def estimate_lines(deployment: Deployment) -> list[str]:
     ]
     for stage in deployment.stages:
         each = stage.estimate
+        computing = each.param_bytes + each.grad_bytes + each.activation_bytes + each.working_bytes
         lines.append(
             f"  graph={stage.name} repl={len(stage.slots)} fwd_time={round(each.forward_us)} "
             f"bwd_time={round(each.backward_us)} ar_time={round(each.allreduce_us)} in_size={each.input_bytes} "
             f"out_size={each.output_bytes} fp32param_size={each.param_bytes} fp16param_size=0 "
-            f"total_mem={each.total_bytes} (fwd+bwd={each.param_bytes + each.grad_bytes + each.activation_bytes} "
+            f"total_mem={each.total_bytes} (fwd+bwd={computing} "
             f"opt={each.optimizer_bytes} comm={each.comm_bytes})"
         )
     return lines

@@ -342,8 +342,7 @@ class Planner:
             interleaved=self._interleaved,
             ranked=True,
         )
-        memory = deployment.memory_bytes or target.memory
-        deployment = msgspec.structs.replace(deployment, made=target.made, memory_bytes=memory)
+        deployment = msgspec.structs.replace(deployment, made=target.made)
         log.get("DPStaging").info("\n".join(estimate_lines(deployment)))
         here = target.slots == self._world.slots
         for line in assignment_lines(deployment, self._world.rank_of_slot if here else range(len(target.slots))):

@@ -90,8 +90,8 @@ class Promise:
             parts.append(
                 f"the plan promised {amount(e.total_bytes)} for stage {stage} ({planned.name}): parameters "
                 f"{amount(e.param_bytes)}, gradients {amount(e.grad_bytes)}, activations {amount(e.activation_bytes)}, "
-                f"optimizer {amount(e.optimizer_bytes)}, transfers {amount(e.comm_bytes)}; it was allowed "
-                f"{amount(self.usable)}"
+                f"optimizer {amount(e.optimizer_bytes)}, transfers {amount(e.comm_bytes)}, while an operator's "
+                f"backward runs {amount(e.working_bytes)}; it was allowed {amount(self.usable)}"
             )
         count = self.deployment.microbatches
         todo = [f"more and smaller pieces (pipeline_num={2 * count})"]
