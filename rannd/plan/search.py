@@ -70,6 +70,7 @@ def plan(
     stages, replicas = _demands(options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph))
     allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
     counts = microbatch_counts(options, rows_per_rank=math.ceil(batch_rows / world), coupled=graph.rows_coupled)
+    counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
     intervals = Intervals(graph, blocks, costs.blocks)
     reductions = Reductions(intervals, machine)
     variants = _variants(options, machine, counts, interleaved=interleaved)
@@ -146,6 +147,32 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
             "min_pipeline_bs"
         )
     return found
+
+
+def _measurable(
+    graph: TaskGraph, blocks: Sequence[Block], costs: CostTable, counts: Sequence[int], batch_rows: int, world: int
+) -> list[int]:
+    """The numbers of microbatches with pieces in which no block alone ran out of memory while it was measured."""
+    bounds = [(cost.most_rows, number) for number, cost in enumerate(costs.blocks) if cost.most_rows]
+    if not bounds:
+        return list(counts)
+    most, block = min(bounds)
+    found = [count for count in counts if piece_rows(batch_rows, world, count) <= most]
+    if not found:
+        rows = piece_rows(batch_rows, world, max(counts))
+        raise DoesNotFitError(
+            f"no plan fits: block {stage_name(block, block + 1)} ({_modules(graph, blocks[block])}) ran out of memory "
+            f"with {most + 1} rows when it was measured alone, and {max(counts)} microbatches have pieces of {rows} "
+            "rows. Use smaller mini-batches, more microbatches (max_pipeline, pipeline_num) where the model's rows are "
+            "independent, or devices with more memory"
+        )
+    return found
+
+
+def _modules(graph: TaskGraph, block: Block) -> str:
+    """The first modules of a block."""
+    modules = list(dict.fromkeys(graph.ops[op].module or graph.ops[op].name for op in block.ops))
+    return ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
 
 
 def _demands(options: PlanOptions, *, world: int, blocks: int, marked: bool) -> tuple[int, npt.NDArray[np.bool_]]:
@@ -239,15 +266,13 @@ def _does_not_fit(
     """The error that names what would do, and the block that needs most of it."""
     least = math.ceil(need.bytes)
     block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
-    modules = list(dict.fromkeys(graph.ops[op].module or graph.ops[op].name for op in blocks[block].ops))
-    more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
     # Rounded up, so that the number given is one that does.
     limit_gb = math.ceil(least / (1 - options.mem_margin) / _GIB * 1000 + 1e-6) / 1000
     return DoesNotFitError(
         f"no plan fits: {memory_bytes} bytes may be used of each of {world} devices, and the best plan needs "
         f"{least} (mem_limit_gb={limit_gb:g} with mem_margin={options.mem_margin:g}), recomputing included. Its "
         f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
-        f"({', '.join(modules[:3])}{more}) needs most. Use devices with more memory, more ranks, a smaller batch, "
+        f"({_modules(graph, blocks[block])}) needs most. Use devices with more memory, more ranks, a smaller batch, "
         f"or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
     )
 

@@ -19,6 +19,8 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
     """Kept from the forward until the backward of the piece, parameters not counted."""
     weight_us: Size = Size()
     """The part of `backward_us` that makes gradients of parameters, if it can run later than the rest; else 0."""
+    most_rows: int = 0
+    """With more rows than these, memory ran out while the block was measured alone; 0: it never did."""
 
 
 class LinkCost(msgspec.Struct, frozen=True, array_like=True):

@@ -3,6 +3,10 @@
 A part runs alone, with synthetic parameters and inputs of the right shapes, at one or two numbers of rows; costs
 between them follow a line. Integer inputs of the model are taken from the first mini-batch, because an index has
 to be one. The state of the user's model and the random number generators stay untouched.
+
+What gradients of parameters take is what a backward takes longer than one for the inputs alone. A stage that
+recomputes runs this same forward in its backward. Where memory runs out, fewer rows are measured, and what ran out
+is a bound for the planner.
 """
 
 from __future__ import annotations
@@ -19,9 +23,12 @@ from rannd.graph.cut import Part, crossing_shape
 from rannd.graph.ir import Size
 from rannd.graph.traced import operator_name
 from rannd.profile.costs import BlockCost
+from rannd.profile.out_of_memory import is_out_of_memory
 
 WARM_UPS = 1
 REPEATS = 3
+APART = 2
+"""Runs in which gradients of inputs are measured alone."""
 LONG_US = 200_000.0
 """A run this long is measured once."""
 
@@ -70,63 +77,74 @@ _ZEROED = {
 def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
     """Times and activation bytes of a part at each of the (one or two) numbers of rows; the part is used up.
 
-    Raises ProfileError where the part does not run; out of memory on the device counts as that, too.
+    `rows`: ascending. Where memory runs out, fewer rows are tried, and the cost tells how many are too many.
+    ProfileError where the part does not run, or not even with one row.
     """
     _zero_indices(part)
     devices = [sample.device] if sample.device.type == "cuda" else []
-    found: list[tuple[float, float, float]] = []
+    found: dict[int, tuple[float, float, float, float]] = {}
+    waiting, too_many = list(rows), 0
     with torch.random.fork_rng(devices=devices), sample.around():
         tensors = {}
         for name in part.tensors:
             like = sample.state[name]
             tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
             tensors[name] = tensor.requires_grad_(like.requires_grad)
-        for count in rows:
+        while waiting:
+            count = waiting.pop(0)
             try:
-                found.append(_at(part, sample, tensors, count))
+                found[count] = _at(part, sample, tensors, count)
             except Exception as exc:
-                where, advice = "", ""
-                if not isinstance(exc, torch.OutOfMemoryError):
-                    where = _failing(part, sample, tensors, count)
-                    advice = (
-                        ". If the model fails in the same call without RaNNCModule, mend the call: types, shapes and "
-                        "values of its tensors"
-                    )
-                raise ProfileError(
-                    f"{type(part.module).__name__} cannot be measured with {count} rows on {sample.device}: "
-                    f"{where}{type(exc).__name__}: {str(exc).rstrip('.')}{advice}"
-                ) from exc
-    forward, backward, kept = ([each[index] for each in found] for index in range(3))
-    return BlockCost(_line(rows, forward), _line(rows, backward), _line(rows, kept))
+                if not is_out_of_memory(exc) or count == 1:
+                    raise _cannot(part, sample, tensors, count, exc) from exc
+                too_many = count
+            if too_many:
+                # Halfway down to what ran, or to one row, until the bound is within a factor of two.
+                free = max((count for count in found if count < too_many), default=0)
+                waiting = [max(too_many // 2, 1)] if too_many // 2 > free else []
+                if sample.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    counts = sorted(found)[:: max(len(found) - 1, 1)]  # the fewest and the most
+    forward, backward, weight, kept = (_line(counts, [found[count][index] for count in counts]) for index in range(4))
+    return BlockCost(forward, backward, kept, weight, max(too_many - 1, 0))
 
 
-def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float, float]:
+def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, exc: Exception) -> ProfileError:
+    """What is told where a part does not run."""
+    if is_out_of_memory(exc):
+        where, advice = "", "; one part of the model alone needs more than the device has, even for one row"
+    else:
+        where = _failing(part, sample, tensors, rows)
+        advice = (
+            ". If the model fails in the same call without RaNNCModule, mend the call: types, shapes and values of its "
+            "tensors"
+        )
+    return ProfileError(
+        f"{type(part.module).__name__} cannot be measured with {rows} rows on {sample.device}: "
+        f"{where}{type(exc).__name__}: {str(exc).rstrip('.')}{advice}"
+    )
+
+
+def _at(
+    part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int
+) -> tuple[float, float, float, float]:
+    """Forward, backward and its part for parameters in microseconds, and bytes kept between the two."""
     forward: list[float] = []
     backward: list[float] = []
-    kept = 0.0
     leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
+    for tensor in leaves:
+        tensor.grad = None
+    kept = _kept(part, sample, tensors, rows)
     for turn in range(WARM_UPS + REPEATS):
         inputs = [sample.value(node, rows) for node in part.inputs]
-        numbers = part.numbers_at(rows)
-        owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-        storages: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
         start = _now(sample.device)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
-            outputs = part.module(*inputs, *tensors.values(), *numbers)
+        roots = _forward(part, inputs, tensors, rows)
         middle = _now(sample.device)
-        roots = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next block
         begin = _now(sample.device)
         if roots:
             torch.autograd.backward(roots, seeds)
         end = _now(sample.device)
-        kept = float(sum(size for pointer, size in storages.items() if pointer not in owned))
         for tensor in leaves:
             tensor.grad = None
         if turn >= WARM_UPS:
@@ -134,7 +152,54 @@ def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: i
             backward.append((end - begin) * 1e6 if roots else 0.0)
             if forward[-1] + backward[-1] > LONG_US:
                 break
-    return min(forward), min(backward), kept
+    whole = min(backward)
+    return min(forward), whole, _weight(part, sample, tensors, rows, whole), kept
+
+
+def _forward(
+    part: Part, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
+) -> list[torch.Tensor]:
+    """What gradients come back for."""
+    with torch.enable_grad():
+        outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
+    return [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+
+
+def _kept(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> float:
+    """Bytes that autograd keeps of a forward, parameters aside."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _forward(part, [sample.value(node, rows) for node in part.inputs], tensors, rows)
+        return float(sum(size for pointer, size in storages.items() if pointer not in owned))
+
+
+def _weight(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, whole: float) -> float:
+    """How much of a backward of `whole` microseconds makes gradients of parameters."""
+    if not any(tensor.requires_grad for tensor in tensors.values()):
+        return 0.0
+    alone = []
+    for _ in range(APART):
+        inputs = [sample.value(node, rows) for node in part.inputs]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        if not wanted:
+            return whole
+        roots = _forward(part, inputs, tensors, rows)
+        seeds = [torch.ones_like(root) for root in roots]
+        if not roots:
+            return 0.0
+        start = _now(sample.device)
+        torch.autograd.backward(roots, seeds, inputs=wanted)
+        alone.append((_now(sample.device) - start) * 1e6)
+        if alone[-1] > LONG_US:
+            break
+    return max(whole - min(alone), 0.0)
 
 
 def _failing(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> str:

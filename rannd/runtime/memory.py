@@ -1,8 +1,7 @@
-"""Out of memory: how it looks, what the plan had promised, what to do, and that the plan is not used again."""
+"""Out of memory: what the plan had promised, what to do, and that the plan is not used again."""
 
 from __future__ import annotations
 
-import errno
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,17 +24,7 @@ GIB = 1024**3
 LOWER = 0.9
 """Part of what was promised that the next plan may use."""
 
-_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
 _ASKED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? ?(?:bytes|[KMGT]iB))")
-
-
-def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on any device."""
-    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(exc, OSError):
-        return exc.errno == errno.ENOMEM
-    return isinstance(exc, RuntimeError) and any(word in text_of(exc) for word in _WORDS)
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:

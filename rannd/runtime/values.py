@@ -21,9 +21,9 @@ from torch import nn
 
 from rannd import log
 from rannd.errors import CheckpointError, RanndError, TraceError, UsageError
+from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.distribute import Recipe, check_unchanged, draw_seed, forget, recipes_of, recorders_of
 from rannd.runtime.initialise import record_initialisation
-from rannd.runtime.memory import is_out_of_memory
 from rannd.runtime.swap import bare, give, others, plain_tensors, unwritten
 from rannd.runtime.tape import Unrepeatable, kept_generators
 from rannd.runtime.transfer import agree_on_errors

@@ -31,6 +31,7 @@ import msgspec
 
 from rannd import log
 from rannd.errors import RankFailedError, StepError
+from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime import memory, stacks
 from rannd.runtime.channel import (
     Ask,
@@ -229,7 +230,7 @@ class Watch:
     def _tell(self, exc: BaseException) -> None:
         """Write a note on an error of this rank, and tell the others of it."""
         failure = failure_of(exc, self.where, rank=self._rank, host=self._host, pid=self._pid)
-        if memory.is_out_of_memory(exc):
+        if is_out_of_memory(exc):
             failure = msgspec.structs.replace(failure, kind="memory", certain=True)
             if self.promise is not None:
                 exc.add_note("rannd: " + self.promise.text(exc, self.where.stage))

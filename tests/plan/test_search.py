@@ -260,3 +260,30 @@ def test_ranked_plans_are_never_slower_than_even_splits() -> None:
                 told = any(name.startswith((f"{stages} stages", f"{instance.world}-way")) for name in names)
                 assert told or (len(ranked.stages) == stages and len(replicas) == 1), (seed, names)
     assert faster
+
+
+def test_where_memory_ran_out_while_measuring_pieces_stay_smaller() -> None:
+    """Of 64 rows a rank, one block has been measured with 9 at most, although 10 times that would fit by its bytes."""
+    graph = chain(6)
+    options = PlanOptions()
+    blocks = make_blocks(graph, options, world=2)
+    costs = costs_for(len(blocks))
+    bounded = list(costs.blocks)
+    bounded[3] = msgspec.structs.replace(bounded[3], most_rows=9)
+
+    def made(**items: int) -> Deployment:
+        return plan(
+            graph,
+            blocks,
+            msgspec.structs.replace(costs, blocks=tuple(bounded)),
+            world=2,
+            slots=(Slot(0, 0), Slot(0, 1)),
+            batch_rows=128,
+            memory_bytes=1 << 40,
+            options=PlanOptions(**items),
+        )
+
+    assert made().microbatches == 8
+    assert made(partition_num=2).microbatches >= 8
+    with pytest.raises(DoesNotFitError, match=r"MERGE_3_3 \(.*\) ran out of memory with 10 rows .* pieces of 16 rows"):
+        made(max_pipeline=4)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from rannd.errors import ProfileError
@@ -95,6 +100,56 @@ def test_frozen_models_have_no_backward() -> None:
     cost = measure(whole(graph), sample, (4,))
     assert cost.backward_us.at(4) == 0
     assert cost.activation_bytes.at(4) == 0
+
+
+def test_gradients_of_parameters_are_a_part_of_the_backward() -> None:
+    def cost(model: nn.Module, part: slice) -> BlockCost:
+        graph, sample = graph_of(model, torch.randn(64, 256))
+        ops = [[number] for number in range(len(graph.task.ops))]
+        return measure(block_parts(graph, ops[part])[0], sample, (16, 64))
+
+    layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    first, second = cost(layers, slice(0, 1)), cost(layers, slice(1, 2))
+    assert first.weight_us == first.backward_us, "nobody wants a gradient of the model's input"
+    assert 0.2 < second.weight_us.at(64) / second.backward_us.at(64) < 0.8, "two products, one of them the parameter's"
+    layers[1].requires_grad_(False)
+    assert cost(layers, slice(1, 2)).weight_us.at(64) == 0
+
+
+class Square(nn.Module):
+    """64 MiB a row, of a kilobyte of input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, :, None] * x[:, None, :]).tanh().sum((1, 2))
+
+
+def _measure_with_little_memory(_: int, file: str, rows: tuple[int, ...], mebibytes: int) -> None:
+    torch.set_num_threads(1)
+    graph, sample = graph_of(Square(), torch.rand(2, 4096).requires_grad_())
+    measure(whole(graph), sample, (1,))  # what the first run loads and keeps
+    there = psutil.Process().memory_info().vms + (mebibytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (there, there))
+    try:
+        told = msgspec.msgpack.encode(measure(whole(graph), sample, rows))
+    except ProfileError as exc:
+        told = str(exc).encode()
+    Path(file).write_bytes(told)
+
+
+@pytest.mark.parametrize(("rows", "few", "many"), [((2, 64), 4, 31), ((64,), 4, 31), ((64, 256), 4, 31)])
+def test_memory_that_runs_out_is_a_bound(rows: tuple[int, ...], few: int, many: int, tmp_path: Path) -> None:
+    mp.spawn(_measure_with_little_memory, (str(tmp_path / "cost"), rows, 3000))
+    cost = msgspec.msgpack.decode((tmp_path / "cost").read_bytes(), type=BlockCost)
+    assert few <= cost.most_rows <= many
+    assert cost.forward_us.at(4) > 0
+    assert cost.activation_bytes.at(4) > 4 * 64 * 2**20
+
+
+def test_memory_that_is_too_little_for_one_row_is_an_error(tmp_path: Path) -> None:
+    mp.spawn(_measure_with_little_memory, (str(tmp_path / "cost"), (2, 8), 40))
+    told = (tmp_path / "cost").read_bytes().decode()
+    assert "cannot be measured with 1 rows on cpu" in told
+    assert "needs more than the device has" in told
 
 
 def test_integer_inputs_are_those_of_the_user() -> None:

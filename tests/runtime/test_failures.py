@@ -18,6 +18,7 @@ from torch.fx import symbolic_trace
 import pyrannc
 from rannd.errors import NotANumberError, StepError, UsageError
 from rannd.plan.program import Action, Kind
+from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime import fit, memory, stacks
 from rannd.runtime.channel import Channel, ChannelError, Heard, Left, Told
 from rannd.runtime.failure import Failure, describe, failure_of, is_broken
@@ -155,11 +156,11 @@ def test_connections_made_meanwhile_are_cut_and_others_are_not() -> None:
 def test_out_of_memory_is_known_in_all_its_forms() -> None:
     with pytest.raises(RuntimeError) as found:
         torch.empty(1 << 46)
-    assert memory.is_out_of_memory(found.value)
-    assert memory.is_out_of_memory(MemoryError())
-    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
-    assert memory.is_out_of_memory(OSError(errno.ENOMEM, "no"))
-    assert not memory.is_out_of_memory(RuntimeError("shapes differ"))
+    assert is_out_of_memory(found.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "no"))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
 
 
 def test_amounts() -> None:
@@ -265,4 +266,4 @@ def test_an_exception_whose_text_fails_is_described_all_the_same() -> None:
 
     assert describe(Mute()) == "Mute: (no text: its __str__ raises ValueError)"
     assert not is_broken(Mute())
-    assert not memory.is_out_of_memory(Mute())
+    assert not is_out_of_memory(Mute())

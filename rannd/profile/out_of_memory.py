@@ -1,0 +1,24 @@
+"""How it looks when memory runs out, on any device."""
+
+from __future__ import annotations
+
+import errno
+
+import torch
+
+_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on any device."""
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(exc, OSError):
+        return exc.errno == errno.ENOMEM
+    if not isinstance(exc, RuntimeError):
+        return False
+    try:
+        text = str(exc)
+    except Exception:  # an exception's own code may fail
+        return False
+    return any(word in text for word in _WORDS)
