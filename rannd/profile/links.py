@@ -1,4 +1,4 @@
-"""Measure how fast ranks talk: point to point between two neighbours, and an all-reduce among all."""
+"""Measure how fast ranks talk: point to point between two of them, and an all-reduce among all."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ SMALL, LARGE = 4 * 1024, 4 * 1024 * 1024
 REPEATS = 5
 
 
-def measure_links(group: dist.ProcessGroup, device: torch.device) -> LinkCost:
-    """Costs of the links among the ranks of `group`, the same on all of them. Collective."""
+def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[int, int] = (0, 1)) -> LinkCost:
+    """Costs of the links among the ranks of `group`, the same on all of them. Collective.
+
+    `pair`: the two (numbers in the group) that send to each other, while the others wait.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     buffers = {nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (SMALL, LARGE)}
 
     def bounce(nbytes: int) -> None:
         buffer = buffers[nbytes]
-        if rank == 0:
-            dist.send(buffer, group=group, group_dst=1)
-            dist.recv(buffer, group=group, group_src=1)
-        elif rank == 1:
-            dist.recv(buffer, group=group, group_src=0)
-            dist.send(buffer, group=group, group_dst=0)
+        if rank == pair[0]:
+            dist.send(buffer, group=group, group_dst=pair[1])
+            dist.recv(buffer, group=group, group_src=pair[1])
+        elif rank == pair[1]:
+            dist.recv(buffer, group=group, group_src=pair[0])
+            dist.send(buffer, group=group, group_dst=pair[0])
 
     def reduce(nbytes: int) -> None:
         dist.all_reduce(buffers[nbytes], group=group)
@@ -36,9 +39,9 @@ def measure_links(group: dist.ProcessGroup, device: torch.device) -> LinkCost:
     for place, (action, nbytes) in enumerate(((bounce, SMALL), (bounce, LARGE), (reduce, SMALL), (reduce, LARGE))):
         dist.barrier(group=group)
         times[place] = _best(action, nbytes, device)
-    if rank != 0:
+    if rank != pair[0]:
         times.zero_()
-    dist.all_reduce(times, group=group)  # what rank 0 saw
+    dist.all_reduce(times, group=group)  # what the first of the pair saw
     small, large, small_reduce, large_reduce = times.tolist()
     # A bounce is two messages; n ranks move 2(n-1)/n times the buffer each in an all-reduce of 2(n-1) steps.
     latency, bandwidth = _fit(small / 2, large / 2)

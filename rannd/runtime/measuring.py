@@ -24,6 +24,9 @@ from rannd.profile.measure import Sample
 from rannd.runtime.world import World
 
 
+_LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
+
+
 class Measuring:
     """Measures one graph. `leaves`: this rank's arguments; `rows`: of each rank; the rest goes into keys."""
 
@@ -75,7 +78,7 @@ class Measuring:
         if client is not None and measured:
             client.put_many((keys[each], msgspec.msgpack.encode(cost)) for each, cost in measured.items())
         costs = {**known, **measured}
-        return CostTable(tuple(costs[each] for each in hashes), self._links(client))
+        return CostTable(tuple(costs[each] for each in hashes), *self._links(client))
 
     def _profile_key(self, block: str, rows: Sequence[int]) -> Key:
         threads = torch.get_num_threads() if self._world.device.type == "cpu" else 0
@@ -101,9 +104,10 @@ class Measuring:
         around = functools.partial(preserved, self._model) if self._graph.traced.leaf_paths else nullcontext
         return Sample(arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device, around)
 
-    def _links(self, client: Client | None) -> LinkCost:
+    def _links(self, client: Client | None) -> tuple[LinkCost, LinkCost | None]:
+        """Links inside a node and between nodes, as CostTable has them. Collective."""
         if self._world.size == 1:
-            return copy_speed(self._world.device)
+            return copy_speed(self._world.device), None
         key = link_key(
             topology=[(slot.node, slot.device) for slot in self._world.slots],
             device_model=self._model_name,
@@ -115,9 +119,30 @@ class Measuring:
             data = client.get(key) or b""
         data = self._world.broadcast_bytes(data)
         if data:
-            return msgspec.msgpack.decode(data, type=LinkCost)
-        assert self._world.forward is not None
-        link = measure_links(self._world.forward, self._world.device)
+            return _LINKS.decode(data)
+        links = self._measure_links()
         if client is not None:
-            client.put(key, msgspec.msgpack.encode(link))
-        return link
+            client.put(key, msgspec.msgpack.encode(links))
+        return links
+
+    def _measure_links(self) -> tuple[LinkCost, LinkCost | None]:
+        world = self._world
+        assert world.forward is not None
+        nodes: dict[int, list[int]] = {}
+        for slot, place in enumerate(world.slots):
+            nodes.setdefault(place.node, []).append(slot)
+        if len(nodes) == 1:
+            return measure_links(world.forward, world.device), None
+        first, second, *_ = nodes.values()
+        pair = (world.rank_of_slot[first[0]], world.rank_of_slot[second[0]])
+        between = measure_links(world.forward, world.device, pair)
+        shared = next((slots for slots in nodes.values() if len(slots) > 1), None)
+        if shared is None:
+            return between, None
+        group = world.group_of(tuple(shared))
+        told = b""
+        if world.slot in shared:
+            assert group is not None
+            told = msgspec.msgpack.encode(measure_links(group, world.device))
+        heard = world.gather_bytes(told)
+        return msgspec.msgpack.decode(heard[world.rank_of_slot[shared[0]]], type=LinkCost), between
