@@ -37,7 +37,7 @@ from rannd.plan.options import PlanOptions
 from rannd.plan.search import plan
 from rannd.plan.simulate import predict
 from rannd.profile.analytic import analytic_costs, link_cost
-from rannd.profile.blocks import block_parts
+from rannd.profile.blocks import block_part
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 from rannd.profile.measure import Sample, measure
 from rannd.runner.environment import MALLOC_SETTINGS
@@ -199,10 +199,9 @@ def machine_and_blocks(
     for _ in range(rounds):
         product_us, sum_us, latency_us = rates()
         least = (min(least[0], product_us), min(least[1], sum_us), min(least[2], latency_us))
-        parts = block_parts(graph, blocks)  # measuring uses a part up
         for number, key in enumerate(hashes):
             if hashes.index(key) == number:
-                again = measure(parts[number], sample, rows)
+                again = measure(block_part(graph, blocks[number]), sample, rows).cost(max(rows))
                 if key not in found or _whole(again, rows[1]) < _whole(found[key], rows[1]):
                     found[key] = again
     return machine(least), [found[key] for key in hashes]

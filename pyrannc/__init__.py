@@ -19,6 +19,7 @@ from rannd.runtime.agreement import meet as _meet
 from rannd.runtime.deployment_file import read_file as _read_file
 from rannd.runtime.distribute import DistributeModelParams
 from rannd.runtime.module import RaNNCModule, clear
+from rannd.runtime.profiling import profile
 from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
 from rannd.runtime.world import current as _current
 from rannd.runtime.world import find_place as _find_place
@@ -37,6 +38,7 @@ __all__ = [
     "get_world_size",
     "keep_graph",
     "load_checkpoint",
+    "profile",
     "save_checkpoint",
     "show_deployment",
     "sync_params_on_init",

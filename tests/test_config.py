@@ -56,12 +56,14 @@ PLAN_AFFECTING = {
     "coarsen_by_time",
     "do_coarsening",
     "do_uncoarsening",
+    "profile_by_acc",
     "schedule",
     "checkpointing",
     "mem_limit_gb",
     "mem_margin",
     "opt_param_factor",
     "load_deployment",
+    "load_graph_profile",
     "device",
     "partitioning_dry_run_np",
     "partitioning_dry_run_cluster",
@@ -71,6 +73,8 @@ NOT_PLAN_AFFECTING = {
     "consolidate_grads",
     "save_deployment",
     "deployment_file",  # its content, not its name, matters, and that only with load_deployment
+    "save_graph_profile",
+    "graph_profile_file",
     "show_config_items",
     "run_watchdog",
     "watchdog_timeout_s",
@@ -259,6 +263,14 @@ def test_lines_show_value_and_origin(conf: Path) -> None:
         ("max_partition_num = 4", "min_partition_num = 5 (default) is above max_partition_num = 4 ({conf}:1); "),
         ("save_deployment = true", "save_deployment = true ({conf}:1), but deployment_file names no file; set "),
         ("load_deployment = true", "load_deployment = true ({conf}:1), but deployment_file names no file; set "),
+        (
+            "save_graph_profile = true",
+            "save_graph_profile = true ({conf}:1), but graph_profile_file names no file; set ",
+        ),
+        (
+            "load_graph_profile = true",
+            "load_graph_profile = true ({conf}:1), but graph_profile_file names no file; set ",
+        ),
         (
             'partitioning_dry_run_cluster = "cpu"',
             'partitioning_dry_run_cluster = "cpu" ({conf}:1), but partitioning_dry_run_np is 0; set it to the number ',

@@ -26,7 +26,6 @@ _LOG = "Logging"
 
 _DEAD = "nothing reads it in RaNNC either"
 _LATER = "not implemented yet in this version"
-_STORE = "the daemon keeps profiles between runs by itself"
 _PLANS = "the daemon keeps whole deployments between runs by itself"
 _WATCH = "ranks watch each other over sockets, there are no files"
 
@@ -112,10 +111,9 @@ class Config:
     )
     profile_by_acc: bool = item(
         False,
-        "Sum the times of parts instead of measuring merged graphs.",
+        "Measure the smallest parts of a model that can be apart and add them up, instead of measuring whole blocks.",
         group=_PLAN,
-        plan_affecting=False,
-        no_effect="blocks are measured once per structure, and the planner sums blocks",
+        plan_affecting=True,
     )
     force_dist_matmul: bool = item(
         False,
@@ -172,12 +170,17 @@ class Config:
         "", "File for save_deployment and load_deployment, which need it.", group=_SAVED, plan_affecting=False
     )
     save_graph_profile: bool = item(
-        False, "Write measured times to graph_profile_file.", group=_SAVED, plan_affecting=False, no_effect=_STORE
+        False,
+        "Write measured times to graph_profile_file, besides what it has already.",
+        group=_SAVED,
+        plan_affecting=False,
     )
     load_graph_profile: bool = item(
-        False, "Read measured times from graph_profile_file.", group=_SAVED, plan_affecting=False, no_effect=_STORE
+        False, "Take measured times from graph_profile_file where it has them.", group=_SAVED, plan_affecting=True
     )
-    graph_profile_file: str = item("", "File for measured times.", group=_SAVED, plan_affecting=False, no_effect=_STORE)
+    graph_profile_file: str = item(
+        "", "File for save_graph_profile and load_graph_profile, which need it.", group=_SAVED, plan_affecting=False
+    )
     save_mlpart_results: bool = item(
         False, "Write the blocks to mlpart_results_file.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
     )
@@ -383,6 +386,8 @@ class Config:
         for switch, file in (
             ("save_deployment", "deployment_file"),
             ("load_deployment", "deployment_file"),
+            ("save_graph_profile", "graph_profile_file"),
+            ("load_graph_profile", "graph_profile_file"),
             ("dump_graph", "dump_graph_prefix"),
         ):
             if getattr(self, switch) and not getattr(self, file):

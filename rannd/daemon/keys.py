@@ -118,10 +118,8 @@ def deployment_key(
     )
 
 
-def profile_key(
-    *, block_hash: str, device_model: str, threads: int, versions: Mapping[str, str], rows: Sequence[int]
-) -> Key:
-    """The key of a block's measured times. `rows`: the batch sizes it was measured with.
+def profile_key(*, block_hash: str, device_model: str, threads: int, versions: Mapping[str, str]) -> Key:
+    """The key of a block's measured times.
 
     Raises:
         ValueError: a required version is missing.
@@ -132,7 +130,6 @@ def profile_key(
             "block": block_hash,
             "device_model": device_model,
             "threads": threads,
-            "rows": list(rows),
             **_versions(versions),
         },
     )
@@ -187,7 +184,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
         ("device_model", "on", 32),
         ("backend", "over", 8),
     ),
-    "profile": (("block", "block", 8), ("rows", "rows", 24), ("device_model", "on", 32), ("threads", "threads", 8)),
+    "profile": (("block", "block", 8), ("device_model", "on", 32), ("threads", "threads", 8)),
     "trace": (("model", "of", 48), ("call", "for", 72)),
     "limit": (("deployment", "after out of memory in", 12),),
     "link": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),

@@ -6,6 +6,7 @@ caplog and the handlers of the user find them; none of ours is there. Importing 
 """
 
 from rannd.log.door import LOG_FILE, LOGGERS, get, setup
+from rannd.log.progress import Progress
 from rannd.log.settings import TRACE
 
-__all__ = ["LOGGERS", "LOG_FILE", "TRACE", "get", "setup"]
+__all__ = ["LOGGERS", "LOG_FILE", "TRACE", "Progress", "get", "setup"]

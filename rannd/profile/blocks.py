@@ -1,61 +1,47 @@
-"""Costs of a model's blocks: each structure is measured once, on one of the ranks."""
+"""What a model's blocks cost: each structure is measured once, on one of the ranks."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from torch.fx import Node
 
-from rannd import log
 from rannd.graph.cut import Part, extract
 from rannd.graph.model import ModelGraph
-from rannd.profile.costs import BlockCost
+from rannd.log import Progress
 from rannd.profile.measure import Sample, measure
+from rannd.profile.points import Measured
 
-PROGRESS_S = 10.0
-
-_costs = msgspec.msgpack.Decoder(dict[str, BlockCost])
+_found = msgspec.msgpack.Decoder(dict[str, Measured])
 
 
-def block_parts(graph: ModelGraph, blocks: Sequence[Sequence[int]]) -> list[Part]:
-    """Each block (op numbers of the task graph) as a part that can run alone."""
+def block_part(graph: ModelGraph, ops: Sequence[int], name: str = "Block") -> Part:
+    """A block (op numbers of the task graph) as a part that can run alone."""
     nodes: list[Node] = list(graph.nodes.values())
-    return [
-        extract(graph.traced, graph.placement, {nodes[op] for op in ops}, f"Block{number}")
-        for number, ops in enumerate(blocks)
-    ]
+    return extract(graph.traced, graph.placement, {nodes[op] for op in ops}, name)
 
 
 def measure_missing(
-    parts: Sequence[Part],
-    hashes: Sequence[str],
-    known: dict[str, BlockCost],
+    missing: Mapping[str, tuple[int, ...]],
+    part_of: Callable[[str], Part],
     sample: Sample,
-    rows: Sequence[int],
     *,
     rank: int,
     world: int,
     gather: Callable[[bytes], list[bytes]],
-) -> dict[str, BlockCost]:
-    """Costs by hash of all structures that are not `known`, each measured by one of `world` ranks. Collective.
+) -> dict[str, Measured]:
+    """Measure what is `missing` (numbers of rows, by hash of a block), each block on one of `world` ranks.
 
-    `gather` gives every rank the bytes of all. A ProfileError on one rank is raised there.
+    Collective. `gather` gives every rank the bytes of all. A ProfileError on one rank is raised there.
     """
-    logger = log.get("GraphProfiler")
-    missing = [key for key in dict.fromkeys(hashes) if key not in known]
-    found: dict[str, BlockCost] = {}
-    told = time.monotonic()
-    for number, key in enumerate(missing):
-        if number % world != rank:
-            continue
-        found[key] = measure(parts[hashes.index(key)], sample, rows)
-        if rank == 0 and time.monotonic() - told > PROGRESS_S:
-            told = time.monotonic()
-            logger.info("Measured %d of %d blocks", number + 1, len(missing))
-    merged: dict[str, BlockCost] = {}
+    mine = list(missing)[rank::world]
+    found: dict[str, Measured] = {}
+    with Progress("GraphProfiler", "Measured {done} of {total} blocks", len(mine), shown=rank == 0) as progress:
+        for key in mine:
+            found[key] = measure(part_of(key), sample, missing[key])
+            progress.step()
+    merged: dict[str, Measured] = {}
     for data in gather(msgspec.msgpack.encode(found)):
-        merged.update(_costs.decode(data))
-    logger.debug("Measured %d structures of %d blocks, %d were known", len(missing), len(parts), len(known))
+        merged.update(_found.decode(data))
     return merged

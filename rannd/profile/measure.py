@@ -1,8 +1,8 @@
 """Measure what parts of a graph cost on the real device.
 
-A part runs alone, with synthetic parameters and inputs of the right shapes, at one or two numbers of rows; costs
-between them follow a line. Integer inputs of the model are taken from the first mini-batch, because an index has
-to be one. The state of the user's model and the random number generators stay untouched.
+A part runs alone, with synthetic parameters and inputs of the right shapes, with some numbers of rows. Integer inputs
+of the model are taken from the first mini-batch, because an index has to be one. The state of the user's model and the
+random number generators stay untouched.
 
 What gradients of parameters take is what a backward takes longer than one for the inputs alone. A stage that
 recomputes runs this same forward in its backward. Where memory runs out, fewer rows are measured, and what ran out
@@ -20,10 +20,9 @@ from torch.fx import Interpreter, Node
 
 from rannd.errors import ProfileError
 from rannd.graph.cut import Part, crossing_shape
-from rannd.graph.ir import Size
 from rannd.graph.traced import operator_name
-from rannd.profile.costs import BlockCost
 from rannd.profile.out_of_memory import is_out_of_memory
+from rannd.profile.points import Measured, Point
 
 WARM_UPS = 1
 REPEATS = 3
@@ -74,16 +73,17 @@ _ZEROED = {
 }
 
 
-def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
-    """Times and activation bytes of a part at each of the (one or two) numbers of rows; the part is used up.
+def measure(part: Part, sample: Sample, rows: Sequence[int]) -> Measured:
+    """Times and activation bytes of a part with each number of rows; the part is used up.
 
-    `rows`: ascending. Where memory runs out, fewer rows are tried, and the cost tells how many are too many.
+    `rows`: ascending. Where memory runs out, fewer rows are tried, and it is told how many are too many.
     ProfileError where the part does not run, or not even with one row.
     """
     _zero_indices(part)
     devices = [sample.device] if sample.device.type == "cuda" else []
-    found: dict[int, tuple[float, float, float, float]] = {}
+    found: dict[int, Point] = {}
     waiting, too_many = list(rows), 0
+    error: ProfileError | None = None
     with torch.random.fork_rng(devices=devices), sample.around():
         tensors = {}
         for name in part.tensors:
@@ -95,24 +95,26 @@ def measure(part: Part, sample: Sample, rows: Sequence[int]) -> BlockCost:
             try:
                 found[count] = _at(part, sample, tensors, count)
             except Exception as exc:
-                if not is_out_of_memory(exc) or count == 1:
+                if not is_out_of_memory(exc):
+                    if error is not None:
+                        break  # some models take no fewer rows: BatchNorm wants two
                     raise _cannot(part, sample, tensors, count, exc) from exc
-                too_many = count
+                error, too_many = _cannot(part, sample, tensors, count, exc), count
             if too_many:
                 # Halfway down to what ran, or to one row, until the bound is within a factor of two.
                 free = max((count for count in found if count < too_many), default=0)
                 waiting = [max(too_many // 2, 1)] if too_many // 2 > free else []
                 if sample.device.type == "cuda":
                     torch.cuda.empty_cache()
-    counts = sorted(found)[:: max(len(found) - 1, 1)]  # the fewest and the most
-    forward, backward, weight, kept = (_line(counts, [found[count][index] for count in counts]) for index in range(4))
-    return BlockCost(forward, backward, kept, weight, max(too_many - 1, 0))
+    if error is not None and not found:
+        raise error
+    return Measured(tuple(found[count] for count in sorted(found)), too_many)
 
 
 def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, exc: Exception) -> ProfileError:
     """What is told where a part does not run."""
     if is_out_of_memory(exc):
-        where, advice = "", "; one part of the model alone needs more than the device has, even for one row"
+        where, advice = "", "; this part of the model alone needs more than the device has: use smaller mini-batches"
     else:
         where = _failing(part, sample, tensors, rows)
         advice = (
@@ -125,10 +127,7 @@ def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], row
     )
 
 
-def _at(
-    part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int
-) -> tuple[float, float, float, float]:
-    """Forward, backward and its part for parameters in microseconds, and bytes kept between the two."""
+def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> Point:
     forward: list[float] = []
     backward: list[float] = []
     leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
@@ -153,7 +152,7 @@ def _at(
             if forward[-1] + backward[-1] > LONG_US:
                 break
     whole = min(backward)
-    return min(forward), whole, _weight(part, sample, tensors, rows, whole), kept
+    return Point(rows, min(forward), whole, _weight(part, sample, tensors, rows, whole), kept)
 
 
 def _forward(
@@ -253,12 +252,3 @@ def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if dtype == torch.bool:
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _line(rows: Sequence[int], values: Sequence[float]) -> Size:
-    """The line through the measured points; through one point, proportional to the rows."""
-    if len(rows) == 1:
-        return Size(0.0, values[0] / rows[0])
-    (few, many), (less, more) = rows[:2], values[:2]
-    slope = max((more - less) / (many - few), 0.0)
-    return Size(max(more - slope * many, 0.0), slope)

@@ -37,12 +37,15 @@ from rannd.plan.places import lost_cut_points
 from rannd.plan.search import alternative_lines, assignment_lines, estimate_lines, plan
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
+from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
+from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.bound import planned_stages
 from rannd.runtime.cache import GIB, Cache
 from rannd.runtime.deployment_file import read_file
 from rannd.runtime.fit import lower_limit, short
 from rannd.runtime.measuring import Measuring
 from rannd.runtime.memory import Promise, amount
+from rannd.runtime.profile_file import ProfileFile
 from rannd.runtime.world import World, device_memory, device_model
 
 LEASE_WAIT_S = 1200.0
@@ -102,6 +105,7 @@ class Planner:
         self._model_name = device_model(world)
         self._used: Key | None = None
         self._base: Key | None = None
+        self._file = ProfileFile(config, self._model_name)
         self._backend = "nccl" if world.device.type == "cuda" else "gloo"
         self._versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
         self._versions["rannd source"] = source_digest()
@@ -112,6 +116,7 @@ class Planner:
             model,
             leaves,
             rows,
+            apart=config.profile_by_acc,
             device_model=self._model_name,
             backend=self._backend,
             versions=self._versions,
@@ -123,10 +128,39 @@ class Planner:
         """The deployment from a file, the cache, or a plan made now. Collective."""
         if file is not None:
             return self._from_file(file)
+        self._measuring.given = self._file.load(self._everywhere)
         self._base = self._key()
         deployment = self._below(self._known_limit(self._base)) or self._found_or_made()
         lacking = short(self._world, self._model, deployment)
-        return deployment if lacking is None else self._smaller(deployment, *lacking)
+        if lacking is not None:
+            deployment = self._smaller(deployment, *lacking)
+        if self._config.save_graph_profile:
+            if not self._measuring.profile:  # the deployment was known
+                self._measuring.costs(self._cache.client, self._blocks(len(self._world.slots)))
+            self._file.save(self._profile(), self._everywhere)
+        return deployment
+
+    def profile(self) -> GraphProfile:
+        """Measure the blocks of plans for any number of devices, where they are not known. Collective."""
+        self._measuring.given = self._file.load(self._everywhere)
+        most = max(self._options.max_partition_num, self._options.partition_num)
+        # Blocks are the same for more devices than there may be blocks.
+        plans = (self._blocks(devices) for devices in range(1, most + 1))
+        if self._world.rank == 0:
+            log.get("RaNNCModule").info("Running profiler ...")
+        self._measuring.measure_all(self._cache.client, plans)
+        if self._world.rank == 0:
+            log.get("RaNNCModule").info("Profiling finished")
+        found = self._profile()
+        if self._config.save_graph_profile:
+            self._file.save(found, self._everywhere)
+        return found
+
+    def _profile(self) -> GraphProfile:
+        """What is known of this graph's blocks."""
+        return GraphProfile(
+            PROFILE_FORMAT, self._model_name, version(), str(torch.__version__), self._measuring.profile
+        )
 
     def _from_file(self, file: Path) -> Deployment:
         """A deployment that a file has; what it was not planned for is told. Collective."""
@@ -263,7 +297,11 @@ class Planner:
             device_memory=self.usable_memory,
             backend=self._backend,
             versions=self._versions,
-            plan_items={**self._config.plan_items(), "interleaved": self._interleaved},
+            plan_items={
+                **self._config.plan_items(),
+                "interleaved": self._interleaved,
+                "graph_profile": self._file.digest,
+            },
             optimizer=self._optimizer,
         )
 
@@ -297,7 +335,7 @@ class Planner:
         target = target or Target(self._world.slots, sum(self._rows), self.usable_memory, self._made)
         if first and target.cluster is None:
             logger.info("Running profiler ...")
-        blocks = make_blocks(self._graph.task, self._options, world=len(target.slots))
+        blocks = self._blocks(len(target.slots))
         lost = lost_cut_points(self._graph.task)
         if lost and first:
             logger.warning(
@@ -310,6 +348,9 @@ class Planner:
             logger.info("Profiling finished" if target.cluster is None else f"Times are those of {target.made.costs}")
             logger.info("Assuming batch size: %d", target.rows)
         return self._everywhere(lambda: self._plan(blocks, costs, target))
+
+    def _blocks(self, devices: int) -> tuple[Block, ...]:
+        return make_blocks(self._graph.task, self._options, world=devices)
 
     def _analytic(self, blocks: Sequence[Block], target: Target) -> CostTable:
         """Costs of the target's cluster, for the pieces that may be planned."""

@@ -18,6 +18,7 @@ from rannd.graph.signature import Call
 from rannd.plan.check import check
 from rannd.plan.deployment import Deployment
 from rannd.plan.show import show
+from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime import clipping
 from rannd.runtime.asked import Anchor
 from rannd.runtime.bound import bind, planned_stages, tensor_owners
@@ -108,10 +109,7 @@ class Deployer:
         world, config = self._world, self._config
         for line in graph.idle_cuts if world.rank == 0 else ():
             log.get("RaNNCModule").warning("%s", line)
-        leaves = [placed(tensor, world.device) if tensor.is_meta else tensor for tensor in call.tensors]
-        planner = Planner(
-            world, config, self._cache, graph, self._model, self._optimizer, leaves, rows, scaled=self._scaled
-        )
+        planner = self._planner(graph, call, rows)
         if config.partitioning_dry_run_np:
             deployment = planner.dry_run(config.partitioning_dry_run_np, config.partitioning_dry_run_cluster)
             self._dump(graph, deployment, planned_stages(graph, deployment))
@@ -128,6 +126,25 @@ class Deployer:
             world.rank_of_slot[slot]: number for number, each in enumerate(deployment.stages) for slot in each.slots
         }
         return self._distribute(graph, deployment, promise)
+
+    def profile(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> GraphProfile:
+        """Measure what plans of any size need to know of `graph`."""
+        check_values(call.names, call.tensors)
+        return self._planner(graph, call, rows).profile()
+
+    def _planner(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> Planner:
+        leaves = [placed(tensor, self._world.device) if tensor.is_meta else tensor for tensor in call.tensors]
+        return Planner(
+            self._world,
+            self._config,
+            self._cache,
+            graph,
+            self._model,
+            self._optimizer,
+            leaves,
+            rows,
+            scaled=self._scaled,
+        )
 
     def _distribute(self, graph: ModelGraph, deployment: Deployment, promise: Promise) -> Deployed:
         """Give each rank the parameters of its stage."""

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import msgspec
 import torch
 from torch import nn
 
+from rannd import log
 from rannd.daemon.client import Client
 from rannd.daemon.keys import Key, link_key, profile_key
 from rannd.graph.model import ModelGraph
 from rannd.graph.opaque import preserved
 from rannd.graph.structure import block_hashes
+from rannd.plan.atoms import make_atoms
 from rannd.plan.blocks import Block
-from rannd.profile.blocks import block_parts, measure_missing
-from rannd.profile.costs import BlockCost, CostTable, LinkCost
+from rannd.profile.blocks import block_part, measure_missing
+from rannd.profile.costs import CostTable, LinkCost
+from rannd.profile.graph_profile import GraphProfile
 from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import Sample
+from rannd.profile.points import Measured, lacking, ladder, total
 from rannd.runtime.world import World
 
-
 _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
+_MEASURED = msgspec.msgpack.Decoder(Measured)
+
+Ops = tuple[int, ...]
+"""Operators of the task graph that are measured together."""
 
 
 class Measuring:
-    """Measures one graph. `leaves`: this rank's arguments; `rows`: of each rank; the rest goes into keys."""
+    """Measures one graph.
+
+    `leaves`: this rank's arguments; `rows`: of each rank; `apart`: measure atoms, and add them up to blocks; the rest
+    goes into keys.
+    """
 
     def __init__(
         self,
@@ -38,6 +49,7 @@ class Measuring:
         leaves: Sequence[torch.Tensor],
         rows: Sequence[int],
         *,
+        apart: bool,
         device_model: str,
         backend: str,
         versions: Mapping[str, str],
@@ -46,51 +58,91 @@ class Measuring:
         self._graph = graph
         self._model = model
         self._leaves = leaves
-        self._rows = tuple(rows)
+        self._most = max(math.ceil(sum(rows) / world.size), 1)
+        """Rows of the largest piece."""
+        self._apart = apart
         self._model_name = device_model
         self._backend = backend
         self._versions = versions
+        self.given: GraphProfile | None = None
+        """From a file: what is known besides what the cache knows."""
+        self.profile: dict[str, Measured] = {}
+        """What is known of this graph's blocks by now, by hash."""
 
     def costs(self, client: Client | None, blocks: Sequence[Block]) -> CostTable:
         """Costs of all blocks, measured where they are not known, and of the links. Collective."""
-        parts = block_parts(self._graph, [block.ops for block in blocks])
-        hashes = block_hashes(self._graph.task, [block.ops for block in blocks])
-        rows = self._profile_rows()
-        keys = {each: self._profile_key(each, rows) for each in dict.fromkeys(hashes)}
-        known: dict[str, BlockCost] = {}
+        parts = self._parts(blocks)
+        hashes = iter(block_hashes(self._graph.task, [ops for each in parts for ops in each]))
+        keys = [[next(hashes) for _ in each] for each in parts]
+        wanted = {
+            key: ops for each, found in zip(parts, keys, strict=True) for ops, key in zip(each, found, strict=True)
+        }
+        self._measure(client, wanted, everything=False)
+        costs = {key: self.profile[key].cost(self._most) for key in wanted}
+        return CostTable(tuple(total([costs[key] for key in each]) for each in keys), *self._links(client))
+
+    def measure_all(self, client: Client | None, plans: Iterable[Sequence[Block]]) -> None:
+        """Measure the blocks of several plans, with enough rows for any smaller mini-batch. Collective."""
+        parts = list(dict.fromkeys(ops for blocks in plans for each in self._parts(blocks) for ops in each))
+        wanted = dict(zip(block_hashes(self._graph.task, parts), parts, strict=True))
+        self._measure(client, wanted, everything=True)
+
+    def _parts(self, blocks: Sequence[Block]) -> list[list[Ops]]:
+        """What is measured of each block."""
+        if not self._apart:
+            return [[block.ops] for block in blocks]
+        owner = {op: number for number, block in enumerate(blocks) for op in block.ops}
+        found: list[list[Ops]] = [[] for _ in blocks]
+        for atom in make_atoms(self._graph.task):
+            found[owner[atom[0]]].append(atom)
+        return found
+
+    def _measure(self, client: Client | None, wanted: Mapping[str, Ops], *, everything: bool) -> None:
+        """Let `profile` have all that is `wanted` (operators, by hash). Collective."""
+        keys = {each: self._profile_key(each) for each in wanted if each not in self.profile}
+        known = dict(self.profile)
+        if self.given is not None:
+            known.update((each, self.given.blocks[each]) for each in keys if each in self.given.blocks)
         if client is not None:
             for each, value in zip(keys, client.get_many(list(keys.values())), strict=True):
                 if value is not None:
-                    known[each] = msgspec.msgpack.decode(value, type=BlockCost)
-        known = msgspec.msgpack.decode(
-            self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, BlockCost]
+                    kept = _MEASURED.decode(value)
+                    known[each] = known[each].joined(kept) if each in known else kept
+        self.profile = msgspec.msgpack.decode(
+            self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, Measured]
         )
+        missing = {each: self._lacking(self.profile.get(each), everything=everything) for each in wanted}
+        missing = {each: rows for each, rows in missing.items() if rows}
+        log.get("GraphProfiler").debug("%d of %d different parts have to be measured", len(missing), len(wanted))
         measured = measure_missing(
-            parts,
-            hashes,
-            known,
+            missing,
+            lambda each: block_part(self._graph, wanted[each], f"Block{wanted[each][0]}"),
             self._sample(),
-            rows,
             rank=self._world.rank,
             world=self._world.size,
             gather=self._world.gather_bytes,
         )
-        if client is not None and measured:
-            client.put_many((keys[each], msgspec.msgpack.encode(cost)) for each, cost in measured.items())
-        costs = {**known, **measured}
-        return CostTable(tuple(costs[each] for each in hashes), *self._links(client))
+        joined = {each: found.joined(self.profile.get(each)) for each, found in measured.items()}
+        self.profile.update(joined)
+        if client is not None and joined:
+            # That memory ran out is no property of the block: something else may have been on the device.
+            client.put_many(
+                (self._profile_key(each), msgspec.msgpack.encode(Measured(found.points)))
+                for each, found in joined.items()
+                if found.points
+            )
 
-    def _profile_key(self, block: str, rows: Sequence[int]) -> Key:
+    def _lacking(self, known: Measured | None, *, everything: bool) -> tuple[int, ...]:
+        whole = bool(self._graph.coupled)
+        if not everything:
+            return lacking(known, self._most, whole=whole)
+        there = {point.rows for point in known.points} if known is not None else set()
+        steps = ladder(self._most, whole=whole)
+        return tuple(rows for rows in steps if rows not in there and lacking(known, rows, whole=whole))
+
+    def _profile_key(self, block: str) -> Key:
         threads = torch.get_num_threads() if self._world.device.type == "cpu" else 0
-        return profile_key(
-            block_hash=block, device_model=self._model_name, threads=threads, versions=self._versions, rows=rows
-        )
-
-    def _profile_rows(self) -> tuple[int, ...]:
-        """Rows to measure with: a rank's mini-batch, and a quarter of it where it may be sliced."""
-        most = max(math.ceil(sum(self._rows) / self._world.size), 1)
-        fewest = max(most // 4, 1)
-        return (most,) if self._graph.coupled or fewest == most else (fewest, most)
+        return profile_key(block_hash=block, device_model=self._model_name, threads=threads, versions=self._versions)
 
     def _sample(self) -> Sample:
         specs = self._graph.signature.tensors
@@ -103,6 +155,8 @@ class Measuring:
             state[name] = tensor
         around = functools.partial(preserved, self._model) if self._graph.traced.leaf_paths else nullcontext
         return Sample(arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device, around)
+
+    # -- links ------------------------------------------------------------------------------------------------
 
     def _links(self, client: Client | None) -> tuple[LinkCost, LinkCost | None]:
         """Links inside a node and between nodes, as CostTable has them. Collective."""

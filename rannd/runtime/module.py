@@ -108,8 +108,6 @@ class RaNNCModule(nn.Module):
                 log.get("RaNNCModule").info("%s", line)
         for warning in config.no_effect_warnings():
             log.get("RaNNCModule").warning("%s", warning)
-        if (config.save_deployment or config.load_deployment) and not config.deployment_file:
-            raise UsageError("save_deployment or load_deployment is set, but deployment_file names no file")
         file = Path(load_deployment) if load_deployment else None
         if file is None and config.load_deployment:
             file = Path(config.deployment_file)

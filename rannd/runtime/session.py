@@ -22,6 +22,7 @@ from rannd.graph.model import ModelGraph
 from rannd.graph.pystate import State
 from rannd.graph.signature import Call, Mode, Signature, classify
 from rannd.plan.deployment import Deployment
+from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.agreement import Phase, agree, meet
 from rannd.runtime.bridge import attach
 from rannd.runtime.cache import Cache
@@ -300,29 +301,12 @@ class Session:
         """Trace and bind the graph of a call not seen before; deploy at the first. Returns its number."""
         logger = log.get("RaNNCModule")
         deployed = self._deployed
-        check_ready(self._model, call.names, call.tensors)
-        told = self.world.gather_bytes(msgspec.msgpack.encode(of_call(call, mode)))
-        what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
-        if what:
-            raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
-        shapes = [
-            msgspec.msgpack.decode(data, type=list[list[int]])
-            for data in self.world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
-        ]
-        signature = classify(call, mode, shapes)
-        if self.world.rank == 0:
-            logger.info("Tracing model%s ...", "" if deployed is None else " for other inputs or another mode")
-        graph = self._trace(signature, call)
-        signature = graph.signature
+        graph, signature = self._graph_of(call, mode)
         self._graphs.look_again()
         twin = self._graphs.twin(graph, state)
         if twin is not None:
             return twin
-        rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
-        if self._shared:
-            rows = [count for _, count in split_rows(rows[0], self.world.size)]
-        if not any(rows):
-            raise StepError("the mini-batches of all ranks are empty; skip the step")
+        rows = self._rows(signature, call)
         if deployed is not None:
             deployed.parameters.adopt()
         else:
@@ -338,6 +322,39 @@ class Session:
                 logger.info("Routes verification passed.")
             logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
         return number
+
+    def profile(self, call: Call, training: bool) -> GraphProfile:
+        """Measure the blocks of a call's graph for plans of any size; nothing is deployed."""
+        with self._cache.connected():
+            graph, signature = self._graph_of(call, Mode.current(training, self.dropout))
+            return self._deployer.profile(graph, call, self._rows(signature, call))
+
+    def _graph_of(self, call: Call, mode: Mode) -> tuple[ModelGraph, Signature]:
+        """The graph of a call that all ranks make alike, and what it is traced for."""
+        check_ready(self._model, call.names, call.tensors)
+        told = self.world.gather_bytes(msgspec.msgpack.encode(of_call(call, mode)))
+        what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
+        if what:
+            raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
+        shapes = [
+            msgspec.msgpack.decode(data, type=list[list[int]])
+            for data in self.world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
+        ]
+        signature = classify(call, mode, shapes)
+        if self.world.rank == 0:
+            more = "" if self._deployed is None else " for other inputs or another mode"
+            log.get("RaNNCModule").info("Tracing model%s ...", more)
+        graph = self._trace(signature, call)
+        return graph, graph.signature
+
+    def _rows(self, signature: Signature, call: Call) -> list[int]:
+        """Rows of each rank."""
+        rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
+        if self._shared:
+            rows = [count for _, count in split_rows(rows[0], self.world.size)]
+        if not any(rows):
+            raise StepError("the mini-batches of all ranks are empty; skip the step")
+        return rows
 
     def _as_trained(self, graph: ModelGraph, call: Call) -> ModelGraph:
         """The graph to plan for: the one that training runs, where there is an optimizer, whatever the first call is.

@@ -37,7 +37,6 @@ PROFILE: dict[str, Any] = {
     "device_model": "cpu",
     "threads": 1,
     "versions": {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0"},
-    "rows": [1, 2, 4],
 }
 LINK: dict[str, Any] = {
     "topology": [(0, 0), (1, 0)],
@@ -146,7 +145,7 @@ def test_every_changed_component_changes_the_key(build: Callable[..., keys.Key],
                 changed["topology"] = [(0, device) for device in range(other)]
             digests.add(build(**changed).digest)
             count += 1
-    assert count > 30
+    assert count > 20
     assert len(digests) == count
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from rannd.errors import ProfileError
 from rannd.graph.cut import Part, extract
-from rannd.graph.ir import Size
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.signature import Mode, classify, flatten_call
 from rannd.graph.structure import block_hashes
-from rannd.profile.blocks import block_parts, measure_missing
+from rannd.profile.blocks import block_part, measure_missing
 from rannd.profile.costs import BlockCost
-from rannd.profile.measure import Sample, _line, measure
+from rannd.profile.measure import Sample, measure
+from rannd.profile.points import Measured
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ def test_nothing_of_the_users_is_touched() -> None:
 def test_costs_are_positive_and_grow_with_the_rows() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     graph, sample = graph_of(model, torch.randn(8, 64))
-    cost = measure(whole(graph), sample, (8, 64))
+    cost = measure(whole(graph), sample, (8, 64)).cost(64)
     for size in (cost.forward_us, cost.backward_us):
         assert size.at(64) > 0
         assert size.at(1) >= 0
@@ -97,7 +97,7 @@ def test_costs_are_positive_and_grow_with_the_rows() -> None:
 def test_frozen_models_have_no_backward() -> None:
     model = nn.Linear(8, 8).requires_grad_(False)
     graph, sample = graph_of(model, torch.randn(4, 8))
-    cost = measure(whole(graph), sample, (4,))
+    cost = measure(whole(graph), sample, (4,)).cost(4)
     assert cost.backward_us.at(4) == 0
     assert cost.activation_bytes.at(4) == 0
 
@@ -106,7 +106,7 @@ def test_gradients_of_parameters_are_a_part_of_the_backward() -> None:
     def cost(model: nn.Module, part: slice) -> BlockCost:
         graph, sample = graph_of(model, torch.randn(64, 256))
         ops = [[number] for number in range(len(graph.task.ops))]
-        return measure(block_parts(graph, ops[part])[0], sample, (16, 64))
+        return measure(block_part(graph, ops[part][0]), sample, (16, 64)).cost(64)
 
     layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     first, second = cost(layers, slice(0, 1)), cost(layers, slice(1, 2))
@@ -139,7 +139,7 @@ def _measure_with_little_memory(_: int, file: str, rows: tuple[int, ...], mebiby
 @pytest.mark.parametrize(("rows", "few", "many"), [((2, 64), 4, 31), ((64,), 4, 31), ((64, 256), 4, 31)])
 def test_memory_that_runs_out_is_a_bound(rows: tuple[int, ...], few: int, many: int, tmp_path: Path) -> None:
     mp.spawn(_measure_with_little_memory, (str(tmp_path / "cost"), rows, 3000))
-    cost = msgspec.msgpack.decode((tmp_path / "cost").read_bytes(), type=BlockCost)
+    cost = msgspec.msgpack.decode((tmp_path / "cost").read_bytes(), type=Measured).cost(max(rows))
     assert few <= cost.most_rows <= many
     assert cost.forward_us.at(4) > 0
     assert cost.activation_bytes.at(4) > 4 * 64 * 2**20
@@ -188,7 +188,7 @@ def test_an_index_that_is_made_of_a_permutation(make: Any) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert measure(rest, sample, (4,)).forward_us.at(4) > 0
+        assert measure(rest, sample, (4,)).points[0].forward_us > 0
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -204,21 +204,6 @@ def test_a_part_that_does_not_run_is_named() -> None:
         measure(whole(graph), sample, (4,))
 
 
-@pytest.mark.parametrize(
-    ("rows", "values", "expected"),
-    [
-        ((4,), (8.0,), Size(0.0, 2.0)),
-        ((2, 4), (5.0, 9.0), Size(1.0, 2.0)),
-        ((2, 4), (3.0, 9.0), Size(0.0, 3.0)),
-        ((2, 4), (9.0, 5.0), Size(5.0, 0.0)),
-        ((2, 4), (0.0, 0.0), Size(0.0, 0.0)),
-    ],
-)
-def test_lines_through_the_points(rows: tuple[int, ...], values: tuple[float, ...], expected: Size) -> None:
-    """Neither the slope nor the cost of no rows is negative."""
-    assert _line(rows, values) == expected
-
-
 def layers_of(graph: ModelGraph) -> list[list[int]]:
     """Ops by the layer that they are in."""
     found: dict[str, list[int]] = {}
@@ -227,39 +212,30 @@ def layers_of(graph: ModelGraph) -> list[list[int]]:
     return list(found.values())
 
 
-def test_each_structure_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import rannd.profile.blocks as blocks
-
+def test_each_structure_is_measured_by_one_of_the_ranks() -> None:
     _, graph, sample = small_graph()
-    parts = block_parts(graph, layers_of(graph))
     hashes = block_hashes(graph.task, layers_of(graph))
-    assert len(parts) == 5  # the model's own op, the table, three equal layers
-    assert len(set(hashes)) == 3
-    measured: list[Part] = []
+    ops = dict(zip(hashes, layers_of(graph), strict=True))
+    assert len(layers_of(graph)) == 5  # the model's own op, the table, three equal layers
+    assert len(ops) == 3
+    made: list[str] = []
 
-    def counting(part: Part, *rest: Any) -> BlockCost:
-        measured.append(part)
-        return measure(part, *rest)
+    def part_of(key: str) -> Part:
+        made.append(key)
+        return block_part(graph, ops[key])
 
-    monkeypatch.setattr(blocks, "measure", counting)
-    found = measure_missing(parts, hashes, {}, sample, (4,), rank=0, world=1, gather=lambda data: [data])
-    assert set(found) == set(hashes)
-    assert len(measured) == 3
-    known = {hashes[-1]: found[hashes[-1]]}
-    found = measure_missing(parts, hashes, known, sample, (4,), rank=0, world=1, gather=lambda data: [data])
-    assert set(found) == set(hashes) - set(known)
-
-
-def test_ranks_share_the_work() -> None:
-    _, graph, sample = small_graph()
-    parts = block_parts(graph, layers_of(graph))
-    hashes = block_hashes(graph.task, layers_of(graph))
+    missing = dict.fromkeys(ops, (4,))
+    found = measure_missing(missing, part_of, sample, rank=0, world=1, gather=lambda data: [data])
+    assert set(found) == set(made) == set(ops)
+    assert len(made) == 3
     sent: list[bytes] = []
 
     def gather(data: bytes) -> list[bytes]:
         sent.append(data)
         return list(sent)
 
-    shares = [measure_missing(parts, hashes, {}, sample, (4,), rank=n, world=2, gather=gather) for n in range(2)]
+    shares = [measure_missing(missing, part_of, sample, rank=n, world=2, gather=gather) for n in range(2)]
     assert len(shares[0]) == 2
-    assert set(shares[1]) == set(hashes)
+    assert set(shares[1]) == set(ops)
+    assert len(made) == 6
+    assert measure_missing({}, part_of, sample, rank=0, world=1, gather=lambda data: [data]) == {}

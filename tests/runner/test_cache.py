@@ -40,7 +40,7 @@ DEPLOYMENT = keys.deployment_key(
     optimizer="Adam",
 )
 PROFILES = [
-    keys.profile_key(block_hash=f"{number:016x}", device_model="cpu", threads=1, versions=VERSIONS, rows=[1, 2, 4])
+    keys.profile_key(block_hash=f"{number:016x}", device_model="cpu", threads=1, versions=VERSIONS)
     for number in range(100)
 ]
 

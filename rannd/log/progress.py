@@ -1,0 +1,59 @@
+"""Long work shows how far it is: a bar on a terminal, a line of the log every ten seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rannd.log.door import get
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+EVERY_S = 10.0
+
+
+class Progress:
+    """A piece of work of `total` steps.
+
+    `logger`: RaNNC's name of who works; `text`: with ``{done}`` and ``{total}``; `shown`: whether this process tells.
+    The bar is on stderr, and gone when the work is done; what is written into a file or a pipe gets lines.
+    """
+
+    def __init__(self, logger: str, text: str, total: int, *, shown: bool = True) -> None:
+        self._logger, self._text, self._total = get(logger), text, total
+        self._shown = shown and total > 1
+        self._done = 0
+        self._told = 0.0
+        self._bar: Bar | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Progress:
+        self._told = time.monotonic()
+        if self._shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = self._stack.enter_context(Bar(console=Console(stderr=True), transient=True))
+            self._bar.add_task(self._line(), total=self._total)
+        return self
+
+    def step(self) -> None:
+        """One more step is done."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._done, description=self._line())
+        elif self._shown and time.monotonic() - self._told >= EVERY_S:
+            self._told = time.monotonic()
+            self._logger.info("%s", self._line())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _line(self) -> str:
+        return self._text.format(done=self._done, total=self._total)

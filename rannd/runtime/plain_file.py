@@ -1,0 +1,94 @@
+"""Files that users hand around: read with suspicion, written whole or not at all, never through a symbolic link."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rannd.errors import RanndError
+
+
+@dataclass(frozen=True)
+class PlainFile:
+    """One kind of file. `what`: as in messages, 'deployment'; `made_by`: what writes such files."""
+
+    what: str
+    made_by: str
+    error: type[RanndError]
+    most_bytes: int
+
+    def read(self, file: Path) -> bytes:
+        """The content of a file that `write` wrote; whoever decodes it checks what is in it.
+
+        It may belong to another user, because it is data and is checked as such; but nobody besides its owner (and
+        group) may have been able to change it.
+
+        Raises:
+            RanndError: (`error`) There is no such file, or it is a symbolic link, no plain file, too large, or
+                writable for everybody.
+        """
+        try:
+            # Without O_NONBLOCK the opening of a pipe would wait for ever.
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                found = os.fstat(descriptor)
+                self._check(file, found)
+                with open(descriptor, "rb", closefd=False) as opened:
+                    data = opened.read(self.most_bytes + 1)
+            finally:
+                os.close(descriptor)
+        except OSError as exc:
+            if os.path.islink(file):
+                raise self.error(
+                    f"the {self.what} {file} is a symbolic link to {os.readlink(file)}; name the file itself"
+                ) from exc
+            raise self.error(
+                f"the {self.what} {file} cannot be read: {exc.strerror}; name a file that {self.made_by} wrote"
+            ) from exc
+        if len(data) > self.most_bytes:
+            raise self.error(
+                f"the {self.what} {file} has {found.st_size} bytes, more than {self.most_bytes}; name a file that "
+                f"{self.made_by} wrote"
+            )
+        return data
+
+    def _check(self, file: Path, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise self.error(f"the {self.what} {file} is no plain file; name a file that {self.made_by} wrote")
+        if found.st_mode & stat.S_IWOTH:
+            raise self.error(
+                f"the {self.what} {file} can be changed by every user of the machine; take that right away (chmod o-w "
+                f"{file}) if you trust what is in it"
+            )
+
+    def write(self, data: bytes, file: Path) -> None:
+        """Write a file, whole or not at all, in place of the one that may be there.
+
+        Raises:
+            RanndError: (`error`) The file is a symbolic link or a folder, or cannot be written.
+        """
+        file = file.expanduser().absolute()
+        if os.path.islink(file):
+            raise self.error(
+                f"the {self.what} is not written to {file}, a symbolic link to {os.readlink(file)}; name the file "
+                "itself"
+            )
+        draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(draft, flags, 0o644), "wb") as opened:
+                opened.write(data)
+                opened.flush()
+                os.fsync(opened.fileno())
+            # Where a link has come into the way meanwhile, it is replaced, not followed.
+            os.replace(draft, file)
+        except OSError as exc:
+            with suppress(OSError):
+                draft.unlink()
+            raise self.error(
+                f"the {self.what} cannot be written to {file}: {exc.strerror}; name a file in a folder that is there"
+            ) from exc

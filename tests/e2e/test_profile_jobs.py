@@ -1,0 +1,89 @@
+"""Profiles of real jobs: once for plans of any size, as files, with and without the cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from job import Job
+
+from rannd.profile.graph_profile import GraphProfile, decode, encode
+
+pytestmark = pytest.mark.ranks
+
+TUTORIAL = ("examples/tutorial.py", "64", "512", "6")
+
+
+def profiles(job: Job) -> int:
+    """How many blocks the daemon keeps."""
+    return len(re.findall(r"^profile\t", job.run("rannc-cache", "ls"), re.MULTILINE))
+
+
+def test_one_profile_is_enough_for_all_sizes(job: Job, tmp_path: Path) -> None:
+    output = job.run("python", "tests/e2e/programs/profiling.py", "16")
+    blocks = {int(number) for number in re.findall(r"rank 0: (\d+) blocks, rows \(1, 4, 16\)", output)}
+    assert len(blocks) == 1, output
+    kept = profiles(job)
+    assert kept == blocks.pop()
+    for ranks, rows in ((2, "5"), (3, "16")):
+        output = job.train(ranks, "tests/e2e/programs/profiling.py", rows)
+        assert output.count("blocks, rows (1, 4, 16)") == ranks
+        assert "Starting model partitioning" in output, "planned, for this number of ranks and rows"
+        assert profiles(job) == kept
+
+
+def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
+    file = tmp_path / "times.profile"
+    variables = {"RANNC_GRAPH_PROFILE_FILE": str(file), "RANNC_CACHE": "off"}
+    output = job.train(2, *TUTORIAL, RANNC_SAVE_GRAPH_PROFILE="true", **variables)
+    written = decode(file.read_bytes())
+    assert f"Wrote the times of {len(written.blocks)} blocks to {file}" in output
+    # Its times are what plans are made of: with other ones, of another device, another plan is made.
+    slow = {
+        key: msgspec.structs.replace(
+            block, points=tuple(msgspec.structs.replace(point, forward_us=5e6) for point in block.points)
+        )
+        for key, block in written.blocks.items()
+    }
+    other = GraphProfile(written.format, "abacus", written.rannd, written.torch, slow)
+    file.write_bytes(encode(other))
+    output = job.train(2, *TUTORIAL, RANNC_LOAD_GRAPH_PROFILE="true", **variables)
+    assert f"The times in {file} are of abacus" in output
+    times = [float(number) for number in re.findall(r"fwd_time=(\d+)", output)]
+    assert max(times) > 1e6, output
+
+    output = job.train(2, *TUTORIAL, code=1, RANNC_SAVE_GRAPH_PROFILE="true", **variables)
+    assert "holds times of abacus" in output
+    assert decode(file.read_bytes()) == other, "nothing is lost"
+    file.write_bytes(b"something else")
+    output = job.train(2, *TUTORIAL, code=1, RANNC_LOAD_GRAPH_PROFILE="true", **variables)
+    assert "not a graph profile of this version of rannd" in output
+    assert file.read_bytes() == b"something else"
+
+
+def test_a_file_is_written_where_the_deployment_is_known_too_and_its_content_is_part_of_the_key(
+    job: Job, tmp_path: Path
+) -> None:
+    job.train(2, *TUTORIAL)
+    file = tmp_path / "times.profile"
+    output = job.train(2, *TUTORIAL, RANNC_SAVE_GRAPH_PROFILE="true", RANNC_GRAPH_PROFILE_FILE=str(file))
+    assert "Using deployment" in output
+    known = decode(file.read_bytes())
+    assert known.blocks
+    variables = {"RANNC_GRAPH_PROFILE_FILE": str(file), "RANNC_LOAD_GRAPH_PROFILE": "true"}
+    output = job.train(2, *TUTORIAL, **variables)
+    assert f"Taking times from {file}" in output
+    assert " are of " not in output
+    assert "Starting model partitioning" in output
+    assert "Using deployment" in job.train(2, *TUTORIAL, **variables)
+    file.write_bytes(encode(msgspec.structs.replace(known, blocks={})))
+    assert "Starting model partitioning" in job.train(2, *TUTORIAL, **variables)
+
+
+def test_parts_are_measured_and_added_up(job: Job) -> None:
+    output = job.train(2, *TUTORIAL, RANNC_PROFILE_BY_ACC="true", RANNC_CACHE="refresh")
+    assert "Starting model partitioning" in output
+    assert "no effect" not in output
+    assert max(float(number) for number in re.findall(r"fwd_time=(\d+)", output)) > 0
