@@ -2,7 +2,7 @@
 
     python bench/paper.py [bert resnet] [--hidden 1024 1536 2048] [--layers 24 96 256] [--widths 1 2 4 8]
                           [--half] [--attention sdpa] [--cluster v100x8] [--devices 32] [--batch N] [--sequence 512]
-                          [--steps]
+                          [--blocks 32] [--steps]
 
 Tanaka et al.: Automatic Graph Partitioning for Very Large-scale Deep Learning (IPDPS 2021): 4 nodes of 8 V100 of 32 GB;
 BERT with batches of 256 rows of 512 tokens, ResNet152 with batches of 512 images. The models are on the meta device and
@@ -11,6 +11,7 @@ measured but the CPU time of tracing and planning. The plans are those that `ran
 -np 32` prints for scripts with these models and the default configuration, whatever rannc_conf.toml says here.
 
 --half   autocast to float16 with a GradScaler; parameters, gradients and optimizer state stay float32
+--blocks what max_partition_num is
 --steps  CPU time of all parts (task graph, blocks and costs, search with ranking) and peak memory, on stderr
 
 Columns: billions of parameters; stages and replicas; microbatches of a rank and rows of each; stages that recompute;
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=32)
     parser.add_argument("--batch", type=int, help="rows of all devices; 256 for BERT and 512 for ResNet otherwise")
     parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=Config().max_partition_num, help="max_partition_num")
     parser.add_argument("--steps", action="store_true", help="what each part of the planning took")
     options = parser.parse_args()
     cluster = load_cluster(options.cluster)
@@ -83,7 +85,7 @@ def main() -> None:
         f"{torch.__version__}, transformers {transformers.__version__}; nothing ran on such devices\n"
     )
     print(row(HEADER), row("---" for _ in HEADER), sep="\n", flush=True)
-    target = Target(cluster, options.devices, limit, options.half, options.steps)
+    target = Target(cluster, options.devices, limit, options.half, options.blocks, options.steps)
     for name in options.what or ("bert", "resnet"):
         rows = -(-(options.batch or {"bert": 256, "resnet": 512}[name]) // options.devices)
         for model in berts(options, rows) if name == "bert" else resnets(options.widths, rows):
@@ -159,6 +161,7 @@ class Target:
     devices: int
     memory: int
     half: bool
+    blocks: int
     steps: bool
 
 
@@ -202,7 +205,7 @@ class Plans:
     def __init__(self, graph: TaskGraph, rows: int, target: Target) -> None:
         start = time.process_time()
         self.graph, self.rows, self.target = graph, rows, target
-        self.options = PlanOptions.of(Config())
+        self.options = replace(PlanOptions.of(Config()), max_partition_num=target.blocks)
         self.blocks = make_blocks(graph, self.options, world=target.devices)
         self.slots = tuple(Slot(*place) for place in target.cluster.places(target.devices))
         self.costs = analytic_costs(
