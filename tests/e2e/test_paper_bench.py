@@ -1,0 +1,90 @@
+"""bench/paper.py: its table is the one that docs/planning.md shows, and its plans are those of ``rannc-run``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from job import ROOT, Job
+
+ROWS, DEVICES, SEQUENCE = 4, 4, 32
+TIGHT = """\
+device = "Tesla V100-SXM2-32GB"
+devices_per_node = 2
+memory_gib = 0.1
+memory_gb_per_s = 900.0
+op_latency_us = 6.0
+
+[tflops]
+float64 = 7.8
+float32 = 15.7
+float16 = 125.0
+bfloat16 = 15.7
+
+[link.inside]
+gb_per_s = 150.0
+latency_us = 10.0
+
+[link.between]
+gb_per_s = 6.25
+latency_us = 20.0
+"""
+SCRIPT = f"""\
+import torch
+import transformers
+import pyrannc
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch):
+        return self.model(**batch).loss
+
+
+with torch.device("meta"):
+    model = Loss(transformers.BertForPreTraining(transformers.BertConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512,
+        max_position_embeddings={SEQUENCE}, attn_implementation="sdpa",
+    )))
+model = pyrannc.RaNNCModule(model, torch.optim.AdamW(model.parameters()))
+ids = torch.randint(1000, ({ROWS}, {SEQUENCE}))
+model(input_ids=ids, token_type_ids=ids % 2, labels=ids, next_sentence_label=torch.zeros({ROWS}, dtype=torch.long))
+"""
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+@pytest.mark.ranks
+def test_table_and_plan_are_those_of_the_page_and_of_rannc_run(job: Job, tmp_path: Path) -> None:
+    """For a small BERT on devices that cannot hold it whole."""
+    (tmp_path / "tight.toml").write_text(TIGHT)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    cluster = str(tmp_path / "tight.toml")
+    printed = job.run(
+        "python", "bench/paper.py", "bert", "--hidden", "128", "--layers", "2", "--cluster", cluster,
+        "--devices", str(DEVICES), "--batch", str(ROWS * DEVICES), "--sequence", str(SEQUENCE),
+    )  # fmt: skip
+    header, _, found = (cells(line) for line in printed.splitlines() if line.startswith("|"))
+    page = (ROOT / "docs" / "planning.md").read_text()
+    section = page[page.index("## The paper's setting") :].split("\n## ")[0]
+    assert header == next(cells(line) for line in section.splitlines() if line.startswith("| model"))
+
+    shown = job.run("rannc-run", "--plan-only", "--cluster", cluster, "-np", str(DEVICES), "train.py", folder=tmp_path)
+    told = re.search(
+        r"(?s) (?P<stages>\d+) stages\n.* ranks x (?P<microbatches>\d+) microbatch.*\nstep +(?P<ms>\S+) ms predicted"
+        r".*\nmemory +(?P<mib>\S+) MiB",
+        shown,
+    )
+    assert told is not None, shown
+    row = dict(zip(header, found, strict=True))
+    assert row["plan"].startswith(f"{told['stages']} stages")
+    assert row["microbatches"].startswith(f"{told['microbatches']} x ")
+    assert float(row["samples/s"]) == pytest.approx(ROWS * DEVICES / float(told["ms"]) * 1e3, rel=1e-3)
+    assert float(row["GiB"]) == pytest.approx(float(told["mib"]) / 1024, abs=0.051)
+    assert row["data parallel"] == "needs 0.1 GiB"
