@@ -12,6 +12,7 @@ costs, ``rannd.runtime.executor`` runs them on tensors.
 from __future__ import annotations
 
 import enum
+import math
 from functools import cached_property
 
 import msgspec
@@ -73,13 +74,26 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def slot_of(self, stage: int, piece: int) -> int:
         """The slot that runs `piece` in `stage`; in stages -1 and S the slot of the piece's rank.
 
-        Replicas take pieces in the order of ranks, so a stage with as many replicas as ranks moves nothing.
+        Where all numbers of replicas are multiples of g, the job is g pipelines side by side, and ranks in their order
+        belong to one after the other: a stage with as many replicas as ranks moves nothing. Within a pipeline the
+        replicas of a stage take pieces in turns, so that none waits while another has many at once.
         """
         microbatch, rank = divmod(piece, self.world)
         if stage in (-1, len(self.stages)):
             return rank
-        slots = self.stages[stage]
-        return slots[(rank * self.microbatches + microbatch) * len(slots) // self.pieces_total]
+        pipeline, place = divmod(rank, self._ranks)
+        turns = len(self.stages[stage]) // self.pipelines
+        return self.stages[stage][pipeline * turns + (microbatch * self._ranks + place) % turns]
+
+    @cached_property
+    def pipelines(self) -> int:
+        """How many parts of the job send each other nothing, but to reduce gradients."""
+        return math.gcd(*map(len, self.stages))
+
+    @property
+    def _ranks(self) -> int:
+        """Ranks of a pipeline."""
+        return self.world // self.pipelines
 
     def slots_of(self, stage: int) -> list[int]:
         """`slot_of` for every piece: for what looks at all of them."""
@@ -92,8 +106,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def _by_stage(self) -> list[list[int]]:
         """`slots_of` each stage; the last entry, which is also number -1, is the ranks'."""
         microbatches, ranks = np.divmod(np.arange(self.pieces_total), self.world)
-        places = ranks * self.microbatches + microbatches
-        found = [np.array(slots)[places * len(slots) // self.pieces_total].tolist() for slots in self.stages]
+        pipelines, places = np.divmod(ranks, self._ranks)
+        numbers = microbatches * self._ranks + places
+        found = []
+        for slots in self.stages:
+            turns = len(slots) // self.pipelines
+            found.append(np.array(slots)[pipelines * turns + numbers % turns].tolist())
         return [*found, ranks.tolist()]
 
     def stage_of(self, slot: int) -> int:
@@ -116,9 +134,13 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         own, replica = self._place_of[slot]
         if own != stage:
             return ()
-        count, total = len(self.stages[stage]), self.pieces_total
-        places = range(-(-replica * total // count), -(-(replica + 1) * total // count))
-        return tuple(sorted(place % self.microbatches * self.world + place // self.microbatches for place in places))
+        turns = len(self.stages[stage]) // self.pipelines
+        pipeline, turn = divmod(replica, turns)
+        numbers = range(turn, self._ranks * self.microbatches, turns)
+        return tuple(
+            microbatch * self.world + pipeline * self._ranks + place
+            for microbatch, place in (divmod(number, self._ranks) for number in numbers)
+        )
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, ...], ...]:

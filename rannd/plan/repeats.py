@@ -1,8 +1,8 @@
 """Parts of a large job that do the same: each needs to be simulated once.
 
 Where all numbers of replicas are multiples of g, a job of W ranks falls into g blocks that never talk to each other but
-to reduce: a replica takes ranks in order, so the first of g parts of each stage's replicas runs all pieces of the first
-W / g ranks. Only the ranks themselves, who give inputs and take outputs, may have their slots in other blocks::
+to reduce (`Layout.pipelines`): the first of g parts of each stage's replicas runs all pieces of the first W / g ranks.
+Only the ranks themselves, who give inputs and take outputs, may have their slots in other blocks::
 
     4 ranks, stages (0 2) (1 3)      slots 0 1 run the pieces of ranks 0 1, slots 2 3 those of ranks 2 3
              stages (0 1) (2 3)      slots 0 2 run the pieces of ranks 0 1, slots 1 3 those of ranks 2 3
@@ -12,7 +12,6 @@ Blocks are alike where ranks have the same place in them, or none, and where slo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -53,7 +52,7 @@ class Repeat(msgspec.Struct, frozen=True):
 
 def repeats(layout: Layout, nodes: Sequence[int]) -> list[Repeat]:
     """The blocks that `layout` consists of, equal ones together. `nodes`: of each slot; empty where all are on one."""
-    count = math.gcd(*map(len, layout.stages))
+    count = layout.pipelines
     size = layout.world // count
     parts = [len(slots) // count for slots in layout.stages]
     found: dict[tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]] = {}

@@ -54,15 +54,19 @@ def test_a_program_with_an_action_left_out_is_refused(layout: Layout, data: st.D
     [
         # A value used before it came, a gradient sent before its backward, both sides in agreement.
         ("RV0:0>1@0 F0", "F0 RV0:0>1@0", "slot 1: F0 uses what is not there yet"),
-        ("B2 SG2:0>1@0", "SG2:0>1@0 B2", "slot 2: SG2:0>1@0 uses what is not there yet"),
+        ("B2 SG2:0>1@0", "SG2:0>1@0 B2", "slot 1: SG2:0>1@0 uses what is not there yet"),
         ("F0 SV0:0>1@1", "SV0:0>1@1 F0", "slot 0: SV0:0>1@1 uses what is not there yet"),
         # One side in another order.
-        ("RG1:0>1@1 B1 RG0:0>1@1 B0", "RG0:0>1@1 B0 RG1:0>1@1 B1", "slots 0 and 1 disagree about transfer"),
+        (
+            "RG2:0>1@1 B2 RG1:0>1@2 B1 RG0:0>1@1 B0",
+            "RG0:0>1@1 B0 RG1:0>1@2 B1 RG2:0>1@1 B2",
+            "slots 0 and 1 disagree about transfer",
+        ),
         # A wrong peer, a piece twice, no reduction, a backward in the forward phase.
-        ("SV2:0>1@2", "SV2:0>1@1", "missing ['SV2:0>1@2']"),
-        ("F2 | B2", "F2 F2 | B2", "too much or wrong ['F2']"),
+        ("SV1:0>1@2", "SV1:0>1@1", "missing ['SV1:0>1@2']"),
+        ("F1 SV1:1>2@1", "F1 F1 SV1:1>2@1", "too much or wrong ['F1']"),
         ("RG1:-1>0@0 R", "RG1:-1>0@0", "slot 1: a program ends with its reductions, here R; this one has none"),
-        ("F2 | B2", "F2 B2 |", "slot 2: B2 at place 3 is in the wrong phase"),
+        ("| RG1:1>2@1 SG2:1>2@1 B1", "B1 | RG1:1>2@1 SG2:1>2@1", "slot 2: B1 at place 7 is in the wrong phase"),
     ],
 )
 def test_faults_are_named(before: str, after: str, message: str) -> None:

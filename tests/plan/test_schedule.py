@@ -40,11 +40,12 @@ def test_unequal_replicas_and_a_skip_edge() -> None:
         "world 3 microbatches 1\n"
         "stages 0 | 1 2\n"
         "edges -1>0* -1>1 0>1* 1>2*\n"
-        "slot 0: SV0:-1>1@1 RV1:-1>0@1 RV2:-1>0@2 F0 SV0:0>1@1 F1 SV1:0>1@1 F2 SV2:0>1@2 RV0:1>2@1"
-        " | SG0:1>2@1 RG2:0>1@2 B2 RG1:0>1@1 B1 RG0:0>1@1 B0 SG1:-1>0@1 SG2:-1>0@2 R\n"
-        "slot 1: RV0:-1>1@0 SV1:-1>0@0 RV0:0>1@0 F0 RV1:0>1@0 F1 SV0:1>2@0"
-        " | RG0:1>2@0 B1 SG1:0>1@0 B0 SG0:0>1@0 RG1:-1>0@0 R\n"
-        "slot 2: SV2:-1>0@0 RV2:0>1@0 F2 | B2 SG2:0>1@0 RG2:-1>0@0 R\n"
+        "slot 0: SV0:-1>1@1 RV1:-1>0@1 RV2:-1>0@2 F0 SV0:0>1@1 F1 SV1:0>1@2 F2 SV2:0>1@1 RV0:1>2@1"
+        " | SG0:1>2@1 RG2:0>1@1 B2 RG1:0>1@2 B1 RG0:0>1@1 B0 SG1:-1>0@1 SG2:-1>0@2 R\n"
+        "slot 1: RV0:-1>1@0 SV1:-1>0@0 SV1:-1>1@2 RV2:-1>1@2 RV0:0>1@0 F0 RV2:0>1@0 F2 SV0:1>2@0 RV1:1>2@2 SV2:1>2@2"
+        " | RG0:1>2@0 SG1:1>2@2 RG2:1>2@2 B2 SG2:0>1@0 B0 SG0:0>1@0 RG1:-1>0@0 R\n"
+        "slot 2: RV1:-1>1@1 SV2:-1>0@0 SV2:-1>1@1 RV1:0>1@0 F1 SV1:1>2@1 RV2:1>2@1"
+        " | RG1:1>2@1 SG2:1>2@1 B1 SG1:0>1@0 RG2:-1>0@0 R\n"
     )
 
 
@@ -57,12 +58,32 @@ def test_pure_data_parallel_moves_nothing() -> None:
     ]
 
 
-def test_replicas_take_ranks_in_order() -> None:
+def test_replicas_take_pieces_in_turns() -> None:
     layout = Layout(4, 2, ((0, 1, 2), (3,)), ((-1, 0), (0, 1)), ())
-    # Rank-major positions 0..7 of (rank, microbatch) go 0 0 0 1 1 1 2 2 to the replicas.
-    assert [layout.slot_of(0, piece) for piece in range(8)] == [0, 0, 1, 2, 0, 1, 1, 2]
-    assert layout.pieces(0, 1) == (2, 5, 6)
+    assert [layout.slot_of(0, piece) for piece in range(8)] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert layout.pieces(0, 1) == (1, 4, 7)
     assert layout.pieces(-1, 3) == (3, 7)
+
+
+def test_pipelines_side_by_side_take_neighbouring_ranks() -> None:
+    """Two pipelines: ranks 0 to 2 and their stages' first replicas, ranks 3 to 5 and the others."""
+    layout = Layout(6, 2, ((0, 1, 2, 3), (4, 5)), ((-1, 0), (0, 1)), ())
+    assert layout.pipelines == 2
+    assert [layout.slot_of(0, piece) for piece in range(12)] == [0, 1, 0, 2, 3, 2, 1, 0, 1, 3, 2, 3]
+    assert [layout.slot_of(1, piece) for piece in range(12)] == [4, 4, 4, 5, 5, 5] * 2
+    equal = Layout(6, 2, ((0, 2, 4), (1, 3, 5)), ((-1, 0), (0, 1)), ())
+    assert [equal.slot_of(0, piece) for piece in range(12)] == [0, 0, 2, 2, 4, 4] * 2
+
+
+@given(layouts())
+def test_every_replica_has_its_share_and_all_ways_to_ask_agree(layout: Layout) -> None:
+    for stage, slots in enumerate(layout.stages):
+        runs = [layout.slot_of(stage, piece) for piece in range(layout.pieces_total)]
+        assert runs == layout.slots_of(stage)
+        for slot in slots:
+            own = tuple(piece for piece, where in enumerate(runs) if where == slot)
+            assert own == layout.pieces(stage, slot)
+            assert len(own) <= -(-layout.pieces_total // len(slots))
 
 
 def computations(layout: Layout, slot: int) -> str:

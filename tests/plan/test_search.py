@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
 def test_ranked_plans_are_never_slower_than_even_splits() -> None:
     faster = 0
     for seed in range(60):
-        instance = Instance(seed, world=4)
+        instance = Instance(seed, world=8, ops=8)
         given = dict(zip(("world", "slots"), (instance.world, instance.slots), strict=True))
         first, ranked = (
             plan(
