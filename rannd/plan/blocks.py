@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -37,6 +37,8 @@ ROWS = 8
 """Sizes are compared at this number of rows; fixed, so that blocks do not depend on the batch."""
 FLOPS_PER_BYTE = 16.0
 """Flops that take the time of touching one byte: between a CPU's (about 5) and a GPU's (100) balance."""
+STEPS = 8
+"""Caps of a block's weight that are tried between the mean and twice the mean."""
 KIND_RADIUS = 4
 """Atoms on each side that tell one kind of boundary from another."""
 
@@ -75,7 +77,7 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
     weights = [sum(_weight(graph, graph.ops[op], flops_per_byte) for op in atom) for atom in atoms]
     line = _Line(weights, _boundary_bytes(graph, atoms), fixed)
     if options.do_coarsening:
-        line.coarsen(line.total / most, fewest, _kinds(graph, atoms))
+        line.even_out(most, fewest, _kinds(graph, atoms))
     line.compact(most)
     if options.do_uncoarsening:
         line.uncoarsen()
@@ -102,6 +104,26 @@ class _Line:
 
     def weight(self, start: int, end: int) -> float:
         return self._sums[end] - self._sums[start]
+
+    def even_out(self, most: int, fewest: int, kinds: list[int]) -> None:
+        """`coarsen`, with the cap that gives at most `most` blocks of which the heaviest is lightest.
+
+        The mean weight of `most` blocks leaves more of them where equal layers do not divide evenly: of 144 layers, 36
+        blocks of 4. To merge four pairs makes four blocks of 8; with a higher cap there are 28 of 5, and one of 4.
+        """
+        every, best = self.cuts, None
+        for step in range(STEPS + 1):
+            self.cuts = every
+            self.coarsen(2 ** (step / STEPS) * self.total / most, fewest, kinds)
+            enough = len(self.cuts) <= most
+            self.compact(most)
+            heaviest = max(self.weight(start, end) for start, end in pairwise([*self.cuts, len(self._sums) - 1]))
+            if best is None or (heaviest, -len(self.cuts)) < best[:2]:
+                best = heaviest, -len(self.cuts), self.cuts
+            if enough:
+                break
+        assert best is not None
+        self.cuts = best[2]
 
     def coarsen(self, cap: float, fewest: int, kinds: list[int]) -> None:
         """Remove cuts, expensive ones first, kind by kind, while blocks stay within `cap`."""
