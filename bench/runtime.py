@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tensor_bytes import lying_and_peak
+
 BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 8192, 256, 6, 4
 MICROBATCHES = 4
 """Of each rank's mini-batch: a pipeline of two ranks runs twice as many pieces."""
@@ -360,19 +362,9 @@ def memory(rounds: int, steps: int) -> None:
 
     for _ in range(3):
         step()
-    held = [*wrapped.parameters(), *wrapped.buffers()]
-    held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    base = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    most = now = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
+    base, most = lying_and_peak(step, wrapped, optimizer)
     stage = next(each for each in wrapped.deployment.stages if wrapped._session.world.slot in each.slots)
-    numbers = torch.tensor([base, base + most, stage.estimate.total_bytes])
+    numbers = torch.tensor([base, most, stage.estimate.total_bytes])
     told = [torch.empty_like(numbers) for _ in range(world)]
     dist.all_gather(told, numbers)
     if rank == 0:

@@ -39,6 +39,8 @@ FLOPS_PER_BYTE = 16.0
 """Flops that take the time of touching one byte: between a CPU's (about 5) and a GPU's (100) balance."""
 STEPS = 8
 """Caps of a block's weight that are tried between the mean and twice the mean."""
+LIGHTER = 0.8
+"""Part of the heaviest block's weight that is worth having fewer blocks."""
 KIND_RADIUS = 4
 """Atoms on each side that tell one kind of boundary from another."""
 
@@ -106,7 +108,7 @@ class _Line:
         return self._sums[end] - self._sums[start]
 
     def even_out(self, most: int, fewest: int, kinds: list[int]) -> None:
-        """`coarsen`, with the cap that gives at most `most` blocks of which the heaviest is lightest.
+        """`coarsen`, with the lowest cap, or one that makes the heaviest of at most `most` blocks a good deal lighter.
 
         The mean weight of `most` blocks leaves more of them where equal layers do not divide evenly: of 144 layers, 36
         blocks of 4. To merge four pairs makes four blocks of 8; with a higher cap there are 28 of 5, and one of 4.
@@ -118,12 +120,12 @@ class _Line:
             enough = len(self.cuts) <= most
             self.compact(most)
             heaviest = max(self.weight(start, end) for start, end in pairwise([*self.cuts, len(self._sums) - 1]))
-            if best is None or (heaviest, -len(self.cuts)) < best[:2]:
-                best = heaviest, -len(self.cuts), self.cuts
+            if best is None or heaviest < LIGHTER * best[0]:
+                best = heaviest, self.cuts
             if enough:
                 break
         assert best is not None
-        self.cuts = best[2]
+        self.cuts = best[1]
 
     def coarsen(self, cap: float, fewest: int, kinds: list[int]) -> None:
         """Remove cuts, expensive ones first, kind by kind, while blocks stay within `cap`."""

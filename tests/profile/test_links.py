@@ -47,9 +47,9 @@ def test_copies_stand_for_links_that_are_not_there() -> None:
 
 
 def test_two_times_give_latency_and_bandwidth() -> None:
-    latency, bandwidth = _fit(10 + SMALL / 500, 10 + LARGE / 500)
+    latency, bandwidth = _fit(10 + SMALL / 500, 10 + LARGE / 500, LARGE)
     assert abs(latency - 10) < 1e-6
     assert abs(bandwidth - 500) < 1e-6
-    latency, bandwidth = _fit(30.0, 20.0)  # noise
+    latency, bandwidth = _fit(30.0, 20.0, LARGE)  # noise
     assert latency >= 0
     assert bandwidth > 0

@@ -1,0 +1,204 @@
+"""What the planner says of a step, beside what it is: time and memory of many plans, two ranks on two cores.
+
+    python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT]
+
+Linear layers (examples/tutorial.py), the convolutions of examples/digits.py and GPT-2 in two sizes each, as data
+parallelism and as two stages, with 1 to 8 microbatches, 1F1B and fill-drain, with recomputing and without. All are
+wrapped in one job and measured in turns, some steps of each a round; the first round is dropped. A step is the call and
+its backward, without the optimizer's: the slowest rank's time, from a barrier on. No number of the planner is fitted to
+such steps: it knows what it measured of blocks and links when each model was wrapped.
+
+time      median of the steps / prediction; in brackets half of the range between the quartiles, as part of the median
+memory    most bytes of tensors in a step / planned, of the rank where that is largest
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensor_bytes import lying_and_peak
+
+RANKS = 2
+PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off"}
+PLANS: dict[str, dict[str, str]] = {
+    "data parallel": {"PARTITION_NUM": "1", "PIPELINE_NUM": "1"},
+    "data parallel, m 4": {"PARTITION_NUM": "1", "PIPELINE_NUM": "4"},
+    "2 stages, m 1": {"PARTITION_NUM": "2", "PIPELINE_NUM": "1"},
+    "2 stages, m 4": {"PARTITION_NUM": "2", "PIPELINE_NUM": "4"},
+    "2 stages, m 8": {"PARTITION_NUM": "2", "PIPELINE_NUM": "8"},
+    "2 stages, m 4, fill-drain": {"PARTITION_NUM": "2", "PIPELINE_NUM": "4", "SCHEDULE": "fill_drain"},
+    "2 stages, m 8, fill-drain": {"PARTITION_NUM": "2", "PIPELINE_NUM": "8", "SCHEDULE": "fill_drain"},
+    "2 stages, m 4, recompute": {"PARTITION_NUM": "2", "PIPELINE_NUM": "4", "CHECKPOINTING": "true"},
+}
+
+
+@dataclass
+class Configuration:
+    """A model under a plan."""
+
+    name: str
+    step: Callable[[], Any]
+    predicted_us: float
+    wrapped: Any
+    optimizer: Any
+    times: list[float] = field(default_factory=list)
+
+    def memory(self) -> float:
+        """Most bytes in a step of this rank / planned."""
+        _, most = lying_and_peak(self.step, self.wrapped, self.optimizer)
+        slot = self.wrapped._session.world.slot
+        planned = next(stage.estimate.total_bytes for stage in self.wrapped.deployment.stages if slot in stage.slots)
+        return most / planned
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each configuration in a round")
+    parser.add_argument("--only", default="", help="configurations with this in their name")
+    options = parser.parse_args()
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        measure(options.rounds, options.steps, options.only)
+        return
+    runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
+    command = [str(runner), "-np", str(RANKS), "--show-ranks", "0", __file__, *sys.argv[1:]]
+    sys.exit(subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
+
+
+def models() -> Iterator[tuple[str, Callable[[], Any], tuple[Any, ...], bool]]:
+    """(name, what makes it, its arguments, whether its mini-batches run whole)."""
+    import torch
+    from torch import nn
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Linears(nn.Module):
+        def __init__(self, hidden: int, layers: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return (x - target).pow(2).sum(dim=1).mean()
+
+    def block(channels_in: int, channels_out: int) -> nn.Module:
+        convolution = nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(channels_out), nn.ReLU())
+
+    class Digits(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.features = nn.Sequential(
+                block(1, width), block(width, width), nn.MaxPool2d(2), block(width, 2 * width), nn.Flatten()
+            )
+            self.classifier = nn.Linear(2 * width * 16, 10)
+
+        def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.classifier(self.features(images)), labels)
+
+    class Gpt(nn.Module):
+        def __init__(self, width: int, layers: int) -> None:
+            super().__init__()
+            sizes = {"n_embd": width, "n_layer": layers, "n_head": width // 64, "vocab_size": 2048, "n_positions": 128}
+            dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            self.gpt = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.gpt(input_ids=tokens, labels=tokens).loss
+
+    for hidden, layers, rows in ((512, 8, 128), (1024, 6, 64)):
+        given = torch.randn(rows, hidden), torch.randn(rows, hidden)
+        yield f"linear {hidden} x {layers}", lambda h=hidden, n=layers: Linears(h, n), given, False
+    for width, rows in ((32, 64), (64, 32)):
+        images = torch.randn(rows, 1, 8, 8), torch.randint(10, (rows,))
+        yield f"digits {width}", lambda w=width: Digits(w), images, True
+    for width, layers, rows in ((128, 4, 16), (256, 6, 8)):
+        yield (
+            f"GPT-2 {width} x {layers}",
+            lambda w=width, n=layers: Gpt(w, n),
+            (torch.randint(2048, (rows, 128)),),
+            False,
+        )
+
+
+def measure(rounds: int, steps: int, only: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import pyrannc
+
+    rank = pyrannc.get_rank()
+    made: list[Configuration] = []
+    for model_name, make, arguments, whole in models():
+        for plan_name, plan in PLANS.items():
+            name = f"{model_name}, {plan_name}"
+            if only not in name or (whole and plan["PIPELINE_NUM"] != "1"):
+                continue
+            for key in {key for each in PLANS.values() for key in each}:
+                os.environ.pop(f"RANNC_{key}", None)
+            os.environ.update({f"RANNC_{key}": value for key, value in plan.items()})
+            torch.manual_seed(0)
+            inner = make()
+            optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-5)
+            wrapped = pyrannc.RaNNCModule(inner, optimizer)
+
+            def step(
+                wrapped: Any = wrapped, optimizer: Any = optimizer, arguments: tuple[Any, ...] = arguments
+            ) -> None:
+                optimizer.zero_grad()
+                wrapped(*arguments).backward()
+
+            step()
+            optimizer.step()
+            made.append(Configuration(name, step, wrapped.deployment.step_us, wrapped, optimizer))
+            if rank == 0:
+                print(f"\rwrapped {len(made)}", end="", file=sys.stderr, flush=True)
+    for number in range(rounds + 1):
+        for each in made[:: 1 if number % 2 else -1]:
+            each.step()  # what other configurations left in caches is theirs
+            for _ in range(steps):
+                pyrannc.barrier()
+                start = time.perf_counter()
+                each.step()
+                if number:
+                    each.times.append(time.perf_counter() - start)
+    times = torch.tensor([each.times for each in made], dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    memory = torch.tensor([each.memory() for each in made], dtype=torch.float64)
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        show(made, times.tolist(), memory.tolist())
+        print(f"torch {torch.__version__}")
+
+
+def show(made: list[Configuration], times: list[list[float]], memory: list[float]) -> None:
+    errors, beyond = [], 0
+    print(f"\n{'':42s} {'predicted':>12s} {'measured':>12s} {'time':>15s} {'memory':>7s}")
+    for each, taken, part in zip(made, times, memory, strict=True):
+        low, middle, high = statistics.quantiles(taken, n=4)
+        ratio, noise = 1e6 * middle / each.predicted_us, (high - low) / 2 / middle
+        errors.append(abs(1 / ratio - 1))
+        beyond += errors[-1] > max(0.1, 2 * noise)
+        predicted = f"{each.predicted_us / 1e3:.2f} ms"
+        print(f"{each.name:42s} {predicted:>12s} {1e3 * middle:9.2f} ms {ratio:7.3f} ({noise:.3f}) {part:7.3f}")
+    errors.sort()
+    print(
+        f"time: {len(errors)} configurations, error of the prediction: median {statistics.median(errors):.3f}, "
+        f"95th percentile {errors[int(0.95 * (len(errors) - 1))]:.3f}; {beyond} beyond 10 % and twice the noise"
+    )
+    off = sorted(abs(1 / part - 1) for part in memory)
+    print(f"memory: median error {statistics.median(off):.3f}, most used of what was planned {max(memory):.3f}")
+
+
+if __name__ == "__main__":
+    main()
