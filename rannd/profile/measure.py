@@ -135,7 +135,7 @@ def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: i
     backward: list[float] = []
     leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
     for tensor in leaves:
-        tensor.grad = None  # the first run makes gradients, the others add to them, as all pieces but the first do
+        tensor.grad = None
     kept = _kept(part, sample, tensors, rows)
     for turn in range(WARM_UPS + REPEATS):
         inputs = [sample.value(node, rows) for node in part.inputs]
@@ -148,6 +148,8 @@ def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: i
         if roots:
             torch.autograd.backward(roots, seeds)
         end = _now(sample.device)
+        for tensor in leaves:
+            tensor.grad = None
         if turn >= WARM_UPS:
             forward.append((middle - start) * 1e6)
             backward.append((end - begin) * 1e6 if roots else 0.0)
