@@ -41,7 +41,7 @@ test-full: lint
 	$(PYTEST)
 
 bench: $(STAMP)
-	@set -e; found=; for script in bench/*.py; do \
+	@set -e; found=; for script in bench/[!_]*.py; do \
 	  [ -e "$$script" ] || continue; found=1; echo "== $$script"; $(PY) "$$script"; \
 	done; [ -n "$$found" ] || echo "bench/ holds no measurement yet"
 
