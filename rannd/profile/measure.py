@@ -162,10 +162,18 @@ def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: i
 def _forward(
     part: Part, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
-    """What gradients come back for."""
-    with torch.enable_grad():
+    """What gradients come back for.
+
+    Hooks keep autograd from refusing a backward over what an operator has written into: a model that cannot be trained
+    for that may still be evaluated, and is planned as if it were trained.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.enable_grad():
         outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
     return [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _kept(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> float:
@@ -178,9 +186,12 @@ def _kept(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows:
         return tensor
 
     owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _forward(part, [sample.value(node, rows) for node in part.inputs], tensors, rows)
-        return float(sum(size for pointer, size in storages.items() if pointer not in owned))
+    inputs = [sample.value(node, rows) for node in part.inputs]
+    with torch.autograd.graph.saved_tensors_hooks(pack, _same), torch.enable_grad():
+        outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
+        found = float(sum(size for pointer, size in storages.items() if pointer not in owned))
+    del outputs  # until here autograd holds what it keeps, and no other tensor takes its place
+    return found
 
 
 def _weight(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, whole: float) -> float:
