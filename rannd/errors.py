@@ -118,3 +118,11 @@ class LaunchError(RanndError):
     """The ranks of a job cannot be started."""
 
     exit_code = 7
+
+
+def text_of(exc: BaseException) -> str:
+    """`str` of an exception, whose own code may fail."""
+    try:
+        return str(exc)
+    except Exception as wrong:
+        return f"(no text: its __str__ raises {type(wrong).__name__})"

@@ -157,7 +157,8 @@ class StageTables:
     def _stages(self, end: int, used: int) -> Terms:
         left = self.world - used
         if end not in self._bases:
-            self._bases[end] = (self._terms(end, None, None), self._is_tight(end))
+            # Under 1F1B it matters then what comes behind a stage: it says how many pieces are in flight.
+            self._bases[end] = (self._terms(end, None, None), self.steady and self._is_tight(end))
         base, tight = self._bases[end]
         if self._apart or tight:
             base = self._terms(end, used, self._links(used) if self._apart else None)
@@ -279,13 +280,9 @@ class StageTables:
         result: Table = np.minimum(self._plain(end, used), self._memory(end, used, everywhere))
         return result
 
-    def _may_recompute(self, end: int) -> bool:
-        """Whether some stage that ends here does, or does where enough comes behind it."""
-        return self.options.checkpointing or bool((self._plain(end, None) > self.limit).any())
-
     def _is_tight(self, end: int) -> bool:
-        """Whether some stage that ends here might not fit, so that what comes behind it matters."""
-        return self.steady and bool((self._plain(end, None) > self.limit).any())
+        """Whether some stage that ends here might not fit without recomputing."""
+        return bool((self._plain(end, None) > self.limit).any())
 
     def fewest(self) -> tuple[Counts, Counts]:
         """Fewest replicas that a stage can have, without recomputing and with, whatever comes behind it.
@@ -319,8 +316,8 @@ class StageTables:
         """
         backward = self.backward_us.copy()
         for end in range(1, self.blocks + 1):
-            if self._may_recompute(end):
-                backward[:, end] += self.forward_us[:, end]
+            if self.options.checkpointing or self._is_tight(end):
+                backward[:, end] += self.forward_us[:, end]  # some may recompute
         whole, tail = self.reductions.least
         found = whole if self.options.sync_allreduce else np.maximum(whole - backward[:, :, None], tail)
         result: Table = np.minimum.accumulate(found[:, :, ::-1], axis=2)[:, :, ::-1]

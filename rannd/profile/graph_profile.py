@@ -32,6 +32,11 @@ class GraphProfile(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, blocks={**other.blocks, **blocks})
 
     @property
+    def lasting(self) -> GraphProfile:
+        """What may be kept, see Measured."""
+        return msgspec.structs.replace(self, blocks={key: value.lasting for key, value in self.blocks.items()})
+
+    @property
     def rows(self) -> tuple[int, ...]:
         """Numbers of rows that something was measured with."""
         return tuple(sorted({point.rows for block in self.blocks.values() for point in block.points}))

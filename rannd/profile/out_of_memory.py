@@ -6,6 +6,8 @@ import errno
 
 import torch
 
+from rannd.errors import text_of
+
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
 
 
@@ -15,10 +17,4 @@ def is_out_of_memory(exc: BaseException) -> bool:
         return True
     if isinstance(exc, OSError):
         return exc.errno == errno.ENOMEM
-    if not isinstance(exc, RuntimeError):
-        return False
-    try:
-        text = str(exc)
-    except Exception:  # an exception's own code may fail
-        return False
-    return any(word in text for word in _WORDS)
+    return isinstance(exc, RuntimeError) and any(word in text_of(exc) for word in _WORDS)

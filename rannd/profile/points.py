@@ -43,6 +43,11 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
         points = {point.rows: point for point in (*other.points, *self.points)}
         return Measured(tuple(points[rows] for rows in sorted(points)), self.too_many)
 
+    @property
+    def lasting(self) -> Measured:
+        """What may be kept: that memory ran out is no property of the block, something else may have been there."""
+        return Measured(self.points)
+
     def cost(self, most: int) -> BlockCost:
         """The cost for pieces of up to `most` rows: a line through the points nearest to `most` and a quarter of it.
 
@@ -67,10 +72,10 @@ def lacking(known: Measured | None, most: int, *, whole: bool) -> tuple[int, ...
     if whole or fewest == most:
         return () if any(point.rows == most for point in points) else (most,)
     high = next((point for point in points if point.rows >= most), None)
-    if high is None or high.rows > STEP * most:
+    if high is None or high.rows >= STEP * most:
         return tuple(rows for rows in (fewest, most) if all(point.rows != rows for point in points))
     low = _below(points, high.rows)
-    return () if low is not None and low.rows * STEP**2 >= high.rows else (fewest,)
+    return () if low is not None and low.rows * STEP**2 >= high.rows else (max(high.rows // STEP, 1),)
 
 
 def ladder(most: int, *, whole: bool) -> tuple[int, ...]:

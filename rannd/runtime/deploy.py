@@ -134,27 +134,30 @@ class Planner:
         lacking = short(self._world, self._model, deployment)
         if lacking is not None:
             deployment = self._smaller(deployment, *lacking)
-        if self._config.save_graph_profile:
-            if not self._measuring.profile:  # the deployment was known
-                self._measuring.costs(self._cache.client, self._blocks(len(self._world.slots)))
-            self._file.save(self._profile(), self._everywhere)
+        if self._config.save_graph_profile and not self._measuring.profile:  # the deployment was known
+            self._measuring.costs(self._cache.client, self._blocks(len(self._world.slots)))
+        self._save_profile()
         return deployment
 
     def profile(self) -> GraphProfile:
         """Measure the blocks of plans for any number of devices, where they are not known. Collective."""
         self._measuring.given = self._file.load(self._everywhere)
-        most = max(self._options.max_partition_num, self._options.partition_num)
-        # Blocks are the same for more devices than there may be blocks.
-        plans = (self._blocks(devices) for devices in range(1, most + 1))
+        fewest = max(self._options.min_partition_num, self._options.partition_num)
+        most = max(self._options.max_partition_num, fewest)
+        # Fewer devices have the blocks of the first of these, more devices those of the last.
+        plans = (self._blocks(devices) for devices in range(fewest, most + 1))
         if self._world.rank == 0:
             log.get("RaNNCModule").info("Running profiler ...")
         self._measuring.measure_all(self._cache.client, plans)
         if self._world.rank == 0:
             log.get("RaNNCModule").info("Profiling finished")
-        found = self._profile()
+        self._save_profile()
+        return self._profile()
+
+    def _save_profile(self) -> None:
+        """Write what is known to graph_profile_file, where that is wanted. Collective."""
         if self._config.save_graph_profile:
-            self._file.save(found, self._everywhere)
-        return found
+            self._file.save(self._profile(), self._everywhere)
 
     def _profile(self) -> GraphProfile:
         """What is known of this graph's blocks."""
@@ -211,8 +214,11 @@ class Planner:
         """A plan for so many devices that need not be there: of this kind, or those of a cluster. Collective."""
         rows = math.ceil(sum(self._rows) / self._world.size) * devices
         if not cluster:
+            self._measuring.given = self._file.load(self._everywhere)
             slots = tuple(Slot(0, device) for device in range(devices))
-            return decode(self._make(self._cache.client, Target(slots, rows, self._usable(), self._made)))
+            data = self._make(self._cache.client, Target(slots, rows, self._usable(), self._made))
+            self._save_profile()
+            return decode(data)
         named = load_cluster(cluster)
         slots = tuple(Slot(*place) for place in named.places(devices))
         made = msgspec.structs.replace(self._made, device=named.device, costs=f"cluster {named.name}")

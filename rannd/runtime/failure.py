@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch.distributed as dist
 
-from rannd.errors import RanndError
+from rannd.errors import RanndError, text_of
 from rannd.runtime.place import Where
 
 LONGEST = 2000
@@ -48,14 +48,6 @@ class Failure(msgspec.Struct, frozen=True):
             return f"the job hangs: {self.error}"
         what = "ran out of memory" if self.kind == "memory" else "failed"
         return f"{who} {what} in {self.place}: {self.error}"
-
-
-def text_of(exc: BaseException) -> str:
-    """`str` of an exception, whose own code may fail."""
-    try:
-        return str(exc)
-    except Exception as wrong:
-        return f"(no text: its __str__ raises {type(wrong).__name__})"
 
 
 def describe(exc: BaseException) -> str:

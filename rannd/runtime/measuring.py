@@ -60,6 +60,8 @@ class Measuring:
         self._leaves = leaves
         self._most = max(math.ceil(sum(rows) / world.size), 1)
         """Rows of the largest piece."""
+        self._whole = bool(graph.coupled)
+        """Whether all pieces are whole mini-batches."""
         self._apart = apart
         self._model_name = device_model
         self._backend = backend
@@ -125,20 +127,16 @@ class Measuring:
         joined = {each: found.joined(self.profile.get(each)) for each, found in measured.items()}
         self.profile.update(joined)
         if client is not None and joined:
-            # That memory ran out is no property of the block: something else may have been on the device.
             client.put_many(
-                (self._profile_key(each), msgspec.msgpack.encode(Measured(found.points)))
-                for each, found in joined.items()
-                if found.points
+                (self._profile_key(each), msgspec.msgpack.encode(found.lasting)) for each, found in joined.items()
             )
 
     def _lacking(self, known: Measured | None, *, everything: bool) -> tuple[int, ...]:
-        whole = bool(self._graph.coupled)
         if not everything:
-            return lacking(known, self._most, whole=whole)
+            return lacking(known, self._most, whole=self._whole)
         there = {point.rows for point in known.points} if known is not None else set()
-        steps = ladder(self._most, whole=whole)
-        return tuple(rows for rows in steps if rows not in there and lacking(known, rows, whole=whole))
+        steps = ladder(self._most, whole=self._whole)
+        return tuple(rows for rows in steps if rows not in there and lacking(known, rows, whole=self._whole))
 
     def _profile_key(self, block: str) -> Key:
         threads = torch.get_num_threads() if self._world.device.type == "cpu" else 0

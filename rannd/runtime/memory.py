@@ -13,8 +13,9 @@ import torch
 from rannd import log
 from rannd.config import Config
 from rannd.daemon.keys import Key, limit_key
+from rannd.errors import text_of
 from rannd.plan.deployment import Deployment
-from rannd.runtime.failure import Failure, text_of
+from rannd.runtime.failure import Failure
 
 if TYPE_CHECKING:  # the cache knows the world, which knows this
     from rannd.runtime.cache import Cache

@@ -55,7 +55,7 @@ class ProfileFile:
         """
 
         def write() -> bytes:
-            whole = profile
+            whole = profile.lasting
             if self._path.exists():
                 there = decode(_FILE.read(self._path))
                 if there.device != profile.device:
@@ -63,7 +63,7 @@ class ProfileFile:
                         f"graph_profile_file={self._path} holds times of {there.device}, and these are of "
                         f"{profile.device}; name another file"
                     )
-                whole = profile.joined(there)
+                whole = whole.joined(there)
             _FILE.write(encode(whole), self._path)
             log.get("GraphProfiler").info("Wrote the times of %d blocks to %s", len(whole.blocks), self._path)
             return b""

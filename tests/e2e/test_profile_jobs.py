@@ -54,6 +54,9 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
     times = [float(number) for number in re.findall(r"fwd_time=(\d+)", output)]
     assert max(times) > 1e6, output
 
+    planned = job.run("rannc-run", "--plan-only", "-np", "4", *TUTORIAL, RANNC_LOAD_GRAPH_PROFILE="true", **variables)
+    assert f"The times in {file} are of abacus" in planned
+    assert max(float(number) for number in re.findall(r"fwd_time=(\d+)", planned)) > 1e6
     output = job.train(2, *TUTORIAL, code=1, RANNC_SAVE_GRAPH_PROFILE="true", **variables)
     assert "holds times of abacus" in output
     assert decode(file.read_bytes()) == other, "nothing is lost"
@@ -82,8 +85,27 @@ def test_a_file_is_written_where_the_deployment_is_known_too_and_its_content_is_
     assert "Starting model partitioning" in job.train(2, *TUTORIAL, **variables)
 
 
-def test_parts_are_measured_and_added_up(job: Job) -> None:
-    output = job.train(2, *TUTORIAL, RANNC_PROFILE_BY_ACC="true", RANNC_CACHE="refresh")
-    assert "Starting model partitioning" in output
-    assert "no effect" not in output
-    assert max(float(number) for number in re.findall(r"fwd_time=(\d+)", output)) > 0
+def test_parts_are_measured_and_added_up(job: Job, tmp_path: Path) -> None:
+    """Six layers in three blocks: pairs of layers are measured, or the layer alone."""
+    found = {}
+    for apart in ("false", "true"):
+        file = tmp_path / f"apart_{apart}.profile"
+        output = job.train(
+            2,
+            *TUTORIAL,
+            RANNC_PROFILE_BY_ACC=apart,
+            RANNC_CACHE="off",
+            RANNC_MAX_PARTITION_NUM="3",
+            RANNC_MIN_PARTITION_NUM="1",
+            RANNC_PARTITION_NUM="1",
+            RANNC_SAVE_GRAPH_PROFILE="true",
+            RANNC_GRAPH_PROFILE_FILE=str(file),
+        )
+        assert "no effect" not in output
+        found[apart] = decode(file.read_bytes()).blocks
+        (took,) = (float(number) for number in re.findall(r"fwd_time=(\d+)", output))
+        assert took > 0
+    whole, apart = found["false"], found["true"]
+    assert not set(whole) & set(apart)
+    kept = [max(block.points[-1].activation_bytes for block in each.values()) for each in (whole, apart)]
+    assert kept[0] > kept[1] > 0

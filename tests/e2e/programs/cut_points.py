@@ -6,7 +6,7 @@ import os
 
 import torch
 from torch import nn
-from yardstick import RANK, Plain, batches, network, raises, same, same_parameters
+from yardstick import RANK, Plain, batches, network, raises, same, train_alike
 
 import pyrannc
 from rannd.errors import PlanError
@@ -23,16 +23,7 @@ inner = marked()
 optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
 os.environ["RANNC_PARTITION_NUM"] = "2"
 model = pyrannc.RaNNCModule(inner, optimizer)
-assert plain.optimizer is not None
-for step in range(3):
-    given = batches(step, rows=[4, 3])
-    for each in (optimizer, plain.optimizer):
-        each.zero_grad()
-    model(given[RANK]).pow(2).sum().backward()
-    plain.backward(given)
-    same_parameters(model, plain.model, f"step {step}")
-    for each in (optimizer, plain.optimizer):
-        each.step()
+train_alike(model, optimizer, plain, rows=[4, 3])
 names = {name for name, _ in model.named_parameters()}
 first = {"0.weight", "0.bias"}
 assert names == (first if RANK == 0 else {name for name, _ in plain.model.named_parameters()} - first), names

@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from yardstick import RANK, Plain, batches, network, same_parameters
+from yardstick import RANK, Plain, network, train_alike
 
 import pyrannc
 from rannd.profile.costs import LinkCost
@@ -32,16 +32,7 @@ plain = Plain(network(depth=6), lambda parameters: torch.optim.SGD(parameters, l
 inner = network(depth=6)
 optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
 model = pyrannc.RaNNCModule(inner, optimizer)
-assert plain.optimizer is not None
-for step in range(3):
-    given = batches(step, rows=[4, 3, 4])
-    for each in (optimizer, plain.optimizer):
-        each.zero_grad()
-    model(given[RANK]).pow(2).sum().backward()
-    plain.backward(given)
-    same_parameters(model, plain.model, f"step {step}")
-    for each in (optimizer, plain.optimizer):
-        each.step()
+train_alike(model, optimizer, plain, rows=[4, 3, 4])
 made = world.made()
 assert made is not None
 print("places", [(slot.node, slot.device) for slot in made.slots], "agrees", flush=True)

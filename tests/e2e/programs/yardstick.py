@@ -69,6 +69,22 @@ def same_parameters(wrapped: pyrannc.RaNNCModule, plain: nn.Module, what: str) -
         same(wrapped.get_param_grad(name), parameter.grad, f"{what}: gradient of {name}")
 
 
+def train_alike(
+    wrapped: pyrannc.RaNNCModule, optimizer: torch.optim.Optimizer, plain: Plain, rows: Sequence[int]
+) -> None:
+    """Three steps with the usual loss, of which each ends with the same gradients and parameters. Collective."""
+    assert plain.optimizer is not None
+    for step in range(3):
+        given = batches(step, rows)
+        for each in (optimizer, plain.optimizer):
+            each.zero_grad()
+        wrapped(given[RANK]).pow(2).sum().backward()
+        plain.backward(given)
+        same_parameters(wrapped, plain.model, f"step {step}")
+        for each in (optimizer, plain.optimizer):
+            each.step()
+
+
 def raises(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
     """Fail where a call does not raise an error that says so."""
     with pytest.raises(kind) as caught:
