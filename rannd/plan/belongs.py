@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment, Made, Slot
-from rannd.plan.schedule import SCHEDULES
+from rannd.plan.ways import SCHEDULES
 
 _AGAIN = "plan again without it"
 
@@ -37,6 +37,8 @@ def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> Non
             f"the deployment runs the schedule {plain(deployment.schedule)!r}, this rannd knows "
             f"{', '.join(SCHEDULES)}; {_AGAIN}"
         )
+    if deployment.zero:
+        raise DeploymentError(f"the deployment has ZeRO stage {deployment.zero}, which this rannd cannot run; {_AGAIN}")
 
 
 def differences(deployment: Deployment, *, here: Made, slots: Sequence[Slot], rows: int) -> list[str]:

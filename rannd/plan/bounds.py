@@ -45,13 +45,13 @@ class Bounds:
         self._forward = forward[0]
         """Forward of the first blocks."""
         self._ways = [
-            (number, *self._way(tables.backward_us + (forward if again else 0.0)))
-            for again, number in enumerate(fewest)
+            (fewest[0], *self._way(tables.backward_us, tables.weight_us)),
+            (fewest[1], *self._way(tables.backward_us + forward, np.zeros_like(forward))),
         ]
         """Without recomputing and with: fewest replicas, round of a piece, fill."""
         # A stage on R of w devices runs P / R pieces; if all are equally busy the longest round is the mean.
         devices = np.maximum(np.arange(self._world + 1), 1)
-        work = (forward + tables.backward_us)[0]
+        work = (forward + tables.backward_us - self._filled(tables.weight_us))[0]
         mean = work[:, None] * np.maximum(self._pieces - devices, 0) / devices
         mean[1:, 0] = np.inf
         self.rounds = np.repeat(mean[None], stages + 1, axis=0)
@@ -63,15 +63,20 @@ class Bounds:
         self.together = self.rest[:, :, None] + self.rounds
         """``[.., devices]``: least fill, reduction and longest round together, where nothing comes behind."""
 
-    def _way(self, backward: Table) -> tuple[Table, Table]:
-        """Round of a piece and fill of every stage, whose backward takes so long."""
+    def _filled(self, waits: Table) -> Table:
+        """Of each piece's round the part that at most is taken by what waits: one piece in `microbatches` saves it."""
+        result: Table = np.minimum(waits, self._tables.forward_us) / self._tables.variant.microbatches
+        return result
+
+    def _way(self, backward: Table, waits: Table) -> tuple[Table, Table]:
+        """Round of a piece and fill of every stage, whose backward takes so long, and of it `waits` under zb_h1."""
         tables = self._tables
         forward = tables.forward_us
         values, grads = np.minimum(*tables.values_us), np.minimum(*tables.grads_us)
-        fill = forward + backward + values + grads + tables.ranks_us
+        fill = forward + (backward - waits) + values + grads + tables.ranks_us
         fill[0] += tables.to_ranks
         if tables.steady:
-            return np.maximum(np.maximum(forward + backward, values), grads), fill
+            return np.maximum(np.maximum(forward + backward, values), grads) - self._filled(waits), fill
         return np.maximum(forward, values) + np.maximum(backward, grads), fill
 
     def of(self, left: int, end: int, devices: int) -> tuple[Table, Table, Table, Table]:

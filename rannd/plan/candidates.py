@@ -11,6 +11,7 @@ import numpy as np
 from rannd.plan.estimate import StageTables
 from rannd.plan.machine import Mask
 from rannd.plan.stages import Choice, best_choice, e_of
+from rannd.plan.ways import Way
 
 EFFORT = 20_000
 """Of the search for each of them."""
@@ -31,16 +32,21 @@ class Candidate(msgspec.Struct, frozen=True):
     over_bytes: int = 0
     """By how much that is too much."""
 
+    runs: bool = True
+    """Whether the runtime can run it."""
+
     @property
     def name(self) -> str:
-        """As '4-way data parallel' or '2 stages x 2, 8 microbatches'."""
-        replicas = self.choice.replicas
-        if len(replicas) == 1:
-            return f"{replicas[0]}-way data parallel"
+        """As '4-way data parallel' or '2 stages x 2, 8 microbatches, ZeRO 1'."""
+        replicas, variant = self.choice.replicas, self.choice.variant
         each = f" x {replicas[0]}" if replicas[0] > 1 else ""
         if len(set(replicas)) > 1:
             each = f" x {min(replicas)} to {max(replicas)}"
-        return f"{len(replicas)} stages{each}, {self.choice.variant.microbatches} microbatches"
+        pieces = f"{variant.microbatches} microbatch{'es' if variant.microbatches > 1 else ''}"
+        plan = f"{len(replicas)} stages{each}, {pieces}"
+        if len(replicas) == 1:
+            plan = f"{replicas[0]}-way data parallel"
+        return ", ".join(filter(None, (plan, Way(variant.schedule, variant.zero).name)))
 
 
 def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None = None) -> Candidate:
@@ -77,6 +83,15 @@ def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[in
         choice = best_choice(tables, stages=count, effort=EFFORT).choice
         if choice is not None:
             yield candidate(choice, tables, over=limit)
+
+
+def later_candidates(make: Callable[[Way], list[StageTables]], ways: Sequence[Way], stages: int) -> Iterator[Candidate]:
+    """In each of the ways that cannot be run yet the plan with the least E, where one fits."""
+    for way in ways:
+        tables = make(way)
+        choice = best_choice(tables, stages=stages, effort=EFFORT).choice
+        if choice is not None:
+            yield msgspec.structs.replace(candidate(choice, tables), runs=False)
 
 
 def even_starts(sizes: Sequence[int], stages: int) -> tuple[int, ...]:

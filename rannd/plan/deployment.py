@@ -79,6 +79,8 @@ class Alternative(msgspec.Struct, frozen=True):
     """What the fullest device would need."""
     over_bytes: int
     """By how much that is more than a device may use; 0 where the plan fits."""
+    runs: bool = True
+    """False where the runtime cannot run it yet (ways.py)."""
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -124,6 +126,8 @@ class Deployment(msgspec.Struct, frozen=True):
     """The best of what was not chosen, the fastest first, those that do not fit last."""
     made: Made | None = None
     """With what it was made; None where nobody said."""
+    zero: int = 0
+    """Stage of ZeRO."""
 
 
 class _Header(msgspec.Struct):

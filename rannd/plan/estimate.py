@@ -8,7 +8,6 @@ its gradients are reduced while all earlier stages still run backward.
 from __future__ import annotations
 
 import math
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ from rannd.plan.machine import Counts, Machine, Mask, Table, allreduce_us, p2p_u
 from rannd.plan.options import PlanOptions
 from rannd.plan.program import AHEAD
 from rannd.plan.step_costs import BUCKET
+from rannd.plan.zero import Held, computing, held
 
 NEVER = 1 << 40
 """More devices than there are."""
@@ -31,6 +31,8 @@ class Variant(msgspec.Struct, frozen=True, order=True):
     schedule: str
     microbatches: int
     placement: str
+    zero: int = 0
+    """Stage of ZeRO, see zero.py."""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -59,24 +61,36 @@ class Reductions:
         shared = intervals.shared[:, :, None]
         own = (intervals.trainable - intervals.shared)[:, :, None]
         links = [machine.between, machine.link] if machine.several else [machine.link]
-        all_over = [allreduce_us(links[0], size, machine.world) for size in (shared, np.minimum(shared, BUCKET))]
-        self._whole = [allreduce_us(link, own, replicas) + all_over[0] for link in links]
-        self._tail = [np.maximum(allreduce_us(link, np.minimum(own, BUCKET), replicas), all_over[1]) for link in links]
+        self._own = [allreduce_us(link, own, replicas) for link in links]
+        self._bucket = [allreduce_us(link, np.minimum(own, BUCKET), replicas) for link in links]
+        self._shared, self._shared_bucket = (
+            allreduce_us(links[0], size, machine.world) for size in (shared, np.minimum(shared, BUCKET))
+        )
 
-    def of(self, end: int, inside: Mask | None) -> tuple[Table, Table]:
+    def of(self, end: int, inside: Mask | None, zero: int) -> tuple[Table, Table]:
         """Whole and last bucket of stages that end at `end`: ``[start, replicas - 1]``.
 
-        `inside`: where replicas are on one node. Without it they are as far apart as there are nodes.
+        `inside`: where replicas are on one node. Without it they are as far apart as there are nodes. With ZeRO own
+        gradients are only scattered, half of the way.
         """
-        if inside is None:
-            return self._whole[0][:end, end], self._tail[0][:end, end]
-        whole, tail = (np.where(inside, each[-1][:end, end], each[0][:end, end]) for each in (self._whole, self._tail))
-        return whole, tail
+        part = 0.5 if zero else 1.0
+        whole, bucket = (self._at(each, end, inside) * part for each in (self._own, self._bucket))
+        return whole + self._shared[:end, end], np.maximum(bucket, self._shared_bucket[:end, end])
 
-    @cached_property
-    def least(self) -> tuple[Table, Table]:
-        """The same of all stages, ``[start, end, replicas - 1]``, wherever replicas are."""
-        return np.minimum(self._whole[0], self._whole[-1]), np.minimum(self._tail[0], self._tail[-1])
+    def gather(self, end: int, inside: Mask | None) -> Table:
+        """To gather own parameters, or to scatter their gradients: half of an all-reduce."""
+        return self._at(self._own, end, inside) * 0.5
+
+    def _at(self, tables: list[Table], end: int, inside: Mask | None) -> Table:
+        if inside is None:
+            return tables[0][:end, end]
+        return np.where(inside, tables[-1][:end, end], tables[0][:end, end])
+
+    def least(self, zero: int) -> tuple[Table, Table, Table]:
+        """Whole, last bucket and gathering of all stages, ``[start, end, replicas - 1]``, wherever replicas are."""
+        part = 0.5 if zero else 1.0
+        own, bucket = (np.minimum(each[0], each[-1]) for each in (self._own, self._bucket))
+        return own * part + self._shared, np.maximum(bucket * part, self._shared_bucket), own * 0.5
 
 
 class StageTables:
@@ -105,9 +119,15 @@ class StageTables:
         """Most pieces of a replica, by number of replicas."""
         self.steady = variant.schedule != "fill_drain"
         """Whether forward and backward take turns."""
+        self.splits = variant.schedule == "zb_h1"
+        """Whether gradients of parameters wait until there is time for them."""
+        self.waiting = -(-world // self.replicas)
+        """Under zb_h1 at most one piece less waits for them, by number of replicas."""
 
         self.forward_us = at(intervals.forward, rows)
         self.backward_us = at(intervals.backward, rows)
+        self.weight_us = np.minimum(at(intervals.weight, rows), self.backward_us) * self.splits
+        """The part of it that waits; not where a stage recomputes."""
         received, sent = at(intervals.received, rows), at(intervals.sent_grad, rows)
         self.values_us = [p2p_us(link, received) for link in (machine.link, machine.between)]
         """Time to receive a piece's values, inside a node and from another."""
@@ -123,8 +143,10 @@ class StageTables:
         self.kept = at(intervals.activation, rows)
         self.working = 2.0 * intervals.largest(rows)
         """Bytes that a backward needs for a moment: gradients of what the widest operator makes and reads."""
-        self.state = intervals.params + (2.0 + options.opt_param_factor) * intervals.trainable
-        """Parameters, their gradients (those of a step that waits, too) and the optimizer's state."""
+        sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
+        self.fixed = sharded.state + sharded.working + self.working[:, :, None]
+        """``[start, end, replicas - 1]``, or the same for all replicas: bytes that do not depend on pieces, which are
+        parameters, their gradients (those of a step that waits, too), the optimizer's state and `working`."""
         ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
         self.ranks_us = ranks
         """First input from a rank, first gradient of an output from it."""
@@ -174,39 +196,51 @@ class StageTables:
 
     def _alone(self, terms: Terms) -> None:
         """One stage on all devices moves nothing: every rank runs its own pieces."""
-        last = self.blocks
         if np.isfinite(terms.fill[0, -1]):
-            again = bool(terms.recompute[0, -1])
-            forward = self.forward_us[0, last]
-            backward = self.backward_us[0, last] + (forward if again else 0.0)
+            forward, backward, _ = (each[0, -1] for each in self._computing(self.blocks, terms.recompute, None))
             more = float(self.pieces[-1] - 1)
             terms.fill[0, -1] = forward + backward
             rounds = [forward + backward] if self.steady else [forward, backward]
             terms.rounds[:, 0, -1] = np.array(rounds) * more
             terms.drain[0, -1] = backward
-            terms.exposed[0, -1] = self._exposed(last, np.array(backward), None)[0, -1]
+            terms.exposed[0, -1] = self._exposed(self.blocks, np.array(backward), None)[0, -1]
+
+    def _computing(self, end: int, again: Mask, inside: Mask | None) -> tuple[Table, Table, Table]:
+        """Forward of a piece, its backward, and the part of that which waits under zb_h1."""
+        rows = slice(0, end)
+        forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
+        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
+        waits = np.where(again, 0.0, self.weight_us[rows, end, None])
+        if self.variant.zero >= 2:
+            gather = self.reductions.gather(end, inside)[:, : again.shape[1]]
+            forward, backward = computing(self.variant.zero, forward, backward, gather)
+        return forward, backward, waits
 
     def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
         """Tables for all numbers of replicas. `links`: whether values, gradients and reductions stay inside nodes."""
         rows = slice(0, end)
         values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
+        replicas_inside = links[2] if links is not None else None
         again = self._recomputes(end, used)
-        forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
-        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
+        forward, backward, waits = self._computing(end, again, replicas_inside)
         values = np.where(values_inside, self.values_us[0][rows, end, None], self.values_us[1][rows, end, None])
         grads = np.where(grads_inside, self.grads_us[0][rows, end, None], self.grads_us[1][rows, end, None])
-        fill = forward + backward + values + grads + self.ranks_us[rows, end, None]
+        fill = forward + (backward - waits) + values + grads + self.ranks_us[rows, end, None]
         if end < self.blocks or self.world > 1:
             fill[0] += self.to_ranks
         more = (self.pieces - 1).astype(float)
         if self.steady:
-            rounds = (np.maximum(np.maximum(forward + backward, values), grads) * more)[None]
+            longest = np.maximum(np.maximum(forward + backward, values), grads) * more
+            # Those that wait fill the time in which the slot would wait for others, a forward's for each piece.
+            rounds = (longest + waits - np.minimum(self.waiting - 1, more) * np.minimum(waits, forward))[None]
         else:
             rounds = np.stack([np.maximum(forward, values) * more, np.maximum(backward, grads) * more])
         fits = self.allowed[rows, end] & (self._memory(end, used, again) <= self.limit)
         fill[~fits] = np.inf
-        exposed = self._exposed(end, backward, links[2] if links is not None else None)
-        return Terms(fill, rounds, exposed, backward + grads, again)
+        exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
+        # Under zb_h1 all slots are done at about the same time.
+        drain = np.zeros_like(backward) if self.splits else backward + grads
+        return Terms(fill, rounds, exposed, drain, again)
 
     def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
         """Whether values, gradients, reductions stay inside nodes, of stages in front of the `used` last slots."""
@@ -220,43 +254,56 @@ class StageTables:
 
     def _exposed(self, end: int, backward: Table, inside: Mask | None) -> Table:
         """Reduction left when the backward of the last piece ends: what did not fit behind it, and the last bucket."""
-        whole, tail = self.reductions.of(end, inside)
-        if self.options.sync_allreduce:
-            return whole
-        result: Table = np.maximum(whole - backward, tail)
-        return result
+        zero = self.variant.zero
+        whole, tail = self.reductions.of(end, inside, zero)
+        left: Table = whole if self.options.sync_allreduce else np.maximum(whole - backward, tail)
+        # With stages 1 and 2 parameters are gathered when the optimizer is done.
+        return left + self.reductions.gather(end, inside) if zero in (1, 2) else left
 
     # -- memory -----------------------------------------------------------------------------------------------
 
-    def in_flight(self, used: int | None) -> npt.NDArray[np.intp]:
-        """Most pieces between forward and backward, by number of replicas, where later stages have `used` devices.
+    def in_flight(self, end: int, used: int | None, *, split: bool = True) -> Counts:
+        """Most pieces that a stage keeps, where later stages have `used` devices: ``[start, replicas - 1]``.
 
-        None: the most that there can be. See schedule.window for 1F1B's number.
+        Between forward and backward, or the end of its second half where there are two (`split`). With `used` None the
+        most that there can be. See schedule.py for the numbers of 1F1B and zb_h1.
         """
         if not self.steady or used is None:
-            return self.pieces
-        if used == 0:
-            return np.minimum(self.pieces, 1)
-        result: npt.NDArray[np.intp] = np.minimum(self.pieces, -(-(used + self.replicas) // self.replicas) + 1)
+            return np.broadcast_to(self.pieces, (end, self.world))
+        window = np.ones_like(self.pieces) if used == 0 else -(-(used + self.replicas) // self.replicas) + 1
+        found = np.broadcast_to(window, (end, self.world))
+        if self.splits and split:
+            found = np.where(self.weight_us[:end, end, None] > 0, self.waiting + 1, found)
+        result: Counts = np.minimum(self.pieces, found)
         return result
 
-    def _plain(self, end: int, used: int | None) -> Table:
-        """Bytes of stages that end at `end` and do not recompute."""
-        pieces = self.in_flight(used)
+    def _plain(self, end: int, used: int | None, *, split: bool = True) -> Table:
+        """Bytes of stages that end at `end` and do not recompute; `split`: gradients of parameters may wait."""
+        pieces = self.in_flight(end, used, split=split)
         rows = slice(0, end)
         return (
-            self.state[rows, end, None]
-            + self.working[rows, end, None]
+            self.fixed[rows, end]
             + self._posted(rows, end, pieces)
             + (self.crossing[rows, end, None] + self.kept[rows, end, None]) * pieces
         )
 
-    def _posted(self, starts: slice | int, end: int, flying: npt.NDArray[np.intp]) -> Table:
+    def _posted(self, starts: slice, end: int, flying: Counts) -> Table:
         """Bytes that messages have on top of what their pieces keep: receives are posted `AHEAD` computations early."""
         early = np.where(flying < self.pieces, self.received[starts, end, None], 0.0)
         grads = self.sent_grad[starts, end, None] * np.minimum(self.pieces, AHEAD + 1)
         result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
         return result
+
+    def _held(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> Held:
+        """What stages have of parameters, gradients and the optimizer's state."""
+        tables = self.intervals
+        params, trainable, shared, unit = (
+            table[starts, ends, ..., None] for table in (tables.params, tables.trainable, tables.shared, tables.unit)
+        )
+        factor = self.options.opt_param_factor
+        return held(
+            self.variant.zero, replicas, params=params, trainable=trainable, shared=shared, unit=unit, factor=factor
+        )
 
     def _recomputes(self, end: int, used: int | None) -> Mask:
         shape = (end, self.world)
@@ -270,8 +317,10 @@ class StageTables:
     def _memory(self, end: int, used: int | None, again: Mask) -> Table:
         """Bytes of a replica."""
         plain = self._plain(end, used)
-        saved = self.kept[:end, end, None] * (self.in_flight(used) - 1)
-        result: Table = np.where(again, plain - saved, plain)
+        if not again.any():
+            return plain
+        saved = self.kept[:end, end, None] * (self.in_flight(end, used, split=False) - 1)
+        result: Table = np.where(again, self._plain(end, used, split=False) - saved, plain)
         return result
 
     def _least(self, end: int, used: int | None) -> Table:
@@ -290,7 +339,7 @@ class StageTables:
         ``[start, end]``; NEVER where it cannot be, or is a plan of its own.
         """
         pieces = np.ones(1) if self.steady else self.pieces
-        border = (self.state + self.working)[:, :, None] + self.late + (self.crossing + self.given)[:, :, None] * pieces
+        border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
         kept = self.kept[:, :, None]
         plain = np.less_equal(border + kept * pieces, -1.0 if self.options.checkpointing else self.limit)
         found = []
@@ -318,8 +367,13 @@ class StageTables:
         for end in range(1, self.blocks + 1):
             if self.options.checkpointing or self._is_tight(end):
                 backward[:, end] += self.forward_us[:, end]  # some may recompute
-        whole, tail = self.reductions.least
-        found = whole if self.options.sync_allreduce else np.maximum(whole - backward[:, :, None], tail)
+        zero = self.variant.zero
+        whole, tail, gather = self.reductions.least(zero)
+        # Where a backward waits for gradients to be scattered, their last bucket is what may be left.
+        hidden = tail if zero >= 2 else np.maximum(whole - backward[:, :, None], tail)
+        found = whole if self.options.sync_allreduce else hidden
+        if zero in (1, 2):
+            found = found + gather
         result: Table = np.minimum.accumulate(found[:, :, ::-1], axis=2)[:, :, ::-1]
         return result
 
@@ -347,18 +401,21 @@ class StageTables:
         intervals = self.intervals
         recompute = self.recomputes(start, end, replicas, used=used)
         pieces = int(self.pieces[replicas - 1])
-        flying = int(self.in_flight(used)[replicas - 1])
+        flights = self.in_flight(end, used, split=not recompute)
+        flying = int(flights[start, replicas - 1])
         forward = self.forward_us[start, end] * pieces
         backward = self.backward_us[start, end] * pieces + (forward if recompute else 0.0)
         weight = 0.0 if recompute else at(intervals.weight, self.rows)[start, end] * pieces
-        reduce = self.reductions.of(end, self._links(used)[2] if self._apart else None)[0][start, replicas - 1]
-        param = int(intervals.params[start, end])
-        # Gradients, and as much again for the pending buffer.
-        grad = 2 * int(intervals.trainable[start, end])
+        inside = self._links(used)[2] if self._apart else None
+        zero = self.variant.zero
+        reduce = self.reductions.of(end, inside, zero)[0][start, replicas - 1]
+        if zero in (1, 2):
+            reduce += self.reductions.gather(end, inside)[start, replicas - 1]
+        own = self._held(start, end, replicas)
+        param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
         activation = math.ceil(self.kept[start, end] * (1 if recompute else flying))
-        optimizer = math.ceil(intervals.trainable[start, end] * self.options.opt_param_factor)
-        working = math.ceil(self.working[start, end])
-        posted = self._posted(start, end, self.in_flight(used))[replicas - 1]
+        working = math.ceil(self.working[start, end] + own.working[0])
+        posted = self._posted(slice(0, end), end, flights)[start, replicas - 1]
         comm = math.ceil(self.crossing[start, end] * flying + posted)
         return StageEstimate(
             forward_us=float(forward),

@@ -52,6 +52,10 @@ class Intervals:
     def largest(self, rows: float) -> Table:
         """Bytes of the largest value that each run makes, for pieces of `rows` rows."""
         each = np.array([max((size.at(rows) for size in sizes), default=0.0) for sizes in self._made])
+        return self._most(each)
+
+    def _most(self, each: Table) -> Table:
+        """The largest of a number a block over each run."""
         found = np.zeros((self.count + 1, self.count + 1))
         for start in range(self.count):
             found[start, start + 1 :] = np.maximum.accumulate(each[start:])
@@ -133,4 +137,10 @@ class Intervals:
                     self.trainable[start, first + 1 :] += size
                     whole_from = ordered[-1] + 1 if start <= ordered[0] else self.count + 1
                     self.shared[start, first + 1 : whole_from] += size
+        own = np.zeros(self.count)
+        for index, blocks in readers.items():
+            if graph.params[index].trainable and len(blocks) == 1:
+                own[min(blocks)] += graph.params[index].bytes
+        self.unit = self._most(own)
+        """Trainable bytes of the block that has most of its own."""
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

@@ -6,11 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from rannd.errors import DeploymentError
 from rannd.graph.ir import Size, TaskGraph
 from rannd.plan.deployment import Deployment
 from rannd.plan.program import Edge, Layout
 from rannd.plan.step_costs import StepCosts, bucket_sizes
+from rannd.plan.zero import computing
 from rannd.profile.costs import LinkCost
 
 
@@ -73,17 +76,29 @@ def step_costs(
         working.append(each.working_bytes + (activation if stage.recompute else 0))
     far = between or link
 
-    def reduce(stages: Sequence[int]) -> tuple[float, ...]:
+    def allreduce(stages: Sequence[int], nbytes: int) -> float:
         slots = [slot for stage in stages for slot in layout.stages[stage]]
         chosen = link if len({deployment.slots[slot].node for slot in slots}) == 1 else far
+        return chosen.allreduce_us(nbytes, len(slots))
+
+    def reduce(stages: Sequence[int]) -> tuple[float, ...]:
         nbytes = trained.get(tuple(stages), 0)
-        found = [chosen.allreduce_us(size, len(slots)) for size in (bucket_sizes(nbytes) if overlap else [nbytes])]
+        part = 0.5 if deployment.zero and len(stages) == 1 else 1.0
+        found = [part * allreduce(stages, size) for size in (bucket_sizes(nbytes) if overlap else [nbytes])]
         return tuple(found) if any(found) else ()
 
+    gathers = [0.5 * allreduce([stage], trained.get((stage,), 0)) for stage in range(len(layout.stages))]
+    forwards, backwards = [], []
+    for each, count, gather in zip(estimates, pieces, gathers, strict=True):
+        times = np.array(each.forward_us / count), np.array(each.backward_us / count)
+        forward, backward = computing(deployment.zero, *times, np.array(gather))
+        forwards.append(float(forward))
+        backwards.append(float(backward))
     return StepCosts(
-        forward_us=tuple(each.forward_us / count for each, count in zip(estimates, pieces, strict=True)),
-        backward_us=tuple(each.backward_us / count for each, count in zip(estimates, pieces, strict=True)),
+        forward_us=tuple(forwards),
+        backward_us=tuple(backwards),
         weight_us=tuple(each.weight_us / count for each, count in zip(estimates, pieces, strict=True)),
+        gather_us=tuple(gathers) if deployment.zero in (1, 2) else (),
         values_us=_times(sizes, rows, link),
         grads_us=_times(grads, rows, link),
         reduce_us=tuple(reduce([stage]) for stage in range(len(layout.stages))),

@@ -6,7 +6,7 @@ import msgspec
 
 from rannd.config import Config
 from rannd.errors import PlanError
-from rannd.plan.schedule import SCHEDULES
+from rannd.plan.ways import SCHEDULES
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     do_uncoarsening: bool = False
     """Move the boundaries of coarsened blocks to cheaper places nearby."""
     schedule: str = "1f1b"
-    """Name of the schedule, see schedule.SCHEDULES."""
+    """Name of the schedule, see ways.SCHEDULES."""
     opt_param_factor: float = 2.0
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-import msgspec
-
 from rannd.errors import PlanError
 from rannd.plan.greedy import greedy_orders
 from rannd.plan.program import Action, Kind, Layout, Program
 from rannd.plan.transfers import with_transfers
+from rannd.plan.ways import SCHEDULES
 
 
 def fill_drain(layout: Layout, *, interleaved: bool = False) -> Program:
@@ -75,24 +74,13 @@ def _windows(layout: Layout) -> list[int]:
     return found
 
 
-class Schedule(msgspec.Struct, frozen=True):
-    """A way to run a step whose backward needs nothing from the ranks."""
-
-    make: Callable[[Layout, Collection[int]], Program]
-    """From a layout, and the stages whose backward may come in two halves."""
-    runs: bool
-    """Whether the runtime can run it. The others are planned and simulated, and never picked for a run."""
-
-
-ALL_SCHEDULES: Mapping[str, Schedule] = {
-    "1f1b": Schedule(lambda layout, split: one_forward_one_backward(layout), runs=True),
-    "fill_drain": Schedule(lambda layout, split: fill_drain(layout, interleaved=True), runs=True),
-    "zb_h1": Schedule(zero_bubble_h1, runs=False),
+ALL_SCHEDULES: Mapping[str, Callable[[Layout, Collection[int]], Program]] = {
+    "1f1b": lambda layout, split: one_forward_one_backward(layout),
+    "fill_drain": lambda layout, split: fill_drain(layout, interleaved=True),
+    "zb_h1": zero_bubble_h1,
 }
-"""Every schedule by its name. The one place that says which there are, and which can be run."""
-
-SCHEDULES = tuple(name for name, schedule in ALL_SCHEDULES.items() if schedule.runs)
-"""Names of the schedules that can be run, as `Deployment.schedule` has them."""
+"""Every schedule by its name: the Program of a step whose backward needs nothing from the ranks, from a layout and the
+stages whose backward may come in two halves. Which of them can be run is said in ways.py."""
 
 
 def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) -> Program:
@@ -102,7 +90,7 @@ def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) 
     """
     if schedule not in ALL_SCHEDULES:
         raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(ALL_SCHEDULES)}")
-    return ALL_SCHEDULES[schedule].make(layout, split)
+    return ALL_SCHEDULES[schedule](layout, split)
 
 
 def interleaved_program(schedule: str, layout: Layout) -> Program:

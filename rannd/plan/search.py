@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.ir import TaskGraph
 from rannd.plan.blocks import Block
-from rannd.plan.candidates import Candidate, candidate, candidates
+from rannd.plan.candidates import Candidate, candidate, candidates, later_candidates
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
 from rannd.plan.estimate import Reductions, StageTables, Variant
 from rannd.plan.intervals import Intervals
@@ -23,6 +23,7 @@ from rannd.plan.options import PlanOptions
 from rannd.plan.places import cut_places, has_cut_points
 from rannd.plan.ranking import rank
 from rannd.plan.stages import Found, Need, best_choice, smallest_memory
+from rannd.plan.ways import Way, check_known, others
 from rannd.profile.costs import CostTable
 
 __all__ = [
@@ -52,15 +53,19 @@ def plan(
     options: PlanOptions,
     interleaved: bool = True,
     ranked: bool = False,
+    way: Way | None = None,
 ) -> Deployment:
     """The deployment of `graph` on `world` devices with the least E (docs/planning.md).
 
     `slots`: place of each device, sorted; `batch_rows`: rows of the global batch; `memory_bytes`: what may be used of
     each device, margin already taken off; `interleaved`: whether backward may begin inside a call, because the model
     returns its loss: otherwise all forwards run before all backwards; `ranked`: simulate this plan and others, and take
-    the fastest, which takes longer than the search itself. PlanError where demands clash, DoesNotFitError with the
-    smallest memory that would do where no plan fits.
+    the fastest, which takes longer than the search itself, and tell what could be had in ways that cannot be run yet;
+    `way`: in which the step is run, also one that cannot be run yet, None: as the options say. PlanError where demands
+    clash, DoesNotFitError with the smallest memory that would do where no plan fits.
     """
+    chosen = way or Way(options.schedule if interleaved else "fill_drain")
+    check_known(chosen)
     if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
     if batch_rows < 1:
@@ -73,26 +78,26 @@ def plan(
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
     intervals = Intervals(graph, blocks, costs.blocks)
     reductions = Reductions(intervals, machine)
-    variants = _variants(options, machine, counts, interleaved=interleaved)
 
-    def tables(allowed: Mask, limit: float, recompute: bool) -> list[StageTables]:
+    def tables(way: Way, allowed: Mask, limit: float, recompute: bool) -> list[StageTables]:
         asked = msgspec.structs.replace(options, checkpointing=options.checkpointing or recompute)
         return [
             StageTables(
                 intervals,
                 machine,
                 asked,
-                variant,
-                rows=piece_rows(batch_rows, world, variant.microbatches),
+                Variant(way.schedule, count, placement, way.zero),
+                rows=piece_rows(batch_rows, world, count),
                 limit=limit,
                 allowed=allowed,
                 reductions=reductions,
             )
-            for variant in variants
+            for placement in machine.placements
+            for count in counts
         ]
 
     limit = float(memory_bytes)
-    every = tables(allowed, limit, False)
+    every = tables(chosen, allowed, limit, False)
     found = best_choice(every, stages=stages)
     if found.choice is not None:
         make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)
@@ -100,21 +105,17 @@ def plan(
             return make(candidate(found.choice, every))
         best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
         sizes = [len(block.ops) for block in blocks]
-        others = candidates(tables, allowed, limit, sizes, stages)
-        return rank([*best, *others], make, graph, costs, overlap=not options.sync_allreduce)
+        among = candidates(partial(tables, chosen), allowed, limit, sizes, stages)
+        later = later_candidates(partial(tables, allowed=allowed, limit=limit, recompute=False), others(chosen), stages)
+        return rank([*best, *among, *later], make, graph, costs, overlap=not options.sync_allreduce)
     need = smallest_memory(every, stages=stages)
     if need is None:
         raise PlanError(
             f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas make {world} devices "
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
-    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world)
-
-
-def _variants(options: PlanOptions, machine: Machine, counts: Sequence[int], *, interleaved: bool) -> list[Variant]:
-    """What the stages of a plan can have in common."""
-    schedule = options.schedule if interleaved else "fill_drain"
-    return [Variant(schedule, count, placement) for placement in machine.placements for count in counts]
+    later = later_candidates(partial(tables, allowed=allowed, limit=limit, recompute=False), others(chosen), stages)
+    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, next(later, None))
 
 
 def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool) -> list[int]:
@@ -257,13 +258,20 @@ def _deployment(
         placement=choice.variant.placement,
         memory_bytes=int(table.limit),
         e_us=choice.step_us,
+        zero=choice.variant.zero,
     )
 
 
 def _does_not_fit(
-    graph: TaskGraph, blocks: Sequence[Block], need: Need, memory_bytes: int, options: PlanOptions, world: int
+    graph: TaskGraph,
+    blocks: Sequence[Block],
+    need: Need,
+    memory_bytes: int,
+    options: PlanOptions,
+    world: int,
+    would: Candidate | None,
 ) -> DoesNotFitError:
-    """The error that names what would do, and the block that needs most of it."""
+    """The error that names what would do, and the block that needs most of it. `would`: do, if it could be run."""
     least = math.ceil(need.bytes)
     block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
     # Rounded up, so that the number given is one that does.
@@ -274,6 +282,7 @@ def _does_not_fit(
         f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
         f"({_modules(graph, blocks[block])}) needs most. Use devices with more memory, more ranks, a smaller batch, "
         f"or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
+        + (f". {would.name} would fit, which can be planned and not run yet" if would is not None else "")
     )
 
 
@@ -281,7 +290,7 @@ def estimate_lines(deployment: Deployment) -> list[str]:
     """The estimate as lines of the log, as RaNNC's tutorial shows it: times in microseconds, sizes in bytes."""
     lines = [
         f"Estimated profiles of subgraphs: batch_size={deployment.batch_rows} np={len(deployment.slots)} "
-        f"pipeline={deployment.microbatches} use_amp=0 zero=0"
+        f"pipeline={deployment.microbatches} use_amp=0 zero={deployment.zero}"
     ]
     for stage in deployment.stages:
         each = stage.estimate
@@ -305,6 +314,8 @@ def alternative_lines(deployment: Deployment) -> list[str]:
     for other in deployment.alternatives:
         if other.over_bytes:
             lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB over on each device")
+        elif not other.runs and deployment.step_us > 0:
+            lines.append(f"Cannot be run yet: {other.name}: {1 - other.step_us / deployment.step_us:.1%} faster")
         elif deployment.step_us > 0:
             lines.append(f"Not chosen: {other.name}: {max(other.step_us / deployment.step_us - 1, 0.0):.1%} slower")
     return lines

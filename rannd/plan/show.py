@@ -80,6 +80,7 @@ def _head(deployment: Deployment, planned: int) -> str:
             ("times", f"{plain(made.costs)}, by rannd {plain(made.rannd)} and torch {plain(made.torch)}"),
         ]
     stages = len(deployment.stages)
+    schedule = plain(deployment.schedule) + (f", ZeRO {deployment.zero}" if deployment.zero else "")
     lines += [
         ("devices", f"{world} on {_count(nodes, 'node')}, {_count(stages, 'stage')}"),
         (
@@ -87,7 +88,7 @@ def _head(deployment: Deployment, planned: int) -> str:
             f"{_count(rows, 'row')}: {_count(world, 'rank')} x {_count(deployment.microbatches, 'microbatch')} of "
             f"{piece_rows(deployment)} at most",
         ),
-        ("schedule", f"{plain(deployment.schedule)}; neighbours are {plain(deployment.placement)}"),
+        ("schedule", f"{schedule}; neighbours are {plain(deployment.placement)}"),
         ("step", f"{_ms(deployment.step_us)} predicted, of which {bubble(deployment):.1%} is not computing"),
     ]
     if rows != planned:
@@ -168,10 +169,11 @@ def _alternatives(deployment: Deployment) -> str:
     for other in deployment.alternatives:
         slower = f"{other.step_us / deployment.step_us:.3f}x" if other.step_us and deployment.step_us else ""
         what = f"lacks {_bytes(other.over_bytes)}" if other.over_bytes else ""
+        what = what if other.runs else "cannot be run yet"
         step = _ms(other.step_us) if other.step_us else ""
         rows.append((plain(other.name), step, slower, _bytes(other.most_bytes), what))
     batch = _count(deployment.batch_rows, "row")
-    return _table((f"not chosen ({batch})", "step", "to this", "fullest device", "memory"), rows)
+    return _table((f"not chosen ({batch})", "step", "to this", "fullest device", "note"), rows)
 
 
 # -- words ----------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
 
 
 def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequence[int], *, record: bool) -> Simulation:
-    """Add the reductions."""
+    """Add the reductions, and what is gathered behind them."""
     ends = np.array(played.ends)
     starts, stops = np.array(played.last).T
     free = np.zeros(layout.world)
@@ -103,6 +103,12 @@ def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequenc
         if record:
             name = str(layout.reduction(stages))
             events += [Event(slot, REDUCE, begins, end - begins, name) for slot in slots]
+    for stage, us in enumerate(costs.gather_us):
+        slots = list(layout.stages[stage])
+        begins = float(np.maximum(ends[slots], free[slots]).max())
+        free[slots] = begins + us
+        if record and us:
+            events += [Event(slot, REDUCE, begins, us, "G") for slot in slots]
     step = float(np.maximum(ends, free).max())
     return Simulation(
         step,

@@ -27,6 +27,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     grads_us: Mapping[Edge, float]
     reduce_us: tuple[tuple[float, ...], ...]
     """To reduce each bucket of a stage's own parameters over its replicas, in the order in which they start."""
+    gather_us: tuple[float, ...] = ()
+    """To gather a stage's parameters when its optimizer is done (ZeRO 1 and 2), by stage; empty where nothing is."""
     tied_us: tuple[tuple[float, ...], ...] = ()
     """The same for parameters that several stages share, in the order of `Layout.tied`."""
     nodes: tuple[int, ...] = ()

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 COMPUTE, RECEIVE, REDUCE = "compute", "receive", "reduce"
-"""Categories of events: forwards and backwards; messages on their way; reductions of gradients."""
+"""Categories of events: forwards and backwards; messages on their way; reductions of gradients, and parameters that are
+gathered behind them (ZeRO, "G")."""
 CATEGORIES = (COMPUTE, RECEIVE, REDUCE)
 
 
@@ -25,7 +26,7 @@ class Event(msgspec.Struct, frozen=True, order=True, gc=False):
     start_us: float
     us: float
     name: str
-    """The text of the action, as in a Program's text. A transfer is an event of its receiver."""
+    """The text of the action, as in a Program's text, or G. A transfer is an event of its receiver."""
 
 
 def chrome_trace(events: Iterable[Event], nodes: Sequence[int], *, title: str = "") -> bytes:

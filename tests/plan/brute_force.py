@@ -49,9 +49,10 @@ class Reference:
         options: PlanOptions,
         *,
         schedule: str = "1f1b",
+        zero: int = 0,
     ) -> None:
         self.graph, self.blocks, self.costs = graph, blocks, costs
-        self.slots, self.world, self.schedule = slots, len(slots), schedule
+        self.slots, self.world, self.schedule, self.zero = slots, len(slots), schedule, zero
         self.batch_rows, self.options = batch_rows, options
         self.home = {op: index for index, block in enumerate(blocks) for op in block.ops}
         self.readers = [
@@ -64,7 +65,7 @@ class Reference:
         options, count = self.options, len(self.blocks)
         rows = math.ceil(self.batch_rows / self.world)
         for stages in range(1, min(count, self.world) + 1):
-            if options.partition_num not in (0, stages):
+            if options.partition_num not in (0, stages) or (stages == 1 and self.schedule == "zb_h1"):
                 continue
             for cuts in combinations(range(1, count), stages - 1):
                 for shares in combinations(range(1, self.world), stages - 1):
@@ -97,28 +98,40 @@ class Reference:
             forward = sum(block.forward_us.at(rows) for block in self.costs.blocks[start:end])
             backward = sum(block.backward_us.at(rows) for block in self.costs.blocks[start:end])
             backward += forward if again[number] else 0.0
+            weight = 0.0
+            if plan.schedule == "zb_h1" and not again[number]:
+                weight = sum(block.weight_us.at(rows) for block in self.costs.blocks[start:end])
+            own, shared = self._gradients(start, end)
+            over = link if near.replicas else between
+            half = over.allreduce_us(own, count) / 2
+            if self.zero == 2:
+                backward = max(backward, half)
+            elif self.zero == 3:
+                forward, backward = max(forward, half), max(backward, 2 * half)
             values = grads = 0.0
             if several:
                 values = (link if near.values else between).p2p_us(self._bytes(start, end, "received", rows))
                 grads = (link if near.grads else between).p2p_us(self._bytes(start, end, "sent_grad", rows))
                 fill += link.p2p_us(self._bytes(start, end, "given", rows))
                 fill += link.p2p_us(self._bytes(start, end, "output_grad", rows))
-            fill += values + forward + grads + backward
-            if plan.schedule == "1f1b":
-                rounds.append([(most - 1) * max(forward + backward, values, grads)])
+            fill += values + forward + grads + backward - weight
+            if plan.schedule != "fill_drain":
+                filled = min(math.ceil(self.world / count) - 1, most - 1) * min(weight, forward)
+                rounds.append([(most - 1) * max(forward + backward, values, grads) + weight - filled])
             else:
                 rounds.append([(most - 1) * max(forward, values), (most - 1) * max(backward, grads)])
-            own, shared = self._gradients(start, end)
             nodes = [slot.node for slot in self.slots]
-            over = link if near.replicas else between
             all_over = link if nodes[0] == nodes[-1] else between
-            whole = over.allreduce_us(own, count) + all_over.allreduce_us(shared, self.world)
+            whole = over.allreduce_us(own, count) * (0.5 if self.zero else 1) + all_over.allreduce_us(
+                shared, self.world
+            )
             bucket = 25 * 2**20
             tail = max(
-                over.allreduce_us(min(own, bucket), count), all_over.allreduce_us(min(shared, bucket), self.world)
+                over.allreduce_us(min(own, bucket), count) * (0.5 if self.zero else 1),
+                all_over.allreduce_us(min(shared, bucket), self.world),
             )
-            reductions.append(max(whole - backward, tail))
-            backwards.append(backward + grads)
+            reductions.append(max(whole - (weight or backward), tail) + (half if self.zero in (1, 2) else 0.0))
+            backwards.append(0.0 if plan.schedule == "zb_h1" else backward + grads)
         if several:
             fill += link.p2p_us(self._outputs(rows)) + link.p2p_us(self._inputs_grad(rows))
         left_over = max(reduction - sum(backwards[:number]) for number, reduction in enumerate(reductions))
@@ -158,11 +171,16 @@ class Reference:
         )
         return Near(inside, inside, False)
 
-    def in_flight(self, plan: Plan, number: int) -> int:
-        """Most pieces of a stage between forward and backward."""
+    def in_flight(self, plan: Plan, number: int, *, recompute: bool) -> int:
+        """Most pieces of a stage between forward and the end of backward."""
         most = math.ceil(self.world * plan.microbatches / plan.replicas[number])
-        if plan.schedule != "1f1b":
+        if plan.schedule == "fill_drain":
             return most
+        rows = self._rows(plan.microbatches)
+        start, end = plan.bounds[number : number + 2]
+        waits = not recompute and sum(block.weight_us.at(rows) for block in self.costs.blocks[start:end]) > 0
+        if plan.schedule == "zb_h1" and waits:
+            return min(most, math.ceil(self.world / plan.replicas[number]) + 1)
         if number + 1 == len(plan.replicas):
             return 1
         return min(most, math.ceil(sum(plan.replicas[number:]) / plan.replicas[number]) + 1)
@@ -171,7 +189,7 @@ class Reference:
         """Bytes of one replica of a stage."""
         start, end = plan.bounds[number : number + 2]
         rows = self._rows(plan.microbatches)
-        flying = self.in_flight(plan, number)
+        flying = self.in_flight(plan, number, recompute=recompute)
         pieces = math.ceil(self.world * plan.microbatches / plan.replicas[number])
         received = self._bytes(start, end, "received", rows)
         held = received + sum(self._bytes(start, end, what, rows) for what in ("sent", "output"))
@@ -182,7 +200,14 @@ class Reference:
         kept = sum(block.activation_bytes.at(rows) for block in self.costs.blocks[start:end])
         params = sum(self.graph.params[index].bytes for index in self._params(start, end))
         unused = sum(self.graph.params[index].bytes for index in self.graph.unused_params) if start == 0 else 0
-        state = (2 + self.options.opt_param_factor) * sum(self._gradients(start, end))
+        own, shared = self._gradients(start, end)
+        count, factor = plan.replicas[number], self.options.opt_param_factor
+        whole, part = own + shared, own / count + shared
+        state = 2 * (part if self.zero >= 2 else whole) + factor * (part if self.zero >= 1 else whole)
+        state -= whole - part if self.zero == 3 else 0
+        if count > 1 and self.zero >= 2:
+            alone = [self._only(block) for block in range(start, end)]
+            state += max(alone) * (3 if self.zero == 3 else 1)
         made = [
             self.graph.values[value].bytes.at(rows)
             for block in self.blocks[start:end]
@@ -236,6 +261,10 @@ class Reference:
 
     def _params(self, start: int, end: int) -> set[int]:
         return {param for block in self.blocks[start:end] for op in block.ops for param in self.graph.ops[op].params}
+
+    def _only(self, block: int) -> int:
+        """Bytes of trainable parameters that only this block reads."""
+        return self._gradients(block, block + 1)[0]
 
     def _gradients(self, start: int, end: int) -> tuple[int, int]:
         """Bytes of trainable parameters that only these blocks read, and of those that others read too."""

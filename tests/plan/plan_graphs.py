@@ -178,8 +178,13 @@ def random_costs(random: Random, blocks: int) -> CostTable:
         allreduce_latency_us=link.allreduce_latency_us * 2,
         allreduce_bytes_per_us=link.allreduce_bytes_per_us / 5,
     )
+
+    def block(waits: float) -> BlockCost:
+        forward, backward, kept = size(1000), size(random.choice([100, 3000])), size(10_000)
+        return BlockCost(forward, backward, kept, Size(backward.c0 * waits, backward.c1 * waits))
+
     return CostTable(
-        tuple(BlockCost(size(1000), size(random.choice([100, 3000])), size(10_000)) for _ in range(blocks)),
+        tuple(block((0.5, 0.3, 0.0, 0.8)[index % 4]) for index in range(blocks)),
         link,
         random.choice([None, slower]),
     )

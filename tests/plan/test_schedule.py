@@ -10,7 +10,6 @@ from rannd.plan.layout import loss_layout
 from rannd.plan.program import Action, Kind, Layout
 from rannd.plan.program_text import from_text, to_text
 from rannd.plan.schedule import (
-    SCHEDULES,
     fill_drain,
     interleaved_program,
     one_forward_one_backward,
@@ -18,6 +17,7 @@ from rannd.plan.schedule import (
     window,
     zero_bubble_h1,
 )
+from rannd.plan.ways import SCHEDULES
 
 TWO_STAGES = Layout(2, 2, ((0,), (1,)), ((-1, 0), (0, 1), (1, 2)), ((0, 1), (1, 2)))
 

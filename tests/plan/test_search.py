@@ -9,6 +9,7 @@ from test_stages import Instance
 
 from rannd.errors import DeploymentError, DoesNotFitError, PlanError
 from rannd.graph.ir import TaskGraph
+from rannd.plan.belongs import check_belongs
 from rannd.plan.blocks import make_blocks
 from rannd.plan.candidates import even_starts
 from rannd.plan.check import check
@@ -18,6 +19,7 @@ from rannd.plan.machine import place
 from rannd.plan.ranking import simulated_us
 from rannd.plan.schedule import fill_drain
 from rannd.plan.search import PlanOptions, alternative_lines, assignment_lines, estimate_lines, microbatch_counts, plan
+from rannd.plan.ways import Way
 
 
 def deploy(
@@ -227,11 +229,51 @@ def test_of_the_best_plans_the_fastest_is_taken_and_the_others_are_told() -> Non
 def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
     tight = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True)
     assert len(tight.stages) == 4
-    assert [other.name for other in tight.alternatives][-1] == "4-way data parallel"
+    assert [other.name for other in tight.alternatives if other.runs][-1] == "4-way data parallel"
     lacking = [other for other in tight.alternatives if other.over_bytes]
     assert lacking
     assert all(other.step_us == 0 and other.most_bytes == 2_000_000 + other.over_bytes for other in lacking)
-    assert "GiB over on each device" in alternative_lines(tight)[-1]
+    lines = alternative_lines(tight)
+    assert any(line.startswith("Not chosen: 4-way") and line.endswith("GiB over on each device") for line in lines)
+
+
+def test_what_cannot_be_run_yet_is_simulated_and_told_where_it_would_be_faster() -> None:
+    graph = chain(8, param=100_000)
+    tight = deploy(graph, 4, memory=2_000_000, ranked=True)
+    assert (tight.schedule, tight.zero) == ("1f1b", 0)
+    later = [other for other in tight.alternatives if not other.runs]
+    ways = {Way("zb_h1"): "zb_h1", Way("zb_h1", 1): "zb_h1 with ZeRO 1", Way("1f1b", 3): "ZeRO 3"}
+    for way, name in ways.items():
+        options = PlanOptions()
+        blocks = make_blocks(graph, options, world=4)
+        costs = costs_for(len(blocks))
+        found = plan(
+            graph, blocks, costs, world=4, slots=tuple(Slot(0, device) for device in range(4)), batch_rows=256,
+            memory_bytes=2_000_000, options=options, way=way,
+        )  # fmt: skip
+        assert (found.schedule, found.zero) == (way.schedule, way.zero)
+        assert decode(encode(found)) == found
+        step_us = simulated_us(graph, costs, found, overlap=True)
+        told = [other for other in later if other.name.endswith(f", {name}")]
+        assert [other.step_us for other in told] == ([step_us] if step_us < 0.99 * tight.step_us else [])
+        if way == Way("1f1b", 3):
+            assert told[0].name == "4-way data parallel, ZeRO 3"
+            assert told[0].most_bytes == found.stages[0].estimate.total_bytes <= 2_000_000
+            faster = f"{1 - step_us / tight.step_us:.1%} faster"
+            assert f"Cannot be run yet: 4-way data parallel, ZeRO 3: {faster}" in alternative_lines(tight)
+        with pytest.raises(DeploymentError, match="zb_h1" if way.schedule == "zb_h1" else "ZeRO stage 3"):
+            check_belongs(found, graph_hash=graph.graph_hash, world=4)
+
+
+def test_where_only_zero_would_fit_the_error_says_so() -> None:
+    with pytest.raises(DoesNotFitError, match=r"2-way data parallel, ZeRO 1 would fit, which can be planned"):
+        deploy(chain(1, param=1_000_000), 2, memory=4_900_000, rows=1, max_pipeline=1)
+
+
+def test_zero_bubble_with_zero_2_is_no_plan() -> None:
+    instance = Instance(0, way=Way("zb_h1", 2))
+    with pytest.raises(PlanError, match="schedule 'zb_h1' with ZeRO stage 2: gradients are divided"):
+        instance.plan()
 
 
 def test_ranked_plans_are_never_slower_than_even_splits() -> None:

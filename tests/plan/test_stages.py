@@ -18,6 +18,7 @@ from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.options import PlanOptions
 from rannd.plan.search import plan
 from rannd.plan.stages import _Frontier, _Partial
+from rannd.plan.ways import RUNS, Way
 from rannd.profile.costs import CostTable
 
 PLENTY = 10**15
@@ -26,7 +27,7 @@ PLENTY = 10**15
 class Instance:
     """A random model on a random machine; all of it follows from `seed`."""
 
-    def __init__(self, seed: int, *, world: int = 5, ops: int = 6, **options: object) -> None:
+    def __init__(self, seed: int, *, world: int = 5, ops: int = 6, way: Way | None = None, **options: object) -> None:
         random = self.random = Random(seed)
         self.world = random.randint(1, world)
         self.options = PlanOptions(max_pipeline=random.choice([1, 4, 8]), **options)  # type: ignore[arg-type]
@@ -35,6 +36,7 @@ class Instance:
         self.blocks: tuple[Block, ...] = make_blocks(self.graph, self.options, world=self.world)
         self.costs: CostTable = random_costs(random, len(self.blocks))
         self.interleaved = random.random() < 0.7
+        self.way = way or Way("1f1b" if self.interleaved else "fill_drain")
         per_node = random.choice([1, 2, 3, self.world])
         self.slots = tuple(Slot(*divmod(device, per_node)) for device in range(self.world))
         self.reference = Reference(
@@ -44,7 +46,8 @@ class Instance:
             self.slots,
             self.batch_rows,
             self.options,
-            schedule="1f1b" if self.interleaved else "fill_drain",
+            schedule=self.way.schedule,
+            zero=self.way.zero,
         )
 
     def demand(self, **items: int) -> None:
@@ -61,6 +64,7 @@ class Instance:
             memory_bytes=memory,
             options=self.options,
             interleaved=self.interleaved,
+            way=self.way,
         )
 
 
@@ -79,6 +83,31 @@ def test_the_plan_has_the_least_e_of_all(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * hundred + 100):
         instance = Instance(seed)
         assert same(instance, instance.plan(), instance.reference.best(math.inf)), seed
+
+
+LATER = [way for way, runs in RUNS.items() if not runs]
+
+
+@pytest.mark.parametrize("share", [None, 1.0, 1.2])
+@pytest.mark.parametrize("way", LATER, ids=lambda way: f"{way.schedule} {way.zero}")
+def test_it_has_in_every_way_that_cannot_be_run_yet(way: Way, share: float | None) -> None:
+    seen = Counter[bool]()
+    for seed in range(100):
+        instance = Instance(seed, way=way)
+        if way.schedule == "zb_h1" and min(instance.world, len(instance.blocks)) == 1:
+            continue  # one stage is run as under 1F1B
+        limit = PLENTY if share is None else math.ceil(instance.reference.smallest_memory() * share)
+        wanted = instance.reference.best(limit)
+        if wanted is None:
+            with pytest.raises(DoesNotFitError):
+                instance.plan(limit)
+            continue
+        deployment = instance.plan(limit)
+        assert (deployment.schedule, deployment.zero) == (way.schedule, way.zero)
+        assert same(instance, deployment, wanted), seed
+        assert all(stage.estimate.total_bytes <= limit + 6 for stage in deployment.stages), seed
+        seen[len(deployment.stages) > 1] += 1
+    assert seen[True] > 20, seen
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

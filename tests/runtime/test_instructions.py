@@ -12,7 +12,8 @@ from plan_layouts import layouts
 
 from rannd.plan.layout import loss_layout
 from rannd.plan.program import AHEAD, SENDS, TRANSFERS, Action, Kind, Layout, Program
-from rannd.plan.schedule import SCHEDULES, fill_drain, interleaved_program
+from rannd.plan.schedule import fill_drain, interleaved_program
+from rannd.plan.ways import SCHEDULES
 from rannd.runtime.instructions import instructions
 
 RECEIVES = TRANSFERS - SENDS
