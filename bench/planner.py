@@ -1,10 +1,12 @@
 """The planner: how long it takes, and what its plans are worth beside RaNNC's rule and beside even splits.
 
-    python bench/planner.py [times blocks value] [--models 24] [--repeats 5]
+    python bench/planner.py [times blocks regret value] [--models 24] [--repeats 5]
 
 times   the stage phase with profiles given: 32 blocks of a transformer, all numbers of stages, replicas, microbatches,
         orders of slots and recomputing; 8, 64 and 512 devices, 8 a node; and with other plans, simulated
 blocks  the phases before it, for graphs of 1,000 and 10,000 operators
+regret  simulated time beside E, for the plans with the least E of 400 random models on up to five devices: those of
+        tests/plan/test_stages.py with seeds 0 to 399, memory unlimited, not ranked
 value   models of tests/zoo, costs by formula on cluster cpu, 8 devices on two nodes, with much memory and with a part
         of what one stage would need: simulated step of the plan, of RaNNC's rule and of stages of equally many
         operators. Nothing of it is measured on devices. A ratio above 1.0 says that our plan is faster.
@@ -22,7 +24,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,16 +58,13 @@ PART = 0.7
 def main() -> None:
     sys.path[:0] = [str(TESTS), str(TESTS / "plan")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["times", "blocks", "value", []], help="all where none is named")
+    parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], help="all where none is named")
     parser.add_argument("--models", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    for name in options.what or ("times", "blocks", "value"):
+    for name in options.what or MEASUREMENTS:
         print(f"-- {name}")
-        if name == "value":
-            value(options.models)
-        else:
-            (times if name == "times" else block_times)(options.repeats)
+        MEASUREMENTS[name](options)
 
 
 # -- how long -------------------------------------------------------------------------------------------------
@@ -86,7 +85,7 @@ def times(repeats: int) -> None:
                 took = []
                 for _ in range(repeats):
                     start = time.perf_counter()
-                    found = plan(graph, blocks, costs, memory_bytes=memory, ranked=ranked, **given)  # type: ignore[arg-type]
+                    found = plan(graph, blocks, costs, memory_bytes=memory, ranked=True, **given)  # type: ignore[arg-type]
                     took.append((time.perf_counter() - start) * 1e3)
                 gap = found.e_us / found.bound_us - 1
                 print(
@@ -126,6 +125,27 @@ def layered(count: int) -> CostTable:
         forward = 3000.0 if index in (0, count - 1) else 900.0 + 100.0 * (index % 3)
         each.append(BlockCost(Size(150, forward), Size(200, 2 * forward), Size(0, 3e6)))
     return CostTable(tuple(each), LinkCost(5, 200_000, 10, 100_000), LinkCost(20, 12_000, 30, 12_000))
+
+
+# -- how far E is from what is simulated ------------------------------------------------------------------------
+
+
+def regret(instances: int = 400) -> None:
+    from test_regret import played
+    from test_stages import Instance
+
+    found: dict[str, list[float]] = {"one stage": [], "equal": [], "unequal": []}
+    for seed in range(instances):
+        instance = Instance(seed)
+        deployment = instance.plan()
+        replicas = {len(stage.slots) for stage in deployment.stages}
+        difference = played(instance, deployment).step_us / deployment.e_us - 1
+        equal = "one stage" if len(deployment.stages) == 1 else "equal"
+        found[equal if len(replicas) == 1 else "unequal"].append(difference)
+    print(f"{'replicas':10s} {'plans':>5s} {'smallest':>9s} {'10 %':>9s} {'median':>9s} {'90 %':>9s} {'largest':>9s}")
+    for name, differences in found.items():
+        quantiles = np.quantile(differences, [0, 0.1, 0.5, 0.9, 1])
+        print(f"{name:10s} {len(differences):5d} {' '.join(f'{each:+9.1%}' for each in quantiles)}")
 
 
 # -- what for -------------------------------------------------------------------------------------------------
@@ -341,6 +361,13 @@ def zoo_graphs() -> Iterator[tuple[str, TaskGraph]]:
         if graph.sole_loss is not None and len(graph.task.ops) > WORLD:
             yield entry.name, graph.task
 
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "times": lambda options: times(options.repeats),
+    "blocks": lambda options: block_times(options.repeats),
+    "regret": lambda options: regret(),
+    "value": lambda options: value(options.models),
+}
 
 if __name__ == "__main__":
     main()
