@@ -1,6 +1,6 @@
 """The planner: how long it takes, and what its plans are worth beside RaNNC's rule and beside even splits.
 
-    python bench/planner.py [times blocks regret value] [--models 24] [--repeats 5]
+    python bench/planner.py [times blocks regret value] [--models 24] [--repeats 5] [--by-e]
 
 times   the stage phase with profiles given: 32 blocks of a transformer, all numbers of stages, replicas, microbatches,
         orders of slots and recomputing; 8, 64 and 512 devices, 8 a node; and with other plans, simulated
@@ -9,7 +9,8 @@ regret  simulated time beside E, for the plans with the least E of 400 random mo
         tests/plan/test_stages.py with seeds 0 to 399, memory unlimited, not ranked
 value   models of tests/zoo, costs by formula on cluster cpu, 8 devices on two nodes, with much memory and with a part
         of what one stage would need: simulated step of the plan, of RaNNC's rule and of stages of equally many
-        operators. Nothing of it is measured on devices. A ratio above 1.0 says that our plan is faster.
+        operators. Nothing of it is measured on devices. A ratio above 1.0 says that our plan is faster. With --by-e
+        our plan is the one with the least E, not the fastest of those that are simulated.
 
 RaNNC's rule (Tanaka et al., IPDPS 2021, as its code has it): a table over stages, blocks and devices with one best
 plan in each cell, by (m + S - 1) (longest forward + longest backward), replicas in powers of two, recompute where there
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], help="all where none is named")
     parser.add_argument("--models", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--by-e", action="store_true", help="value: our plans without the ranking by simulated time")
     options = parser.parse_args()
     for name in options.what or MEASUREMENTS:
         print(f"-- {name}")
@@ -85,7 +87,7 @@ def times(repeats: int) -> None:
                 took = []
                 for _ in range(repeats):
                     start = time.perf_counter()
-                    found = plan(graph, blocks, costs, memory_bytes=memory, ranked=True, **given)  # type: ignore[arg-type]
+                    found = plan(graph, blocks, costs, memory_bytes=memory, ranked=ranked, **given)  # type: ignore[arg-type]
                     took.append((time.perf_counter() - start) * 1e3)
                 gap = found.e_us / found.bound_us - 1
                 print(
@@ -212,7 +214,7 @@ class Case:
 
     # -- the plans that are compared --------------------------------------------------------------------------
 
-    def ours(self) -> Deployment | None:
+    def ours(self, *, ranked: bool) -> Deployment | None:
         try:
             return plan(
                 self.graph,
@@ -223,7 +225,7 @@ class Case:
                 batch_rows=self.rows,
                 memory_bytes=self.memory,
                 options=PlanOptions(),
-                ranked=True,
+                ranked=ranked,
             )
         except DoesNotFitError:
             return None
@@ -293,7 +295,7 @@ def rannc_table(case: Case, table: StageTables, stages: int) -> tuple[float, lis
     return (microbatches + stages - 1) * (found[0] + found[1]) + found[2], found[3], found[4]
 
 
-def value(models: int) -> None:
+def value(models: int, *, ranked: bool) -> None:
     cluster = load_cluster("cpu")
     slots = tuple(Slot(*divmod(device, WORLD // 2)) for device in range(WORLD))
     ratios: dict[str, list[float]] = {"RaNNC's rule": [], "even": []}
@@ -313,7 +315,7 @@ def value(models: int) -> None:
                 whole = case.tables(Variant("1f1b", max(case.microbatches), "stages"), recompute=True)
                 most = whole.bytes_needed(0, len(blocks), WORLD, used=0)
                 case = Case(graph, blocks, costs, int(most * part), slots, ROWS * WORLD)
-            ours = case.ours()
+            ours = case.ours(ranked=ranked)
             if ours is None:
                 line.append("nothing fits")
                 continue
@@ -366,7 +368,7 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "times": lambda options: times(options.repeats),
     "blocks": lambda options: block_times(options.repeats),
     "regret": lambda options: regret(),
-    "value": lambda options: value(options.models),
+    "value": lambda options: value(options.models, ranked=not options.by_e),
 }
 
 if __name__ == "__main__":
