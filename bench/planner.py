@@ -1,6 +1,6 @@
 """The planner: how long it takes, and what its plans are worth beside RaNNC's rule and beside even splits.
 
-    python bench/planner.py [times blocks regret value] [--models 24] [--repeats 5] [--by-e]
+    python bench/planner.py [times blocks regret value subgraphs] [--models 24] [--repeats 5] [--by-e]
 
 times   the stage phase with profiles given: 32 blocks of a transformer, all numbers of stages, replicas, microbatches,
         orders of slots and recomputing; 8, 64 and 512 devices, 8 a node; and with other plans, simulated
@@ -11,6 +11,8 @@ value   models of tests/zoo, costs by formula on cluster cpu, 8 devices on two n
         of what one stage would need: simulated step of the plan, of RaNNC's rule and of stages of equally many
         operators. Nothing of it is measured on devices. A ratio above 1.0 says that our plan is faster. With --by-e
         our plan is the one with the least E, not the fastest of those that are simulated.
+subgraphs  parts of a GPT-2 of 24 layers that are measured before its first plan, for 8 ranks, beside those that
+        upstream's procedure measures; and of 48 layers after it. Counted, not measured: bench/_subgraphs.py says how
 
 RaNNC's rule (Tanaka et al., IPDPS 2021, as its code has it): a table over stages, blocks and devices with one best
 plan in each cell, by (m + S - 1) (longest forward + longest backward), replicas in powers of two, recompute where there
@@ -364,11 +366,21 @@ def zoo_graphs() -> Iterator[tuple[str, TaskGraph]]:
             yield entry.name, graph.task
 
 
+# -- what is measured before -----------------------------------------------------------------------------------
+
+
+def subgraphs() -> None:
+    import _subgraphs  # loads torch, which the planner does not need
+
+    _subgraphs.subgraphs()
+
+
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "times": lambda options: times(options.repeats),
     "blocks": lambda options: block_times(options.repeats),
     "regret": lambda options: regret(),
     "value": lambda options: value(options.models, ranked=not options.by_e),
+    "subgraphs": lambda options: subgraphs(),
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""Parts of a GPT that are measured before its first plan: ours, and those that upstream (RaNNC) asks for.
+
+Nothing is measured here: measurements are counted. One is a part of the model with one number of rows, and takes some
+runs of the part. A run is one of its forward, most with a backward behind it.
+
+ours         different blocks (by structural hash) times numbers of rows, as rannd/runtime/measuring.py asks for them,
+             shared among ranks as rannd/profile/blocks.py does
+stage phase  upstream's: different merged graphs of consecutive blocks times rows times whether the stage recomputes,
+             in the loops of its search (see `upstream`); all on one rank. Its blocks are taken to be ours, and what
+             fits into a device is by formula
+operators    upstream's block phase measures each operator, none shared, before it merges the first two. The merges that
+             it tries are measured, too, and are not counted here
+
+That a merged graph takes longer than a block, and an operator less, is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rannd.config import Config
+from rannd.config.cluster import Cluster, load_cluster
+from rannd.graph.ir import TaskGraph
+from rannd.graph.structure import block_hashes
+from rannd.plan.atoms import make_atoms
+from rannd.plan.blocks import make_blocks
+from rannd.plan.intervals import Intervals, at
+from rannd.plan.options import PlanOptions
+from rannd.profile.analytic import analytic_costs
+from rannd.profile.measure import APART, REPEATS, WARM_UPS
+from rannd.profile.points import Measured, Point, lacking
+
+DEVICES = 8
+ROWS = 64
+"""Of each rank."""
+SEQUENCE = 1024
+LAYERS, DEEPER = 24, 48
+WIDTHS = (1024, 2048, 4096)
+CLUSTER = "v100x8"
+
+FORWARDS = 1 + WARM_UPS + REPEATS + APART
+"""Runs of a part's forward in one of our measurements, at most: one to see what autograd keeps, those that are timed,
+and those for gradients of inputs alone. All but the first run backward, too."""
+THEIR_RUNS = 3
+"""Of one measurement there. Where the stage recomputes, each runs the forward three times: to see whether there is a
+backward, to be timed, and in the backward."""
+
+Asked = tuple[int, int, int, bool]
+"""First block, the one behind the last, rows, whether the stage recomputes."""
+
+
+def subgraphs() -> None:
+    cluster = load_cluster(CLUSTER)
+    print(f"{LAYERS} layers, {DEVICES} ranks of {ROWS} rows of {SEQUENCE} tokens; memory is that of {cluster.name}")
+    first: TaskGraph | None = None
+    for width in WIDTHS:
+        graph = gpt(LAYERS, width)
+        first = first or graph
+        ours = missing(graph, {})
+        stages, asked = upstream(graph, cluster)
+        runs = sum(THEIR_RUNS * (3 if again else 1) for *_, again in asked)
+        graphs, sizes = len({each[:2] for each in asked}), len({each[2:] for each in asked})
+        print(f"width {width}")
+        print(f"    ours         {told(ours)}")
+        print(
+            f"    stage phase  {len(asked)} measurements, {runs} runs{beside(ours, len(asked), runs)} "
+            f"({graphs} merged graphs, {sizes} sizes; first plan: {stages} stages)"
+        )
+        operators = len(graph.ops)
+        print(
+            f"    operators    {operators} measurements, {operators * THEIR_RUNS} runs; both"
+            f"{beside(ours, len(asked) + operators, runs + operators * THEIR_RUNS)}"
+        )
+    assert first is not None
+    deeper = gpt(DEEPER, WIDTHS[0])
+    for apart, name in ((False, "blocks"), (True, "profile_by_acc")):
+        before = missing(first, {}, apart=apart)
+        print(f"{name}, width {WIDTHS[0]}")
+        print(f"    {LAYERS} layers           {told(before)}")
+        print(f"    {DEEPER} layers           {told(missing(deeper, {}, apart=apart))}")
+        print(f"    {DEEPER} layers after {LAYERS}  {told(missing(deeper, after(before), apart=apart))}")
+
+
+def beside(ours: Mapping[str, tuple[int, ...]], measurements: int, runs: int) -> str:
+    """How many times as many, in all and on the one rank beside the busiest of ours."""
+    count, most = sum(map(len, ours.values())), busiest(ours)
+    return (
+        f": x {measurements / count:.1f} and x {runs / count / FORWARDS:.1f}, of one rank x {measurements / most:.1f} "
+        f"and x {runs / most / FORWARDS:.1f}"
+    )
+
+
+def gpt(layers: int, width: int) -> TaskGraph:
+    """GPT-2 with heads of 64 channels that returns its loss, for training; on the meta device, so without memory."""
+    import torch
+    import transformers
+
+    from rannd.graph.model import build
+    from rannd.graph.signature import Mode, classify, flatten_call
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = transformers.GPT2Config(
+                n_layer=layers, n_embd=width, n_head=width // 64, n_positions=SEQUENCE, use_cache=False
+            )
+            self.model = transformers.GPT2LMHeadModel(config)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+            return loss
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    with torch.device("meta"):
+        model = Loss().train()
+    call = flatten_call((torch.ones(ROWS, SEQUENCE, dtype=torch.long),), {})
+    signature = classify(call, Mode.current(True), [call.shapes()])
+    return build(model, signature, list(call.tensors), torch.device("cpu")).task
+
+
+def graph_blocks(graph: TaskGraph) -> list[tuple[int, ...]]:
+    return [block.ops for block in make_blocks(graph, PlanOptions(), world=DEVICES)]
+
+
+# -- ours -----------------------------------------------------------------------------------------------------
+
+
+def missing(graph: TaskGraph, known: Mapping[str, Measured], *, apart: bool = False) -> dict[str, tuple[int, ...]]:
+    """Rows that have to be measured, by hash of a part; `apart`: parts are atoms (profile_by_acc)."""
+    parts = make_atoms(graph) if apart else graph_blocks(graph)
+    hashes = dict.fromkeys(block_hashes(graph, parts))
+    found = {each: lacking(known.get(each), ROWS, whole=graph.rows_coupled) for each in hashes}
+    return {each: rows for each, rows in found.items() if rows}
+
+
+def after(measured: Mapping[str, tuple[int, ...]]) -> dict[str, Measured]:
+    """What is known when these have been measured."""
+    return {each: Measured(tuple(Point(count, 0, 0, 0, 0) for count in rows)) for each, rows in measured.items()}
+
+
+def busiest(measured: Mapping[str, tuple[int, ...]]) -> int:
+    """Measurements of the rank that has most of them."""
+    each = [len(rows) for rows in measured.values()]
+    return max(sum(each[rank::DEVICES]) for rank in range(DEVICES))
+
+
+def told(measured: Mapping[str, tuple[int, ...]]) -> str:
+    count, most = sum(map(len, measured.values())), busiest(measured)
+    return (
+        f"{len(measured)} structures, {count} measurements, {count * FORWARDS} runs; "
+        f"of one rank at most {most} and {most * FORWARDS}"
+    )
+
+
+# -- upstream -------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Bytes of a stage as upstream counts them (its activations are measured, these are by formula)."""
+
+    def __init__(self, graph: TaskGraph, cluster: Cluster) -> None:
+        blocks = make_blocks(graph, PlanOptions(), world=DEVICES)
+        costs = analytic_costs(graph, [each.ops for each in blocks], cluster, fewest=1, most=ROWS * DEVICES, nodes=1)
+        self.blocks = len(blocks)
+        self._limit = cluster.memory_bytes * (1 - Config().mem_margin)
+        self._intervals = Intervals(graph, blocks, costs.blocks)
+
+    def fits(self, start: int, end: int, rows: int) -> bool:
+        """Parameters, gradients, the optimizer's state, activations of a piece and what it receives and sends."""
+        each = self._intervals
+        state = each.params + (1 + PlanOptions().opt_param_factor) * each.trainable
+        moving = sum(at(table[:, start, end], rows) for table in (each.activation, each.received, each.sent))
+        return bool(state[start, end] + moving < self._limit)
+
+
+def upstream(graph: TaskGraph, cluster: Cluster) -> tuple[int, set[Asked]]:
+    """Stages of the first plans that upstream's stage phase finds on one node, and all that it has measured by then.
+
+    For more and more stages, for 1, 2, 4 .. microbatches (more than one recompute), a table over stages, their last
+    block and the devices used so far is filled from below; a cell asks for all stages that can end there behind a cell
+    that holds a plan, with 1, 2, 4 .. replicas. It ends with the number of stages of the first plan. Cells from which
+    on nothing fits are not looked at, as there. What runs out of memory counts once: with more rows it is not tried.
+    """
+    memory = Memory(graph, cluster)
+    asked: set[Asked] = set()
+    too_many: dict[tuple[int, int, bool], int] = {}
+    for stages in range(1, min(DEVICES, memory.blocks) + 1):
+        counts = [1 << power for power in range(Config().max_pipeline.bit_length())]
+        found = [_plans(memory, stages, count, asked, too_many) for count in counts]
+        if any(found):
+            break
+    return stages, asked
+
+
+def _plans(
+    memory: Memory, stages: int, microbatches: int, asked: set[Asked], too_many: dict[tuple[int, int, bool], int]
+) -> bool:
+    """One table; whether there is a plan."""
+    again = microbatches > 1
+    cells = {(0, 0)}
+    """(blocks, devices) of the stages so far."""
+    for stage in range(stages):
+        last = stage + 1 == stages
+        reached: set[tuple[int, int]] = set()
+        fewest = stage + 1
+        for end in [memory.blocks] if last else range(stage + 1, memory.blocks - stages + stage + 2):
+            fits_here = False
+            for used in range(DEVICES, fewest - 1, -1):
+                fits = skipped = False
+                for start in range(stage, end) if stage else [0]:
+                    for before in range(stage, used) if stage else [0]:
+                        replicas = used - before
+                        if replicas & (replicas - 1):
+                            skipped = True
+                            continue
+                        if (start, before) not in cells:
+                            continue
+                        rows = math.ceil(ROWS * DEVICES / (replicas * microbatches))
+                        if rows < too_many.get((start, end, again), rows + 1):
+                            asked.add((start, end, rows, again))
+                        if not memory.fits(start, end, rows):
+                            too_many[start, end, again] = min(rows, too_many.get((start, end, again), rows))
+                            break  # behind more devices fewer replicas are left
+                        fits = True
+                        reached.add((end, used))
+                fits_here |= fits
+                if not (fits or skipped):
+                    fewest = used + 1
+                    break
+            if not fits_here:
+                break
+        cells = reached
+    return (memory.blocks, DEVICES) in cells
