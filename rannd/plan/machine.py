@@ -82,8 +82,9 @@ def place(replicas: Sequence[int], placement: str) -> tuple[tuple[int, ...], ...
     """Slots of the replicas of each stage.
 
     "replicas": each stage has the slots behind those of the stage before. "stages": replica j of R works for the ranks
-    around (j + 1/2) / R of the world, and gets a slot there. So the stages that a rank's pieces run through are
-    neighbours (one node, if they fit), and a rank's own slot is mostly one of them.
+    around (j + 1/2) / R of the world, and gets a slot there. Of equally many replicas those that a rank's pieces run
+    through are neighbours (one node, if they fit), and its own slot is one of them. Of other numbers each of the
+    pipelines side by side (Layout.pipelines) has neighbouring slots.
     """
     if placement == "replicas":
         return tuple(tuple(range(a, b)) for a, b in pairwise(accumulate(replicas, initial=0)))
