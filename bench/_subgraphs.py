@@ -3,7 +3,7 @@
 Nothing is measured here: measurements are counted. One is a part of the model with one number of rows, and takes some
 runs of the part. A run is one of its forward, most with a backward behind it.
 
-ours         different blocks (by structural hash) times numbers of rows, as rannd/runtime/measuring.py asks for them,
+ours         different grains (by structural hash) times numbers of rows, as rannd/runtime/measuring.py asks for them,
              shared among ranks as rannd/profile/blocks.py does
 stage phase  upstream's: different merged graphs of consecutive blocks times rows times whether the stage recomputes,
              in the loops of its search (see `upstream`); all on one rank. Its blocks are taken to be ours, and what
@@ -11,7 +11,7 @@ stage phase  upstream's: different merged graphs of consecutive blocks times row
 operators    upstream's block phase measures each operator, none shared, before it merges the first two. The merges that
              it tries are measured, too, and are not counted here
 
-That a merged graph takes longer than a block, and an operator less, is not counted.
+That a merged graph takes much longer than a grain, and an operator less, is not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rannd.graph.ir import TaskGraph
 from rannd.graph.structure import block_hashes
 from rannd.plan.atoms import make_atoms
 from rannd.plan.blocks import make_blocks
+from rannd.plan.grains import make_grains
 from rannd.plan.intervals import Intervals, at
 from rannd.plan.options import PlanOptions
 from rannd.profile.analytic import analytic_costs
@@ -74,7 +75,7 @@ def subgraphs() -> None:
         )
     assert first is not None
     deeper = gpt(DEEPER, WIDTHS[0])
-    for apart, name in ((False, "blocks"), (True, "profile_by_acc")):
+    for apart, name in ((False, "grains"), (True, "profile_by_acc")):
         before = missing(first, {}, apart=apart)
         print(f"{name}, width {WIDTHS[0]}")
         print(f"    {LAYERS} layers           {told(before)}")
@@ -119,16 +120,13 @@ def gpt(layers: int, width: int) -> TaskGraph:
     return build(model, signature, list(call.tensors), torch.device("cpu")).task
 
 
-def graph_blocks(graph: TaskGraph) -> list[tuple[int, ...]]:
-    return [block.ops for block in make_blocks(graph, PlanOptions(), world=DEVICES)]
-
-
 # -- ours -----------------------------------------------------------------------------------------------------
 
 
 def missing(graph: TaskGraph, known: Mapping[str, Measured], *, apart: bool = False) -> dict[str, tuple[int, ...]]:
-    """Rows that have to be measured, by hash of a part; `apart`: parts are atoms (profile_by_acc)."""
-    parts = make_atoms(graph) if apart else graph_blocks(graph)
+    """Rows that have to be measured, by hash of a grain, or of an atom (`apart`: profile_by_acc)."""
+    atoms = make_atoms(graph)
+    parts = atoms if apart else make_grains(graph, atoms)
     hashes = dict.fromkeys(block_hashes(graph, parts))
     found = {each: lacking(known.get(each), ROWS, whole=graph.rows_coupled) for each in hashes}
     return {each: rows for each, rows in found.items() if rows}

@@ -32,6 +32,31 @@ def block_hashes(task: TaskGraph, blocks: Sequence[Iterable[int]]) -> list[str]:
     return [_hash(task, frozenset(ops), readers) for ops in blocks]
 
 
+def crossing(task: TaskGraph, blocks: Sequence[Iterable[int]]) -> list[tuple[int, ...]]:
+    """Values that come into each block, and those that it makes for others, in the order in which its hash has them.
+
+    So the same places mean the same values in all blocks of one hash.
+    """
+    readers: list[set[int]] = [set() for _ in task.values]
+    for number, op in enumerate(task.ops):
+        for value in op.inputs:
+            readers[value].add(number)
+    found = []
+    for ops in blocks:
+        members = sorted(set(ops))
+        made = {value for number in members for value in task.ops[number].outputs}
+        read = dict.fromkeys(value for number in members for value in task.ops[number].inputs if value not in made)
+        inside = set(members)
+        left = [
+            value
+            for number in members
+            for value in task.ops[number].outputs
+            if task.values[value].is_output or not readers[value] <= inside
+        ]
+        found.append((*read, *left))
+    return found
+
+
 def _hash(task: TaskGraph, members: frozenset[int], readers: Sequence[set[int]]) -> str:
     values: dict[int, str] = {}
     params: dict[int, str] = {}

@@ -1,8 +1,9 @@
 """Second phase: blocks, at most `max_partition_num` runs of atoms that the stage phase places.
 
 Blocks are runs of consecutive atoms in their topological order, so they are convex and ordered whatever is
-merged. The phase follows RaNNC's multilevel partitioner (Tanaka et al., IPDPS 2021, section III-C) in its
-steps; what a step merges first differs, because here a block need not be measured before it exists:
+merged; where there are enough grains (grains.py) they consist of these. The phase follows RaNNC's multilevel
+partitioner (Tanaka et al., IPDPS 2021, section III-C) in its steps; what a step merges first differs, because
+here a block need not be measured before it exists:
 
 1. coarsening   merge over boundaries, the most expensive one first, while the merged block stays below the
                 mean weight of `max_partition_num` blocks. What remains are the cheap boundaries:
@@ -16,7 +17,7 @@ steps; what a step merges first differs, because here a block need not be measur
 
 Weights are analytic, never measured: the same model gives the same blocks on every machine. Boundaries of
 equal cost are taken kind by kind (a kind is what the ops around it look like), so equal layers are merged in
-the same way and become equal blocks, which have to be measured only once.
+the same way and become equal blocks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import msgspec
 from rannd.errors import PlanError
 from rannd.graph.ir import Op, TaskGraph
 from rannd.plan.atoms import make_atoms
+from rannd.plan.grains import make_grains
 from rannd.plan.options import PlanOptions
 from rannd.plan.places import cut_places, has_cut_points
 
@@ -55,8 +57,9 @@ class Block(msgspec.Struct, frozen=True):
 def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[Block, ...]:
     """Blocks of `graph` in topological order, for a plan on `world` devices.
 
-    There are at most `options.max_partition_num` (or `partition_num`, where more stages are demanded), and, if
-    there are so many atoms, at least as many as stages can be wanted. No block crosses a CutPoint, and where there are
+    They consist of grains, or of atoms where more stages can be wanted than there are grains. There are at most
+    `options.max_partition_num` (or `partition_num`, where more stages are demanded), and, if possible, at least
+    `min_partition_num` and as many as stages can be wanted. No block crosses a CutPoint, and where there are
     more of them than blocks may be, blocks begin at CutPoints only. PlanError where the graph has no op.
     """
     atoms = make_atoms(graph)
@@ -72,6 +75,10 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
             for start, end in zip(starts, ends, strict=True)
         )
         places = [False] * (len(atoms) + 1)
+    grains = make_grains(graph, atoms)
+    if len(grains) >= min(len(atoms), max(options.partition_num, world)):
+        atoms = grains
+        places = cut_places(graph, atoms) if any(places) else [False] * (len(atoms) + 1)
     fixed = {at for at, allowed in enumerate(places) if allowed} if has_cut_points(graph) else set()
     fewest = min(len(atoms), most, max(options.min_partition_num, options.partition_num, world))
 

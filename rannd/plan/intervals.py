@@ -41,13 +41,15 @@ class Intervals:
         self.forward = self._sums(cost.forward_us for cost in costs)
         self.backward = self._sums(cost.backward_us for cost in costs)
         self.weight = self._sums(cost.weight_us for cost in costs)
-        self.activation = self._sums(cost.activation_bytes for cost in costs)
+        activation = self._sums(cost.activation_bytes for cost in costs)
         self._made: list[list[Size]] = [[] for _ in blocks]
         """Sizes of the values that each block makes."""
         for index, op in enumerate(graph.ops):
             self._made[block_of[index]] += {graph.values[value].bytes for value in op.outputs}
         self._values(graph, block_of)
         self._params(graph, block_of)
+        self.activation = activation - self._twice(graph, block_of, costs)
+        """Kept from forward to backward; what is received, sent, given, or kept by several blocks, counts once."""
 
     def largest(self, rows: float) -> Table:
         """Bytes of the largest value that each run makes, for pieces of `rows` rows."""
@@ -109,6 +111,33 @@ class Intervals:
         self.output = self._sums(outputs)
         """Outputs of the model that the run makes."""
         self.output_grad = self._sums(outputs_grad)
+
+    def _twice(self, graph: TaskGraph, block_of: dict[int, int], costs: Sequence[BlockCost]) -> Table:
+        """Bytes of values that blocks keep and that count elsewhere too, or in another block of the run."""
+        keepers: dict[int, list[int]] = defaultdict(list)
+        for block, cost in enumerate(costs):
+            for value in cost.kept:
+                keepers[value].append(block)
+        last: dict[int, int] = {}
+        for index, op in enumerate(graph.ops):
+            for read in op.inputs:
+                last[read] = max(last.get(read, 0), block_of[index])
+        starts, ends = np.ogrid[: self.count + 1, : self.count + 1]
+        found = self._zeros()
+        for kept, blocks in keepers.items():
+            made = graph.values[kept]
+            home = block_of[made.producer] if made.producer >= 0 else -1
+            behind = max(last.get(kept, 0), *blocks)
+            if blocks == [home] and behind == home and not made.is_output:
+                continue
+            before = np.concatenate([[0], np.cumsum(np.bincount(blocks, minlength=self.count))])
+            times = np.where(ends > starts, before[None, :] - before[:, None], 0)
+            alone = (starts <= home) & (home < ends) & (ends > behind) & (not made.is_output)
+            more = np.maximum(times - alone, 0)
+            for power, part in enumerate((made.bytes.c0, made.bytes.c1, made.bytes.c2)):
+                if part:
+                    found[power] += part * more
+        return found
 
     def _add_read(self, table: Table, size: Table, home: int, readers: Sequence[int]) -> None:
         """Add `size` to every run behind block `home` that has one of the `readers`."""

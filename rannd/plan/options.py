@@ -28,7 +28,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     min_pipeline_bs: int = 1
     """Fewest rows of a piece."""
     min_partition_num: int = 5
-    """Coarsening keeps at least so many blocks (where there are so many atoms)."""
+    """Coarsening keeps at least so many blocks (where there are so many grains)."""
     max_partition_num: int = 32
     """Most blocks handed to the stage phase."""
     coarsen_by_time: bool = True

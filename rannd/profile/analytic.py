@@ -67,7 +67,8 @@ class _Roofline:
             _line(fewest, most, *(sum(part(number, rows) for number in ops) for rows in (fewest, most)))
             for part in (self.forward_us, self.backward_us, self.weight_us)
         )
-        return BlockCost(forward, backward + weight, self.memory.kept(ops), weight)
+        activations, kept = self.memory.kept(ops)
+        return BlockCost(forward, backward + weight, activations, weight, 0, tuple(sorted(kept)))
 
     # -- operators --------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ def block_part(graph: ModelGraph, ops: Sequence[int], name: str = "Block") -> Pa
 
 def measure_missing(
     missing: Mapping[str, tuple[int, ...]],
-    part_of: Callable[[str], Part],
+    part_of: Callable[[str], tuple[Part, Sequence[str]]],
     sample: Sample,
     *,
     rank: int,
@@ -33,13 +33,15 @@ def measure_missing(
 ) -> dict[str, Measured]:
     """Measure what is `missing` (numbers of rows, by hash of a block), each block on one of `world` ranks.
 
-    Collective. `gather` gives every rank the bytes of all. A ProfileError on one rank is raised there.
+    Collective. `part_of`: a block, and the names of what crosses its border, see `measure`. `gather` gives every rank
+    the bytes of all. A ProfileError on one rank is raised there.
     """
     mine = list(missing)[rank::world]
     found: dict[str, Measured] = {}
     with Progress("GraphProfiler", "Measured {done} of {total} blocks", len(mine), shown=rank == 0) as progress:
         for key in mine:
-            found[key] = measure(part_of(key), sample, missing[key])
+            part, crossing = part_of(key)
+            found[key] = measure(part, sample, missing[key], crossing)
             progress.step()
     merged: dict[str, Measured] = {}
     for data in gather(msgspec.msgpack.encode(found)):

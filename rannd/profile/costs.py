@@ -21,6 +21,9 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
     """The part of `backward_us` that makes gradients of parameters, if it can run later than the rest; else 0."""
     most_rows: int = 0
     """With more rows than these, memory ran out while the block was measured alone; 0: it never did."""
+    kept: tuple[int, ...] = ()
+    """The graph's values (by number, each once) of which `activation_bytes` has the bytes, and that other blocks may
+    keep too, or a stage receives or sends."""
 
 
 class LinkCost(msgspec.Struct, frozen=True, array_like=True):

@@ -107,8 +107,8 @@ class Memory:
             self.home[value] = self.home[source]
             spread[value] = spread[source] or other_order
 
-    def kept(self, ops: Iterable[int]) -> Size:
-        """Bytes that autograd keeps of one piece's values for the backward of `ops`, parameters not counted."""
+    def kept(self, ops: Iterable[int]) -> tuple[Size, frozenset[int]]:
+        """Bytes that autograd keeps for the backward of `ops`, of one piece and without parameters, and the values."""
         values: set[int] = set()
         more: list[Size] = []
         for number in ops:
@@ -121,8 +121,8 @@ class Memory:
             if name_of(op) in _RECURRENT:
                 more += [self.made[number]] * 2 * len(op.params)
             more.append(self.converted(op))
-        sizes = [self._bytes(value) for value in values]
-        return _sum([*sizes, *more])
+        sizes = [self.bytes_of(value) for value in values]
+        return _sum([*sizes, *more]), frozenset(values)
 
     def named(self, op: Op) -> Iterable[int]:
         """The values that an operator keeps for its backward."""
@@ -148,7 +148,7 @@ class Memory:
         params = [self.graph.params[index] for index in op.params]
         return Size(float(sum(p.bytes // p.itemsize * item for p in params if p.itemsize > item)))
 
-    def _bytes(self, value: int) -> Size:
+    def bytes_of(self, value: int) -> Size:
         """Of a value, or of all that its op makes where it is several values."""
         found = self.graph.values[value]
         return found.bytes if found.bytes != Size() or found.producer < 0 else self.made[found.producer]

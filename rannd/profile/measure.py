@@ -76,15 +76,17 @@ _ZEROED = {
 }
 
 
-def measure(part: Part, sample: Sample, rows: Sequence[int]) -> Measured:
+def measure(part: Part, sample: Sample, rows: Sequence[int], crossing: Sequence[str] = ()) -> Measured:
     """Times and activation bytes of a part with each number of rows; the part is used up.
 
-    `rows`: ascending. Where memory runs out, fewer rows are tried, and it is told how many are too many.
-    ProfileError where the part does not run, or not even with one row.
+    `rows`: ascending; `crossing`: names of the values of which it is told whether autograd keeps them. Where memory
+    runs out, fewer rows are tried, and it is told how many are too many. ProfileError where the part does not run, or
+    not even with one row.
     """
     _zero_indices(part)
     devices = [sample.device] if sample.device.type == "cuda" else []
     found: dict[int, Point] = {}
+    kept: set[str] = set()
     waiting, too_many = list(rows), 0
     error: ProfileError | None = None
     with torch.random.fork_rng(devices=devices), sample.around():
@@ -96,7 +98,7 @@ def measure(part: Part, sample: Sample, rows: Sequence[int]) -> Measured:
         while waiting:
             count = waiting.pop(0)
             try:
-                found[count] = _at(part, sample, tensors, count)
+                found[count], kept = _at(part, sample, tensors, count)
             except Exception as exc:
                 if not is_out_of_memory(exc):
                     if error is not None:
@@ -111,7 +113,8 @@ def measure(part: Part, sample: Sample, rows: Sequence[int]) -> Measured:
                     torch.cuda.empty_cache()
     if error is not None and not found:
         raise error
-    return Measured(tuple(found[count] for count in sorted(found)), too_many)
+    places = tuple(place for place, name in enumerate(crossing) if name in kept)
+    return Measured(tuple(found[count] for count in sorted(found)), too_many, places)
 
 
 def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, exc: Exception) -> ProfileError:
@@ -130,13 +133,14 @@ def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], row
     )
 
 
-def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> Point:
+def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[Point, set[str]]:
+    """What it takes, and names of the values at its border that autograd keeps."""
     forward: list[float] = []
     backward: list[float] = []
     leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
     for tensor in leaves:
         tensor.grad = None
-    kept = _kept(part, sample, tensors, rows)
+    kept, names = _kept(part, sample, tensors, rows)
     for turn in range(WARM_UPS + REPEATS):
         inputs = [sample.value(node, rows) for node in part.inputs]
         _evict(sample.device)
@@ -156,7 +160,8 @@ def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: i
             if forward[-1] + backward[-1] > LONG_US:
                 break
     whole = statistics.median(backward)
-    return Point(rows, statistics.median(forward), whole, _weight(part, sample, tensors, rows, whole), kept)
+    point = Point(rows, statistics.median(forward), whole, _weight(part, sample, tensors, rows, whole), kept)
+    return point, names
 
 
 def _forward(
@@ -176,8 +181,8 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _kept(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> float:
-    """Bytes that autograd keeps of a forward, parameters aside."""
+def _kept(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, set[str]]:
+    """Bytes that autograd keeps of a forward, parameters aside, and names of what comes in or goes out among it."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,8 +195,14 @@ def _kept(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows:
     with torch.autograd.graph.saved_tensors_hooks(pack, _same), torch.enable_grad():
         outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
         found = float(sum(size for pointer, size in storages.items() if pointer not in owned))
-    del outputs  # until here autograd holds what it keeps, and no other tensor takes its place
-    return found
+    border = [*zip(part.inputs, inputs, strict=True), *zip(part.outputs, outputs, strict=True)]
+    names = {
+        node.name
+        for node, value in border
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in storages
+    }
+    del outputs, border  # until here autograd holds what it keeps, and no other tensor takes its place
+    return found, names
 
 
 def _weight(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, whole: float) -> float:

@@ -13,6 +13,7 @@ import msgspec
 
 from rannd.graph.ir import Size
 from rannd.profile.costs import BlockCost
+from rannd.profile.kept import Memory
 
 STEP = 4
 """Between one measured number of rows and the next, for a line between them."""
@@ -35,23 +36,26 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
     """With more and more rows."""
     too_many: int = 0
     """With so many rows memory ran out; 0: it never did."""
+    kept: tuple[int, ...] = ()
+    """Of the values that cross its border those that autograd keeps: places in the order of graph.structure.crossing.
+    Their bytes are in `activation_bytes`."""
 
     def joined(self, other: Measured | None) -> Measured:
         """The points of both; where both have one, this one's."""
         if other is None:
             return self
         points = {point.rows: point for point in (*other.points, *self.points)}
-        return Measured(tuple(points[rows] for rows in sorted(points)), self.too_many)
+        return Measured(tuple(points[rows] for rows in sorted(points)), self.too_many, self.kept or other.kept)
 
     @property
     def lasting(self) -> Measured:
         """What may be kept: that memory ran out is no property of the block, something else may have been there."""
-        return Measured(self.points)
+        return Measured(self.points, 0, self.kept)
 
-    def cost(self, most: int) -> BlockCost:
+    def cost(self, most: int, crossing: Sequence[int] = ()) -> BlockCost:
         """The cost for pieces of up to `most` rows: a line through the points nearest to `most` and a quarter of it.
 
-        Through one point, proportional to the rows.
+        Through one point, proportional to the rows. `crossing`: the graph's values that cross the block's border.
         """
         high = next((point for point in self.points if point.rows >= most), self.points[-1])
         low = _below(self.points, high.rows)
@@ -59,7 +63,8 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
             _line(high.rows, getattr(high, name), *((low.rows, getattr(low, name)) if low is not None else ()))
             for name in ("forward_us", "backward_us", "weight_us", "activation_bytes")
         )
-        return BlockCost(forward, backward, kept, weight, max(self.too_many - 1, 0))
+        values = tuple(crossing[place] for place in self.kept if place < len(crossing))
+        return BlockCost(forward, backward, kept, weight, max(self.too_many - 1, 0), values)
 
 
 def lacking(known: Measured | None, most: int, *, whole: bool) -> tuple[int, ...]:
@@ -86,15 +91,25 @@ def ladder(most: int, *, whole: bool) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def total(costs: Sequence[BlockCost]) -> BlockCost:
-    """The cost of parts that run one after the other."""
+def total(costs: Sequence[BlockCost], memory: Memory) -> BlockCost:
+    """The cost of parts of a graph that run one after the other.
+
+    What several of them keep counts once, and a view as the value in whose memory it is.
+    """
     bounds = [cost.most_rows for cost in costs if cost.most_rows]
+    kept = [value for cost in costs for value in cost.kept]
+    homes = dict.fromkeys(memory.home[value] for value in kept)
+    once = sum((cost.activation_bytes for cost in costs), Size())
+    for value in kept:
+        size = memory.graph.values[value].bytes
+        once += Size(-size.c0, -size.c1, -size.c2)
     return BlockCost(
         sum((cost.forward_us for cost in costs), Size()),
         sum((cost.backward_us for cost in costs), Size()),
-        sum((cost.activation_bytes for cost in costs), Size()),
+        sum((memory.bytes_of(home) for home in homes), once),
         sum((cost.weight_us for cost in costs), Size()),
         min(bounds, default=0),
+        tuple(homes),
     )
 
 
@@ -109,6 +124,7 @@ def is_plausible(measured: Measured) -> bool:
         and all(math.isfinite(number) and number >= 0 for number in numbers)
         and all(point.weight_us <= point.backward_us for point in measured.points)
         and measured.too_many >= 0
+        and all(place >= 0 for place in measured.kept)
     )
 
 

@@ -14,14 +14,17 @@ from torch import nn
 from rannd import log
 from rannd.daemon.client import Client
 from rannd.daemon.keys import Key, link_key, profile_key
+from rannd.graph.cut import Part
 from rannd.graph.model import ModelGraph
 from rannd.graph.opaque import preserved
-from rannd.graph.structure import block_hashes
+from rannd.graph.structure import block_hashes, crossing
 from rannd.plan.atoms import make_atoms
 from rannd.plan.blocks import Block
+from rannd.plan.grains import make_grains
 from rannd.profile.blocks import block_part, measure_missing
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import GraphProfile
+from rannd.profile.kept import Memory
 from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import Sample
 from rannd.profile.points import Measured, lacking, ladder, total
@@ -37,8 +40,8 @@ Ops = tuple[int, ...]
 class Measuring:
     """Measures one graph.
 
-    `leaves`: this rank's arguments; `rows`: of each rank; `apart`: measure atoms, and add them up to blocks; the rest
-    goes into keys.
+    `leaves`: this rank's arguments; `rows`: of each rank; `apart`: measure atoms, not grains, and add them up to
+    blocks; the rest goes into keys.
     """
 
     def __init__(
@@ -80,8 +83,11 @@ class Measuring:
             key: ops for each, found in zip(parts, keys, strict=True) for ops, key in zip(each, found, strict=True)
         }
         self._measure(client, wanted, everything=False)
-        costs = {key: self.profile[key].cost(self._most) for key in wanted}
-        return CostTable(tuple(total([costs[key] for key in each]) for each in keys), *self._links(client))
+        task = self._graph.task
+        border = iter(crossing(task, [ops for each in parts for ops in each]))
+        costs = [[self.profile[key].cost(self._most, next(border)) for key in each] for each in keys]
+        memory = Memory(task)
+        return CostTable(tuple(total(each, memory) for each in costs), *self._links(client))
 
     def measure_all(self, client: Client | None, plans: Iterable[Sequence[Block]]) -> None:
         """Measure the blocks of several plans, with enough rows for any smaller mini-batch. Collective."""
@@ -90,13 +96,13 @@ class Measuring:
         self._measure(client, wanted, everything=True)
 
     def _parts(self, blocks: Sequence[Block]) -> list[list[Ops]]:
-        """What is measured of each block."""
-        if not self._apart:
-            return [[block.ops] for block in blocks]
+        """What is measured of each block: its grains, or what it has of them, or its atoms."""
         owner = {op: number for number, block in enumerate(blocks) for op in block.ops}
         found: list[list[Ops]] = [[] for _ in blocks]
-        for atom in make_atoms(self._graph.task):
-            found[owner[atom[0]]].append(atom)
+        parts = make_atoms(self._graph.task)
+        for part in parts if self._apart else make_grains(self._graph.task, parts):
+            for number in sorted({owner[op] for op in part}):
+                found[number].append(tuple(op for op in part if owner[op] == number))
         return found
 
     def _measure(self, client: Client | None, wanted: Mapping[str, Ops], *, everything: bool) -> None:
@@ -116,9 +122,16 @@ class Measuring:
         missing = {each: self._lacking(self.profile.get(each), everything=everything) for each in wanted}
         missing = {each: rows for each, rows in missing.items() if rows}
         log.get("GraphProfiler").debug("%d of %d different parts have to be measured", len(missing), len(wanted))
+        values = self._graph.task.values
+
+        def part_of(each: str) -> tuple[Part, list[str]]:
+            ops = wanted[each]
+            names = [values[value].name for value in crossing(self._graph.task, [ops])[0]]
+            return block_part(self._graph, ops, f"Block{ops[0]}"), names
+
         measured = measure_missing(
             missing,
-            lambda each: block_part(self._graph, wanted[each], f"Block{wanted[each][0]}"),
+            part_of,
             self._sample(),
             rank=self._world.rank,
             world=self._world.size,

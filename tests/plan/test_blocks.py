@@ -50,7 +50,7 @@ def test_uncoarsening_moves_a_cut_to_the_cheaper_place() -> None:
 
     def cut(*, uncoarsen: bool) -> list[tuple[int, ...]]:
         options = PlanOptions(max_partition_num=2, min_partition_num=2, do_coarsening=False, do_uncoarsening=uncoarsen)
-        return [block.ops for block in make_blocks(graph, options, world=1)]
+        return [block.ops for block in make_blocks(graph, options, world=2)]
 
     assert cut(uncoarsen=False) == [(0, 1, 2, 3), (4, 5)]
     assert cut(uncoarsen=True) == [(0, 1, 2), (3, 4, 5)]
@@ -65,7 +65,7 @@ def test_balance_by_time_or_by_bytes() -> None:
 
     def cut(*, by_time: bool) -> list[tuple[int, ...]]:
         options = PlanOptions(max_partition_num=2, min_partition_num=2, do_coarsening=False, coarsen_by_time=by_time)
-        return [block.ops for block in make_blocks(graph, options, world=1)]
+        return [block.ops for block in make_blocks(graph, options, world=2)]
 
     assert cut(by_time=True) == [(0,), (1, 2, 3)]
     assert cut(by_time=False) == [(0, 1), (2, 3)]

@@ -42,8 +42,8 @@ class Model(nn.Module):
         return a
 
 
-def graph_of(model: nn.Module, *args: Any) -> tuple[ModelGraph, Sample]:
-    call = flatten_call(args, {})
+def graph_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[ModelGraph, Sample]:
+    call = flatten_call(args, kwargs)
     signature = classify(call, Mode.current(model.training), [call.shapes()])
     graph = build(model, signature, list(call.tensors), CPU)
     arguments = {
@@ -221,9 +221,9 @@ def test_each_structure_is_measured_by_one_of_the_ranks() -> None:
     assert len(ops) == 3
     made: list[str] = []
 
-    def part_of(key: str) -> Part:
+    def part_of(key: str) -> tuple[Part, tuple[str, ...]]:
         made.append(key)
-        return block_part(graph, ops[key])
+        return block_part(graph, ops[key]), ()
 
     missing = dict.fromkeys(ops, (4,))
     found = measure_missing(missing, part_of, sample, rank=0, world=1, gather=lambda data: [data])

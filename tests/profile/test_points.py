@@ -8,11 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_graphs import GraphBuilder
 
 from rannd.errors import ProfileError
 from rannd.graph.ir import Size
 from rannd.profile.costs import BlockCost
 from rannd.profile.graph_profile import FORMAT, GraphProfile, decode, encode
+from rannd.profile.kept import Memory
 from rannd.profile.points import Measured, Point, lacking, ladder, total
 
 
@@ -80,10 +82,30 @@ def test_points_of_two_measurements_are_joined() -> None:
 
 def test_parts_add_up_and_the_tightest_bound_holds() -> None:
     parts = [at(4, 16).cost(16), Measured(at(4).points, too_many=9).cost(16), Measured(at(4).points, 7).cost(16)]
-    whole = total(parts)
+    memory = Memory(GraphBuilder().build())
+    whole = total(parts, memory)
     assert whole.most_rows == 6
     assert whole.backward_us.at(10) == pytest.approx(90)
-    assert total(parts[:1]) == parts[0]
+    assert total(parts[:1], memory) == parts[0]
+
+
+def test_what_several_parts_keep_counts_once_and_a_view_as_what_it_is_of() -> None:
+    builder = GraphBuilder()
+    whole = builder.op([builder.input(8)], size=1000)
+    view = builder.op([whole], size=100, target="aten::slice")
+    other = builder.op([view], size=10, output=True)
+    memory = Memory(builder.build())
+    assert memory.home[view] == whole
+    parts = [
+        msgspec.structs.replace(at(4).cost(4), kept=kept, activation_bytes=Size(0, 5000))
+        for kept in ((other,), (view, other), (whole,))
+    ]
+    found = total(parts, memory)
+    assert found.activation_bytes == Size(0, 15_000 - 2 * 10 - 100 - 1000 + 1000 + 10)
+    assert found.kept == (other, whole)
+    measured = Measured(at(4).points, 0, (0, 2, 7))
+    assert measured.cost(4, (30, 31, 32)).kept == (30, 32)
+    assert measured.lasting.kept == measured.joined(at(8)).kept == at(8).joined(measured).kept == (0, 2, 7)
 
 
 PROFILE = GraphProfile(FORMAT, "cpu", "0.1", "2.13", {"aa": at(1, 4), "bb": at(4)})
