@@ -135,15 +135,13 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
             f"{asked}, but the model couples the rows of a batch (as BatchNorm does in training), so each mini-batch "
             "has to run whole; set pipeline_num=1"
         )
-    found = [
-        count
-        for count in wanted
-        if (count == 1 or not coupled) and math.ceil(rows_per_rank / count) >= options.min_pipeline_bs
-    ]
+    # Pieces without rows do not run, so the smallest that does has one row at least.
+    smallest = {count: max(rows_per_rank // count, 1) for count in wanted}
+    found = [count for count in wanted if (count == 1 or not coupled) and smallest[count] >= options.min_pipeline_bs]
     if not found:
         most = max(rows_per_rank // options.min_pipeline_bs, 1)
         raise PlanError(
-            f"{asked} leaves pieces of {math.ceil(rows_per_rank / wanted[0])} of a rank's {rows_per_rank} rows, "
+            f"{asked} leaves pieces of {smallest[wanted[0]]} of a rank's {rows_per_rank} rows, "
             f"fewer than min_pipeline_bs={options.min_pipeline_bs}; take at most {most} microbatches or a smaller "
             "min_pipeline_bs"
         )

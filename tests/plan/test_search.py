@@ -140,6 +140,7 @@ def test_what_does_not_fit_names_the_memory_that_would_do_and_the_block() -> Non
         (7, {"partition_num": 2, "limit_dev_num_pot": True}, "set limit_dev_num_pot=false"),
         (2, {"min_pipeline_bs": 65}, "leaves pieces of 64 of a rank's 64 rows, fewer than min_pipeline_bs=65"),
         (2, {"pipeline_num": 16, "min_pipeline_bs": 5}, "take at most 12 microbatches"),
+        (2, {"pipeline_num": 13, "min_pipeline_bs": 5}, "leaves pieces of 4 of a rank's 64 rows"),
         (2, {"min_pipeline": 4, "max_pipeline": 2}, "min_pipeline=4 is above max_pipeline=2"),
         (2, {"max_partition_num": 3}, "min_partition_num=5 is above max_partition_num=3"),
         (2, {"partition_num": -1}, "partition_num=-1 is below 0"),
@@ -169,7 +170,8 @@ def test_microbatches_double_while_there_are_rows() -> None:
         6,
         12,
     ]
-    assert microbatch_counts(PlanOptions(min_pipeline_bs=3), rows_per_rank=9, coupled=False) == [1, 2, 4]
+    assert microbatch_counts(PlanOptions(min_pipeline_bs=3), rows_per_rank=9, coupled=False) == [1, 2]
+    assert microbatch_counts(PlanOptions(min_pipeline_bs=3), rows_per_rank=12, coupled=False) == [1, 2, 4]
     assert microbatch_counts(PlanOptions(pipeline_num=7), rows_per_rank=5, coupled=False) == [7]
 
 
