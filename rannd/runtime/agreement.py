@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rannd.errors import StepError
+from rannd.errors import StepError, UsageError
+from rannd.runtime import switches
 from rannd.runtime.world import World
 
 FLAG_BITS = 62
@@ -40,7 +41,7 @@ class Phase(enum.IntEnum):
 
 
 _PLACES = {
-    Phase.WRAP: "the making of a RaNNCModule",
+    Phase.WRAP: "profile, or the making of a RaNNCModule",
     Phase.DISTRIBUTE: "DistributeModelParams",
     Phase.GET_PARAM: "get_param, or what gathers parameters",
 }
@@ -58,6 +59,7 @@ def _place(phase: int, step: int) -> str:
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
     """The numbers of every rank (as many on each), by rank. StepError where ranks are at different places."""
+    _ensure_memory(phase, step)
     # As long in every phase: ranks at different places have to understand each other, too.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
     told = world.gather_numbers([phase, step, _digest(world.uncompared), *first])
@@ -77,6 +79,15 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
         rest = world.gather_numbers(numbers[TOGETHER:])
         found = [[*each, *more] for each, more in zip(found, rest, strict=True)]
     return [tuple(each) for each in found]
+
+
+def _ensure_memory(phase: Phase, step: int) -> None:
+    """UsageError in a block of DistributeModelParams, where what ranks send each other would have no memory."""
+    if switches.building and phase is not Phase.BARRIER:
+        raise UsageError(
+            f"{_place(phase, step)}, inside of a block of DistributeModelParams: tensors have no memory there; only "
+            "make the model in it, and end it before all else"
+        )
 
 
 def compare_later(world: World, call: int, gradient: float, delivered: bool) -> None:
@@ -129,6 +140,7 @@ def same_loss_gradient(gradients: Sequence[float]) -> None:
 
 def meet(world: World, phase: Phase, about: str = "") -> None:
     """Wait for all ranks to do the same, with the same thing. StepError where some rank is at another place."""
+    _ensure_memory(phase, 0)
     if world.size == 1:
         return
     with world.watch.inside(phase.name.lower()):

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import UsageError
+from rannd.runtime import switches
 from rannd.runtime.agreement import Phase, meet
 from rannd.runtime.recording import Recorder
 from rannd.runtime.tape import View
@@ -39,7 +40,6 @@ class Recipe:
 _recipes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Recipe]] = weakref.WeakKeyDictionary()
 _recorders: weakref.WeakKeyDictionary[nn.Module, Recorder] = weakref.WeakKeyDictionary()
-_active = False
 
 
 def recipes_of(model: nn.Module) -> dict[int, Recipe]:
@@ -99,7 +99,7 @@ class DistributeModelParams(contextlib.ContextDecorator):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> DistributeModelParams:
-        if _active:  # the outer one records everything
+        if switches.building:  # the outer one records everything
             return self
         config = configuration.load()
         log.setup(level=config.log_level)
@@ -118,7 +118,6 @@ class DistributeModelParams(contextlib.ContextDecorator):
 @contextlib.contextmanager
 def _watched() -> Iterator[weakref.WeakSet[nn.Module]]:
     """The modules that register something."""
-    global _active
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def look(module: nn.Module, name: str, value: Any) -> None:
@@ -129,11 +128,11 @@ def _watched() -> Iterator[weakref.WeakSet[nn.Module]]:
         registration.register_module_buffer_registration_hook(look),
         registration.register_module_module_registration_hook(look),
     ]
-    _active = True
+    switches.building = True
     try:
         yield seen
     finally:
-        _active = False
+        switches.building = False
         for handle in handles:
             handle.remove()
 

@@ -8,6 +8,9 @@ delayed = False
 keeps_graph = False
 """What a backward needs is kept for another one through the same call."""
 
+building = False
+"""A model is being built under DistributeModelParams: tensors that are made have no memory."""
+
 sync_params = True
 """Ranks take rank 0's parameters when a model is deployed."""
 

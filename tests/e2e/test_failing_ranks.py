@@ -335,7 +335,7 @@ def test_ranks_that_do_different_things_together_are_told(job: Job, tmp_path: Pa
             "other gradients: in get_param_grad rank 0 wants '0.bias', rank 1 '1.bias'",
             "all parameters: rank 0 is in get_param, or what gathers parameters, rank 1 in the forward of call 1",
             "undeploy: rank 0 is in the forward of call 1, rank 1 in undeploy",
-            "wrap: rank 0 is in the making of a RaNNCModule, rank 1 in the forward of call 1",
+            "wrap: rank 0 is in profile, or the making of a RaNNCModule, rank 1 in the forward of call 1",
             "reduce: rank 0 is in allreduce_grads, rank 1 in barrier",
             "distribute: rank 0 is in DistributeModelParams, rank 1 in barrier",
             "state: rank 0 is in state_dict, rank 1 in undeploy",

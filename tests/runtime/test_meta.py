@@ -153,6 +153,25 @@ def test_blocks_can_be_nested_and_may_fail() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+def test_what_ranks_do_together_is_refused_in_the_block() -> None:
+    wrapped = pyrannc.RaNNCModule(Net())
+    wrapped(torch.randn(4, 6))
+    for name, do in (
+        ("the making of a RaNNCModule", lambda: pyrannc.RaNNCModule(Net())),
+        ("profile, or", lambda: pyrannc.profile(Net(), torch.randn(4, 6))),
+        ("the forward of call 1", lambda: wrapped(torch.ones(4, 6))),
+        ("get_param", lambda: wrapped.get_param("first.weight")),
+    ):
+        message = rf"{name}.* inside of a block of DistributeModelParams"
+        with pytest.raises(UsageError, match=message), pyrannc.DistributeModelParams():
+            do()
+    with pyrannc.DistributeModelParams():
+        pyrannc.barrier()
+        model = Net()
+    trained(model)
+    wrapped(torch.randn(4, 6))
+
+
 def test_what_is_written_after_the_block_is_refused() -> None:
     model = recorded(Net)
     model.apply(lambda module: nn.init.ones_(module.weight) if isinstance(module, nn.Linear) else None)
