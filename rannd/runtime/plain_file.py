@@ -31,6 +31,7 @@ class PlainFile:
             RanndError: (`error`) There is no such file, or it is a symbolic link, no plain file, too large, or
                 writable for everybody.
         """
+        file = file.expanduser()
         try:
             # Without O_NONBLOCK the opening of a pipe would wait for ever.
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -38,6 +38,13 @@ def test_what_is_saved_is_read_and_nothing_else_is_left(tmp_path: Path, some: De
     assert not stat.S_IMODE(file.stat().st_mode) & (stat.S_IWOTH | stat.S_IWGRP | stat.S_IXUSR)
 
 
+def test_a_tilde_is_the_home_for_both_ways(tmp_path: Path, some: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file(some, Path("~/plan"))
+    assert (tmp_path / "plan").exists()
+    assert decode(read_file(Path("~/plan"))) == some
+
+
 def test_readers_see_one_or_the_other_never_half(tmp_path: Path, some: Deployment) -> None:
     file = tmp_path / "plan"
     plans = [msgspec.structs.replace(some, batch_rows=rows) for rows in (7, 8)]
