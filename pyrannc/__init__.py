@@ -16,6 +16,7 @@ from rannd.plan.deployment import decode as _decode
 from rannd.plan.show import show as _show
 from rannd.runtime.agreement import Phase as _Phase
 from rannd.runtime.agreement import meet as _meet
+from rannd.runtime.deployment_file import named as _named
 from rannd.runtime.deployment_file import read_file as _read_file
 from rannd.runtime.distribute import DistributeModelParams
 from rannd.runtime.module import RaNNCModule, clear
@@ -83,4 +84,8 @@ def show_deployment(path: str | Path, batch_size: int | None = None) -> None:
     file is not there, or is no deployment; UsageError for a batch below 1.
     """
     if get_rank() == 0:
-        print(_show(_decode(_read_file(Path(path).expanduser())), batch_size), flush=True)
+        file = Path(path).expanduser()
+        data = _read_file(file)
+        with _named(file):
+            deployment = _decode(data)
+        print(_show(deployment, batch_size), flush=True)

@@ -17,10 +17,10 @@ def show(deployment: Deployment, batch_size: int | None = None) -> str:
     """What is planned, for a global batch of `batch_size` rows (None: the batch that it was planned for).
 
     For another batch the times of computing and the bytes of activations and transfers grow with the rows of a piece,
-    and the rest stays: a rough estimate, and marked as one. UsageError for a batch below 1.
+    and the rest stays: a rough estimate, and marked as one. UsageError for what is no number of rows, 1 or more.
     """
-    if batch_size is not None and batch_size < 1:
-        raise UsageError(f"a batch of {batch_size} rows; give the rows of all ranks' mini-batches together")
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise UsageError(f"a batch of {batch_size!r} rows; give the rows of all ranks' mini-batches together")
     planned = deployment.batch_rows
     shown = deployment if batch_size in (None, planned) else scaled(deployment, batch_size or planned)
     parts = [_head(shown, planned), _stages(shown), _memory(shown)]

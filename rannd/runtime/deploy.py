@@ -41,7 +41,7 @@ from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.bound import planned_stages
 from rannd.runtime.cache import GIB, Cache
-from rannd.runtime.deployment_file import read_file
+from rannd.runtime.deployment_file import named, read_file
 from rannd.runtime.fit import lower_limit, short
 from rannd.runtime.measuring import Measuring
 from rannd.runtime.memory import Promise, amount
@@ -170,7 +170,8 @@ class Planner:
         logger = log.get("RaNNCModule")
         data = self._everywhere(lambda: read_file(file))
         logger.info("Using the deployment in %s", file)
-        deployment = self._checked(data)
+        with named(file):
+            deployment = self._checked(data)
         other = differences(deployment, here=self._made, slots=self._world.slots, rows=sum(self._rows))
         lacking = short(self._world, self._model, deployment)
         if lacking is not None:
@@ -219,10 +220,10 @@ class Planner:
             data = self._make(self._cache.client, Target(slots, rows, self._usable(), self._made))
             self._save_profile()
             return decode(data)
-        named = load_cluster(cluster)
-        slots = tuple(Slot(*place) for place in named.places(devices))
-        made = msgspec.structs.replace(self._made, device=named.device, costs=f"cluster {named.name}")
-        return decode(self._make(None, Target(slots, rows, self._usable(named.memory_bytes), made, named)))
+        there = load_cluster(cluster)
+        slots = tuple(Slot(*place) for place in there.places(devices))
+        made = msgspec.structs.replace(self._made, device=there.device, costs=f"cluster {there.name}")
+        return decode(self._make(None, Target(slots, rows, self._usable(there.memory_bytes), made, there)))
 
     # -- memory -----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Here no torch is needed: a file can be shown on a machine that could not run it.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rannd.errors import DeploymentError
@@ -20,6 +21,11 @@ def read_file(file: Path) -> bytes:
     DeploymentError where it cannot be trusted, see PlainFile.
     """
     return _FILE.read(file)
+
+
+def named(file: Path) -> AbstractContextManager[None]:
+    """What is wrong with the deployment in a file is told with the file's name."""
+    return _FILE.named(file)
 
 
 def save_file(deployment: Deployment, file: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,14 @@ class PlainFile:
                 f"{self.made_by} wrote"
             )
         return data
+
+    @contextmanager
+    def named(self, file: Path) -> Iterator[None]:
+        """What is wrong with the content of a file (`error`) is told with the file's name."""
+        try:
+            yield
+        except self.error as exc:
+            raise self.error(f"{file}: {exc}") from exc
 
     def _check(self, file: Path, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):

@@ -38,7 +38,8 @@ class ProfileFile:
 
         def read() -> bytes:
             data = _FILE.read(self._path)
-            found = decode(data)
+            with _FILE.named(self._path):
+                found = decode(data)
             logger.info("Taking times from %s where they are this model's (%d blocks)", self._path, len(found.blocks))
             if found.device != self._device:
                 logger.warning("The times in %s are of %s, not of %s", self._path, found.device, self._device)
@@ -57,7 +58,9 @@ class ProfileFile:
         def write() -> bytes:
             whole = profile.lasting
             if self._path.exists():
-                there = decode(_FILE.read(self._path))
+                data = _FILE.read(self._path)
+                with _FILE.named(self._path):
+                    there = decode(data)
                 if there.device != profile.device:
                     raise ProfileError(
                         f"graph_profile_file={self._path} holds times of {there.device}, and these are of "

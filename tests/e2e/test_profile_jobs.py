@@ -62,7 +62,7 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
     assert decode(file.read_bytes()) == other, "nothing is lost"
     file.write_bytes(b"something else")
     output = job.train(2, *TUTORIAL, code=1, RANNC_LOAD_GRAPH_PROFILE="true", **variables)
-    assert "not a graph profile of this version of rannd" in output
+    assert f"{file}: not a graph profile of this version of rannd" in output
     assert file.read_bytes() == b"something else"
 
 

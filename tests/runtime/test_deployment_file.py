@@ -125,10 +125,11 @@ def test_a_file_is_shown(tmp_path: Path, some: Deployment, capsys: pytest.Captur
     assert "batch     128 rows: 2 ranks" in capsys.readouterr().out
     pyrannc.show_deployment(str(file), 256)
     assert "roughly: planned for 128 rows" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="a batch of 0 rows"):
-        pyrannc.show_deployment(file, 0)
+    for wrong in (0, "64", 2.5, True):
+        with pytest.raises(UsageError, match=f"a batch of {wrong!r} rows"):
+            pyrannc.show_deployment(file, wrong)  # type: ignore[arg-type]
     file.write_bytes(encode(some)[:-3])
-    with pytest.raises(DeploymentError, match="not a deployment"):
+    with pytest.raises(DeploymentError, match=f"{file}: not a deployment"):
         pyrannc.show_deployment(file, 64)
 
 
@@ -196,7 +197,7 @@ def test_what_makes_it_wrong_is_an_error(tmp_path: Path, daemon_home: object) ->
         ({"schedule": "zigzag"}, "runs the schedule 'zigzag', this rannd knows"),
     ):
         save_file(msgspec.structs.replace(model.deployment, **change), file)
-        with pytest.raises(DeploymentError, match=message):
+        with pytest.raises(DeploymentError, match=f"{file}: .*{message}"):
             pyrannc.RaNNCModule(Net(), load_deployment=file)(torch.randn(3, 6))
     stage = model.deployment.stages[0]
     wrong = msgspec.structs.replace(stage, ops=("9:nothing", *stage.ops[1:]))
