@@ -23,6 +23,8 @@ class TomlFile:
         self.path = path
         try:
             data = path.read_bytes()
+        except FileNotFoundError as exc:
+            raise ConfigError(f"{path}: there is no such file; is the path right?") from exc
         except OSError as exc:
             raise ConfigError(f"{path}: cannot be read: {exc.strerror}; mend its permissions or remove it") from exc
         try:

@@ -281,7 +281,7 @@ def test_a_cluster_is_planned_for_without_its_devices(shell: Shell) -> None:
     [
         (("--cluster", "a100x8"), "--cluster a100x8 says what to plan for, and nothing is run there; add --plan-only"),
         (("--plan-only", "--cluster", "a100"), "no cluster is named 'a100'; there are a100x8, cpu, "),
-        (("--plan-only", "--cluster", "./none.toml"), "none.toml: cannot be read: No such file"),
+        (("--plan-only", "--cluster", "./none.toml"), "none.toml: there is no such file; is the path right?"),
         (("--plan-only", "--cluster", "./bad.toml"), "bad.toml:1: no key of a cluster is named devcie; the nearest is"),
         (("--plan-only", "--cluster", "workstation", "-np", "5"), "5 devices are 2 nodes of cluster workstation"),
     ],
