@@ -11,9 +11,9 @@ from yardstick import RANK, network, raises
 import pyrannc
 from rannd.errors import UsageError
 
-ROWS = int(sys.argv[1])
+ROWS, DEPTH = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 6
 
-model = network(depth=6)
+model = network(depth=DEPTH)
 before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 found = pyrannc.profile(model, torch.ones(ROWS, 8, dtype=torch.float64))
 print(f"rank {RANK}: {len(found.blocks)} blocks, rows {found.rows}", flush=True)
