@@ -29,7 +29,8 @@ from rannd.plan.grains import make_grains
 from rannd.plan.intervals import Intervals, at
 from rannd.plan.options import PlanOptions
 from rannd.profile.analytic import analytic_costs
-from rannd.profile.measure import APART, REPEATS, WARM_UPS
+from rannd.profile.blocks import TURNS
+from rannd.profile.measure import RUNS
 from rannd.profile.points import Measured, Point, lacking
 
 DEVICES = 8
@@ -40,9 +41,9 @@ LAYERS, DEEPER = 24, 48
 WIDTHS = (1024, 2048, 4096)
 CLUSTER = "v100x8"
 
-FORWARDS = 1 + WARM_UPS + REPEATS + APART
-"""Runs of a part's forward in one of our measurements, at most: one to see what autograd keeps, those that are timed,
-and those for gradients of inputs alone. All but the first run backward, too."""
+FORWARDS = 1 + TURNS * (1 + RUNS + 1)
+"""Runs of a part's forward in one of our measurements, at most: one to see what autograd keeps, and in each turn one to
+warm up, those that are timed and one for gradients of inputs alone. All but the first run backward, too."""
 THEIR_RUNS = 3
 """Of one measurement there. Where the stage recomputes, each runs the forward three times: to see whether there is a
 backward, to be timed, and in the backward."""

@@ -51,7 +51,7 @@ class Bounds:
         """Without recomputing and with: fewest replicas, round of a piece, fill."""
         # A stage on R of w devices runs P / R pieces; if all are equally busy the longest round is the mean.
         devices = np.maximum(np.arange(self._world + 1), 1)
-        work = (forward + tables.backward_us - self._filled(tables.weight_us))[0]
+        work = (forward + tables.backward_us + tables.add_us - self._filled(tables.weight_us))[0]
         mean = work[:, None] * np.maximum(self._pieces - devices, 0) / devices
         mean[1:, 0] = np.inf
         self.rounds = np.repeat(mean[None], stages + 1, axis=0)
@@ -74,7 +74,8 @@ class Bounds:
         forward = tables.forward_us
         values, grads = np.minimum(*tables.values_us), np.minimum(*tables.grads_us)
         fill = forward + (backward - waits) + values + grads + tables.ranks_us
-        fill[0] += tables.to_ranks
+        fill[0] += tables.to_ranks + tables.agreeing_us
+        backward = backward + tables.add_us
         if tables.steady:
             return np.maximum(np.maximum(forward + backward, values), grads) - self._filled(waits), fill
         return np.maximum(forward, values) + np.maximum(backward, grads), fill

@@ -128,6 +128,8 @@ class StageTables:
         self.backward_us = at(intervals.backward, rows)
         self.weight_us = np.minimum(at(intervals.weight, rows), self.backward_us) * self.splits
         """The part of it that waits; not where a stage recomputes."""
+        self.add_us = intervals.adding
+        """On top of each backward but the first: gradients are added to those of earlier pieces."""
         received, sent = at(intervals.received, rows), at(intervals.sent_grad, rows)
         self.values_us = [p2p_us(link, received) for link in (machine.link, machine.between)]
         """Time to receive a piece's values, inside a node and from another."""
@@ -153,7 +155,9 @@ class StageTables:
         last = self.blocks
         outputs = at(intervals.output, rows)[0, last]
         inputs_grad = max(intervals.inputs_grad.at(rows), 0.0)
+        self.agreeing_us = machine.agreeing_us
         self.to_ranks = machine.link.p2p_us(float(outputs)) + machine.link.p2p_us(float(inputs_grad))
+        """Outputs and gradients of inputs of the last piece."""
         self._apart = machine.several and variant.placement == "replicas"
         """Whether it matters which slots a stage has."""
         self.late = variant.microbatches * float(outputs + inputs_grad)
@@ -199,8 +203,9 @@ class StageTables:
         if np.isfinite(terms.fill[0, -1]):
             forward, backward, _ = (each[0, -1] for each in self._computing(self.blocks, terms.recompute, None))
             more = float(self.pieces[-1] - 1)
-            terms.fill[0, -1] = forward + backward
-            rounds = [forward + backward] if self.steady else [forward, backward]
+            terms.fill[0, -1] = forward + backward + self.agreeing_us
+            again = backward + self.add_us[0, self.blocks]
+            rounds = [forward + again] if self.steady else [forward, again]
             terms.rounds[:, 0, -1] = np.array(rounds) * more
             terms.drain[0, -1] = backward
             terms.exposed[0, -1] = self._exposed(self.blocks, np.array(backward), None)[0, -1]
@@ -227,14 +232,15 @@ class StageTables:
         grads = np.where(grads_inside, self.grads_us[0][rows, end, None], self.grads_us[1][rows, end, None])
         fill = forward + (backward - waits) + values + grads + self.ranks_us[rows, end, None]
         if end < self.blocks or self.world > 1:
-            fill[0] += self.to_ranks
+            fill[0] += self.to_ranks + self.agreeing_us
         more = (self.pieces - 1).astype(float)
+        later = backward + self.add_us[rows, end, None]
         if self.steady:
-            longest = np.maximum(np.maximum(forward + backward, values), grads) * more
+            longest = np.maximum(np.maximum(forward + later, values), grads) * more
             # Those that wait fill the time in which the slot would wait for others, a forward's for each piece.
             rounds = (longest + waits - np.minimum(self.waiting - 1, more) * np.minimum(waits, forward))[None]
         else:
-            rounds = np.stack([np.maximum(forward, values) * more, np.maximum(backward, grads) * more])
+            rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
         fits = self.allowed[rows, end] & (self._memory(end, used, again) <= self.limit)
         fill[~fits] = np.inf
         exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
@@ -405,6 +411,7 @@ class StageTables:
         flying = int(flights[start, replicas - 1])
         forward = self.forward_us[start, end] * pieces
         backward = self.backward_us[start, end] * pieces + (forward if recompute else 0.0)
+        backward += self.add_us[start, end] * (pieces - 1)
         weight = 0.0 if recompute else at(intervals.weight, self.rows)[start, end] * pieces
         inside = self._links(used)[2] if self._apart else None
         zero = self.variant.zero

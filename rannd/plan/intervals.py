@@ -41,6 +41,8 @@ class Intervals:
         self.forward = self._sums(cost.forward_us for cost in costs)
         self.backward = self._sums(cost.backward_us for cost in costs)
         self.weight = self._sums(cost.weight_us for cost in costs)
+        self.adding = self._sums(Size(cost.add_us) for cost in costs)[0]
+        """To add a piece's gradients to those of earlier pieces."""
         activation = self._sums(cost.activation_bytes for cost in costs)
         self._made: list[list[Size]] = [[] for _ in blocks]
         """Sizes of the values that each block makes."""

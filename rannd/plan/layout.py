@@ -11,6 +11,7 @@ import numpy as np
 from rannd.errors import DeploymentError
 from rannd.graph.ir import Size, TaskGraph
 from rannd.plan.deployment import Deployment
+from rannd.plan.machine import agreeing_us
 from rannd.plan.program import Edge, Layout
 from rannd.plan.step_costs import StepCosts, bucket_sizes
 from rannd.plan.zero import computing
@@ -98,6 +99,7 @@ def step_costs(
         forward_us=tuple(forwards),
         backward_us=tuple(backwards),
         weight_us=tuple(each.weight_us / count for each, count in zip(estimates, pieces, strict=True)),
+        agreeing_us=agreeing_us(far if len({slot.node for slot in deployment.slots}) > 1 else link, layout.world),
         gather_us=tuple(gathers) if deployment.zero in (1, 2) else (),
         values_us=_times(sizes, rows, link),
         grads_us=_times(grads, rows, link),

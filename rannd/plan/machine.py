@@ -10,6 +10,7 @@ so the first keeps transfers inside the nodes, the second the reduction of gradi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,6 +26,7 @@ Mask = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.int64]
 
 PLACEMENTS = ("stages", "replicas")
+AGREEMENTS = 3
 
 
 class Machine:
@@ -42,6 +44,11 @@ class Machine:
     def placements(self) -> tuple[str, ...]:
         """The orders that make a difference."""
         return PLACEMENTS if self.several else PLACEMENTS[:1]
+
+    @property
+    def agreeing_us(self) -> float:
+        """What all ranks tell each other in a step beside values and gradients."""
+        return agreeing_us(self.between if self.several else self.link, self.world)
 
     @cached_property
     def pipelines_inside(self) -> Mask:
@@ -76,6 +83,11 @@ def allreduce_us(link: LinkCost, nbytes: Table, ranks: npt.ArrayLike) -> Table:
     whole = steps / 2.0 * link.allreduce_latency_us + steps / count * nbytes / link.allreduce_bytes_per_us
     result: Table = np.where((nbytes > 0) & (count > 1), whole, 0.0)
     return result
+
+
+def agreeing_us(link: LinkCost, world: int) -> float:
+    """Time of the small collectives of a step: agreeing about the call, about the backward, and the sum of losses."""
+    return AGREEMENTS * math.ceil(math.log2(world)) * link.allreduce_latency_us
 
 
 def place(replicas: Sequence[int], placement: str) -> tuple[tuple[int, ...], ...]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from rannd.plan.clock import Played, play
 from rannd.plan.peak import peak_bytes, received_bytes
@@ -109,13 +110,13 @@ def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequenc
         free[slots] = begins + us
         if record and us:
             events += [Event(slot, REDUCE, begins, us, "G") for slot in slots]
-    step = float(np.maximum(ends, free).max())
+    step = costs.agreeing_us + float(np.maximum(ends, free).max())
     return Simulation(
         step,
         tuple(played.busy),
         tuple(step - busy for busy in played.busy),
         tuple(peaks),
-        tuple(sorted(events)),
+        tuple(sorted(replace(event, start_us=event.start_us + costs.agreeing_us) for event in events)),
     )
 
 

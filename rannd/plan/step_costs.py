@@ -29,6 +29,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """To reduce each bucket of a stage's own parameters over its replicas, in the order in which they start."""
     gather_us: tuple[float, ...] = ()
     """To gather a stage's parameters when its optimizer is done (ZeRO 1 and 2), by stage; empty where nothing is."""
+    agreeing_us: float = 0.0
+    """What ranks tell each other before they begin."""
     tied_us: tuple[tuple[float, ...], ...] = ()
     """The same for parameters that several stages share, in the order of `Layout.tied`."""
     nodes: tuple[int, ...] = ()

@@ -68,7 +68,8 @@ class _Roofline:
             for part in (self.forward_us, self.backward_us, self.weight_us)
         )
         activations, kept = self.memory.kept(ops)
-        return BlockCost(forward, backward + weight, activations, weight, 0, tuple(sorted(kept)))
+        adding = sum(self.add_us(number) for number in ops)
+        return BlockCost(forward, backward + weight, activations, weight, 0, tuple(sorted(kept)), adding)
 
     # -- operators --------------------------------------------------------------------------------------------
 
@@ -124,6 +125,12 @@ class _Roofline:
         written = sum(param.bytes for param in params)
         moved = self._made(number, rows) + (self._made(number, rows) if name_of(op) in LOOKUPS else values) + written
         return self._us(op, op.flops.at(rows), moved)
+
+    def add_us(self, number: int) -> float:
+        """To add gradients of an op's parameters to others."""
+        params = [self.graph.params[index] for index in self.graph.ops[number].params]
+        sizes = [param.bytes for param in params if param.trainable]
+        return sum(self.cluster.op_latency_us + 3 * size / self.cluster.memory_bytes_per_us for size in sizes)
 
     def _us(self, op: Op, flops: float, moved: float) -> float:
         computing = flops / self.cluster.flops_per_us(op.dtype)

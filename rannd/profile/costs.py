@@ -24,6 +24,8 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
     kept: tuple[int, ...] = ()
     """The graph's values (by number, each once) of which `activation_bytes` has the bytes, and that other blocks may
     keep too, or a stage receives or sends."""
+    add_us: float = 0.0
+    """To add a piece's gradients of parameters to those of earlier pieces; the first one's are taken as they are."""
 
 
 class LinkCost(msgspec.Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -25,14 +25,10 @@ from rannd.graph.traced import operator_name
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.profile.points import Measured, Point
 
-WARM_UPS = 1
-REPEATS = 3
-APART = 2
-"""Runs in which gradients of inputs are measured alone."""
+RUNS = 2
+"""That are timed, of each number of rows."""
 CACHES = 32 << 20
 """Bytes that drive out what a run left in caches."""
-LONG_US = 200_000.0
-"""A run this long is measured once."""
 
 
 class Sample:
@@ -76,8 +72,12 @@ _ZEROED = {
 }
 
 
-def measure(part: Part, sample: Sample, rows: Sequence[int], crossing: Sequence[str] = ()) -> Measured:
-    """Times and activation bytes of a part with each number of rows; the part is used up.
+def measure(
+    part: Part, sample: Sample, rows: Sequence[int], crossing: Sequence[str] = (), *, again: bool = False
+) -> Measured:
+    """Times and activation bytes of a part with each number of rows, the part is changed.
+
+    `again`: it has run before, with these rows; times alone are measured.
 
     `rows`: ascending; `crossing`: names of the values of which it is told whether autograd keeps them. Where memory
     runs out, fewer rows are tried, and it is told how many are too many. ProfileError where the part does not run, or
@@ -87,6 +87,7 @@ def measure(part: Part, sample: Sample, rows: Sequence[int], crossing: Sequence[
     devices = [sample.device] if sample.device.type == "cuda" else []
     found: dict[int, Point] = {}
     kept: set[str] = set()
+    activations = 0.0
     waiting, too_many = list(rows), 0
     error: ProfileError | None = None
     with torch.random.fork_rng(devices=devices), sample.around():
@@ -95,10 +96,13 @@ def measure(part: Part, sample: Sample, rows: Sequence[int], crossing: Sequence[
             like = sample.state[name]
             tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
             tensors[name] = tensor.requires_grad_(like.requires_grad)
+        adding = _adding(tensors.values(), sample.device)
         while waiting:
             count = waiting.pop(0)
             try:
-                found[count], kept = _at(part, sample, tensors, count)
+                if not again:
+                    activations, kept = _kept(part, sample, tensors, count)
+                found[count] = Point(count, *_turn(part, sample, tensors, count), activations)
             except Exception as exc:
                 if not is_out_of_memory(exc):
                     if error is not None:
@@ -114,7 +118,7 @@ def measure(part: Part, sample: Sample, rows: Sequence[int], crossing: Sequence[
     if error is not None and not found:
         raise error
     places = tuple(place for place, name in enumerate(crossing) if name in kept)
-    return Measured(tuple(found[count] for count in sorted(found)), too_many, places)
+    return Measured(tuple(found[count] for count in sorted(found)), too_many, places, adding)
 
 
 def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, exc: Exception) -> ProfileError:
@@ -133,35 +137,53 @@ def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], row
     )
 
 
-def _at(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[Point, set[str]]:
-    """What it takes, and names of the values at its border that autograd keeps."""
-    forward: list[float] = []
-    backward: list[float] = []
-    leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
-    for tensor in leaves:
+def _turn(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float, float]:
+    """Microseconds of a forward, of its backward, and of the part of that which makes gradients of parameters.
+
+    A run that is not timed comes first: in a job the memory that a part needs is there, as it had it in the last step.
+    """
+    _run(part, sample, tensors, rows)
+    runs = [_run(part, sample, tensors, rows) for _ in range(RUNS)]
+    forward, backward = (statistics.median_low(times) for times in zip(*runs, strict=True))
+    return forward, backward, _weight(part, sample, tensors, rows, backward)
+
+
+def _run(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float]:
+    """Microseconds of a forward and its backward."""
+    inputs = _inputs(part, sample, rows)
+    start = _now(sample.device)
+    roots = _forward(part, inputs, tensors, rows)
+    middle = _now(sample.device)
+    seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next part
+    begin = _now(sample.device)
+    if roots:
+        torch.autograd.backward(roots, seeds)
+    end = _now(sample.device)
+    for tensor in tensors.values():
         tensor.grad = None
-    kept, names = _kept(part, sample, tensors, rows)
-    for turn in range(WARM_UPS + REPEATS):
-        inputs = [sample.value(node, rows) for node in part.inputs]
-        _evict(sample.device)
-        start = _now(sample.device)
-        roots = _forward(part, inputs, tensors, rows)
-        middle = _now(sample.device)
-        seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next block
-        begin = _now(sample.device)
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        end = _now(sample.device)
-        for tensor in leaves:
-            tensor.grad = None
-        if turn >= WARM_UPS:
-            forward.append((middle - start) * 1e6)
-            backward.append((end - begin) * 1e6 if roots else 0.0)
-            if forward[-1] + backward[-1] > LONG_US:
-                break
-    whole = statistics.median(backward)
-    point = Point(rows, statistics.median(forward), whole, _weight(part, sample, tensors, rows, whole), kept)
-    return point, names
+    return (middle - start) * 1e6, (end - begin) * 1e6 if roots else 0.0
+
+
+def _inputs(part: Part, sample: Sample, rows: int) -> list[torch.Tensor]:
+    """Inputs that were written just before, and parameters that were not, as in a job."""
+    _evict(sample.device)
+    return [sample.value(node, rows) for node in part.inputs]
+
+
+def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
+    """Microseconds to add gradients of parameters to others."""
+    took = 0.0
+    for tensor in tensors:
+        if tensor.requires_grad:
+            one, other = torch.ones_like(tensor), torch.empty_like(tensor)
+            _evict(device)
+            with torch.no_grad():
+                other.fill_(1.0)  # comes right out of a backward
+            start = _now(device)
+            with torch.no_grad():
+                one.add_(other)
+            took += (_now(device) - start) * 1e6
+    return took
 
 
 def _forward(
@@ -209,22 +231,17 @@ def _weight(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], row
     """How much of a backward of `whole` microseconds makes gradients of parameters."""
     if not any(tensor.requires_grad for tensor in tensors.values()):
         return 0.0
-    alone = []
-    for _ in range(APART):
-        inputs = [sample.value(node, rows) for node in part.inputs]
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        if not wanted:
-            return whole
-        roots = _forward(part, inputs, tensors, rows)
-        seeds = [torch.ones_like(root) for root in roots]
-        if not roots:
-            return 0.0
-        start = _now(sample.device)
-        torch.autograd.backward(roots, seeds, inputs=wanted)
-        alone.append((_now(sample.device) - start) * 1e6)
-        if alone[-1] > LONG_US:
-            break
-    return max(whole - statistics.median(alone), 0.0)
+    inputs = _inputs(part, sample, rows)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not wanted:
+        return whole
+    roots = _forward(part, inputs, tensors, rows)
+    seeds = [torch.ones_like(root) for root in roots]
+    if not roots:
+        return 0.0
+    start = _now(sample.device)
+    torch.autograd.backward(roots, seeds, inputs=wanted)
+    return max(whole - (_now(sample.device) - start) * 1e6, 0.0)
 
 
 def _failing(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> str:

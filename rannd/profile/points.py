@@ -6,6 +6,7 @@ No torch in this file.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -39,18 +40,21 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
     kept: tuple[int, ...] = ()
     """Of the values that cross its border those that autograd keeps: places in the order of graph.structure.crossing.
     Their bytes are in `activation_bytes`."""
+    add_us: float = 0.0
+    """To add gradients of its parameters to others."""
 
     def joined(self, other: Measured | None) -> Measured:
         """The points of both; where both have one, this one's."""
         if other is None:
             return self
         points = {point.rows: point for point in (*other.points, *self.points)}
-        return Measured(tuple(points[rows] for rows in sorted(points)), self.too_many, self.kept or other.kept)
+        points_of_both = tuple(points[rows] for rows in sorted(points))
+        return Measured(points_of_both, self.too_many, self.kept or other.kept, self.add_us or other.add_us)
 
     @property
     def lasting(self) -> Measured:
         """What may be kept: that memory ran out is no property of the block, something else may have been there."""
-        return Measured(self.points, 0, self.kept)
+        return Measured(self.points, 0, self.kept, self.add_us)
 
     def cost(self, most: int, crossing: Sequence[int] = ()) -> BlockCost:
         """The cost for pieces of up to `most` rows: a line through the points nearest to `most` and a quarter of it.
@@ -64,7 +68,23 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
             for name in ("forward_us", "backward_us", "weight_us", "activation_bytes")
         )
         values = tuple(crossing[place] for place in self.kept if place < len(crossing))
-        return BlockCost(forward, backward, kept, weight, max(self.too_many - 1, 0), values)
+        return BlockCost(forward, backward, kept, weight, max(self.too_many - 1, 0), values, self.add_us)
+
+
+def middle(found: Sequence[Measured]) -> Measured:
+    """Of several measurements of one part, with the same numbers of rows, the median times, of two the shorter.
+
+    The rest is the first one's.
+    """
+    points = []
+    for same in zip(*(each.points for each in found), strict=True):
+        times = {
+            name: statistics.median_low(getattr(point, name) for point in same)
+            for name in ("forward_us", "backward_us", "weight_us")
+        }
+        points.append(msgspec.structs.replace(same[0], **times))
+    adding = statistics.median_low(each.add_us for each in found)
+    return msgspec.structs.replace(found[0], points=tuple(points), add_us=adding)
 
 
 def lacking(known: Measured | None, most: int, *, whole: bool) -> tuple[int, ...]:
@@ -110,6 +130,7 @@ def total(costs: Sequence[BlockCost], memory: Memory) -> BlockCost:
         sum((cost.weight_us for cost in costs), Size()),
         min(bounds, default=0),
         tuple(homes),
+        sum(cost.add_us for cost in costs),
     )
 
 
@@ -125,6 +146,8 @@ def is_plausible(measured: Measured) -> bool:
         and all(point.weight_us <= point.backward_us for point in measured.points)
         and measured.too_many >= 0
         and all(place >= 0 for place in measured.kept)
+        and math.isfinite(measured.add_us)
+        and measured.add_us >= 0
     )
 
 

@@ -73,8 +73,16 @@ class Computing:
             return
         source = world.rank_of_slot[layout.slot_of(self._bound.stage, step.pieces.first)]
         group = world.group_of(slots)
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for name in self._written:
-            dist.broadcast(self._state[name].detach(), source, group=group)
+            buffer = self._state[name].detach()
+            kinds.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in kinds.values():  # one message a type: a model has many small ones
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, source, group=group)
+            if world.rank != source:
+                for buffer, part in zip(buffers, flat.split([each.numel() for each in buffers]), strict=True):
+                    buffer.copy_(part.view_as(buffer))
 
     # -- one piece --------------------------------------------------------------------------------------------
 

@@ -87,7 +87,11 @@ class Reference:
         pieces = self.world * plan.microbatches
         rows = self._rows(plan.microbatches)
         several = len(plan.replicas) > 1
-        fill = 0.0
+        fill = (
+            3
+            * math.ceil(math.log2(self.world))
+            * (between if self.slots[0].node != self.slots[-1].node else link).allreduce_latency_us
+        )
         rounds: list[list[float]] = []
         backwards: list[float] = []
         reductions: list[float] = []
@@ -98,6 +102,7 @@ class Reference:
             forward = sum(block.forward_us.at(rows) for block in self.costs.blocks[start:end])
             backward = sum(block.backward_us.at(rows) for block in self.costs.blocks[start:end])
             backward += forward if again[number] else 0.0
+            adding = sum(block.add_us for block in self.costs.blocks[start:end])
             weight = 0.0
             if plan.schedule == "zb_h1" and not again[number]:
                 weight = sum(block.weight_us.at(rows) for block in self.costs.blocks[start:end])
@@ -117,9 +122,9 @@ class Reference:
             fill += values + forward + grads + backward - weight
             if plan.schedule != "fill_drain":
                 filled = min(math.ceil(self.world / count) - 1, most - 1) * min(weight, forward)
-                rounds.append([(most - 1) * max(forward + backward, values, grads) + weight - filled])
+                rounds.append([(most - 1) * max(forward + backward + adding, values, grads) + weight - filled])
             else:
-                rounds.append([(most - 1) * max(forward, values), (most - 1) * max(backward, grads)])
+                rounds.append([(most - 1) * max(forward, values), (most - 1) * max(backward + adding, grads)])
             nodes = [slot.node for slot in self.slots]
             all_over = link if nodes[0] == nodes[-1] else between
             whole = over.allreduce_us(own, count) * (0.5 if self.zero else 1) + all_over.allreduce_us(

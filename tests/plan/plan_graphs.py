@@ -181,7 +181,8 @@ def random_costs(random: Random, blocks: int) -> CostTable:
 
     def block(waits: float) -> BlockCost:
         forward, backward, kept = size(1000), size(random.choice([100, 3000])), size(10_000)
-        return BlockCost(forward, backward, kept, Size(backward.c0 * waits, backward.c1 * waits))
+        weight = Size(backward.c0 * waits, backward.c1 * waits)
+        return BlockCost(forward, backward, kept, weight, add_us=200 * waits)
 
     return CostTable(
         tuple(block((0.5, 0.3, 0.0, 0.8)[index % 4]) for index in range(blocks)),
