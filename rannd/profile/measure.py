@@ -144,7 +144,7 @@ def _turn(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows:
     """
     _run(part, sample, tensors, rows)
     runs = [_run(part, sample, tensors, rows) for _ in range(RUNS)]
-    forward, backward = (statistics.median_low(times) for times in zip(*runs, strict=True))
+    forward, backward = (statistics.median(times) for times in zip(*runs, strict=True))
     return forward, backward, _weight(part, sample, tensors, rows, backward)
 
 

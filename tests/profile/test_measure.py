@@ -17,7 +17,7 @@ from rannd.errors import ProfileError
 from rannd.graph.cut import Part, extract
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.signature import Mode, classify, flatten_call
-from rannd.graph.structure import block_hashes
+from rannd.graph.structure import block_hashes, crossing
 from rannd.profile.blocks import block_part, measure_missing
 from rannd.profile.costs import BlockCost
 from rannd.profile.measure import Sample, measure
@@ -94,10 +94,35 @@ def test_costs_are_positive_and_grow_with_the_rows() -> None:
     assert cost.activation_bytes.at(64) == 8 * cost.activation_bytes.at(8)
 
 
+def test_adding_gradients_takes_a_time_that_grows_with_the_parameters_alone() -> None:
+    small, large = (
+        measure(whole(graph), sample, (4,)).cost(4).add_us
+        for graph, sample in (graph_of(nn.Linear(width, 2048), torch.randn(4, width)) for width in (16, 2048))
+    )
+    assert 0 < 5 * small < large
+
+
+def test_what_autograd_keeps_of_a_border_is_told() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    graph, sample = graph_of(model, torch.randn(4, 8))
+    values = graph.task.values
+    ops = [number for number, op in enumerate(graph.task.ops) if op.target in ("aten::linear", "aten::tanh")][:2]
+    (border,) = crossing(graph.task, [ops])
+    assert [values[value].producer for value in border] == [-1, ops[1]]
+    names = [values[value].name for value in border]
+    part = block_part(graph, ops)
+    first = measure(part, sample, (4,), names)
+    assert first.kept == (0, 1), "the linear's input, and what tanh makes"
+    again = measure(part, sample, (4,), names, again=True)
+    assert again.points[0].forward_us > 0
+    assert (again.kept, again.points[0].activation_bytes) == ((), 0), "times alone"
+
+
 def test_frozen_models_have_no_backward() -> None:
     model = nn.Linear(8, 8).requires_grad_(False)
     graph, sample = graph_of(model, torch.randn(4, 8))
     cost = measure(whole(graph), sample, (4,)).cost(4)
+    assert cost.add_us == 0
     assert cost.backward_us.at(4) == 0
     assert cost.activation_bytes.at(4) == 0
 

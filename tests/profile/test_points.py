@@ -15,7 +15,7 @@ from rannd.graph.ir import Size
 from rannd.profile.costs import BlockCost
 from rannd.profile.graph_profile import FORMAT, GraphProfile, decode, encode
 from rannd.profile.kept import Memory
-from rannd.profile.points import Measured, Point, lacking, ladder, total
+from rannd.profile.points import Measured, Point, lacking, ladder, middle, total
 
 
 def at(*rows: int, fixed: float = 10.0) -> Measured:
@@ -78,6 +78,16 @@ def test_points_of_two_measurements_are_joined() -> None:
     joined = new.joined(old)
     assert [point.rows for point in joined.points] == [1, 4, 16]
     assert joined.points[1].forward_us == 28
+
+
+def test_of_three_turns_the_median_counts_and_of_two_the_shorter() -> None:
+    def turn(forward: float, backward: float, adding: float, kept: float = 0.0) -> Measured:
+        return Measured((Point(1, forward, 1, 0, kept), Point(4, 9, backward, backward / 2, kept)), 0, (1,), adding)
+
+    turns = [turn(5, 8, 3, 100), turn(700, 6, 2), turn(4, 7, 900)]
+    assert middle(turns) == Measured((Point(1, 5, 1, 0, 100), Point(4, 9, 7, 3.5, 100)), 0, (1,), 3)
+    assert middle(turns[1:]).points[0].forward_us == 4
+    assert middle(turns[:1]) == turns[0]
 
 
 def test_parts_add_up_and_the_tightest_bound_holds() -> None:
