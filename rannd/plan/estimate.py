@@ -63,6 +63,7 @@ class Reductions:
         links = [machine.between, machine.link] if machine.several else [machine.link]
         self._own = [allreduce_us(link, own, replicas) for link in links]
         self._bucket = [allreduce_us(link, np.minimum(own, BUCKET), replicas) for link in links]
+        self._least: dict[int, tuple[Table, Table, Table]] = {}
         self._shared, self._shared_bucket = (
             allreduce_us(links[0], size, machine.world) for size in (shared, np.minimum(shared, BUCKET))
         )
@@ -88,9 +89,12 @@ class Reductions:
 
     def least(self, zero: int) -> tuple[Table, Table, Table]:
         """Whole, last bucket and gathering of all stages, ``[start, end, replicas - 1]``, wherever replicas are."""
-        part = 0.5 if zero else 1.0
-        own, bucket = (np.minimum(each[0], each[-1]) for each in (self._own, self._bucket))
-        return own * part + self._shared, np.maximum(bucket * part, self._shared_bucket), own * 0.5
+        if zero not in self._least:
+            part = 0.5 if zero else 1.0
+            own, bucket = (np.minimum(each[0], each[-1]) for each in (self._own, self._bucket))
+            tail = np.maximum(bucket * part, self._shared_bucket)
+            self._least[zero] = own * part + self._shared, tail, own * 0.5
+        return self._least[zero]
 
 
 class StageTables:
@@ -226,7 +230,8 @@ class StageTables:
         rows = slice(0, end)
         values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
         replicas_inside = links[2] if links is not None else None
-        again = self._recomputes(end, used)
+        plain = self._plain(end, used)
+        again = self._recomputes(plain, used)
         forward, backward, waits = self._computing(end, again, replicas_inside)
         values = np.where(values_inside, self.values_us[0][rows, end, None], self.values_us[1][rows, end, None])
         grads = np.where(grads_inside, self.grads_us[0][rows, end, None], self.grads_us[1][rows, end, None])
@@ -241,7 +246,7 @@ class StageTables:
             rounds = (longest + waits - np.minimum(self.waiting - 1, more) * np.minimum(waits, forward))[None]
         else:
             rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
-        fits = self.allowed[rows, end] & (self._memory(end, used, again) <= self.limit)
+        fits = self.allowed[rows, end] & (self._memory(end, used, plain, again) <= self.limit)
         fill[~fits] = np.inf
         exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
         # Under zb_h1 all slots are done at about the same time.
@@ -269,15 +274,16 @@ class StageTables:
     # -- memory -----------------------------------------------------------------------------------------------
 
     def in_flight(self, end: int, used: int | None, *, split: bool = True) -> Counts:
-        """Most pieces that a stage keeps, where later stages have `used` devices: ``[start, replicas - 1]``.
+        """Most pieces that a stage keeps, where later stages have `used` devices.
 
+        ``[start, replicas - 1]``, or one row for all starts.
         Between forward and backward, or the end of its second half where there are two (`split`). With `used` None the
         most that there can be. See schedule.py for the numbers of 1F1B and zb_h1.
         """
         if not self.steady or used is None:
-            return np.broadcast_to(self.pieces, (end, self.world))
+            return self.pieces[None]
         window = np.ones_like(self.pieces) if used == 0 else -(-(used + self.replicas) // self.replicas) + 1
-        found = np.broadcast_to(window, (end, self.world))
+        found = window[None]
         if self.splits and split:
             found = np.where(self.weight_us[:end, end, None] > 0, self.waiting + 1, found)
         result: Counts = np.minimum(self.pieces, found)
@@ -311,28 +317,27 @@ class StageTables:
             self.variant.zero, replicas, params=params, trainable=trainable, shared=shared, unit=unit, factor=factor
         )
 
-    def _recomputes(self, end: int, used: int | None) -> Mask:
-        shape = (end, self.world)
+    def _recomputes(self, plain: Table, used: int | None) -> Mask:
+        """Which stages do, that need `plain` bytes without."""
         if self.options.checkpointing:
-            return np.ones(shape, dtype=bool)
+            return np.ones((len(plain), self.world), dtype=bool)
         if used is None and self.steady:  # only asked for where everything fits
-            return np.zeros(shape, dtype=bool)
-        result: Mask = self._plain(end, used) > self.limit
-        return result
+            return np.zeros((len(plain), self.world), dtype=bool)
+        return np.greater(plain, self.limit)
 
-    def _memory(self, end: int, used: int | None, again: Mask) -> Table:
-        """Bytes of a replica."""
-        plain = self._plain(end, used)
+    def _memory(self, end: int, used: int | None, plain: Table, again: Mask) -> Table:
+        """Bytes of a replica, `plain` ones of those that do not recompute."""
         if not again.any():
             return plain
         saved = self.kept[:end, end, None] * (self.in_flight(end, used, split=False) - 1)
-        result: Table = np.where(again, self._plain(end, used, split=False) - saved, plain)
-        return result
+        whole = self._plain(end, used, split=False) if self.splits else plain
+        return np.where(again, whole - saved, plain)
 
     def _least(self, end: int, used: int | None) -> Table:
         """Bytes of a replica that recomputes where that needs less."""
+        plain = self._plain(end, used)
         everywhere = np.ones((end, self.world), dtype=bool)
-        result: Table = np.minimum(self._plain(end, used), self._memory(end, used, everywhere))
+        result: Table = np.minimum(plain, self._memory(end, used, plain, everywhere))
         return result
 
     def _is_tight(self, end: int) -> bool:
@@ -408,7 +413,7 @@ class StageTables:
         recompute = self.recomputes(start, end, replicas, used=used)
         pieces = int(self.pieces[replicas - 1])
         flights = self.in_flight(end, used, split=not recompute)
-        flying = int(flights[start, replicas - 1])
+        flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
         forward = self.forward_us[start, end] * pieces
         backward = self.backward_us[start, end] * pieces + (forward if recompute else 0.0)
         backward += self.add_us[start, end] * (pieces - 1)

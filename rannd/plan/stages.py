@@ -23,6 +23,7 @@ import numpy as np
 
 from rannd.plan.bounds import COARSE, FINE, Bounds
 from rannd.plan.estimate import StageTables, Variant
+from rannd.plan.machine import Table
 
 EFFORT = 200_000
 """A search gives up proving that its plan is the best when it has looked behind so many partial plans times devices
@@ -139,6 +140,17 @@ class _Search:
 
     def children(self, partial: _Partial, below: float) -> Iterator[tuple[float, _Partial]]:
         """What one more stage makes of `partial`, with the bound of E, where that is less than `below`."""
+        bound, *terms = self._extended(partial)
+        for start, step in zip(*np.nonzero(bound < below), strict=True):
+            yield float(bound[start, step]), self._child(partial, int(start), int(step), terms)
+
+    def _child(self, partial: _Partial, start: int, step: int, terms: Sequence[Table]) -> _Partial:
+        fill, rounds, left_over = terms
+        found = (float(fill[start, step]), *map(float, rounds[:, start, step]), float(left_over[start, step]))
+        return _Partial(start, partial.used + 1 + step, max(partial.stages - 1, 0), found, partial)
+
+    def _extended(self, partial: _Partial) -> tuple[Table, Table, Table, Table]:
+        """Bound of E, fill, rounds and left over reduction with one more stage: ``[.., start, replicas - 1]``."""
         end, used = partial.start, partial.used
         stage = self.table.stages(end, used)
         left = self.table.world - used
@@ -151,19 +163,18 @@ class _Search:
         bound = fill + np.maximum(bound, together)
         if partial is self.root:
             bound[0] = np.inf  # one stage alone is no matter of bounds
-        for start, step in zip(*np.nonzero(bound < below), strict=True):
-            terms = (float(fill[start, step]), *map(float, rounds[:, start, step]), float(left_over[start, step]))
-            yield float(bound[start, step]), _Partial(int(start), used + 1 + int(step), stages, terms, partial)
+        return bound, fill, rounds, left_over
 
     def dive(self, best: Choice | None) -> Choice | None:
         """A good plan at once: the most promising stage, again and again. `best` where it is no better."""
         partial = self.root
         below = best.step_us if best is not None else np.inf
         while partial.start:
-            found = min(self.children(partial, below), key=lambda child: child[0], default=None)
-            if found is None:
+            bound, *terms = self._extended(partial)
+            start, step = np.unravel_index(bound.argmin(), bound.shape)
+            if not bound[start, step] < below:
                 return best
-            partial = found[1]
+            partial = self._child(partial, int(start), int(step), terms)
         return self.choice(partial)
 
     def choice(self, partial: _Partial) -> Choice:
