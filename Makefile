@@ -11,7 +11,7 @@ STAMP := .venv/.set-up
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
 	@echo "make test       set up, lint, check types and layers, run the tests (minutes)"
-	@echo "make test-full  the tests with the long matrix as well"
+	@echo "make test-full  the tests with the long matrix as well, and with new random examples"
 	@echo "make bench      side-by-side measurements"
 	@echo "make lint       lint, types and layers only"
 	@echo "make clean      remove .venv and what tools left behind"
@@ -38,7 +38,7 @@ test: lint
 	$(PYTEST) -m "not full"
 
 test-full: lint
-	$(PYTEST)
+	TEST_SEED=random $(PYTEST)
 
 bench: $(STAMP)
 	@set -e; found=; for script in bench/[!_]*.py; do \

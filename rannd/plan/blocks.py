@@ -58,9 +58,10 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
     """Blocks of `graph` in topological order, for a plan on `world` devices.
 
     They consist of grains, or of atoms where more stages can be wanted than there are grains. There are at most
-    `options.max_partition_num` (or `partition_num`, where more stages are demanded), and, if possible, at least
-    `min_partition_num` and as many as stages can be wanted. No block crosses a CutPoint, and where there are
-    more of them than blocks may be, blocks begin at CutPoints only. PlanError where the graph has no op.
+    `options.max_partition_num` (or `partition_num`, where more stages are demanded), and, if possible, as many as
+    stages can be wanted; grains are merged down to `min_partition_num` blocks at most. No block crosses a CutPoint,
+    and where there are more of them than blocks may be, blocks begin at CutPoints only. PlanError where the graph has
+    no op.
     """
     atoms = make_atoms(graph)
     if not atoms:

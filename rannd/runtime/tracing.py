@@ -7,9 +7,10 @@ otherwise every rank traces. A loaded graph has to have the hash that the stored
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 from torch import nn
 
@@ -240,11 +241,26 @@ class Tracer:
         if self._distrusted or self._cache.off:
             return None
         found = fingerprint(self._model, signature)
-        key = None if isinstance(found, Unseen) else trace_key(dict(found.components))
+        components = {} if isinstance(found, Unseen) else dict(found.components)
+        key = trace_key(components) if components else None
         told = self._world.gather_bytes(b"" if key is None else key.digest.encode())
         if isinstance(found, Unseen):
             log.get("RaNNCModule").info("The trace cannot be cached: %s", found.reason)
-        return key if all(each == told[0] for each in told) else None
+        if all(each == told[0] for each in told):
+            return key
+        if all(told):
+            self._tell_difference(components)
+        return None
+
+    def _tell_difference(self, components: Mapping[str, str]) -> None:
+        """Log what is different in the model of another rank. Collective."""
+        told = [msgspec.json.decode(each) for each in self._world.gather_bytes(msgspec.json.encode(components))]
+        rank = next((rank for rank, each in enumerate(told) if each != told[0]), 0)
+        names = [name for name in told[0] if told[rank].get(name) != told[0][name]]
+        if self._world.rank == 0:
+            log.get("RaNNCModule").info(
+                "The trace cannot be cached: rank %d's model differs from rank 0's in its %s", rank, ", ".join(names)
+            )
 
     def _find(self, key: Key) -> bytes:
         """A stored trace on all ranks, or nothing."""

@@ -130,13 +130,18 @@ def test_a_model_with_leaves_trains_in_stages_like_one_process(job: Job, tmp_pat
 def test_the_second_run_does_not_trace(job: Job, tmp_path: Path) -> None:
     script = _write(tmp_path)
     job.run("rannc-cache", "clear")
-    first = job.train(2, str(script))
-    second = job.train(2, str(script))
-    assert len(re.findall("Using trace [0-9a-f]+ from the cache", first)) == 0
-    assert len(re.findall("Using trace [0-9a-f]+ from the cache", second)) == 2  # training, evaluation
+    first, second = (job.train(2, str(script), RANNC_PARTITION_NUM="1") for _ in range(2))
+    assert len(re.findall("Using trace [0-9a-f]+ from the cache", first)) == 0, first
+    assert len(re.findall("Using trace [0-9a-f]+ from the cache", second)) == 2, second  # training, evaluation
     assert _values(first) == _values(second)
     entries = json.loads(job.run("rannc-cache", "ls", "--json"))
     assert len([entry for entry in entries if entry["kind"] == "trace"]) == 2
+
+
+def test_ranks_whose_modules_differ_trace_and_say_so(job: Job, tmp_path: Path) -> None:
+    """In stages, only one of the ranks runs the leaf, which counts its calls."""
+    output = job.train(2, str(_write(tmp_path)), RANNC_PARTITION_NUM="2")
+    assert "The trace cannot be cached: rank 1's model differs from rank 0's in its modules" in output, output
 
 
 def test_changed_code_is_traced_anew(job: Job, tmp_path: Path) -> None:

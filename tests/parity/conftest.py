@@ -10,7 +10,7 @@ from parity.launch import Home
 
 
 def pytest_report_header() -> str:
-    return f"parity cases drawn with PARITY_SEED={SEED}"
+    return f"parity cases drawn with TEST_SEED={SEED}"
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from rannd.errors import PlanError
 from rannd.graph.ir import TaskGraph
 from rannd.plan.atoms import make_atoms
 from rannd.plan.blocks import Block, make_blocks
+from rannd.plan.grains import make_grains
 from rannd.plan.options import PlanOptions
 
 
@@ -128,4 +129,6 @@ def test_blocks_are_ordered_complete_and_as_many_as_asked(
         assert len({place[op] for op in atom}) == 1
     most = max(low + more, stages)
     assert len(blocks) <= most
-    assert len(blocks) >= min(len(make_atoms(graph)), most, max(low, world, stages))
+    atoms = make_atoms(graph)
+    assert len(blocks) >= min(len(atoms), most, max(world, stages))
+    assert len(blocks) >= min(len(make_grains(graph, atoms)), most, low)

@@ -70,13 +70,18 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
+    """Whether two states are equal; sums of the same numbers in two places of memory differ in the last bits."""
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        return one.dtype == other.dtype and torch.allclose(one, other, rtol=tolerance, atol=tolerance / 100)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key], tolerance) for key in one)
     if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+        return (
+            type(one) is type(other)
+            and len(one) == len(other)
+            and all(same(*each, tolerance) for each in zip(one, other, strict=True))
+        )
     return bool(one == other)
 
 
@@ -100,8 +105,8 @@ def test_the_state_is_that_of_one_process(name: str) -> None:
     step()
     step()
     whole = mine.state_dict(from_global=True)
-    assert same(mine.state_dict(), single.state_dict())
-    assert same(whole, single.state_dict())
+    assert same(mine.state_dict(), single.state_dict(), 1e-10)
+    assert same(whole, mine.state_dict())
     assert [key for key in whole["state"] if key != "counter"] == [
         k for k in single.state_dict()["state"] if k != "counter"
     ]
