@@ -7,14 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 import rannd.config
+from rannd import planned
 from rannd.config import Config
-from rannd.errors import LaunchError, RanndError, UsageError
+from rannd.errors import LaunchError, PlanError, RanndError, UsageError
 from rannd.runner import processes
 from rannd.runner.channel import Listener
 from rannd.runner.job import Job, Options, prepare
@@ -92,7 +94,7 @@ def main(ctx: click.Context, /, dry_run: bool, show_config: bool, no_tune: bool,
         return
     if config.cache != "off":
         _have_daemon(config)
-    ctx.exit(launch(job))
+    ctx.exit(_planned(job) if asked.plan_only else launch(job))
 
 
 def launch(job: Job) -> int:
@@ -137,6 +139,17 @@ def launch(job: Job) -> int:
     text = report(result, job.launcher.kind.value, job.shown, job.log_dir)
     sys.stderr.write(text)
     return exit_code(result)
+
+
+def _planned(job: Job) -> int:
+    """`launch`, of which a plan is all that is wanted. PlanError where the script ends well without one."""
+    with planned.awaited() as file:
+        code = launch(replace(job, added={**job.added, planned.VARIABLE: str(file)}))
+        if code == 0 and not file.exists():
+            raise PlanError(
+                "nothing was planned: the script ended without a call of a pyrannc.RaNNCModule; call the model once"
+            )
+    return code
 
 
 def _have_daemon(config: Config) -> None:

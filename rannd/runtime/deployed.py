@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from rannd import log
+from rannd import log, planned
 from rannd.config import Config
 from rannd.graph.misuse import check_values
 from rannd.graph.model import ModelGraph
@@ -117,6 +117,7 @@ class Deployer:
                 print(show(deployment), flush=True)
                 if config.save_deployment:
                     save_file(deployment, Path(config.deployment_file))
+            planned.tell()
             raise DryRunDone(0)
         check_values(call.names, call.tensors)
         deployment = planner.deployment(self._load)

@@ -148,6 +148,15 @@ def test_plan_for_devices_that_are_not_there(job: Job) -> None:
     assert "Finished" not in output
 
 
+def test_a_script_that_never_calls_its_model_has_no_plan(job: Job, tmp_path: Path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text("import pyrannc, torch\nmodel = pyrannc.RaNNCModule(torch.nn.Linear(2, 2))\n")
+    output = job.run("rannc-run", "--plan-only", "-np", "2", str(script), code=4)
+    assert (
+        "nothing was planned: the script ended without a call of a pyrannc.RaNNCModule; call the model once" in output
+    )
+
+
 def test_plan_for_a_cluster_without_ranks_or_devices(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(
