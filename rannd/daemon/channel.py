@@ -18,17 +18,19 @@ class GoneError(Exception):
     """The daemon went away before it answered: start it anew and ask again."""
 
 
-def ask(path: str, request: protocol.Request, deadline: float) -> protocol.Reply:
+def ask(path: str, request: protocol.Request, deadline: float, version: int = protocol.PROTOCOL) -> protocol.Reply:
     """Send `request` to the daemon at the socket `path` and return its reply.
 
     Args:
         path: The listening socket.
         request: What to ask.
         deadline: When to give up, in seconds of time.monotonic.
+        version: Of the protocol, to speak.
 
     Raises:
         GoneError: nobody listens at `path` any more.
         DaemonError: no answer in time.
+        VersionError: it speaks another version.
         ProtocolError: the answer is not one.
     """
     channel: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
@@ -36,11 +38,11 @@ def ask(path: str, request: protocol.Request, deadline: float) -> protocol.Reply
         channel.setsockopt(zmq.LINGER, 0)
         channel.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE)
         channel.connect(f"ipc://{path}")
-        channel.send_multipart(protocol.encode(request))
+        channel.send_multipart(protocol.encode(request, version))
         while True:
             left_ms = int((deadline - time.monotonic()) * 1000)
             if channel.poll(max(0, min(PROBE_MS, left_ms))):
-                return protocol.decode_reply(channel.recv_multipart())
+                return protocol.decode_reply(channel.recv_multipart(), version)
             if not answers(path):
                 raise GoneError
             if left_ms <= 0:

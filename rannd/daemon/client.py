@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -17,34 +18,68 @@ import zmq
 
 from rannd.daemon import protocol
 from rannd.daemon.keys import Key
+from rannd.daemon.nearness import phrase
+from rannd.daemon.packing import Value, pack
 from rannd.daemon.places import places
 from rannd.daemon.server import Settings
 from rannd.daemon.session import R, RefusedError, Session
 from rannd.daemon.version import version
-from rannd.errors import DaemonError
+from rannd.errors import DaemonError, ProtocolError
 
 Mode: TypeAlias = Literal["on", "off", "readonly", "refresh"]
 
 SLICE_S = 5.0
 """Longest time the daemon holds back one answer to a waiting client, so that both notice early when one is gone."""
 
+MOST_SHOWN = 3
+"""Differences in one line."""
+
 _log = logging.getLogger("rannd.Daemon")
 
 
+BEAT_S = 10.0
+"""How often the holder of a lease says that it lives. Three of them may get lost."""
+TELL_S = 1.0
+"""How soon it tells how far it is."""
+
+
 class Lease:
-    """The right to make the value of a key; others wait for it. Ends with `put`, `release` or this process."""
+    """The right to make the value of a key; others wait for it. Ends with `put`, `release` or this process.
+
+    A thread tells the daemon that this process lives and runs: a holder that hangs keeps nobody waiting for ever.
+    """
 
     def __init__(self, client: Client, key: Key, token: str) -> None:
         self.key = key
         self._client = client
         self._token = token
         self._held = True
+        self._progress = ""
+        self._told = ""
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="rannd lease", daemon=True)
+        self._thread.start()
+
+    def progress(self, text: str) -> None:
+        """Tell those who wait how far it is, as 'profiling, 40 %'."""
+        self._progress = text
 
     def release(self) -> None:
         """Give the lease back. Harmless when it has ended already."""
         if self._held:
             self._held = False
+            self._end.set()
+            self._thread.join()
             self._client._release(self.key, self._token)
+
+    def _beat(self) -> None:
+        due = time.monotonic() + BEAT_S
+        while not self._end.wait(TELL_S):
+            text = self._progress
+            if text != self._told or time.monotonic() >= due:
+                if not self._client._beat(self.key, self._token, text):
+                    return  # no daemon, or the lease is another's: what is made can be stored all the same
+                self._told, due = text, time.monotonic() + BEAT_S
 
     def __enter__(self) -> Lease:
         return self
@@ -79,10 +114,11 @@ class Client:
         if self._mode != "refresh":
             while len(found) < len(keys):
                 part = keys[len(found) : len(found) + protocol.MAX_BATCH]
-                reply = self._ask(protocol.Get([key.digest for key in part]), protocol.Values)
+                request = protocol.Get([key.digest for key in part], [key.kind for key in part])
+                reply = self._ask(request, protocol.Values)
                 if reply is None or not reply.values:
                     break
-                found += reply.values[: len(part)]
+                found += self._plain(reply)[: len(part)]
         return found + [None] * (len(keys) - len(found))
 
     def put(self, key: Key, value: bytes) -> bool:
@@ -98,20 +134,24 @@ class Client:
             if len(value) > protocol.MAX_VALUE:
                 self._warn("size", f"a value of {len(value)} bytes is above {protocol.MAX_VALUE} and is not kept")
                 continue
-            if batch and (size + len(value) > protocol.MAX_BATCH_BYTES or len(batch) == protocol.MAX_BATCH):
+            packed = pack(value)
+            if batch and (size + len(packed.data) > protocol.MAX_BATCH_BYTES or len(batch) == protocol.MAX_BATCH):
                 kept += self._put(batch)
                 batch, size = [], 0
-            batch.append(protocol.NewEntry(key.digest, key.kind, key.components, value))
-            size += len(value)
+            batch.append(protocol.NewEntry(key.digest, key.kind, key.components, packed.data, packed.size))
+            size += len(packed.data)
         return kept + (self._put(batch) if batch else 0)
 
-    def lease(self, key: Key, wait_s: float, on_wait: Callable[[str], None] | None = None) -> bytes | Lease | None:
+    def lease(
+        self, key: Key, wait_s: float, on_wait: Callable[[str], None] | None = None, who: str = ""
+    ) -> bytes | Lease | None:
         """The value of `key`, or the right to make it while all others wait.
 
         Args:
             key: What is wanted.
             wait_s: How long to wait, in seconds, for another process that is making it.
-            on_wait: Called once with a line for the user when there is something to wait for.
+            on_wait: Called with a line for the user when there is something to wait for, and when that gets on.
+            who: What this process is called in such a line, as 'rank 0 of job 4711'.
 
         Returns:
             bytes: It was there, or somebody has stored it meanwhile.
@@ -124,29 +164,48 @@ class Client:
         stored_after = time.time() if self._mode == "refresh" else 0.0
         end = time.monotonic() + wait_s
         slice_s = 0.0
+        told = ""
         while True:
-            request = protocol.Acquire(key.digest, token, os.getpid(), slice_s, stored_after)
+            request = protocol.Acquire(
+                key.digest, token, os.getpid(), slice_s, stored_after, key.kind, who[:200], beats=True
+            )
             reply = self._ask(request, protocol.Values, protocol.Granted, protocol.Busy, wait_s=slice_s)
             if isinstance(reply, protocol.Granted):
                 return Lease(self, key, token)
             if isinstance(reply, protocol.Values):
-                return reply.values[0]
+                return (self._plain(reply) or [None])[0]
             if not isinstance(reply, protocol.Busy):
                 return None  # no daemon
             left = end - time.monotonic()
             if left <= 0:
                 return None
-            if slice_s == 0.0 and on_wait is not None:
-                on_wait(
-                    f"process {reply.pid} has been making {key.kind} {key.short} for {reply.since_s:.1f} s; "
-                    f"waiting for it, {wait_s:g} s at most"
-                )
+            holder = reply.who or f"process {reply.pid}"
+            state = f"{holder} {reply.progress}"
+            if state != told and on_wait is not None:
+                doing = f"is {reply.progress}" if reply.progress else f"makes {key.kind} {key.short}"
+                on_wait(f"{holder} {doing}, for {reply.since_s:.1f} s so far; waiting for it, {left:.0f} s at most")
+            told = state
             slice_s = min(SLICE_S, left)
 
     def discard(self, key: Key, reason: str) -> None:
         """Set the value of `key` aside because it proved wrong."""
         if self._mode != "readonly":
             self._ask(protocol.Discard(key.digest, reason[:4096]), protocol.Done)
+
+    def why(self, key: Key) -> str:
+        """Why `key` was missed, in a line: the entry nearest to it, and where it differs. Empty without a daemon."""
+        if self._mode in ("off", "refresh"):
+            return ""
+        reply = self._ask(protocol.Why(key.kind, key.components), protocol.Nearest)
+        if reply is None:
+            return ""
+        if reply.entry is None:
+            return f"the cache has no other {key.kind}"
+        shown = ", ".join(phrase(each) for each in reply.differences[:MOST_SHOWN])
+        more = len(reply.differences) - MOST_SHOWN
+        return f"the nearest {key.kind} in the cache, {reply.entry.key[:12]}, has another {shown}" + (
+            f", and {more} more (rannc-cache why --last)" if more > 0 else ""
+        )
 
     def close(self) -> None:
         """Ask nothing any more. The daemon goes on for others."""
@@ -165,6 +224,22 @@ class Client:
     def _put(self, batch: list[protocol.NewEntry]) -> int:
         done = self._ask(protocol.Put(version(), batch), protocol.Done)
         return done.count if done is not None else 0
+
+    def _beat(self, key: Key, token: str, progress: str) -> bool:
+        done = self._ask(protocol.Beat(key.digest, token, progress[:200]), protocol.Done)
+        return done is not None and done.count == 1
+
+    def _plain(self, reply: protocol.Values) -> list[bytes | None]:
+        """Values as they were; what cannot be unpacked is a miss."""
+        found: list[bytes | None] = []
+        sizes = reply.sizes or [0] * len(reply.values)
+        for data, size in zip(reply.values, sizes, strict=False):
+            try:
+                found.append(None if data is None else Value(data, size).plain())
+            except ProtocolError as exc:
+                self._warn("value", str(exc))
+                found.append(None)
+        return found
 
     def _release(self, key: Key, token: str) -> None:
         self._ask(protocol.Release(key.digest, token), protocol.Done)

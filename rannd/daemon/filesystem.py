@@ -1,4 +1,4 @@
-"""Which filesystems SQLite's WAL mode can be trusted on."""
+"""Files: whether one is still the one it was, and which filesystems SQLite's WAL mode can be trusted on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ _NETWORK = frozenset(
         *("beegfs", "panfs", "glusterfs", "orangefs", "pvfs2", "wekafs"),
     }
 )
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    """Device and inode of a file, None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def on_network(path: str) -> bool:

@@ -2,13 +2,14 @@
 
 ::
 
-    acquire ──free──► held ──released, holder dead──► next waiter holds, or free
+    acquire ──free──► held ──released, holder dead or silent──► next waiter holds, or free
        │                 └───────value stored───────► all waiters get it, free
        └──held──► waiting ──deadline──► Busy
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -25,6 +26,9 @@ class Waiter(msgspec.Struct, Generic[Route], frozen=True):
     token: str
     pid: int
     deadline: float
+    who: str = ""
+    patience: float = math.inf
+    """Seconds without a beat after which it loses the lease, once it has it."""
 
 
 class Held(msgspec.Struct, Generic[Route]):
@@ -34,6 +38,11 @@ class Held(msgspec.Struct, Generic[Route]):
     pid: int
     since: float
     waiters: deque[Waiter[Route]]
+    who: str = ""
+    patience: float = math.inf
+    beaten: float = 0.0
+    """When its last beat came."""
+    progress: str = ""
 
 
 class Leases(Generic[Route]):
@@ -56,14 +65,28 @@ class Leases(Generic[Route]):
         """Keys that are leased."""
         return set(self._held)
 
-    def grant(self, key: str, token: str, pid: int, now: float) -> Held[Route] | None:
+    def grant(
+        self, key: str, token: str, pid: int, now: float, who: str = "", patience: float = math.inf
+    ) -> Held[Route] | None:
         """Give the lease to `token` where it is free or its own already: None; otherwise the lease that stands."""
         lease = self._held.get(key)
         if lease is None:
-            self._held[key] = Held(token, pid, now, deque())
+            self._held[key] = Held(token, pid, now, deque(), who, patience, now)
         elif lease.token != token:
             return lease
         return None
+
+    def beat(self, key: str, token: str, progress: str, now: float) -> bool:
+        """The holder lives, and says how far it is; whether it is the holder."""
+        lease = self._held.get(key)
+        if lease is None or lease.token != token:
+            return False
+        lease.beaten, lease.progress = now, progress
+        return True
+
+    def silent(self, now: float) -> list[tuple[str, str]]:
+        """Key and token of each lease whose holder should have sent a beat."""
+        return [(key, lease.token) for key, lease in self._held.items() if now - lease.beaten >= lease.patience]
 
     def wait(self, key: str, waiter: Waiter[Route]) -> None:
         """Queue behind the lease of `key`; an older wait of the same token ends unanswered."""
@@ -89,7 +112,8 @@ class Leases(Generic[Route]):
             del self._held[key]
             return None
         waiter = lease.waiters.popleft()
-        lease.token, lease.pid, lease.since = waiter.token, waiter.pid, now
+        lease.token, lease.pid, lease.since, lease.beaten = waiter.token, waiter.pid, now, now
+        lease.who, lease.patience, lease.progress = waiter.who, waiter.patience, ""
         return waiter
 
     def settle(self, key: str) -> list[Waiter[Route]]:
@@ -112,8 +136,10 @@ class Leases(Generic[Route]):
         return found
 
     def deadline(self) -> float | None:
-        """When the next waiter's time ends."""
-        return min((waiter.deadline for lease in self._held.values() for waiter in lease.waiters), default=None)
+        """When the next waiter's time ends, or that of a holder who sends no beat."""
+        waiting = (waiter.deadline for lease in self._held.values() for waiter in lease.waiters)
+        beats = (lease.beaten + lease.patience for lease in self._held.values() if lease.patience < math.inf)
+        return min((*waiting, *beats), default=None)
 
     @staticmethod
     def _drop(lease: Held[Route], token: str) -> None:

@@ -10,9 +10,9 @@
 ``$XDG_CACHE_HOME/rannd/<machine>/``    the store, else ``~/.cache/rannd/<machine>/``
 ======================================  =================================================
 
-``<id>`` is ``v<protocol>`` for the account's own cache directory and ``v<protocol>-<hash>`` for any
-other: there is one daemon per user, cache directory and protocol version. The locks are in the runtime
-directory because flock is not to be trusted on network filesystems.
+``<id>`` is ``v<series>`` for the account's own cache directory and ``v<series>-<hash>`` for any other: there is one
+daemon per user, cache directory and series of protocol versions that can at least refuse each other. The locks are in
+the runtime directory because flock is not to be trusted on network filesystems.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from rannd.daemon.protocol import PROTOCOL
+from rannd.daemon.protocol import SERIES, STORE
 from rannd.errors import DaemonError
 
 MAX_SOCKET_PATH = 107
@@ -76,8 +76,8 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def store(self) -> str:
-        """The SQLite file; its name carries the protocol version, which counts changes of its grammar too."""
-        return f"{self.cache}/cache-v{PROTOCOL}.sqlite"
+        """The SQLite file; its name carries the version of its grammar."""
+        return f"{self.cache}/cache-v{STORE}.sqlite"
 
     def secure_runtime(self) -> None:
         """Make the runtime directory, or refuse one that others could have prepared.
@@ -113,7 +113,7 @@ def places(environ: Mapping[str, str] | None = None) -> Places:
     runtime_home = env.get("XDG_RUNTIME_DIR", "")
     runtime = f"{os.path.normpath(runtime_home)}/rannd" if _usable_runtime(runtime_home, uid) else fallback
     cache_root = os.path.normpath(_cache_home(env)) + "/rannd"
-    identity = f"v{PROTOCOL}"
+    identity = f"v{SERIES}"
     if cache_root != _account_cache_root(uid):
         identity += "-" + hashlib.sha256(os.fsencode(cache_root)).hexdigest()[:12]
     found = Places(runtime=runtime, identity=identity, cache=f"{cache_root}/{machine_id()}")

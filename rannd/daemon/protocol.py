@@ -1,30 +1,41 @@
-"""Messages between clients and the daemon.
+"""Messages between clients and the daemon; docs/protocol.md is the page about them.
 
 A message on the wire is three ZeroMQ frames after the routing id::
 
     (empty)                      delimiter of REQ/ROUTER
-    rannd/1                      PROTOCOL, readable whatever the rest looks like
+    rannd/2                      the version it speaks, readable whatever the rest looks like
     msgpack                      one Request or one Reply, tagged by its "t" field
 
 A client (REQ) sends one request and gets one reply. All requests may be sent twice (a client whose daemon
 went away asks the next one again), hence all are idempotent; a lease is known by a token its client chose.
 The reply to `Acquire` may be held back for `wait_s`, all others come at once.
 
+A daemon answers requests of its own version and of the one before, in the version of the request: fields that came
+later (`ADDED`) have defaults in requests and are left out of replies. Any other version is refused with the reason.
+`Hello`, `Stop`, `Welcome`, `Done` and `Failed` are the same for ever, so that any two versions can part in order.
+
 Every field has a limit, and a message that breaks one is answered with `Failed` or dropped.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, TypeVar
+import re
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from rannd.errors import ProtocolError
 
-PROTOCOL = 1
-"""Counts changes of this grammar and of the store's. Part of the socket's and the store's name."""
+PROTOCOL = 2
+"""The version of this grammar."""
 HEADER = b"rannd/%d" % PROTOCOL
+OLDEST = PROTOCOL - 1
+"""The oldest version that is answered."""
+SERIES = 1
+"""Counts changes after which two versions cannot even refuse each other. Part of the socket's name."""
+STORE = 2
+"""Version of the store's grammar (store.py), and part of its file's name."""
 
 MAX_VALUE = 64 << 20
 """Bytes of one value."""
@@ -32,6 +43,10 @@ MAX_MESSAGE = MAX_VALUE + (4 << 20)
 """Bytes of one message; libzmq hangs up on a peer that sends more."""
 MAX_BATCH = 256
 """Keys or entries in one message."""
+COMPRESSED = 1 << 20
+"""Bytes above which a value is compressed."""
+LEASE_S = 30.0
+"""A lease whose holder promised to beat ends when it has not for so long."""
 MAX_BATCH_BYTES = 16 << 20
 """Bytes of values after which a batch is split; one value alone may be larger."""
 
@@ -48,14 +63,18 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
+class _Request(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
     pass
+
+
+class _Reply(msgspec.Struct, frozen=True, tag_field="t"):
+    """A field that is not known came later, and can be done without."""
 
 
 # -- requests ----------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class Hello(_Request, frozen=True, tag="hello"):
     """Who asks. The daemon adopts the limits of its latest client, so that configuration changes take effect."""
 
     version: Text
@@ -63,10 +82,12 @@ class Hello(_Message, frozen=True, tag="hello"):
     max_bytes: Count
 
 
-class Get(_Message, frozen=True, tag="get"):
+class Get(_Request, frozen=True, tag="get"):
     """Values of these keys. Answered by `Values`."""
 
     keys: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_BATCH)]
+    kinds: Annotated[list[Kind], Meta(max_length=MAX_BATCH)] = []
+    """Of each key, for the statistics of misses."""
 
 
 class NewEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,16 +97,18 @@ class NewEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Kind
     components: Components
     value: Value
+    size: Annotated[int, Meta(ge=0, le=MAX_VALUE)] = 0
+    """Bytes of the value before zlib compressed it; 0: it is as it was."""
 
 
-class Put(_Message, frozen=True, tag="put"):
+class Put(_Request, frozen=True, tag="put"):
     """Store these. Answered by `Done` once they would survive a kill."""
 
     version: Text
     entries: Annotated[list[NewEntry], Meta(min_length=1, max_length=MAX_BATCH)]
 
 
-class Acquire(_Message, frozen=True, tag="acquire"):
+class Acquire(_Request, frozen=True, tag="acquire"):
     """The value of a key, or the right to make it. Answered by `Values`, `Granted` or, after `wait_s`, `Busy`."""
 
     key: Digest
@@ -94,34 +117,48 @@ class Acquire(_Message, frozen=True, tag="acquire"):
     wait_s: Annotated[float, Meta(ge=0, le=60)]
     stored_after: Annotated[float, Meta(ge=0)] = 0.0
     """Ignore a value stored before (seconds since the epoch)."""
+    kind: Kind | None = None
+    """Of the key, for the statistics."""
+    who: Text = ""
+    """The holder in words, for those who wait: 'rank 0 of job 4711'."""
+    beats: bool = False
+    """The holder sends a `Beat` every now and then; the lease ends where none has come for LEASE_S."""
 
 
-class Release(_Message, frozen=True, tag="release"):
+class Beat(_Request, frozen=True, tag="beat"):
+    """The holder of a lease lives, and this is how far it is. Answered by `Done`, count 0: it has lost the lease."""
+
+    key: Digest
+    token: Token
+    progress: Text = ""
+
+
+class Release(_Request, frozen=True, tag="release"):
     """Give a lease back, whether or not a value was put. Answered by `Done`."""
 
     key: Digest
     token: Token
 
 
-class Discard(_Message, frozen=True, tag="discard"):
+class Discard(_Request, frozen=True, tag="discard"):
     """Set an entry aside because it turned out to be wrong. Answered by `Done`."""
 
     key: Digest
     reason: Text
 
 
-class Status(_Message, frozen=True, tag="status"):
+class Status(_Request, frozen=True, tag="status"):
     """How the daemon is. Answered by `State`."""
 
 
-class List(_Message, frozen=True, tag="list"):
+class List(_Request, frozen=True, tag="list"):
     """Entries whose key follows `after` and starts with `prefix`. Answered by a page of `Entries`."""
 
     after: Annotated[str, Meta(max_length=40)] = ""
     prefix: Prefix | None = None
 
 
-class Clear(_Message, frozen=True, tag="clear"):
+class Clear(_Request, frozen=True, tag="clear"):
     """Remove the entries that match everything given. Answered by a page of `Entries`, those it removed."""
 
     kind: Kind | None = None
@@ -129,54 +166,82 @@ class Clear(_Message, frozen=True, tag="clear"):
     keys: Annotated[list[Prefix], Meta(max_length=MAX_BATCH)] | None = None
 
 
-class Verify(_Message, frozen=True, tag="verify"):
+class Verify(_Request, frozen=True, tag="verify"):
     """Check the entries whose key follows `after`, a page at a time. Answered by `Verified`."""
 
     after: Annotated[str, Meta(max_length=40)] = ""
 
 
-class Stop(_Message, frozen=True, tag="stop"):
+class Why(_Request, frozen=True, tag="why"):
+    """A key was missed: which entry is nearest to it? Answered by `Nearest`; remembered for `Misses`."""
+
+    kind: Kind
+    components: Components
+
+
+class Misses(_Request, frozen=True, tag="misses"):
+    """The latest misses that were asked about. Answered by `Missed`."""
+
+
+class Prune(_Request, frozen=True, tag="prune"):
+    """Remove the least recently used entries until values take `max_bytes`, but none that is leased. Answered by a page
+    of `Entries`, those it removed."""
+
+    max_bytes: Count
+
+
+class Zero(_Request, frozen=True, tag="zero"):
+    """Begin to count anew. Answered by `Done`."""
+
+
+class Stop(_Request, frozen=True, tag="stop"):
     """Answer what is queued, then exit. Answered by `Done`."""
 
     reason: Text
 
 
 Request: TypeAlias = (
-    Hello | Get | Put | Acquire | Release | Discard | Status | List | Clear | Verify | Stop
+    Hello | Get | Put | Acquire | Beat | Release | Discard | Status | List | Clear | Verify | Why | Misses | Prune
+    | Zero | Stop
 )  # fmt: skip
 
 
 # -- replies -----------------------------------------------------------------------------------------------------
 
 
-class Welcome(_Message, frozen=True, tag="welcome"):
+class Welcome(_Reply, frozen=True, tag="welcome"):
     """Who answers."""
 
     version: str
     pid: int
 
 
-class Values(_Message, frozen=True, tag="values"):
+class Values(_Reply, frozen=True, tag="values"):
     """Values in the order of the keys, None where there is none. May be shorter than asked: ask for the rest."""
 
     values: list[bytes | None]
+    sizes: list[int] = []
+    """Of each value before it was compressed; 0: it is as it was."""
 
 
-class Done(_Message, frozen=True, tag="done"):
+class Done(_Reply, frozen=True, tag="done"):
     """It is done, `count` things were changed by it."""
 
     count: int = 0
 
 
-class Granted(_Message, frozen=True, tag="granted"):
+class Granted(_Reply, frozen=True, tag="granted"):
     """You hold the lease."""
 
 
-class Busy(_Message, frozen=True, tag="busy"):
+class Busy(_Reply, frozen=True, tag="busy"):
     """Process `pid` has held the lease for `since_s` seconds."""
 
     pid: int
     since_s: float
+    who: str = ""
+    progress: str = ""
+    """How far it is, in its own words."""
 
 
 class LeaseInfo(msgspec.Struct, frozen=True):
@@ -186,6 +251,8 @@ class LeaseInfo(msgspec.Struct, frozen=True):
     pid: int
     since_s: float
     waiting: int
+    who: str = ""
+    progress: str = ""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -202,7 +269,21 @@ class Statistics(msgspec.Struct, frozen=True):
     """Requests that waited for another process to make the value."""
 
 
-class State(_Message, frozen=True, tag="state"):
+class KindCount(msgspec.Struct, frozen=True):
+    """Look-ups of one kind since the store was made."""
+
+    hits: int = 0
+    misses: int = 0
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Something that went wrong, `at` seconds since the epoch."""
+
+    at: float
+    text: str
+
+
+class State(_Reply, frozen=True, tag="state"):
     """How the daemon is. Sizes in bytes, times in seconds."""
 
     version: str
@@ -221,6 +302,11 @@ class State(_Message, frozen=True, tag="state"):
     log: str
     leases: list[LeaseInfo]
     statistics: Statistics
+    kinds: dict[str, KindCount] = {}
+    clients: int = 0
+    """Processes that asked something within the last minute."""
+    errors: list[Trouble] = []
+    """The latest."""
 
 
 class EntryInfo(msgspec.Struct, frozen=True):
@@ -236,16 +322,18 @@ class EntryInfo(msgspec.Struct, frozen=True):
     length: int
     checksum: str
     components: dict[str, str]
+    size: int = 0
+    """Bytes of the value before it was compressed; 0: it is as it was."""
 
 
-class Entries(_Message, frozen=True, tag="entries"):
+class Entries(_Reply, frozen=True, tag="entries"):
     """One page; `more` when others follow it."""
 
     entries: list[EntryInfo]
     more: bool
 
 
-class Verified(_Message, frozen=True, tag="verified"):
+class Verified(_Reply, frozen=True, tag="verified"):
     """One page of a check: how many are sound, which were set aside, where to go on (None: done)."""
 
     sound: int
@@ -253,14 +341,60 @@ class Verified(_Message, frozen=True, tag="verified"):
     next: str | None
 
 
-class Failed(_Message, frozen=True, tag="failed"):
-    """The request was not carried out. `code`: protocol, store, lease."""
+class Difference(msgspec.Struct, frozen=True):
+    """A component in which an entry differs from what was asked for; None where one of both lacks it."""
+
+    name: str
+    wanted: str | None
+    there: str | None
+
+
+class Nearest(_Reply, frozen=True, tag="nearest"):
+    """The entry of the kind that differs least, None where the cache has none, and in what."""
+
+    entry: EntryInfo | None
+    differences: list[Difference]
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """A look-up that found nothing, `at` seconds since the epoch, and what was nearest then."""
+
+    at: float
+    kind: str
+    key: str
+    components: dict[str, str]
+    nearest: str
+    """Key of the entry; empty: there was none of the kind."""
+    differences: list[Difference]
+
+
+class Missed(_Reply, frozen=True, tag="missed"):
+    """The latest misses, the last one first."""
+
+    misses: list[Miss]
+
+
+class Failed(_Reply, frozen=True, tag="failed"):
+    """The request was not carried out. `code`: protocol, version, store, lease, fault."""
 
     code: str
     text: str
 
 
-Reply: TypeAlias = Welcome | Values | Done | Granted | Busy | State | Entries | Verified | Failed
+Reply: TypeAlias = (
+    Welcome | Values | Done | Granted | Busy | State | Entries | Verified | Nearest | Missed | Failed
+)  # fmt: skip
+
+ADDED: dict[int, dict[str, frozenset[str]]] = {
+    2: {
+        "values": frozenset({"sizes"}),
+        "busy": frozenset({"who", "progress"}),
+        "state": frozenset({"kinds", "clients", "errors"}),
+        "state.leases": frozenset({"who", "progress"}),
+        "entries.entries": frozenset({"size"}),
+    }
+}
+"""Fields of replies that came with a version, by the reply's tag, or by tag and name of a list of structs."""
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
@@ -268,31 +402,81 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def encode(message: Request | Reply) -> list[bytes]:
-    """The frames of a message, without routing id and delimiter."""
-    return [HEADER, _encoder.encode(message)]
+def encode(message: Request | Reply, version: int = PROTOCOL) -> list[bytes]:
+    """The frames of a message in a version of the protocol, without routing id and delimiter."""
+    content: object = message
+    if version < PROTOCOL and isinstance(message, _Reply):
+        content = msgspec.to_builtins(message, builtin_types=(bytes,))
+        for added in (fields for since, fields in ADDED.items() if since > version):
+            _strip(content, added)
+    return [b"rannd/%d" % version, _encoder.encode(content)]
 
 
-def decode_request(frames: list[bytes]) -> Request:
-    """A request out of its frames (without routing id and delimiter).
+class VersionError(ProtocolError):
+    """The other side speaks another version of the protocol. `version`: which."""
+
+    def __init__(self, text: str, version: int) -> None:
+        super().__init__(text)
+        self.version = version
+
+
+def decode_request(frames: list[bytes]) -> tuple[Request, int]:
+    """A request out of its frames (without routing id and delimiter), and the version it speaks.
 
     Raises:
-        ProtocolError: other protocol, wrong number of frames, not msgpack, wrong types, over a limit.
+        VersionError: it speaks a version that is not answered here.
+        ProtocolError: wrong number of frames, not msgpack, wrong types, over a limit.
     """
-    return _decode(frames, _requests)
+    version = _version(frames)
+    if not OLDEST <= version <= PROTOCOL:
+        age = "an older" if version < OLDEST else "a newer"
+        raise VersionError(
+            f"a message speaks version {version} of the protocol, this daemon {PROTOCOL} and {OLDEST}: it comes from "
+            f"{age} rannd; install one version of rannd in all environments",
+            version,
+        )
+    return _decode(frames, _requests), version
 
 
-def decode_reply(frames: list[bytes]) -> Reply:
-    """A reply out of its frames. Raises ProtocolError as `decode_request` does."""
-    return _decode(frames, _replies)
+def decode_reply(frames: list[bytes], version: int = PROTOCOL) -> Reply:
+    """A reply out of its frames, which should speak `version`.
+
+    Raises:
+        VersionError: the daemon speaks another version, with what it says.
+        ProtocolError: as `decode_request` does.
+    """
+    spoken = _version(frames)
+    if spoken == version:
+        return _decode(frames, _replies)
+    try:
+        text = msgspec.msgpack.decode(frames[1], type=Failed).text
+    except msgspec.DecodeError:
+        text = "it does not say more"
+    raise VersionError(f"the daemon speaks version {spoken} of the protocol, this is {version}: {text}", spoken)
 
 
 def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder[_T]) -> _T:
-    if len(frames) != 2:
-        raise ProtocolError(f"a message has {len(frames)} frames instead of 2; is this a rannd client?")
-    if frames[0] != HEADER:
-        raise ProtocolError(f"a message speaks {frames[0][:16]!r}, this is {HEADER!r}; use one version of rannd")
     try:
         return decoder.decode(frames[1])
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise ProtocolError(f"a message is not of {HEADER!r}: {exc}") from None
+        raise ProtocolError(f"a message breaks the protocol: {exc}") from None
+
+
+def _version(frames: list[bytes]) -> int:
+    if len(frames) != 2:
+        raise ProtocolError(f"a message has {len(frames)} frames instead of 2; is this a rannd client?")
+    found = re.fullmatch(rb"rannd/([1-9][0-9]{0,3})", frames[0])
+    if found is None:
+        raise ProtocolError(f"a message begins with {frames[0][:16]!r} and not with rannd/{PROTOCOL}; is it of rannd?")
+    return int(found[1])
+
+
+def _strip(content: Any, added: dict[str, frozenset[str]]) -> None:
+    """Remove fields from a reply, and from structs in its lists."""
+    tag = content["t"]
+    for name in added.get(tag, ()):
+        content.pop(name, None)
+    for field, value in content.items():
+        for name in added.get(f"{tag}.{field}", ()):
+            for each in value:
+                each.pop(name, None)

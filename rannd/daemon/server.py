@@ -21,15 +21,18 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
 from rannd.daemon import locks, protocol
+from rannd.daemon.filesystem import identity
 from rannd.daemon.leases import Leases, Waiter
+from rannd.daemon.packing import Value
 from rannd.daemon.places import Places
 from rannd.daemon.store import Store
 from rannd.errors import DaemonError, ProtocolError
@@ -40,6 +43,20 @@ CHECK_S = 60.0
 """How often the daemon looks whether its socket still is where clients look for it."""
 DRAIN_S = 1.0
 """How long the last replies may take to leave."""
+CLIENT_S = 60.0
+"""A process counts as a client for so long after its latest request."""
+MOST_CLIENTS = 1024
+"""Of more, those that are none any more are forgotten before `status` asks."""
+ERRORS = 16
+"""Errors that are remembered."""
+
+
+class Route(NamedTuple):
+    """The way back to a client."""
+
+    identity: bytes
+    version: int = protocol.PROTOCOL
+    """Of the protocol, which the client speaks."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -74,8 +91,10 @@ class Server:
         self._owns_socket = owns_socket
         self._log = logging.getLogger("rannd.Daemon")
         self._store = Store(places.store, max_bytes=settings.max_bytes)
-        self._leases: Leases[bytes] = Leases()
+        self._leases: Leases[Route] = Leases()
         self._watched: dict[int, int] = {}  # pid of a lease holder -> its pidfd
+        self._clients: dict[int, float] = {}  # pid of who asks -> when it last did
+        self._errors: deque[protocol.Trouble] = deque(maxlen=ERRORS)
         self._requests = self._rejected = 0
         self._started = self._active = self._checked = time.monotonic()
         self._stop: str | None = None
@@ -96,7 +115,7 @@ class Server:
             end.setblocking(False)
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
         self._use = locks.open_lock(places.use)
-        self._inode = _inode(places.socket)
+        self._inode = identity(places.socket)
 
     def serve(self) -> None:
         """Answer until the end. Main thread only: takes SIGTERM and SIGINT."""
@@ -127,6 +146,9 @@ class Server:
             else:
                 self._holder_died(source)
         now = time.monotonic()
+        for key, token in self._leases.silent(now):
+            self._trouble(f"the holder of the lease of {key[:12]} has been silent for {protocol.LEASE_S:g} s: it ends")
+            self._pass_on(key, token)
         for key, waiter in self._leases.expired(now):
             self._say_busy(waiter.route, key, now)
         if events:
@@ -148,7 +170,7 @@ class Server:
         """Nothing has come: exit if nobody needs the daemon any more, or nobody finds it."""
         if now - self._checked >= CHECK_S:
             self._checked = now
-            if _inode(self.places.socket) != self._inode:
+            if identity(self.places.socket) != self._inode:
                 self._stop = f"the socket {self.places.socket} was taken away"
                 self._owns_socket = False
                 return
@@ -172,26 +194,54 @@ class Server:
         if not raw or raw[0] != b"":
             self._rejected += 1  # not a REQ: no way to answer it that it would understand
             return
-        reply: protocol.Reply | None
+        peer = _peer_pid(frames[-1])
+        self._clients[peer] = now = time.monotonic()
+        if len(self._clients) > MOST_CLIENTS:
+            self._count_clients(now)
+        to = Route(route)
         try:
-            request = protocol.decode_request(raw[1:])
-            if isinstance(request, protocol.Acquire):
-                reply = self._acquire(request, route, _peer_pid(frames[-1]))
-            else:
-                reply = _HANDLERS[type(request)](self, request)
+            request, to = self._understand(route, raw[1:])
+            reply = self._carry_out(request, to, peer)
+            if reply is not None:
+                self._send(to, reply)
+            return
         except ProtocolError as exc:
             self._rejected += 1
-            reply = protocol.Failed("protocol", str(exc))
+            self._trouble(f"process {peer or 'unknown'}: {exc}", level=logging.DEBUG)
+            failed = protocol.Failed("version" if isinstance(exc, protocol.VersionError) else "protocol", str(exc))
         except DaemonError as exc:
-            self._log.warning("%s", exc)
-            reply = protocol.Failed("store", str(exc))
-        if reply is not None:
-            self._send(route, reply)
+            self._trouble(str(exc))
+            failed = protocol.Failed("store", str(exc))
+        except Exception as exc:  # one request must not end what all jobs share
+            self._log.exception("a request failed by a fault of rannd's own")
+            self._trouble(f"a fault of rannd's own: {type(exc).__name__}: {exc}", level=logging.DEBUG)
+            failed = protocol.Failed(
+                "fault", f"the daemon has a fault: {type(exc).__name__}: {exc}; its log says where"
+            )
+        self._send(to, failed)
 
-    def _send(self, route: bytes, reply: protocol.Reply) -> bool:
+    def _carry_out(self, request: protocol.Request, to: Route, peer: int) -> protocol.Reply | None:
+        if isinstance(request, protocol.Acquire):
+            return self._acquire(request, to, peer)
+        if isinstance(request, protocol.Get):
+            return self._get(request, to)
+        return _HANDLERS[type(request)](self, request)
+
+    @staticmethod
+    def _understand(route: bytes, frames: list[bytes]) -> tuple[protocol.Request, Route]:
+        """A request, and the way back to who sent it."""
+        request, version = protocol.decode_request(frames)
+        return request, Route(route, version)
+
+    def _trouble(self, text: str, level: int = logging.WARNING) -> None:
+        """Log what went wrong, and remember it for `status`."""
+        self._log.log(level, "%s", text)
+        self._errors.append(protocol.Trouble(time.time(), text))
+
+    def _send(self, to: Route, reply: protocol.Reply) -> bool:
         """Send a reply; whether there still is somebody to get it."""
         try:
-            self._router.send_multipart([route, b"", *protocol.encode(reply)])
+            self._router.send_multipart([to.identity, b"", *protocol.encode(reply, to.version)])
         except zmq.ZMQError as exc:
             if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
@@ -226,44 +276,52 @@ class Server:
         self._store.max_bytes = request.max_bytes
         return protocol.Welcome(self.settings.version, os.getpid())
 
-    def _get(self, request: protocol.Get) -> protocol.Reply:
-        values: list[bytes | None] = []
+    def _get(self, request: protocol.Get, to: Route) -> protocol.Reply:
+        kinds = request.kinds or ["unknown"] * len(request.keys)
+        found: list[Value | None] = []
         total = 0
-        for key in request.keys:
-            value = self._store.get(key)
-            total += len(value or b"")
-            values.append(value)
+        for key, kind in zip(request.keys, kinds, strict=False):
+            value = self._store.get(key, kind)
+            total += len(value.data) if value is not None else 0
+            found.append(value)
             if total >= protocol.MAX_BATCH_BYTES:
                 break  # the client asks for the rest
-        return protocol.Values(values)
+        return _values(found, to)
 
     def _put(self, request: protocol.Put) -> protocol.Reply:
         self._store.put(request.entries, request.version, keep=self._leases.keys())
         for entry in request.entries:
             for waiter in self._leases.settle(entry.key):
-                self._send(waiter.route, protocol.Values([entry.value]))
+                self._send(waiter.route, _values([Value(entry.value, entry.size)], waiter.route))
         self._forget_idle_holders()
         return protocol.Done(len(request.entries))
 
-    def _acquire(self, request: protocol.Acquire, route: bytes, peer: int) -> protocol.Reply | None:
+    def _acquire(self, request: protocol.Acquire, to: Route, peer: int) -> protocol.Reply | None:
         if self._store.stored_since(request.key, request.stored_after):
-            value = self._store.get(request.key)
+            value = self._store.get(request.key, request.kind or "unknown")
             if value is not None:
-                return protocol.Values([value])
+                return _values([value], to)
         now = time.monotonic()
-        if not self._watch(request.pid, peer):
+        patience = protocol.LEASE_S if request.beats else math.inf
+        if not self._watch(request.pid, peer) and not request.beats:
             return protocol.Failed("lease", f"process {request.pid} cannot be watched from here: it gets no lease")
-        standing = self._leases.grant(request.key, request.token, request.pid, now)
+        standing = self._leases.grant(request.key, request.token, request.pid, now, request.who, patience)
         if standing is None:
-            if not self._send(route, protocol.Granted()):
+            self._store.missed(request.kind or "unknown")
+            if not self._send(to, protocol.Granted()):
                 self._pass_on(request.key, request.token)
             return None
         if request.wait_s <= 0:
-            self._say_busy(route, request.key, now)
+            self._say_busy(to, request.key, now)
             return None
         self._store.count("waited")
-        self._leases.wait(request.key, Waiter(route, request.token, request.pid, now + request.wait_s))
+        deadline = now + request.wait_s
+        waiter = Waiter(to, request.token, request.pid, deadline, request.who, patience)
+        self._leases.wait(request.key, waiter)
         return None
+
+    def _beat(self, request: protocol.Beat) -> protocol.Reply:
+        return protocol.Done(int(self._leases.beat(request.key, request.token, request.progress, time.monotonic())))
 
     def _release(self, request: protocol.Release) -> protocol.Reply:
         return protocol.Done(int(self._pass_on(request.key, request.token)))
@@ -289,11 +347,18 @@ class Server:
             store=self.places.store,
             log=self.places.log,
             leases=[
-                protocol.LeaseInfo(key, lease.pid, now - lease.since, len(lease.waiters))
+                protocol.LeaseInfo(key, lease.pid, now - lease.since, len(lease.waiters), lease.who, lease.progress)
                 for key, lease in self._leases.items()
             ],
             statistics=self._store.statistics(),
+            kinds=self._store.kinds(),
+            clients=self._count_clients(now),
+            errors=list(self._errors),
         )
+
+    def _count_clients(self, now: float) -> int:
+        self._clients = {pid: asked for pid, asked in self._clients.items() if now - asked < CLIENT_S}
+        return len(self._clients)
 
     def _list(self, request: protocol.List) -> protocol.Reply:
         return protocol.Entries(*self._store.page(after=request.after, prefix=request.prefix))
@@ -305,15 +370,28 @@ class Server:
     def _verify(self, request: protocol.Verify) -> protocol.Reply:
         return protocol.Verified(*self._store.verify(request.after))
 
+    def _why(self, request: protocol.Why) -> protocol.Reply:
+        return self._store.nearest(request.kind, request.components)
+
+    def _misses(self, request: protocol.Misses) -> protocol.Reply:
+        return protocol.Missed(self._store.misses())
+
+    def _prune(self, request: protocol.Prune) -> protocol.Reply:
+        return protocol.Entries(*self._store.prune(request.max_bytes, keep=self._leases.keys()))
+
+    def _zero(self, request: protocol.Zero) -> protocol.Reply:
+        self._store.zero()
+        return protocol.Done()
+
     def _stopped(self, request: protocol.Stop) -> protocol.Reply:
         self._stop = request.reason
         return protocol.Done()
 
     # -- leases --------------------------------------------------------------------------------------------------
 
-    def _say_busy(self, route: bytes, key: str, now: float) -> None:
+    def _say_busy(self, to: Route, key: str, now: float) -> None:
         lease = dict(self._leases.items())[key]
-        self._send(route, protocol.Busy(lease.pid, now - lease.since))
+        self._send(to, protocol.Busy(lease.pid, now - lease.since, lease.who, lease.progress))
 
     def _pass_on(self, key: str, token: str) -> bool:
         """End the lease of `token` and give it to the first waiter that can be reached; whether it was one."""
@@ -363,24 +441,28 @@ class Server:
 
 _HANDLERS: dict[type, Callable[[Server, Any], protocol.Reply]] = {
     protocol.Hello: Server._hello,
-    protocol.Get: Server._get,
     protocol.Put: Server._put,
+    protocol.Beat: Server._beat,
     protocol.Release: Server._release,
     protocol.Discard: Server._discard,
     protocol.Status: Server._status,
     protocol.List: Server._list,
     protocol.Clear: Server._clear,
     protocol.Verify: Server._verify,
+    protocol.Why: Server._why,
+    protocol.Misses: Server._misses,
+    protocol.Prune: Server._prune,
+    protocol.Zero: Server._zero,
     protocol.Stop: Server._stopped,
 }
 
 
-def _inode(path: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+def _values(found: Sequence[Value | None], to: Route) -> protocol.Values:
+    """Values for a client, which gets them as they were if it is too old to know of compression."""
+    if to.version < 2:
+        return protocol.Values([None if each is None else each.plain() for each in found])
+    sizes = [0 if each is None else each.size for each in found]
+    return protocol.Values([None if each is None else each.data for each in found], sizes)
 
 
 def _peer_pid(frame: zmq.Frame) -> int:

@@ -82,6 +82,11 @@ def greet(places: Places, settings: Settings, deadline: float) -> Daemon:
                 return Daemon(welcome.pid, welcome.version, started)
             _replace(places, settings, deadline)
             started = True
+        except protocol.VersionError as exc:
+            if exc.version > protocol.PROTOCOL:
+                raise
+            _replace(places, settings, deadline)
+            started = True
         except channel.GoneError:
             if time.monotonic() >= deadline:
                 raise DaemonError(f"the daemon starts but does not stay; its log is {places.log}") from None
@@ -113,7 +118,10 @@ def stop(places: Places, reason: str, deadline: float) -> bool:
     if not boot.answers(places.socket):
         return False
     with suppress(channel.GoneError):
-        channel.ask(places.socket, protocol.Stop(reason), deadline)
+        try:
+            channel.ask(places.socket, protocol.Stop(reason), deadline)
+        except protocol.VersionError as exc:
+            channel.ask(places.socket, protocol.Stop(reason), deadline, exc.version)
     _await_end(places, deadline)
     return True
 
@@ -132,12 +140,19 @@ def _hello(places: Places, settings: Settings, deadline: float) -> protocol.Welc
 
 
 def _replace(places: Places, settings: Settings, deadline: float) -> None:
+    """Put a daemon of this version in the place of an older one."""
     with locks.held(places.spawn, deadline):
-        welcome = _hello(places, settings, deadline)
-        if not is_older(welcome.version, settings.version):
-            return  # another process was faster
-        reason = f"rannd {settings.version} replaces {welcome.version}"
-        channel.ask(places.socket, protocol.Stop(reason), deadline)
+        version, older = protocol.PROTOCOL, "one of protocol version {}"
+        try:
+            welcome = _hello(places, settings, deadline)
+            if not is_older(welcome.version, settings.version):
+                return  # another process was faster
+            older = welcome.version
+        except protocol.VersionError as exc:
+            if exc.version > protocol.PROTOCOL:
+                raise
+            version, older = exc.version, older.format(exc.version)
+        channel.ask(places.socket, protocol.Stop(f"rannd {settings.version} replaces {older}"), deadline, version)
         _await_end(places, deadline)
         if not boot.answers(places.socket):
             _start(places, settings, deadline)

@@ -1,12 +1,14 @@
 """The store: one SQLite file of entries that tell what they are.
 
-Grammar (counted by ``protocol.PROTOCOL`` in the file's name)::
+Grammar (counted by `FORMAT`, in the file's name and in its ``user_version``)::
 
-    entries     key kind format rannd created used hits components length checksum value
+    entries     key kind format rannd created used hits components length checksum size value
     set_aside   at key kind reason components head       the last 16 entries that were corrupt or discarded
+    misses      miss                                     the last 32 that somebody wondered about, as JSON
     statistics  name count
 
-``checksum`` is BLAKE2b-128 over key, kind, format, components and value. An entry whose checksum does not hold
+``length`` is that of the value as it is kept, ``size`` what it was before it was compressed (0: it is not).
+``checksum`` is BLAKE2b-128 over key, kind, format, components, size and value. An entry whose checksum does not hold
 is a miss: it is set aside, counted, and healed by the next write. A file that SQLite itself cannot read is
 renamed to ``*.corrupt`` and a new one begun.
 
@@ -30,14 +32,21 @@ from typing import Any
 
 import msgspec
 
-from rannd.daemon.filesystem import on_network
+from rannd.daemon.filesystem import identity, on_network
 from rannd.daemon.keys import digest_of
-from rannd.daemon.protocol import EntryInfo, NewEntry, Statistics
+from rannd.daemon.nearness import nearest
+from rannd.daemon.packing import Value
+from rannd.daemon.protocol import STORE, EntryInfo, KindCount, Miss, Nearest, NewEntry, Statistics
 from rannd.errors import DaemonError
 
-FORMAT = 1
-"""Version of an entry's own grammar."""
+FORMAT = STORE
+"""Version of this grammar, and of its entries."""
+PLAUSIBLE = 16
+"""Newer formats that there may be; what claims more is corrupt."""
 KEEP_ASIDE = 16
+KEEP_MISSES = 32
+NEAR = 512
+"""Entries, the latest used, among which the one nearest to a miss is looked for."""
 MAX_UNWRITTEN = 1000
 """Last-use times that may wait for the next write."""
 HEAD_BYTES = 64 << 10
@@ -54,15 +63,17 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, kind TEXT NOT NULL, format INTEGER NOT NULL, rannd TEXT NOT NULL,
     created REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL, components TEXT NOT NULL,
-    length INTEGER NOT NULL, checksum TEXT NOT NULL, value BLOB NOT NULL
+    length INTEGER NOT NULL, checksum TEXT NOT NULL, size INTEGER NOT NULL, value BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_use ON entries (used, length);
+CREATE INDEX IF NOT EXISTS by_kind ON entries (kind, used);
+CREATE TABLE IF NOT EXISTS misses (miss TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS set_aside (
     at REAL NOT NULL, key TEXT, kind TEXT, reason TEXT NOT NULL, components TEXT, head BLOB
 );
 CREATE TABLE IF NOT EXISTS statistics (name TEXT PRIMARY KEY, count INTEGER NOT NULL);
 """
-_INFO = "key, kind, format, rannd, created, used, hits, length, checksum, components"
+_INFO = "key, kind, format, rannd, created, used, hits, length, checksum, components, size"
 
 
 class Store:
@@ -86,29 +97,32 @@ class Store:
         self._used: dict[str, tuple[float, int]] = {}
         self._counted: dict[str, int] = {}
         self._db: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None
         with self._errors("opened"):
             try:
                 self._open()
             except sqlite3.DatabaseError as exc:
-                if _code(exc) not in _UNREADABLE:
+                if not _unreadable(exc):
                     raise
                 self._begin_anew(exc)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def get(self, key: str) -> bytes | None:
-        """The value of `key`, None where there is none that is sound."""
+    def get(self, key: str, kind: str) -> Value | None:
+        """The value of `key`, None where there is none that is sound: then a miss of `kind` is counted."""
         with self._errors("read"), self._healing():
             row = self._sql.execute(f"SELECT {_INFO}, value FROM entries WHERE key = ?", (key,)).fetchone()
             if row is not None and (reason := _fault(row)) is not None:
                 self._set_aside(key, reason)
                 self.count("corrupt")
                 row = None
-            self.count("misses" if row is None else "hits")
             if row is None:
+                self.missed(kind)
                 return None
+            self.count("hits")
+            self.count(f"hits/{row[1]}")
             self._used[key] = (time.time(), self._used.get(key, (0.0, 0))[1] + 1)
-            value = bytes(row[-1])
+            value = Value(bytes(row[-1]), row[-2])
             if len(self._used) >= MAX_UNWRITTEN:
                 self.flush()
             return value
@@ -162,6 +176,26 @@ class Store:
             return Statistics(**{name: int(rows.get(name, 0)) for name in Statistics.__struct_fields__})
         return Statistics()
 
+    def kinds(self) -> dict[str, KindCount]:
+        """Hits and misses of each kind, counted since the store was made."""
+        self.flush()
+        found: dict[str, dict[str, int]] = {}
+        with self._errors("read"), self._healing():
+            rows = self._sql.execute(
+                "SELECT name, count FROM statistics WHERE name LIKE '%/%' ORDER BY name"
+            ).fetchall()
+            for name, count in rows:
+                what, _, kind = name.partition("/")
+                found.setdefault(kind, {})[what] = int(count)
+        return {kind: KindCount(counts.get("hits", 0), counts.get("misses", 0)) for kind, counts in found.items()}
+
+    def misses(self) -> list[Miss]:
+        """The latest misses that somebody wondered about, the last one first."""
+        with self._errors("read"), self._healing():
+            rows = self._sql.execute("SELECT miss FROM misses ORDER BY rowid DESC").fetchall()
+            return [msgspec.json.decode(text, type=Miss) for (text,) in rows]
+        return []
+
     # -- writing -------------------------------------------------------------------------------------------------
 
     def put(self, entries: Sequence[NewEntry], rannd: str, *, keep: Collection[str] = ()) -> None:
@@ -184,16 +218,14 @@ class Store:
         rows = []
         for entry in entries:
             components = json.dumps(entry.components, sort_keys=True)
-            checksum = _checksum(entry.key, entry.kind, FORMAT, components, entry.value)
-            length = len(entry.value)
-            rows.append(
-                (entry.key, entry.kind, FORMAT, rannd, now, now, 0, length, checksum, components, entry.value)
-            )  # fmt: skip
+            checksum = _checksum(entry.key, entry.kind, FORMAT, components, entry.size, entry.value)
+            described = (entry.key, entry.kind, FORMAT, rannd, now, now, 0, len(entry.value), checksum, components)
+            rows.append((*described, entry.size, entry.value))
         self.flush()
         with self._errors("written"), self._healing():
             with self._transaction():
                 self._sql.executemany(
-                    f"INSERT OR REPLACE INTO entries ({_INFO}, value) VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows
+                    f"INSERT OR REPLACE INTO entries ({_INFO}, value) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", rows
                 )
                 self.count("stored", len(rows))
                 evicted = self._evict({entry.key for entry in entries}.union(keep))
@@ -201,6 +233,57 @@ class Store:
                 self._shrink()
             return
         raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
+
+    def nearest(self, kind: str, components: dict[str, str]) -> Nearest:
+        """The entry of `kind` that differs least from one with these components, which was missed; remembers it."""
+        key = digest_of(kind, components)
+        with self._errors("written"), self._healing():
+            rows = self._sql.execute(
+                f"SELECT {_INFO} FROM entries WHERE kind = ? AND key != ? ORDER BY used DESC LIMIT ?", (kind, key, NEAR)
+            ).fetchall()
+            entry, found = nearest(components, self._infos(rows))
+            miss = Miss(time.time(), kind, key, components, entry.key if entry is not None else "", found)
+            with self._transaction():
+                self._sql.execute("INSERT INTO misses VALUES (?)", (msgspec.json.encode(miss).decode(),))
+                self._sql.execute(
+                    "DELETE FROM misses WHERE rowid NOT IN (SELECT rowid FROM misses ORDER BY rowid DESC LIMIT ?)",
+                    (KEEP_MISSES,),
+                )
+            return Nearest(entry, found)
+        return Nearest(None, [])
+
+    def prune(self, max_bytes: int, *, keep: Collection[str] = ()) -> tuple[list[EntryInfo], bool]:
+        """Remove the least recently used entries, but none of `keep`, until values take `max_bytes`.
+
+        Up to PAGE of them, those removed; and whether to call again.
+        """
+        self.flush()
+        with self._errors("written"), self._healing():
+            total = int(self._sql.execute("SELECT total(length) FROM entries").fetchone()[0])
+            rows: list[Any] = []
+            for row in self._sql.execute(f"SELECT {_INFO} FROM entries ORDER BY used, key"):
+                if total <= max_bytes or len(rows) == PAGE:
+                    break
+                if row[0] not in keep:
+                    rows.append(row)
+                    total -= row[7]
+            with self._transaction():
+                self._sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in rows])
+            self._shrink()
+            self.count("removed", len(rows))
+            return [info for row in rows if (info := _info(row)) is not None], len(rows) == PAGE
+        return [], False
+
+    def zero(self) -> None:
+        """Begin to count anew."""
+        self.flush()
+        with self._errors("written"), self._healing():
+            self._sql.execute("DELETE FROM statistics")
+
+    def missed(self, kind: str) -> None:
+        """Count a look-up that found nothing."""
+        self.count("misses")
+        self.count(f"misses/{kind}")
 
     def discard(self, key: str, reason: str) -> bool:
         """Set the entry `key` aside because it proved wrong; whether there was one."""
@@ -271,13 +354,21 @@ class Store:
 
     @property
     def _sql(self) -> sqlite3.Connection:
+        """The open file. Where somebody has deleted or moved it, a new one: what is written must be found again."""
         if self._db is None:
             raise DaemonError(f"the store {self.path} is closed")
+        if self._db.in_transaction or identity(self.path) == self._file:
+            return self._db
+        self._log.warning("the store %s was taken away: a new one begins", self.path)
+        self._db.close()
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        self._open()
         return self._db
 
     def _open(self) -> None:
         # The descriptor makes the file with its mode before SQLite would with the process's umask.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._file = identity(self.path)
         self._db = db = sqlite3.connect(self.path, timeout=self._busy_s, isolation_level=None)
         # A flipped byte may break UTF-8: such a text must fail its checksum, not the query.
         db.text_factory = lambda raw: raw.decode("utf-8", "replace")
@@ -287,7 +378,18 @@ class Store:
         db.execute(f"PRAGMA journal_mode = {'DELETE' if network else 'WAL'}").fetchone()
         db.execute(f"PRAGMA synchronous = {'FULL' if network else 'NORMAL'}")
         db.execute("PRAGMA journal_size_limit = 16777216")
+        written = int(db.execute("PRAGMA user_version").fetchone()[0])
+        if written > FORMAT + PLAUSIBLE:
+            raise _NotOurs(f"its format is {written}")
+        if written > FORMAT:
+            db.close()
+            self._db = None
+            raise DaemonError(
+                f"the store {self.path} is of format {written}, which a newer rannd wrote; this one reads {FORMAT}: "
+                "update it, or set XDG_CACHE_HOME to a directory of its own"
+            )
         with self._transaction():  # takes the exclusive lock, kept until the file is closed
+            db.execute(f"PRAGMA user_version = {FORMAT}")
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 db.execute(statement)
             db.execute("INSERT OR IGNORE INTO statistics VALUES ('corrupt', 0)")
@@ -311,7 +413,7 @@ class Store:
         try:
             yield
         except sqlite3.DatabaseError as exc:
-            if _code(exc) not in _UNREADABLE:
+            if not _unreadable(exc):
                 raise
             self._begin_anew(exc)
 
@@ -401,9 +503,9 @@ class Store:
         )
 
 
-def _checksum(key: str, kind: str, number: int, components: str, value: bytes) -> str:
+def _checksum(key: str, kind: str, number: int, components: str, size: int, value: bytes) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([key, kind, number, components]).encode("ascii"))
+    digest.update(json.dumps([key, kind, number, components, size]).encode("ascii"))
     digest.update(value)
     return digest.hexdigest()
 
@@ -417,7 +519,7 @@ def _fault(row: Sequence[Any]) -> str | None:
         return f"it has format {info.format}, this version of rannd reads {FORMAT}"
     if not isinstance(value, bytes) or len(value) != info.length:
         return "its length does not hold"
-    if _checksum(info.key, info.kind, info.format, row[9], value) != info.checksum:
+    if _checksum(info.key, info.kind, info.format, row[9], info.size, value) != info.checksum:
         return "its checksum does not hold"
     return None
 
@@ -429,6 +531,14 @@ def _info(row: Sequence[Any]) -> EntryInfo | None:
         return msgspec.convert(fields, EntryInfo)
     except (ValueError, TypeError):
         return None
+
+
+class _NotOurs(sqlite3.DatabaseError):
+    """SQLite can read it, but it was not written by any rannd."""
+
+
+def _unreadable(exc: sqlite3.Error) -> bool:
+    return isinstance(exc, _NotOurs) or _code(exc) in _UNREADABLE
 
 
 def _code(exc: sqlite3.Error) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,11 +21,21 @@ class Progress:
     """A piece of work of `total` steps.
 
     `logger`: RaNNC's name of who works; `text`: with ``{done}`` and ``{total}``; `shown`: whether this process tells.
-    The bar is on stderr, and gone when the work is done; what is written into a file or a pipe gets lines.
+    `tell`: is told which part of the steps is done, after each. The bar is on stderr, and gone when the work is done;
+    what is written into a file or a pipe gets lines.
     """
 
-    def __init__(self, logger: str, text: str, total: int, *, shown: bool = True) -> None:
+    def __init__(
+        self,
+        logger: str,
+        text: str,
+        total: int,
+        *,
+        shown: bool = True,
+        tell: Callable[[float], None] | None = None,
+    ) -> None:
         self._logger, self._text, self._total = get(logger), text, total
+        self._tell = tell
         self._shown = shown and total > 1
         self._done = 0
         self._told = 0.0
@@ -44,6 +55,8 @@ class Progress:
     def step(self) -> None:
         """One more step is done."""
         self._done += 1
+        if self._tell is not None:
+            self._tell(self._done / self._total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done, description=self._line())
         elif self._shown and time.monotonic() - self._told >= EVERY_S:

@@ -36,18 +36,19 @@ def measure_missing(
     rank: int,
     world: int,
     gather: Callable[[bytes], list[bytes]],
+    tell: Callable[[float], None] | None = None,
 ) -> dict[str, Measured]:
     """Measure what is `missing` (numbers of rows, by hash of a block), each block on one of `world` ranks.
 
     Collective. `part_of`: a block, and the names of what crosses its border, see `measure`. `gather` gives every rank
-    the bytes of all. A ProfileError on one rank is raised there.
+    the bytes of all. `tell` is told which part of it this rank has done. A ProfileError on one rank is raised there.
     """
     mine = list(missing)[rank::world]
     parts: dict[str, tuple[Part, Sequence[str]]] = {}
     found: dict[str, list[Measured]] = {key: [] for key in mine}
     took = dict.fromkeys(mine, 0.0)
     count = len(mine) * TURNS
-    with Progress("GraphProfiler", "Measured {done} of {total} parts", count, shown=rank == 0) as progress:
+    with Progress("GraphProfiler", "Measured {done} of {total} parts", count, shown=rank == 0, tell=tell) as progress:
         for _ in range(TURNS):
             for key in mine:
                 earlier = found[key]

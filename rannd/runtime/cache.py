@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 from rannd.config import Config
@@ -10,6 +11,12 @@ from rannd.daemon.client import Client, connect
 from rannd.runtime.world import World
 
 GIB = 1024**3
+
+
+def holder() -> str:
+    """What other jobs call rank 0 of this one while they wait for what it makes."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"rank 0 of job {job}" if job else f"rank 0 of another job (process {os.getpid()})"
 
 
 class Cache:

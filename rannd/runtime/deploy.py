@@ -40,7 +40,7 @@ from rannd.profile.costs import CostTable
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.bound import planned_stages
-from rannd.runtime.cache import GIB, Cache
+from rannd.runtime.cache import GIB, Cache, holder
 from rannd.runtime.deployment_file import named, read_file
 from rannd.runtime.fit import lower_limit, short
 from rannd.runtime.measuring import Measuring
@@ -103,6 +103,8 @@ class Planner:
         self._memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
         self.usable_memory = self._usable()
         self._model_name = device_model(world)
+        self._doing: Callable[[str], None] = _nobody
+        """Tells those who wait for this job's plan what it is doing."""
         self._used: Key | None = None
         self._base: Key | None = None
         self._file = ProfileFile(config, self._model_name)
@@ -201,11 +203,17 @@ class Planner:
             deployment = self._checked(found)
             self._tell_hit(deployment, key)
             return deployment
+        if client is not None and (reason := client.why(key)):
+            log.get("RaNNCModule").info("Planning anew: %s", reason)
+        if lease is not None:
+            self._doing = lease.progress
+            self._measuring.tell = lambda part: self._doing(f"profiling, {part:.0%}")
         try:
             data = self._make(client)
             if client is not None:
                 client.put(key, data)
         finally:
+            self._doing, self._measuring.tell = _nobody, None
             if lease is not None:
                 lease.release()
         self._give_to_other_nodes(key, data)
@@ -317,7 +325,7 @@ class Planner:
         found: bytes = b""
         lease: Lease | None = None
         if client is not None:
-            answer = client.lease(key, LEASE_WAIT_S, log.get("RaNNCModule").info)
+            answer = client.lease(key, LEASE_WAIT_S, log.get("RaNNCModule").info, who=holder())
             if isinstance(answer, bytes):
                 try:
                     self._checked(answer)
@@ -354,6 +362,7 @@ class Planner:
         if first:
             logger.info("Profiling finished" if target.cluster is None else f"Times are those of {target.made.costs}")
             logger.info("Assuming batch size: %d", target.rows)
+        self._doing("planning")
         return self._everywhere(lambda: self._plan(blocks, costs, target))
 
     def _blocks(self, devices: int) -> tuple[Block, ...]:
@@ -437,6 +446,10 @@ def _lacks(rank: int, need: int, there: int) -> str:
 
 
 @functools.cache
+def _nobody(doing: str) -> None:
+    """Nobody waits."""
+
+
 def source_digest() -> str:
     """Digest of the code that decides what a plan is: another one may give other plans under the same version."""
     home = Path(rannd.errors.__file__).parent

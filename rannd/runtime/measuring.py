@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import msgspec
@@ -69,6 +69,8 @@ class Measuring:
         self._model_name = device_model
         self._backend = backend
         self._versions = versions
+        self.tell: Callable[[float], None] | None = None
+        """Is told which part of a measurement is done."""
         self.given: GraphProfile | None = None
         """From a file: what is known besides what the cache knows."""
         self.profile: dict[str, Measured] = {}
@@ -136,6 +138,7 @@ class Measuring:
             rank=self._world.rank,
             world=self._world.size,
             gather=self._world.gather_bytes,
+            tell=self.tell,
         )
         joined = {each: found.joined(self.profile.get(each)) for each, found in measured.items()}
         self.profile.update(joined)

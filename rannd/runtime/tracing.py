@@ -267,6 +267,8 @@ class Tracer:
         found = b""
         if self._cache.client is not None:
             found = self._cache.client.get(key) or b""
+            if not found and (reason := self._cache.client.why(key)):
+                log.get("RaNNCModule").info("No trace of this call is kept: %s", reason)
         if found and self._world.rank == 0:
             log.get("RaNNCModule").info("Using trace %s from the cache", key.short)
         return self._world.broadcast_bytes(found)

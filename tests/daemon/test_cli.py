@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rannd.daemon import protocol
+
 RANND = str(Path(sys.executable).parent / "rannd")
 
 
@@ -46,7 +48,7 @@ def test_status_as_json(daemon_home) -> None:
     up = json.loads(rannd("status", "--json").stdout)
     assert up["running"] is True
     assert [up["pid"]] == daemon_home.pids()
-    assert up["protocol"] == 1
+    assert up["protocol"] == protocol.PROTOCOL
     assert up["leases"] == []
     assert up["statistics"]["hits"] == 0
 

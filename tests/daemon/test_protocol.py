@@ -16,19 +16,24 @@ REQUESTS = [
     protocol.Get([KEY]),
     protocol.Put("0.1.0", [protocol.NewEntry(KEY, "trace", {"a": "1"}, b"\0\xff")]),
     protocol.Acquire(KEY, "f" * 32, 1, 5.0),
+    protocol.Beat(KEY, "f" * 32, "profiling, 40 %"),
     protocol.Release(KEY, "f" * 32),
     protocol.Discard(KEY, "out of memory"),
     protocol.Status(),
     protocol.List("", "ab"),
     protocol.Clear("trace", 1.0, ["abcd"]),
     protocol.Verify(),
+    protocol.Why("trace", {"a": "1"}),
+    protocol.Misses(),
+    protocol.Prune(1 << 20),
+    protocol.Zero(),
     protocol.Stop("because"),
 ]
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
 def test_requests_round_trip(request_: protocol.Request) -> None:
-    assert protocol.decode_request(protocol.encode(request_)) == request_
+    assert protocol.decode_request(protocol.encode(request_)) == (request_, protocol.PROTOCOL)
 
 
 def test_every_request_is_tried_above() -> None:
@@ -73,7 +78,7 @@ def test_what_is_not_framed_is_refused(frames: list[bytes]) -> None:
 @given(st.binary(max_size=200))
 def test_bytes_are_a_request_or_an_error(data: bytes) -> None:
     try:
-        request = protocol.decode_request([protocol.HEADER, data])
+        request, _ = protocol.decode_request([protocol.HEADER, data])
     except ProtocolError:
         return
     assert isinstance(request, protocol.Request.__args__)

@@ -54,7 +54,8 @@ def raw_reply(frames: list[bytes]) -> protocol.Reply:
     [
         [b""],
         [b"hello"],
-        [b"rannd/2", b""],
+        [b"rannd/0", b""],
+        [b"rannd/two", b""],
         [protocol.HEADER],
         [protocol.HEADER, b"\xc1"],
         [protocol.HEADER, os.urandom(1000)],

@@ -13,7 +13,7 @@ import pytest
 
 from rannd.daemon import keys
 from rannd.daemon.protocol import NewEntry
-from rannd.daemon.store import PAGE, Store
+from rannd.daemon.store import FORMAT, PAGE, Store
 from rannd.errors import DaemonError
 
 BIG = 1 << 30
@@ -28,6 +28,11 @@ def opened(path: Path, max_bytes: int = BIG, busy_s: float = 5.0) -> Store:
     return Store(str(path / "s.sqlite"), max_bytes=max_bytes, busy_s=busy_s)
 
 
+def got(store: Store, number: int) -> bytes | None:
+    value = store.get(entry(number).key, "trace")
+    return None if value is None else value.plain()
+
+
 def test_values_survive_closing(tmp_path: Path) -> None:
     store = opened(tmp_path)
     values = {number: bytes([number]) * number * 1000 for number in range(20)}
@@ -35,8 +40,8 @@ def test_values_survive_closing(tmp_path: Path) -> None:
     store.close()
     store = opened(tmp_path)
     for number, value in values.items():
-        assert store.get(entry(number).key) == value
-    assert store.get(entry(99).key) is None
+        assert got(store, number) == value
+    assert got(store, 99) is None
     assert store.size() == (20, sum(map(len, values.values())))
     store.close()
 
@@ -44,10 +49,10 @@ def test_values_survive_closing(tmp_path: Path) -> None:
 def test_an_entry_tells_what_it_is(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put([entry(1)], "1.2.3")
-    store.get(entry(1).key)
+    got(store, 1)
     (info,), more = store.page()
     assert not more
-    assert (info.kind, info.format, info.rannd, info.length, info.hits) == ("trace", 1, "1.2.3", 5, 1)
+    assert (info.kind, info.format, info.rannd, info.length, info.hits) == ("trace", FORMAT, "1.2.3", 5, 1)
     assert info.components == {"number": "1"}
     assert info.created <= info.used
     store.close()
@@ -93,11 +98,11 @@ def test_every_flipped_byte_of_an_entry_is_a_miss(tmp_path: Path) -> None:
         store = opened(tmp_path)
         store.put([entry(number, b"12345")], "1")
         store._sql.execute(f"UPDATE entries SET {column} = {changed}")
-        assert store.get(entry(number).key) is None, column
+        assert got(store, number) is None, column
         assert store.statistics().corrupt == number + 1
         assert store._sql.execute("SELECT count(*) FROM set_aside").fetchone()[0] == number + 1
         store.put([entry(number, b"healed")], "1")
-        assert store.get(entry(number).key) == b"healed"
+        assert got(store, number) == b"healed"
         store.clear()
         store.close()
 
@@ -116,11 +121,11 @@ def test_flipped_bytes_anywhere_in_the_file_never_give_a_wrong_value(tmp_path: P
         file.write_bytes(broken)
         store = opened(tmp_path)
         for number, value in values.items():
-            got = store.get(entry(number).key)
-            assert got in (None, value), position
-            missed += got is None
+            found = got(store, number)
+            assert found in (None, value), position
+            missed += found is None
         store.put([entry(77, b"still works")], "1")
-        assert store.get(entry(77).key) == b"still works"
+        assert got(store, 77) == b"still works"
         store.close()
     assert missed > 0
 
@@ -130,7 +135,7 @@ def test_a_file_that_is_no_store_is_set_aside(tmp_path: Path, content: bytes) ->
     (tmp_path / "s.sqlite").write_bytes(content)
     store = opened(tmp_path)
     store.put([entry(1)], "1")
-    assert store.get(entry(1).key) == b"value"
+    assert got(store, 1) == b"value"
     assert store.statistics().corrupt == 1
     store.close()
     assert (tmp_path / "s.sqlite.corrupt").read_bytes() == content
@@ -158,9 +163,9 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     store = opened(tmp_path, max_bytes=10_000)
     for number in range(10):
         store.put([entry(number, bytes(1000))], "1")
-    store.get(entry(0).key)
+    got(store, 0)
     store.put([entry(10, bytes(1000))], "1")
-    kept = {number for number in range(11) if store.get(entry(number).key) is not None}
+    kept = {number for number in range(11) if got(store, number) is not None}
     assert kept == set(range(11)) - {1}
     assert store.statistics().evicted == 1
     store.close()
@@ -170,7 +175,7 @@ def test_what_is_leased_stays(tmp_path: Path) -> None:
     store = opened(tmp_path, max_bytes=3_000)
     store.put([entry(number, bytes(1000)) for number in range(3)], "1")
     store.put([entry(3, bytes(1000))], "1", keep={entry(0).key})
-    assert store.get(entry(0).key) is not None
+    assert got(store, 0) is not None
     store.close()
 
 
@@ -179,7 +184,7 @@ def test_a_value_above_the_limit_is_refused_and_evicts_nothing(tmp_path: Path) -
     store.put([entry(1, bytes(2000))], "1")
     with pytest.raises(DaemonError, match="cache_max_gb"):
         store.put([entry(2, bytes(3001))], "1")
-    assert store.get(entry(1).key) is not None
+    assert got(store, 1) is not None
     store.close()
 
 
@@ -221,10 +226,10 @@ def test_pages_cover_everything_once(tmp_path: Path) -> None:
 def test_statistics_survive(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put([entry(1)], "1")
-    store.get(entry(1).key)
-    store.get(entry(2).key)
+    got(store, 1)
+    got(store, 2)
     store.discard(entry(1).key, "out of memory")
-    assert store.get(entry(1).key) is None
+    assert got(store, 1) is None
     store.close()
     store = opened(tmp_path)
     counted = store.statistics()
@@ -240,8 +245,8 @@ def test_a_full_disk_refuses_and_keeps_what_is_there(tmp_path: Path) -> None:
     store._sql.execute(f"PRAGMA max_page_count = {pages + 2}")  # SQLite's own way to a full disk
     with pytest.raises(DaemonError, match="full"):
         store.put([entry(2, bytes(1_000_000))], "1")
-    assert store.get(entry(1).key) == b"value"
-    assert store.get(entry(2).key) is None
+    assert got(store, 1) == b"value"
+    assert got(store, 2) is None
     store.close()
 
 
@@ -257,7 +262,7 @@ def test_network_filesystems_get_no_wal(tmp_path: Path, monkeypatch: pytest.Monk
     store = opened(tmp_path)
     assert list(tmp_path.glob("*-wal"))
     assert not list(tmp_path.glob("*-shm")), "an exclusive owner needs no shared memory"
-    assert store.get(entry(1).key) == b"value"
+    assert got(store, 1) == b"value"
     store.close()
 
 
@@ -286,7 +291,7 @@ def test_what_is_acknowledged_survives_kill_9(tmp_path: Path) -> None:
         acknowledged = max([acknowledged, *map(int, rest)])
         store = opened(tmp_path)
         for number in range(acknowledged + 1):
-            assert store.get(entry(number).key) == bytes([number % 256]) * 20_000
+            assert got(store, number) == bytes([number % 256]) * 20_000
         assert store.statistics().corrupt == 0
         store.close()
 
