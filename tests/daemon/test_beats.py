@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 from other_rannd import RUN, copy_of, run
 
 from rannd.daemon import keys
@@ -129,3 +130,35 @@ def _has(*holders: subprocess.Popen[str]) -> subprocess.Popen[str]:
     (ready, *_), _, _ = select.select(list(pipes), [], [], 60)
     assert ready.readline() == "True\n"
     return pipes[ready]
+
+
+def _can_make_pid_namespaces() -> bool:
+    return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _can_make_pid_namespaces(), reason="this user cannot make pid namespaces")
+def test_a_holder_in_another_container_is_believed_as_long_as_it_beats(daemon_home, tmp_path: Path) -> None:
+    """The daemon cannot see the process: in its own pid namespace it has another number, or none."""
+    quick = copy_of(tmp_path, {"LEASE_S = 30.0": "LEASE_S = 2.0", "BEAT_S = 10.0": "BEAT_S = 0.5"})
+    assert run(quick, RUN, "start").returncode == 0
+    inside = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", HOLDER]
+    with subprocess.Popen(
+        inside, env={**os.environ, **quick}, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "True\n"
+            waiting: list[object] = []
+            told: list[str] = []
+            other = threading.Thread(target=lambda: waiting.append(client().lease(key(1), 60, told.append)))
+            other.start()
+            other.join(4)  # longer than the lease lasts without a beat
+            assert not waiting
+            assert told
+            holder.kill()
+            holder.wait()
+            other.join()
+        finally:
+            holder.kill()
+    assert isinstance(waiting[0], Lease)
+    waiting[0].release()
