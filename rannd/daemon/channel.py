@@ -16,6 +16,9 @@ from rannd.errors import DaemonError
 PROBE_MS = 200
 """How often a client that waits looks whether the daemon is still there. ZeroMQ itself would wait for ever."""
 
+LAST_MS = 20
+"""How long an answer may take from the connection to whoever waits for it, in this process."""
+
 
 class GoneError(Exception):
     """The daemon went away before it answered: start it anew and ask again."""
@@ -64,7 +67,7 @@ class Line:
         self._socket.send_multipart(protocol.encode(request, version))
         while True:
             left_ms = int((deadline - time.monotonic()) * 1000)
-            if self._socket.poll(max(0, min(PROBE_MS, left_ms))):
+            if self._wait(max(0, min(PROBE_MS, left_ms))):
                 frames = self._socket.recv_multipart(copy=False)
                 if self._peer is None:
                     self._peer = _connection(frames[-1], self._path)
@@ -75,6 +78,14 @@ class Line:
                 raise DaemonError(
                     f"the daemon at {self._path} did not answer in time; raise daemon_timeout_s, or `rannd restart`"
                 )
+
+    def _wait(self, patience_ms: int) -> bool:
+        """Wait for an answer or a hang-up; whether there is an answer."""
+        if self._peer is None:
+            return bool(self._socket.poll(patience_ms))
+        zmq.zmq_poll([(self._socket, zmq.POLLIN), (self._peer, zmq.POLLERR)], patience_ms)
+        # A last answer may still be on its way through ZeroMQ's thread.
+        return bool(self._socket.poll(LAST_MS if self._hung_up() else 0))
 
     def close(self) -> None:
         """Hang up. In a forked process the connection stays its parent's."""
