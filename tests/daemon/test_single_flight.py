@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from other_rannd import copy_of, run
+from other_rannd import RUN, copy_of, run
 
+from rannd.daemon import channel, keys, protocol
 from rannd.daemon import client as client_module
-from rannd.daemon import keys
 from rannd.daemon.client import Client, Lease, connect
+from rannd.daemon.places import places
 
 MANY = 64
 
@@ -155,3 +156,60 @@ def test_who_waits_is_told_how_far_it_is(daemon_home, monkeypatch: pytest.Monkey
     assert got == [b"made"]
     assert len(told) == 3, "each but once"
     assert all("waiting for it, " in line for line in told)
+
+
+YEAR = 365 * 86400
+CLOCK = """\
+FLUSH_S = 1.0
+_seconds = time.time
+def _time():
+    with open({file!r}) as off:
+        return _seconds() + float(off.read())
+time.time = _time"""
+
+
+def test_leases_do_not_care_for_the_clock(daemon_home, tmp_path: Path) -> None:
+    """The daemon's clock jumps a year ahead, back, and a year behind while somebody holds a lease and another waits."""
+    off = tmp_path / "off"
+    off.write_text("0")
+    started = run(copy_of(tmp_path, {"FLUSH_S = 1.0": CLOCK.format(file=str(off))}), RUN, "start")
+    assert started.returncode == 0, started.stderr
+    key, there = (keys.make_key("trace", {"number": number}) for number in (1, 2))
+
+    def client() -> Client:
+        return connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30)
+
+    def ask(request: protocol.Request) -> protocol.Reply:
+        return channel.ask(places().socket, request, time.monotonic() + 60)
+
+    def leases() -> list[protocol.LeaseInfo]:
+        reply = ask(protocol.Status())
+        assert isinstance(reply, protocol.State)
+        assert 0 <= reply.uptime_s < 600
+        return reply.leases
+
+    holder = client()
+    holder.put(there, b"there")
+    lease = holder.lease(key, 0)
+    assert isinstance(lease, Lease)
+    got: list[bytes | Lease | None] = []
+    other = threading.Thread(target=lambda: got.append(client().lease(key, 60)))
+    other.start()
+    for jump in (0, YEAR, 0, -YEAR, 0):
+        off.write_text(str(jump))
+        deadline = time.monotonic() + 30
+        while [(found.key, found.waiting) for found in leases()] != [(key.digest, 1)]:
+            assert time.monotonic() < deadline
+            os.sched_yield()
+        assert 0 <= leases()[0].since_s < 600
+        assert holder.get(there) == b"there"
+        assert holder.put(there, b"there")
+        listed = ask(protocol.List())
+        assert isinstance(listed, protocol.Entries)
+        assert abs(listed.entries[0].created - time.time() - jump) < 3600, "the clock has jumped"
+        assert got == []
+    holder.put(key, b"made")
+    other.join()
+    lease.release()
+    assert got == [b"made"]
+    assert [lease.key for lease in leases()] == []
