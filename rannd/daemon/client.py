@@ -209,7 +209,9 @@ class Client:
 
     def close(self) -> None:
         """Ask nothing any more. The daemon goes on for others."""
-        self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def __enter__(self) -> Client:
         return self
@@ -245,15 +247,16 @@ class Client:
         self._ask(protocol.Release(key.digest, token), protocol.Done)
 
     def _ask(self, request: protocol.Request, *expected: type[R], wait_s: float = 0.0) -> R | None:
-        if self._session is None:
+        session = self._session  # another thread may close this client meanwhile
+        if session is None:
             return None
         try:
-            return self._session.ask(request, *expected, wait_s=wait_s)
+            return session.ask(request, *expected, wait_s=wait_s)
         except RefusedError as exc:
             # Alive, but it cannot do this one thing: say so once for each kind of refusal.
             self._warn(exc.code, str(exc))
         except (DaemonError, OSError, zmq.ZMQError) as exc:
-            self._session = None
+            self.close()
             self._warn("gone", f"{exc}; the job goes on without a cache")
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -12,6 +13,9 @@ from rannd.daemon.server import Settings
 from rannd.errors import DaemonError
 
 R = TypeVar("R", bound=protocol.Reply)
+
+MOST_LINES = 2
+"""Connections that a session keeps between requests: for the job, and for the thread that beats for its lease."""
 
 
 class RefusedError(DaemonError):
@@ -30,6 +34,13 @@ class Session:
         self.places = places
         self.settings = settings
         self.timeout_s = timeout_s
+        self._lines: list[channel.Line] = []
+        """Those that nobody uses now."""
+        self._finalizer = weakref.finalize(self, _hang_up, self._lines)
+
+    def close(self) -> None:
+        """Hang up. The session can be used again."""
+        _hang_up(self._lines)
 
     def greet(self) -> spawn.Daemon:
         """Start the daemon if need be, replace an older one.
@@ -58,20 +69,45 @@ class Session:
         # Sharing `use` from before the look at the socket until the answer is what keeps an idle exit off.
         with locks.held(self.places.use, deadline, shared=True):
             while True:
-                spawn.start_if_down(self.places, self.settings, deadline)
+                line = self._line(deadline)
                 try:
-                    reply = channel.ask(self.places.socket, request, deadline)
-                    break
+                    reply = line.ask(request, deadline)
                 except channel.GoneError:
+                    line.close()
                     if time.monotonic() >= deadline:
                         raise DaemonError(
                             f"the daemon starts but does not stay; its log is {self.places.log}"
                         ) from None
+                except BaseException:
+                    line.close()
+                    raise
+                else:
+                    self._keep(line)
+                    break
         if isinstance(reply, expected):
             return reply
         if isinstance(reply, protocol.Failed):
             raise RefusedError(reply.code, reply.text)
         raise DaemonError(f"the daemon answers {type(reply).__name__} to {type(request).__name__}; `rannd restart`")
+
+    def _line(self, deadline: float) -> channel.Line:
+        """A connection to the daemon, which is started where it does not run. The caller holds `use` shared."""
+        while True:
+            try:
+                line = self._lines.pop()  # at once, other threads do so too
+            except IndexError:
+                break
+            if line.up:
+                return line
+            line.close()
+        spawn.start_if_down(self.places, self.settings, deadline)
+        return channel.Line(self.places.socket)
+
+    def _keep(self, line: channel.Line) -> None:
+        if len(self._lines) < MOST_LINES:
+            self._lines.append(line)
+        else:
+            line.close()
 
     # -- what the commands need ----------------------------------------------------------------------------------
 
@@ -110,3 +146,8 @@ class Session:
             if page.next is None:
                 return sound, corrupt
             after = page.next
+
+
+def _hang_up(lines: list[channel.Line]) -> None:
+    while lines:
+        lines.pop().close()

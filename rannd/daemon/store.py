@@ -53,6 +53,10 @@ HEAD_BYTES = 64 << 10
 """Bytes kept of a value that is set aside."""
 PAGE = 64
 """Entries in one page of a listing."""
+JUMP_S = 1.0
+"""The clock has been set back, not adjusted, where it lost so much."""
+DATED_S = 60.0
+"""Entries of a clock that was set back are dated so long ago: before any refresh that begins now."""
 VERIFY_PAGE = 8
 """Entries checked at once, few, so that other requests are answered in between."""
 
@@ -97,7 +101,11 @@ class Store:
         self._used: dict[str, tuple[float, int]] = {}
         self._counted: dict[str, int] = {}
         self._db: sqlite3.Connection | None = None
+        """None: closed, or not opened again yet after it was lost."""
         self._file: tuple[int, int] | None = None
+        self._closed = False
+        self._offset = time.time() - time.monotonic()
+        """By it the clock's being set back is noticed."""
         with self._errors("opened"):
             try:
                 self._open()
@@ -105,6 +113,7 @@ class Store:
                 if not _unreadable(exc):
                     raise
                 self._begin_anew(exc)
+            self._date_again(time.time())
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -121,7 +130,8 @@ class Store:
                 return None
             self.count("hits")
             self.count(f"hits/{row[1]}")
-            self._used[key] = (time.time(), self._used.get(key, (0.0, 0))[1] + 1)
+            now = self._now()
+            self._used[key] = (now, self._used.get(key, (0.0, 0))[1] + 1)
             value = Value(bytes(row[-1]), row[-2])
             if len(self._used) >= MAX_UNWRITTEN:
                 self.flush()
@@ -131,6 +141,7 @@ class Store:
     def stored_since(self, key: str, moment: float) -> bool:
         """Whether `key` has a value stored at or after `moment` (seconds since the epoch)."""
         with self._errors("read"), self._healing():
+            self._now()
             found = self._sql.execute("SELECT 1 FROM entries WHERE key = ? AND created >= ?", (key, moment))
             return found.fetchone() is not None
         return False
@@ -214,7 +225,7 @@ class Store:
                     f"a value of {len(entry.value)} bytes is above the cache's limit of {self.max_bytes}; "
                     "raise cache_max_gb to keep it"
                 )
-        now = time.time()
+        now = self._now()
         rows = []
         for entry in entries:
             components = json.dumps(entry.components, sort_keys=True)
@@ -310,7 +321,7 @@ class Store:
             values.append(kind)
         if older_than_s is not None:
             wanted.append("used <= ?")
-            values.append(time.time() - older_than_s)
+            values.append(self._now() - older_than_s)
         if keys is not None:
             wanted.append("(0" + " OR key LIKE ? || '%'" * len(keys) + ")")
             values += keys
@@ -332,68 +343,107 @@ class Store:
             self._counted[name] = self._counted.get(name, 0) + by
 
     def flush(self) -> None:
-        """Write down last-use times and statistics. A full disk loses them, with a line in the log, nothing else."""
+        """Write down last-use times and statistics. Without a disk to write to they are lost, with a line in the log,
+        and nothing else is.
+        """
         if not (self._used or self._counted):
             return
         try:
             with self._healing(), self._transaction():
                 self._write_counts()
-        except sqlite3.Error as exc:
+        except (sqlite3.Error, OSError, DaemonError) as exc:
             self._log.warning("last-use times and statistics are not written: %s", exc)
         self._used.clear()
         self._counted.clear()
 
     def close(self) -> None:
         """Flush and close."""
-        if self._db is not None:
+        if not self._closed:
             self.flush()
-            self._db.close()
-            self._db = None
+            self._closed = True
+            if self._db is not None:
+                self._db.close()
+                self._db = None
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     @property
     def _sql(self) -> sqlite3.Connection:
         """The open file. Where somebody has deleted or moved it, a new one: what is written must be found again."""
-        if self._db is None:
+        if self._closed:
             raise DaemonError(f"the store {self.path} is closed")
-        if self._db.in_transaction or identity(self.path) == self._file:
-            return self._db
-        self._log.warning("the store %s was taken away: a new one begins", self.path)
-        self._db.close()
+        if self._db is not None:
+            if self._db.in_transaction or identity(self.path) == self._file:
+                return self._db
+            self._log.warning("the store %s was taken away: a new one begins", self.path)
+            self._db.close()
+            self._db = None
         os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
-        self._open()
-        return self._db
+        return self._open()
 
-    def _open(self) -> None:
+    def _open(self) -> sqlite3.Connection:
         # The descriptor makes the file with its mode before SQLite would with the process's umask.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._file = identity(self.path)
         self._db = db = sqlite3.connect(self.path, timeout=self._busy_s, isolation_level=None)
+        try:
+            self._prepare(db)
+        except BaseException:
+            db.close()
+            self._db = None  # half of a store is none: the next request tries again
+            raise
+        return db
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
         # A flipped byte may break UTF-8: such a text must fail its checksum, not the query.
         db.text_factory = lambda raw: raw.decode("utf-8", "replace")
-        network = on_network(self.path)
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        db.execute(f"PRAGMA journal_mode = {'DELETE' if network else 'WAL'}").fetchone()
-        db.execute(f"PRAGMA synchronous = {'FULL' if network else 'NORMAL'}")
-        db.execute("PRAGMA journal_size_limit = 16777216")
         written = int(db.execute("PRAGMA user_version").fetchone()[0])
-        if written > FORMAT + PLAUSIBLE:
+        if not 0 <= written <= FORMAT + PLAUSIBLE:
             raise _NotOurs(f"its format is {written}")
-        if written > FORMAT:
-            db.close()
-            self._db = None
+        if written > FORMAT:  # before anything is changed: it is another version's
             raise DaemonError(
                 f"the store {self.path} is of format {written}, which a newer rannd wrote; this one reads {FORMAT}: "
                 "update it, or set XDG_CACHE_HOME to a directory of its own"
             )
+        network = on_network(self.path)
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        db.execute(f"PRAGMA journal_mode = {'DELETE' if network else 'WAL'}").fetchone()
+        db.execute(f"PRAGMA synchronous = {'FULL' if network else 'NORMAL'}")
+        db.execute("PRAGMA journal_size_limit = 16777216")
         with self._transaction():  # takes the exclusive lock, kept until the file is closed
             db.execute(f"PRAGMA user_version = {FORMAT}")
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 db.execute(statement)
             db.execute("INSERT OR IGNORE INTO statistics VALUES ('corrupt', 0)")
             db.execute("UPDATE statistics SET count = count WHERE name = 'corrupt'")
+
+    def _now(self) -> float:
+        """Seconds since the epoch. Where the clock has been set back, entries are dated again before that."""
+        now = time.time()
+        offset = now - time.monotonic()
+        back, self._offset = self._offset - offset, offset
+        if back > JUMP_S:
+            self._date_again(now)
+        return now
+
+    def _date_again(self, now: float) -> None:
+        """Date entries that claim a use in the future: else they would be the latest used for ever, and of no age."""
+        self.flush()  # what waits to be written has such times too
+        late: list[Any] = []
+        try:
+            with self._healing(), self._transaction():
+                late = self._sql.execute("SELECT key FROM entries WHERE used > ? ORDER BY used, key", (now,)).fetchall()
+                first = now - DATED_S - len(late) * 1e-6  # a microsecond each keeps their order
+                self._sql.executemany(
+                    "UPDATE entries SET used = ?, created = min(created, ?) WHERE key = ?",
+                    [(first + place * 1e-6, first, key) for place, (key,) in enumerate(late)],
+                )
+        except (sqlite3.Error, OSError, DaemonError) as exc:
+            self._log.warning("entries used in the future are not dated again: %s", exc)
+            return
+        if late:
+            self._log.info("the clock was set back: %d entries used later than now are dated again", len(late))
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ from rannd.profile.costs import CostTable
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.bound import planned_stages
-from rannd.runtime.cache import GIB, Cache, holder
+from rannd.runtime.cache import GIB, Cache, holder, understood
 from rannd.runtime.deployment_file import named, read_file
 from rannd.runtime.fit import lower_limit, short
 from rannd.runtime.measuring import Measuring
@@ -53,6 +53,8 @@ LEASE_WAIT_S = 1200.0
 
 The other ranks wait meanwhile, and give up after the 30 minutes of their groups.
 """
+
+_LIMIT = msgspec.msgpack.Decoder(int)
 
 
 @dataclass(frozen=True)
@@ -243,11 +245,12 @@ class Planner:
 
     def _known_limit(self, base: Key) -> int:
         """What an earlier run that ran out of memory left for the next one, 0 for nothing. Collective."""
-        data = b""
-        if self._cache.client is not None:
-            data = self._cache.client.get(limit_key(base)) or b""
-        data = self._world.broadcast_bytes(data)
-        return msgspec.msgpack.decode(data, type=int) if data else 0
+        limit = 0
+        client = self._cache.client
+        if client is not None:
+            key = limit_key(base)
+            limit = understood(client, key, client.get(key), _LIMIT) or 0
+        return msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(limit)), type=int)
 
     def _below(self, limit: int) -> Deployment | None:
         """A deployment for a lower limit, None where there is none, or no limit. Collective."""

@@ -28,6 +28,7 @@ from rannd.profile.kept import Memory
 from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import Sample
 from rannd.profile.points import Measured, lacking, ladder, total
+from rannd.runtime.cache import understood
 from rannd.runtime.world import World
 
 _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
@@ -114,9 +115,9 @@ class Measuring:
         if self.given is not None:
             known.update((each, self.given.blocks[each]) for each in keys if each in self.given.blocks)
         if client is not None:
-            for each, value in zip(keys, client.get_many(list(keys.values())), strict=True):
-                if value is not None:
-                    kept = _MEASURED.decode(value)
+            for (each, key), value in zip(keys.items(), client.get_many(list(keys.values())), strict=True):
+                kept = understood(client, key, value, _MEASURED)
+                if kept is not None:
                     known[each] = known[each].joined(kept) if each in known else kept
         self.profile = msgspec.msgpack.decode(
             self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, Measured]
@@ -184,7 +185,9 @@ class Measuring:
         )
         data = b""
         if client is not None:
-            data = client.get(key) or b""
+            found = client.get(key)
+            if found is not None and understood(client, key, found, _LINKS) is not None:
+                data = found
         data = self._world.broadcast_bytes(data)
         if data:
             return _LINKS.decode(data)

@@ -111,6 +111,8 @@ class World:
     finite: Finite = field(default_factory=Finite)
     uncompared: list[tuple[int, float, bool]] = field(default_factory=list)
     """Backwards that the ranks have not compared yet: see `rannd.runtime.agreement.compare_later`."""
+    uncached: bool = False
+    """This rank has lost the daemon, and said so: it asks none any more."""
 
     @property
     def rank(self) -> int:

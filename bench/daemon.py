@@ -1,0 +1,242 @@
+"""The daemon: look-ups by many clients, puts, its start, its memory. No torch, no ranks; in a home of its own.
+
+    python bench/daemon.py [--clients 1 8 64] [--lookups 2000] [--entries 1000 10000] [--deployments 500] [--starts 15]
+
+Everything goes through `rannd.daemon.client.Client`, as a job's requests do: over a connection that is kept, from
+processes that have asked before. Entries have 1 kB of noise under keys of profiles.
+
+in turn   each client asks again as soon as it has its answer: what the daemon can do. With 64 clients a look-up
+          then takes as long as 64 of them take, and the clients want the cores as well
+now and   each client asks ten times a second, at random moments: what jobs would do that all start at once, and the
+then      case the goal is for
+start     from a client without a daemon to its first answer: process, imports, store, socket, greeting, look-up
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import zmq
+
+from rannd.config import Config
+from rannd.daemon import spawn
+from rannd.daemon.client import Client, connect
+from rannd.daemon.keys import Key, deployment_key, profile_key
+from rannd.daemon.places import places
+
+KB, MIB = 1000, 1 << 20
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "rannd": "0.1.0"}
+PAUSE_S = 0.1
+"""Mean pause of a client that asks now and then."""
+ROW = "{:52s} {:>12s} {:>12s} {:>14s}   {}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64], help="processes that ask at once")
+    parser.add_argument("--lookups", type=int, default=2000, help="of all clients of one row together, at the least")
+    parser.add_argument("--entries", type=int, nargs="+", default=[1000, 10_000], help="in the store, more and more")
+    parser.add_argument("--deployments", type=int, default=500, help="among which the nearest is looked for")
+    parser.add_argument("--starts", type=int, default=15, help="of the daemon")
+    options = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="rannd-bench-"))
+    for name, variable in (("run", "XDG_RUNTIME_DIR"), ("cache", "XDG_CACHE_HOME")):
+        (home / name).mkdir(mode=0o700)
+        os.environ[variable] = str(home / name)
+    print(ROW.format("", "median", "99th of 100", "a second", "goal"))
+    try:
+        starts(options.starts)
+        with client() as one:
+            for number, entries in enumerate(sorted(options.entries)):
+                fill(one, entries)
+                if not number:
+                    lookups(options.clients, options.lookups, entries)
+                    writes(one, max(5, options.lookups // 20))
+                memory(entries)
+            nearest(one, options.deployments, max(5, options.lookups // 40))
+    finally:
+        spawn.stop(places(), "bench", time.monotonic() + 60)
+        shutil.rmtree(home)
+
+
+def client() -> Client:
+    made = connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30)
+    if not made.connected:
+        sys.exit("there is no daemon to measure; the line above says why")
+    return made
+
+
+def profile(number: int) -> Key:
+    return profile_key(block_hash=f"{number:064x}", device_model="bench", threads=1, versions=VERSIONS)
+
+
+def noise(length: int) -> bytes:
+    return random.Random(length).randbytes(length)
+
+
+def fill(one: Client, entries: int) -> None:
+    one.put_many((profile(number), noise(KB)) for number in range(entries))
+
+
+def row(name: str, times: Sequence[float], a_second: float | None = None, goal: str = "") -> None:
+    """A line of the table, of times in seconds."""
+    late = sorted(times)[min(len(times) - 1, int(len(times) * 0.99))]
+    rate = f"{a_second:,.0f}" if a_second is not None else ""
+    print(ROW.format(name, f"{statistics.median(times) * 1e3:.2f} ms", f"{late * 1e3:.2f} ms", rate, goal), flush=True)
+
+
+def timed(action: Callable[[], object], repeats: int) -> list[float]:
+    found = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        action()
+        found.append(time.perf_counter() - begun)
+    return found
+
+
+# -- look-ups ------------------------------------------------------------------------------------------------------
+
+
+def lookups(clients: Sequence[int], wanted: int, entries: int) -> None:
+    for number in clients:
+        each = max(10, wanted // number)
+        times, took = herd(number, each, entries, 0.0)
+        row(f"look-up, {number} {'client' if number == 1 else 'clients'} in turn", times, len(times) / took)
+        times, took = herd(number, max(10, min(each, int(5 / PAUSE_S))), entries, PAUSE_S)
+        goal = "1 ms, 5 ms" if number == max(clients) else ""
+        row(f"look-up, {number} now and then", times, len(times) / took, goal)
+
+
+def herd(clients: int, each: int, entries: int, pause_s: float) -> tuple[list[float], float]:
+    """Times of all look-ups of so many processes, and how long all of it took; in seconds."""
+    gate, opened = os.pipe()
+    ready, told = os.pipe()
+    pipes = [os.pipe() for _ in range(clients)]
+    children = []
+    for number, (_, result) in enumerate(pipes):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(opened)
+                times = member(number, each, entries, pause_s, gate, told)
+                with os.fdopen(result, "w") as file:
+                    file.write(" ".join(map(repr, times)))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+        os.close(result)
+    for _ in children:
+        os.read(ready, 1)
+    begun = time.perf_counter()
+    os.close(opened)
+    found = []
+    for source, _ in pipes:
+        with os.fdopen(source) as file:
+            found += [float(word) for word in file.read().split()]
+    took = time.perf_counter() - begun
+    for each_end in (gate, ready, told):
+        os.close(each_end)
+    if [os.waitpid(child, 0)[1] for child in children] != [0] * clients:
+        sys.exit("a client failed; the lines above say why")
+    return found, took
+
+
+def member(number: int, each: int, entries: int, pause_s: float, gate: int, told: int) -> list[float]:
+    """One process of the herd: times of its look-ups in seconds."""
+    chance = random.Random(number)
+    many = [profile(chance.randrange(entries)) for _ in range(each)]
+    found = []
+    with client() as mine:
+        for _ in range(5):
+            mine.get(many[0])
+        os.write(told, b"+")
+        os.read(gate, 1)
+        for key in many:
+            if pause_s:
+                time.sleep(chance.random() * 2 * pause_s)
+            begun = time.perf_counter()
+            value = mine.get(key)
+            found.append(time.perf_counter() - begun)
+            assert value is not None
+    return found
+
+
+# -- the others ----------------------------------------------------------------------------------------------------
+
+
+def writes(one: Client, repeats: int) -> None:
+    small, large = noise(KB), noise(MIB)
+    row("put of 1 kB", timed(lambda: one.put(profile(0), small), repeats))
+    row("put of 1 MiB", timed(lambda: one.put(profile(0), large), repeats))
+    row("look-up of 1 MiB", timed(lambda: one.get(profile(0)), repeats))
+    one.put(profile(0), small)
+    batch = [(profile(number), small) for number in range(256)]
+    keys = [key for key, _ in batch]
+    row("put of 256 entries of 1 kB, one message", timed(lambda: one.put_many(batch), repeats))
+    row("look-up of the 256, one message", timed(lambda: one.get_many(keys), repeats))
+
+
+def memory(entries: int) -> None:
+    with client() as one:  # after all have been read
+        for first in range(0, entries, 256):
+            one.get_many([profile(number) for number in range(first, min(first + 256, entries))])
+    pid = int(Path(places().life).read_text())
+    size = psutil.Process(pid).memory_info().rss
+    print(ROW.format(f"memory of the daemon, {entries} entries", f"{size / MIB:.1f} MiB", "", "", "60 MB"), flush=True)
+
+
+def nearest(one: Client, deployments: int, repeats: int) -> None:
+    """A job that missed its deployment asks which one is nearest."""
+
+    def key(batch: int) -> Key:
+        return deployment_key(
+            graph_hash=f"{batch % 7:064x}",
+            inputs=[("input_ids", "torch.int64", (batch, 1024)), ("labels", "torch.int64", (batch, 1024))],
+            global_batch=batch,
+            world_size=8,
+            topology=[(0, device) for device in range(8)],
+            device_model="bench",
+            device_memory=32 << 30,
+            backend="gloo",
+            versions=VERSIONS,
+            plan_items=Config().plan_items(),
+            optimizer="torch.optim.adamw.AdamW",
+        )
+
+    one.put_many((key(batch), noise(10 * KB)) for batch in range(1, deployments + 1))
+    row(f"why, {deployments} deployments", timed(lambda: one.why(key(deployments + 1)), repeats))
+
+
+def starts(repeats: int) -> None:
+    python = [sys.executable, "-I", "-S", "-c"]
+    bare = timed(lambda: subprocess.run([*python, "pass"], check=True), repeats)
+    site = str(Path(zmq.__file__).parents[1])
+    zeromq = timed(lambda: subprocess.run([*python, f"import sys; sys.path.append({site!r}); import zmq"]), repeats)
+    whole = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        with client() as one:
+            one.get(profile(0))
+            whole.append(time.perf_counter() - begun)
+        spawn.stop(places(), "bench", time.monotonic() + 60)
+    beyond = statistics.median(bare)
+    row("python -I -S -c pass", bare)
+    row("the same, and import zmq", zeromq)
+    row("start to first answer", whole)
+    row("the same without Python's own start", [each - beyond for each in whole], goal="100 ms")
+
+
+if __name__ == "__main__":
+    main()
