@@ -1,6 +1,6 @@
 """The command `rannc-cache`: look into this user's cache on this node, and clear it.
 
-Its larger verbs are in why.py and prune.py.
+Its larger verbs are in why.py, prune.py and transfer.py.
 
 Works whether or not the daemon runs: it is started just in time, as by a job.
 """
@@ -34,6 +34,7 @@ from rannd.runner.entries import (
     total_text,
 )
 from rannd.runner.prune import prune
+from rannd.runner.transfer import export_command, import_command
 from rannd.runner.why import why
 
 CORRUPT = 1
@@ -194,5 +195,5 @@ def _row(entry: EntryInfo) -> tuple[str, ...]:
     return (entry.kind, entry.key, *ages, size_text(entry.length), summary(entry.kind, entry.components))
 
 
-for _command in (why, prune):
+for _command in (why, prune, export_command, import_command):
     main.add_command(_command)
