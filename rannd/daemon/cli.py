@@ -9,10 +9,12 @@ import time
 import click
 
 from rannd.daemon import boot, protocol, spawn
-from rannd.daemon.command import Commands, configured_session, duration_text, print_json, size_text
+from rannd.daemon.command import Commands, configured_session, print_json
+from rannd.daemon.metrics import exposition
 from rannd.daemon.session import Session
+from rannd.daemon.status import lines
 from rannd.daemon.version import version
-from rannd.errors import DaemonError
+from rannd.errors import DaemonError, UsageError
 
 NOT_RUNNING = 3
 """Exit code of `rannd status` without a daemon, as with systemctl and LSB scripts."""
@@ -47,32 +49,28 @@ def restart() -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--prometheus", is_flag=True, help="Print metrics in Prometheus' text format.")
 @click.pass_context
-def status(ctx: click.Context, as_json: bool) -> None:
+def status(ctx: click.Context, as_json: bool, prometheus: bool) -> None:
     """Show how the daemon is, without starting it. Exit code 3: it does not run."""
+    if as_json and prometheus:
+        raise UsageError("--json and --prometheus are two formats; give one of them")
     session = configured_session()
     if not boot.answers(session.places.socket):
         if as_json:
             print_json({"running": False, "socket": session.places.socket, "store": session.places.store})
+        elif prometheus:
+            click.echo(exposition(None), nl=False)
         else:
             click.echo(f"no daemon runs (it would listen at {session.places.socket})")
         ctx.exit(NOT_RUNNING)
     state = session.state()
     if as_json:
         print_json({"running": True, **_fields(state)})
-        return
-    idle = f"exits after {state.idle_s:g} s without work" if state.idle_s > 0 else "never exits by itself"
-    click.echo(f"rannd {state.version}, pid {state.pid}, up for {duration_text(state.uptime_s)}, {idle}")
-    click.echo(f"requests  {state.requests}, {state.rejected} rejected")
-    click.echo(f"entries   {state.entries}, {size_text(state.bytes)} of {size_text(state.max_bytes)}")
-    click.echo(f"socket    {state.socket}")
-    click.echo(f"store     {state.store}")
-    click.echo(f"log       {state.log}")
-    for lease in state.leases:
-        click.echo(
-            f"lease     {lease.key[:12]} held by process {lease.pid} for {duration_text(lease.since_s)}, "
-            f"{lease.waiting} waiting"
-        )
+    elif prometheus:
+        click.echo(exposition(state), nl=False)
+    else:
+        click.echo("\n".join(lines(state)))
 
 
 @main.command()
