@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 
 import click
 
-from rannd.daemon import boot, protocol, spawn
+from rannd.daemon import boot, protocol, service, spawn
 from rannd.daemon.command import Commands, configured_session, print_json
 from rannd.daemon.metrics import exposition
+from rannd.daemon.places import places
 from rannd.daemon.session import Session
 from rannd.daemon.status import lines
 from rannd.daemon.version import version
@@ -85,6 +87,36 @@ def run(idle: float | None) -> None:
     told = f"rannd {settings.version}, pid {os.getpid()}, listens at {session.places.socket}"
     if not boot.run(session.places, settings, on_ready=told):
         raise DaemonError(f"a daemon listens at {session.places.socket} already; see `rannd status`")
+
+
+@main.command()
+@click.option("--print", "only_print", is_flag=True, help="Print the units and write nothing.")
+@click.option("--force", is_flag=True, help="Write over units that say something else.")
+def install_service(only_print: bool, force: bool) -> None:
+    """Write units for systemd, so that it listens for the daemon and starts it. Enables nothing."""
+    where = places()
+    made, folder = service.units(where, service.executable()), service.directory()
+    if only_print:
+        for name, text in made.files().items():
+            click.echo(f"# {folder / name}\n{text}")
+        return
+    where.secure_cache()  # the service may write there, but could not make it
+    files = service.install(made, folder, force=force)
+    for file, written in files.items():
+        click.echo(f"wrote {file}" if written else f"{file} is there already")
+    click.echo(_HOW_TO.format(files=" ".join(map(shlex.quote, map(str, files)))))
+
+
+_HOW_TO = """
+To let systemd listen for the daemon, from now on and after each login:
+  rannd stop
+  systemctl --user daemon-reload
+  systemctl --user enable --now rannd.socket
+
+To undo it:
+  systemctl --user disable --now rannd.socket rannd.service
+  rm {files}
+  systemctl --user daemon-reload"""
 
 
 def _stop(session: Session, reason: str) -> bool:
