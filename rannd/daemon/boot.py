@@ -72,7 +72,12 @@ def run(places: Places, settings: Settings, *, on_ready: str | None = None, read
         os.ftruncate(life, 0)
         os.pwrite(life, b"%d\n" % os.getpid(), 0)
         listener = activated or _listen(places.socket)
-        server = Server(places, settings, listener, owns_socket=activated is None)
+        try:
+            server = Server(places, settings, listener, owns_socket=activated is None)
+        except DaemonError:
+            if activated is None:
+                os.unlink(places.socket)  # nobody will answer there
+            raise
         if on_ready is not None:
             print(on_ready, flush=True)
         if ready_fd is not None:

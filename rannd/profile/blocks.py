@@ -11,7 +11,7 @@ from torch.fx import Node
 from rannd.graph.cut import Part, extract
 from rannd.graph.model import ModelGraph
 from rannd.log import Progress
-from rannd.profile.measure import Sample, measure
+from rannd.profile.measure import Sample, finish, measure
 from rannd.profile.points import Measured, middle
 
 TURNS = 3
@@ -62,6 +62,7 @@ def measure_missing(
                         earlier.append(measured)
                     took[key] += time.perf_counter() - start
                 progress.step()
+    finish()
     merged: dict[str, Measured] = {}
     for data in gather(msgspec.msgpack.encode({key: middle(each) for key, each in found.items()})):
         merged.update(_found.decode(data))

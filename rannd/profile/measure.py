@@ -292,6 +292,11 @@ def _evict(device: torch.device) -> None:
 _others: dict[torch.device, torch.Tensor] = {}
 
 
+def finish() -> None:
+    """Give back the memory that measuring holds from one part to the next."""
+    _others.clear()
+
+
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -204,7 +204,7 @@ class Planner:
             self._tell_hit(deployment, key)
             return deployment
         if client is not None and (reason := client.why(key)):
-            log.get("RaNNCModule").info("Planning anew: %s", reason)
+            log.get("RaNNCModule").info("No deployment of this job is kept: %s", reason)
         if lease is not None:
             self._doing = lease.progress
             self._measuring.tell = lambda part: self._doing(f"profiling, {part:.0%}")

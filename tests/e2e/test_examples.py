@@ -74,6 +74,7 @@ def test_gpt2_learns(home: Home, ranks: int) -> None:
     assert losses[3] < 4.5
 
 
+@pytest.mark.full
 def test_gpt2_in_three_stages_sees_the_same_losses(home: Home) -> None:
     whole = _losses(_run(home, 4, "gpt2_bytes.py", *TINY_GPT2, RANNC_PARTITION_NUM="1"))
     staged = _losses(_run(home, 4, "gpt2_bytes.py", *TINY_GPT2, RANNC_PARTITION_NUM="3", RANNC_PIPELINE_NUM="2"))
@@ -82,7 +83,12 @@ def test_gpt2_in_three_stages_sees_the_same_losses(home: Home) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [(1, 1), pytest.param(2, 1, marks=pytest.mark.full), (2, 2), (4, 1), pytest.param(4, 4, marks=pytest.mark.full)],
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.full),
+        (2, 2),
+        *(pytest.param(4, stages, marks=pytest.mark.full) for stages in (1, 4)),
+    ],
 )
 def test_digits_are_learned(home: Home, ranks: int, stages: int) -> None:
     output = _run(home, ranks, "digits.py", RANNC_PARTITION_NUM=str(stages))

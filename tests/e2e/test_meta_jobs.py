@@ -23,6 +23,7 @@ def digests(job: Job, folder: Path, which: str, plans: list[tuple[int, int]]) ->
     return found
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1500)
 def test_values_do_not_depend_on_ranks_and_stages_and_training_is_that_of_the_whole_model(
     job: Job, tmp_path: Path

@@ -21,6 +21,7 @@ def profiles(job: Job) -> int:
     return len(re.findall(r"^profile\t", job.run("rannc-cache", "ls"), re.MULTILINE))
 
 
+@pytest.mark.full
 def test_one_profile_is_enough_for_all_sizes(job: Job, tmp_path: Path) -> None:
     output = job.run("python", "tests/e2e/programs/profiling.py", "16")
     blocks = {int(number) for number in re.findall(r"rank 0: (\d+) blocks, rows \(1, 4, 16\)", output)}
@@ -75,6 +76,7 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
     assert file.read_bytes() == b"something else"
 
 
+@pytest.mark.full
 def test_a_file_is_written_where_the_deployment_is_known_too_and_its_content_is_part_of_the_key(
     job: Job, tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_file_is_written_where_the_deployment_is_known_too_and_its_content_is_
     assert "Starting model partitioning" in job.train(2, *TUTORIAL, **variables)
 
 
+@pytest.mark.full
 def test_operators_are_measured_and_added_up(job: Job, tmp_path: Path) -> None:
     """Layers of a product and what follows it are measured together, or the operators alone."""
     found = {}

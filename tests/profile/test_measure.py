@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rannd.graph.signature import Mode, classify, flatten_call
 from rannd.graph.structure import block_hashes, crossing
 from rannd.profile.blocks import block_part, measure_missing
 from rannd.profile.costs import BlockCost
-from rannd.profile.measure import Sample, measure
+from rannd.profile.measure import CACHES, Sample, measure
 from rannd.profile.points import Measured
 
 CPU = torch.device("cpu")
@@ -251,7 +252,13 @@ def test_each_structure_is_measured_by_one_of_the_ranks() -> None:
         return block_part(graph, ops[key]), ()
 
     missing = dict.fromkeys(ops, (4,))
-    found = measure_missing(missing, part_of, sample, rank=0, world=1, gather=lambda data: [data])
+    told: list[float] = []
+    found = measure_missing(missing, part_of, sample, rank=0, world=1, gather=lambda data: [data], tell=told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    plain = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.uint8]
+    held = [each for each in plain if each.numel() == CACHES]
+    assert not held, "what drives out caches is given back"
     assert set(found) == set(made) == set(ops)
     assert len(made) == 3
     sent: list[bytes] = []

@@ -1,0 +1,93 @@
+"""Several jobs and one daemon: what one makes the others have; and a run that misses says why."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from job import Job
+
+pytestmark = pytest.mark.ranks
+
+TUTORIAL = ("examples/tutorial.py", "64", "256", "4")
+ANEW = "No deployment of this job is kept: "
+
+
+def test_two_jobs_at_once_make_one_plan(job: Job) -> None:
+    job.run("rannc-cache", "clear")
+    with ThreadPoolExecutor(2) as both:
+        outputs = list(both.map(lambda _: job.train(2, *TUTORIAL), range(2)))
+    assert sorted(output.count("Running profiler") for output in outputs) == [0, 1]
+    (waited,) = (output for output in outputs if "Running profiler" not in output)
+    assert re.search("Using deployment [0-9a-f]+ from the cache", waited)
+    entries = json.loads(job.run("rannc-cache", "ls", "--json"))
+    assert [entry["kind"] for entry in entries].count("deployment") == 1
+
+
+def test_a_run_that_plans_again_says_why(job: Job) -> None:
+    job.run("rannc-cache", "clear")
+    assert f"{ANEW}the cache has no other deployment" in job.train(2, *TUTORIAL)
+    known = job.train(2, *TUTORIAL)
+    assert ANEW not in known
+    again = job.train(2, *TUTORIAL, RANNC_MEM_MARGIN="0.25")
+    (line,) = re.findall(rf"{ANEW}(.*)", again)
+    kept = json.loads(job.run("rannc-cache", "ls", "--json"))
+    deployments = [entry for entry in kept if entry["kind"] == "deployment"]
+    first = min(deployments, key=lambda entry: entry["created"])
+    assert line.startswith(f"the nearest deployment in the cache, {first['key'][:12]}, has another device_memory ")
+    assert "plan.mem_margin 0.25, there 0.1" in line
+
+
+def test_the_daemons_progress_is_shown_by_who_waits(job: Job) -> None:
+    """A third process holds the lease of the job's plan, and says what it does."""
+    job.run("rannc-cache", "clear")
+    made = job.train(2, *TUTORIAL)
+    assert "Running profiler" in made
+    entries = json.loads(job.run("rannc-cache", "ls", "--json"))
+    (deployment,) = (entry for entry in entries if entry["kind"] == "deployment")
+    holder = f"""
+import json, subprocess, sys
+from rannd.daemon import keys
+from rannd.daemon.client import Lease, connect
+client = connect(mode="refresh", timeout_s=60, idle_s=600, max_bytes=1 << 30)
+key = keys.Key("deployment", {deployment["key"]!r}, json.loads({json.dumps(deployment["components"])!r}))
+lease = client.lease(key, 0, who="rank 0 of job 4711")
+assert isinstance(lease, Lease)
+lease.progress("profiling, 40 %")
+value = connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30).get(key)
+connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30).discard(key, "made again")
+command = ["rannc-run", "-np", "2", *sys.argv[1:]]
+job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+for line in job.stdout:
+    print(line, end="")
+    if "waiting for it" in line and "profiling" in line:
+        client.put(key, value)
+lease.release()
+sys.exit(job.wait())
+"""
+    output = job.run("python", "-c", holder, *TUTORIAL)
+    assert re.search(r"rank 0 of job 4711 is profiling, 40 %, for .* so far; waiting for it", output)
+    assert "Running profiler" not in output
+    assert "Using deployment" in output
+
+
+def test_a_failed_plan_is_not_kept(job: Job) -> None:
+    job.run("rannc-cache", "clear")
+    assert "no plan fits" in job.train(2, *TUTORIAL, code=1, RANNC_MEM_LIMIT_GB="0.0005")
+    assert '"deployment"' not in job.run("rannc-cache", "ls", "--json")
+    assert '"leases": []' in job.run("rannd", "status", "--json")
+
+
+def test_a_container_that_shares_the_home_alone_runs_uncached(job: Job, tmp_path: Path) -> None:
+    """Its runtime directory is another one, so it cannot see the daemon that holds the store."""
+    known = job.train(2, *TUTORIAL)
+    other = tmp_path / "run"
+    other.mkdir(mode=0o700)
+    output = job.train(2, *TUTORIAL, XDG_RUNTIME_DIR=str(other))
+    assert len(re.findall(r"is held by another process, perhaps in another container", output)) >= 1
+    assert "from the cache" not in output
+    assert sorted(re.findall("Finished on rank.", output)) == sorted(re.findall("Finished on rank.", known))
+    assert not list(other.glob("rannd/*.sock"))
