@@ -80,7 +80,7 @@ def _print_miss(miss: Miss) -> None:
     if not miss.nearest:
         click.echo(f"the cache had no other {miss.kind} then")
         return
-    click.echo(f"the nearest {miss.kind} in the cache was {miss.nearest[:12]}; it differs in {len(miss.differences)}")
+    click.echo(f"the nearest {miss.kind} in the cache was {miss.nearest[:12]}; what differs:")
     _print_differences(miss.differences, "wanted", "there")
 
 

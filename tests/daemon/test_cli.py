@@ -179,4 +179,4 @@ def test_stop_waits_for_the_end(daemon_home) -> None:
 
 def test_help_names_every_command() -> None:
     told = rannd("--help").stdout
-    assert all(f"\n  {name} " in told for name in ("start", "stop", "restart", "status", "run"))
+    assert all(f"\n  {name} " in told for name in ("start", "stop", "restart", "status", "run", "install-service"))

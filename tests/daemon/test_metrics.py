@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from rannd.daemon.metrics import exposition
 from rannd.daemon.protocol import KindCount, LeaseInfo, State, Statistics
@@ -83,6 +84,11 @@ def test_all_metrics() -> None:
 def test_no_count_of_the_store_is_forgotten() -> None:
     told = parse(exposition(STATE))
     assert all(f"rannd_{name}_total" in told for name in Statistics.__struct_fields__)
+
+
+def test_the_page_names_all_metrics() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "daemon.md").read_text()
+    assert set(re.findall(r"`(rannd_[a-z_]+)(?:\{[a-z,]+\})?`", page)) == set(parse(exposition(STATE)))
 
 
 def test_without_a_daemon() -> None:

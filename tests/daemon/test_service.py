@@ -297,3 +297,16 @@ def test_the_installed_units_serve_a_client(config: Path, daemon_home) -> None:
             assert daemon.wait() == 0
         assert Path(places().store).is_file()
         assert Path(listen).exists(), "the socket is systemd's"
+
+
+def test_status_does_not_wake_the_daemon(daemon_home) -> None:
+    where = places()
+    where.secure_runtime()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(where.socket)
+        listener.listen(16)
+        listener.setblocking(False)
+        assert rannd("status").returncode == 3
+        assert rannd("status", "--prometheus").stdout.endswith("rannd_up 0\n")
+        with pytest.raises(BlockingIOError):
+            listener.accept()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
+from pathlib import Path
 
+import click
 import msgspec
 import pytest
 from cache_command import BIN, PROFILES, cache, client, deployment, on_terminal
 from plan_graphs import chain
 from test_search import deploy
 
+from rannd.daemon.cli import main as rannd
 from rannd.daemon.places import places
 from rannd.daemon.protocol import COMPRESSED
 from rannd.plan.deployment import Deployment, encode
 from rannd.plan.show import show
+from rannd.runner.cache import main as rannc_cache
 
 DEPLOYMENT = deployment(64)
 
@@ -199,3 +204,14 @@ def test_without_a_daemon_it_says_why(daemon_home) -> None:
     assert failed.returncode == 6
     assert "cannot be made" in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize(("name", "group"), [("rannd", rannd), ("rannc-cache", rannc_cache)])
+def test_the_page_has_every_command_with_its_options(name: str, group: click.Group) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "daemon.md").read_text()
+    rows = "\n".join(line for line in page.splitlines() if line.startswith(f"| `{name} "))
+    for verb, command in group.commands.items():
+        row = "\n".join(line for line in rows.splitlines() if re.match(rf"\| `{name} .*\b{verb}\b", line))
+        assert row, verb
+        for option in (word for each in command.params for word in each.opts if word.startswith("--")):
+            assert option in row, f"{verb} {option}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +15,7 @@ from rannd.daemon import keys, protocol
 from rannd.daemon.packing import pack
 from rannd.errors import UsageError
 from rannd.runner import export_file
-from rannd.runner.export_file import End, Exported, Writer, read
+from rannd.runner.export_file import End, Exported, Header, Writer, read
 
 
 def entry(number: int, value: bytes = b"value", rannd: str = "0.1.0") -> Exported:
@@ -158,3 +160,12 @@ def test_an_entry_above_the_limit_is_not_written() -> None:
     large = Exported(key.digest, key.kind, key.components, "1", 0.0, 0, bytes(export_file.MAX_FRAME))
     with pytest.raises(UsageError, match="the most that a file may hold"):
         Writer(io.BytesIO(), "1", 0.0).add(large)
+
+
+def test_the_page_says_what_the_grammar_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "daemon.md").read_text()
+    assert f"The format, {export_file.FORMAT}, " in page
+    assert f"the line `{export_file.MAGIC.decode().rstrip()}`" in page
+    for frame_type in (Header, Exported, End):
+        (row,) = re.findall(rf"^\|.*`t` = `{frame_type.__struct_config__.tag}`.*$", page, re.M)
+        assert re.findall(r"`(\w+)`(?=[,:( ]| \|)", row)[2:] == list(frame_type.__struct_fields__)

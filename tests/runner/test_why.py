@@ -71,7 +71,7 @@ def test_the_last_miss(filled) -> None:
     told = cache("why", "--last").stdout.splitlines()
     assert told[0].startswith(f"deployment {deployment(96).short} was missed at 20")
     assert told[0].endswith(" s ago")
-    assert told[1].endswith("; it differs in 1")
+    assert told[1].endswith("; what differs:")
     assert told[2] == "component\twanted\tthere"
     assert told[3] in ("global_batch\t96\t64", "global_batch\t96\t128")
     assert len(told) == 4, "only the newest"
