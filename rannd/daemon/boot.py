@@ -90,6 +90,18 @@ def run(places: Places, settings: Settings, *, on_ready: str | None = None, read
     return True
 
 
+def lives(places: Places) -> bool:
+    """Whether a daemon holds the `life` lock. Unlike `answers`, this wakes none that systemd would start."""
+    try:
+        life = os.open(places.life, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not locks.try_lock(life, shared=True)
+    finally:
+        os.close(life)
+
+
 def answers(path: str) -> bool:
     """Whether somebody listens at the socket `path`."""
     with socket.socket(socket.AF_UNIX) as probe:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 
 import click
 
-from rannd.daemon import boot, protocol, spawn
-from rannd.daemon.command import Commands, configured_session, duration_text, print_json, size_text
+from rannd.daemon import boot, protocol, service, spawn
+from rannd.daemon.command import Commands, configured_session, print_json
+from rannd.daemon.metrics import exposition
+from rannd.daemon.places import places
 from rannd.daemon.session import Session
+from rannd.daemon.status import lines
 from rannd.daemon.version import version
-from rannd.errors import DaemonError
+from rannd.errors import DaemonError, UsageError
 
 NOT_RUNNING = 3
 """Exit code of `rannd status` without a daemon, as with systemctl and LSB scripts."""
@@ -47,32 +51,28 @@ def restart() -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--prometheus", is_flag=True, help="Print metrics in Prometheus' text format.")
 @click.pass_context
-def status(ctx: click.Context, as_json: bool) -> None:
+def status(ctx: click.Context, as_json: bool, prometheus: bool) -> None:
     """Show how the daemon is, without starting it. Exit code 3: it does not run."""
+    if as_json and prometheus:
+        raise UsageError("--json and --prometheus are two formats; give one of them")
     session = configured_session()
-    if not boot.answers(session.places.socket):
+    if not (boot.lives(session.places) and boot.answers(session.places.socket)):
         if as_json:
             print_json({"running": False, "socket": session.places.socket, "store": session.places.store})
+        elif prometheus:
+            click.echo(exposition(None), nl=False)
         else:
             click.echo(f"no daemon runs (it would listen at {session.places.socket})")
         ctx.exit(NOT_RUNNING)
     state = session.state()
     if as_json:
         print_json({"running": True, **_fields(state)})
-        return
-    idle = f"exits after {state.idle_s:g} s without work" if state.idle_s > 0 else "never exits by itself"
-    click.echo(f"rannd {state.version}, pid {state.pid}, up for {duration_text(state.uptime_s)}, {idle}")
-    click.echo(f"requests  {state.requests}, {state.rejected} rejected")
-    click.echo(f"entries   {state.entries}, {size_text(state.bytes)} of {size_text(state.max_bytes)}")
-    click.echo(f"socket    {state.socket}")
-    click.echo(f"store     {state.store}")
-    click.echo(f"log       {state.log}")
-    for lease in state.leases:
-        click.echo(
-            f"lease     {lease.key[:12]} held by process {lease.pid} for {duration_text(lease.since_s)}, "
-            f"{lease.waiting} waiting"
-        )
+    elif prometheus:
+        click.echo(exposition(state), nl=False)
+    else:
+        click.echo("\n".join(lines(state)))
 
 
 @main.command()
@@ -87,6 +87,36 @@ def run(idle: float | None) -> None:
     told = f"rannd {settings.version}, pid {os.getpid()}, listens at {session.places.socket}"
     if not boot.run(session.places, settings, on_ready=told):
         raise DaemonError(f"a daemon listens at {session.places.socket} already; see `rannd status`")
+
+
+@main.command()
+@click.option("--print", "only_print", is_flag=True, help="Print the units and write nothing.")
+@click.option("--force", is_flag=True, help="Write over units that say something else.")
+def install_service(only_print: bool, force: bool) -> None:
+    """Write units for systemd, so that it listens for the daemon and starts it. Enables nothing."""
+    where = places()
+    made, folder = service.units(where, service.executable()), service.directory()
+    if only_print:
+        for name, text in made.files().items():
+            click.echo(f"# {folder / name}\n{text}")
+        return
+    where.secure_cache()  # the service may write there, but could not make it
+    files = service.install(made, folder, force=force)
+    for file, written in files.items():
+        click.echo(f"wrote {file}" if written else f"{file} is there already")
+    click.echo(_HOW_TO.format(files=" ".join(map(shlex.quote, map(str, files)))))
+
+
+_HOW_TO = """
+To let systemd listen for the daemon, from now on and after each login:
+  rannd stop
+  systemctl --user daemon-reload
+  systemctl --user enable --now rannd.socket
+
+To undo it:
+  systemctl --user disable --now rannd.socket rannd.service
+  rm {files}
+  systemctl --user daemon-reload"""
 
 
 def _stop(session: Session, reason: str) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from rannd.daemon import channel, locks, protocol, spawn
+from rannd.daemon.packing import Value
 from rannd.daemon.places import Places
 from rannd.daemon.server import Settings
 from rannd.errors import DaemonError
@@ -146,6 +147,44 @@ class Session:
             if page.next is None:
                 return sound, corrupt
             after = page.next
+
+    def prune(self, max_bytes: int) -> list[protocol.EntryInfo]:
+        """Remove the least recently used entries, but none that is leased, until values take `max_bytes`; those
+        removed."""
+        removed: list[protocol.EntryInfo] = []
+        while True:
+            page = self.ask(protocol.Prune(max_bytes), protocol.Entries)
+            removed += page.entries
+            if not page.more:
+                return removed
+
+    def misses(self) -> list[protocol.Miss]:
+        """The latest misses that somebody wondered about, the last one first."""
+        return self.ask(protocol.Misses(), protocol.Missed).misses
+
+    def zero(self) -> None:
+        """Begin to count hits, misses and all else anew."""
+        self.ask(protocol.Zero(), protocol.Done)
+
+    def values(self, entries: Sequence[protocol.EntryInfo]) -> Iterator[Value | None]:
+        """The value of each entry as it is kept, None where it is there no more. Each counts as a hit.
+
+        Of a large cache only one message is in memory at a time: MAX_BATCH_BYTES, or one value that is larger.
+        """
+        done = 0
+        while done < len(entries):
+            part = entries[done : done + protocol.MAX_BATCH]
+            reply = self.ask(protocol.Get([each.key for each in part], [each.kind for each in part]), protocol.Values)
+            if not reply.values:
+                raise DaemonError(f"the daemon answers nothing for {len(part)} keys; `rannd restart`")
+            sizes = reply.sizes or [0] * len(reply.values)
+            for data, size in zip(reply.values[: len(part)], sizes, strict=False):
+                yield None if data is None else Value(data, size)
+                done += 1
+
+    def put(self, entries: list[protocol.NewEntry], version: str) -> None:
+        """Keep these, MAX_BATCH at most, as written by `version` of rannd. On return they survive a kill."""
+        self.ask(protocol.Put(version, entries), protocol.Done)
 
 
 def _hang_up(lines: list[channel.Line]) -> None:

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rannd.errors import DeploymentError
+from rannd.plain_file import PlainFile
 from rannd.plan.deployment import MAX_BYTES, Deployment, encode
-from rannd.runtime.plain_file import PlainFile
 
 _FILE = PlainFile("deployment", "save_deployment", DeploymentError, MAX_BYTES)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from rannd import log
 from rannd.config import Config
 from rannd.errors import ProfileError
+from rannd.plain_file import PlainFile
 from rannd.profile.graph_profile import MAX_BYTES, GraphProfile, decode, encode
-from rannd.runtime.plain_file import PlainFile
 
 _FILE = PlainFile("graph profile", "save_graph_profile", ProfileError, MAX_BYTES)
 

@@ -8,9 +8,16 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from rannd.daemon import protocol
+import pytest
+from test_metrics import parse
+
+from rannd.daemon import channel, keys, protocol
+from rannd.daemon.client import Lease, connect
+from rannd.daemon.places import places
 
 RANND = str(Path(sys.executable).parent / "rannd")
 
@@ -51,6 +58,68 @@ def test_status_as_json(daemon_home) -> None:
     assert up["protocol"] == protocol.PROTOCOL
     assert up["leases"] == []
     assert up["statistics"]["hits"] == 0
+
+
+@pytest.fixture
+def used(daemon_home) -> Iterator[int]:
+    """A daemon that has had hits, misses, an error, and has a lease with one who waits; pid of its holder."""
+    found, missed, made = (keys.make_key("trace", {"number": number}) for number in range(3))
+    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+        assert client.put(found, b"x")
+        client.get_many([found, missed, missed])
+        client.get(keys.make_key("limit", {"x": 1}))
+        channel.ask(places().socket, protocol.Put("1", [_wrong(found, missed)]), time.monotonic() + 60)
+        lease = client.lease(made, 0, who="rank 0 of job 4711\x1b[1m")
+        assert isinstance(lease, Lease)
+        with lease:
+            lease.progress("profiling, 40 %")  # its own thread says so within a second, this line at once
+            assert client._beat(made, lease._token, "profiling, 40 %")
+            yield os.getpid()
+
+
+def _wrong(key: keys.Key, other: keys.Key) -> protocol.NewEntry:
+    """The daemon refuses it, and remembers that."""
+    return protocol.NewEntry(key.digest, key.kind, other.components, b"x")
+
+
+def test_status_tells_of_clients_counts_leases_and_errors(used: int) -> None:
+    told = rannd("status").stdout.splitlines()
+    assert told[2] == "clients   2 within the last minute", "this test and the command"
+    assert "hits      1 (trace 1)" in told
+    assert "misses    4 (limit 1, trace 3)" in told
+    (lease,) = [line for line in told if line.startswith("lease ")]
+    made = keys.make_key("trace", {"number": 2}).short
+    assert lease.startswith(f"lease     {made} held by rank 0 of job 4711?[1m (process {used}) for ")
+    assert lease.endswith(" s, profiling, 40 %, 0 waiting")
+    (error,) = [line for line in told if line.startswith("error ")]
+    assert error.startswith("error     20")
+    assert error.endswith(" is not that of its components; it is not stored")
+
+
+def test_status_as_json_has_all_of_it(used: int) -> None:
+    told = json.loads(rannd("status", "--json").stdout)
+    assert told["clients"] == 2
+    assert told["kinds"] == {"limit": {"hits": 0, "misses": 1}, "trace": {"hits": 1, "misses": 3}}
+    assert [(lease["who"][:8], lease["progress"]) for lease in told["leases"]] == [("rank 0 o", "profiling, 40 %")]
+    assert [each["text"][-13:] for each in told["errors"]] == ["is not stored"]
+
+
+def test_status_for_prometheus(used: int) -> None:
+    up = rannd("status", "--prometheus")
+    assert up.returncode == 0
+    told = {name: samples for name, (_, samples) in parse(up.stdout).items()}
+    assert told["rannd_up"] == {"": 1}
+    assert told["rannd_misses_total"] == {'{kind="limit"}': 1, '{kind="trace"}': 3}
+    assert told["rannd_leases"] == {"": 1}
+    rannd("stop")
+    down = rannd("status", "--prometheus")
+    assert down.returncode == 3
+    assert {name: samples for name, (_, samples) in parse(down.stdout).items()} == {"rannd_up": {"": 0}}
+
+
+def test_one_format_at_a_time(daemon_home) -> None:
+    both = rannd("status", "--prometheus", "--json")
+    assert (both.returncode, both.stdout) == (2, "")
 
 
 def test_the_configuration_sets_the_limits(daemon_home, monkeypatch) -> None:
@@ -110,4 +179,4 @@ def test_stop_waits_for_the_end(daemon_home) -> None:
 
 def test_help_names_every_command() -> None:
     told = rannd("--help").stdout
-    assert all(f"\n  {name} " in told for name in ("start", "stop", "restart", "status", "run"))
+    assert all(f"\n  {name} " in told for name in ("start", "stop", "restart", "status", "run", "install-service"))

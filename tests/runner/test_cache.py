@@ -3,79 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
+import re
 import sqlite3
 import subprocess
-import sys
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
+from cache_command import BIN, PROFILES, cache, client, deployment, on_terminal
 from plan_graphs import chain
 from test_search import deploy
 
-from rannd.daemon import keys
-from rannd.daemon.client import connect
+from rannd.daemon.cli import main as rannd
 from rannd.daemon.places import places
-from rannd.errors import UsageError
+from rannd.daemon.protocol import COMPRESSED
 from rannd.plan.deployment import Deployment, encode
 from rannd.plan.show import show
-from rannd.runner.cache import duration
+from rannd.runner.cache import main as rannc_cache
 
-BIN = Path(sys.executable).parent
-
-VERSIONS = {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0"}
-DEPLOYMENT = keys.deployment_key(
-    graph_hash="abcdef0123456789",
-    inputs=[("x", "float32", (64, 512))],
-    global_batch=64,
-    world_size=2,
-    topology=[(0, 0), (0, 1)],
-    device_model="cpu",
-    device_memory=1 << 34,
-    backend="gloo",
-    versions=VERSIONS,
-    plan_items={"partition_num": 0},
-    optimizer="Adam",
-)
-PROFILES = [
-    keys.profile_key(block_hash=f"{number:016x}", device_model="cpu", threads=1, versions=VERSIONS)
-    for number in range(100)
-]
-
-
-def cache(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(BIN / "rannc-cache"), *words], capture_output=True, text=True, check=False, timeout=120
-    )  # fmt: skip
-
-
-def on_terminal(*words: str) -> str:
-    """What the command prints on a terminal of 80 columns."""
-    master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
-    with subprocess.Popen([str(BIN / "rannc-cache"), *words], stdout=slave, stderr=slave, env=environment) as command:
-        os.close(slave)
-        said = b""
-        while True:
-            try:
-                part = os.read(master, 65536)
-            except OSError:  # Linux says EIO when the last writer has gone
-                break
-            if not part:
-                break
-            said += part
-        assert command.wait() == 0
-    os.close(master)
-    return said.decode().replace("\r\n", "\n")
+DEPLOYMENT = deployment(64)
 
 
 @pytest.fixture
 def filled(daemon_home) -> object:
-    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
-        assert client.put_many([(key, bytes(100)) for key in PROFILES]) == 100
-        assert client.put(DEPLOYMENT, bytes(2048))
+    with client() as job:
+        assert job.put_many([(key, bytes(100)) for key in PROFILES]) == 100
+        assert job.put(DEPLOYMENT, bytes(2048))
     return daemon_home
 
 
@@ -106,8 +60,8 @@ def test_ls_for_people_fits_their_terminal(filled) -> None:
 
 
 def test_ls_shows_the_latest_used_first(filled) -> None:
-    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
-        client.get(PROFILES[42])
+    with client() as job:
+        job.get(PROFILES[42])
     assert cache("ls").stdout.splitlines()[1].split("\t")[1] == PROFILES[42].digest
 
 
@@ -122,9 +76,9 @@ def test_show(filled) -> None:
 
 def test_show_of_a_deployment_has_its_plan(daemon_home) -> None:
     plan = deploy(chain(10), 2)
-    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
-        assert client.put(DEPLOYMENT, encode(plan))
-        assert client.put(PROFILES[0], bytes(10))
+    with client() as job:
+        assert job.put(DEPLOYMENT, encode(plan))
+        assert job.put(PROFILES[0], bytes(10))
     told = cache("show", DEPLOYMENT.short)
     assert told.returncode == 0
     assert told.stdout.endswith(f"\n\n{show(plan)}\n")
@@ -181,10 +135,46 @@ def test_clear_with_one_unknown_key_removes_nothing(filled) -> None:
 
 
 def test_stats(filled) -> None:
+    with client() as job:
+        job.get(PROFILES[0])
+        job.get(deployment(65))
     told = json.loads(cache("stats", "--json").stdout)
-    assert told["kinds"] == {"deployment": {"entries": 1, "bytes": 2048}, "profile": {"entries": 100, "bytes": 10000}}
+    assert told["kinds"] == {
+        "deployment": {"entries": 1, "bytes": 2048, "hits": 0, "misses": 1},
+        "profile": {"entries": 100, "bytes": 10000, "hits": 1, "misses": 0},
+    }
     assert told["statistics"]["stored"] == 101
-    assert "entries    101, 11.8 KiB of 2.0 GiB" in cache("stats").stdout
+    lines = cache("stats").stdout.splitlines()
+    assert "entries    101, 11.8 KiB of 2.0 GiB" in lines
+    assert "  profile      100, 9.8 KiB, hits 1, misses 0" in lines
+    assert "hits       1 (50 % of 2 look-ups)" in lines
+
+
+def test_a_kind_that_was_only_looked_up_is_counted(daemon_home) -> None:
+    with client() as job:
+        job.get(deployment(65))
+    assert "  deployment   0, 0 B, hits 0, misses 1" in cache("stats").stdout
+
+
+def test_stats_zero_tells_what_was_counted_and_begins_anew(filled) -> None:
+    with client() as job:
+        job.get(PROFILES[0])
+    until = cache("stats", "--zero").stdout
+    assert "hits       1 (100 % of 1 look-ups)" in until
+    assert until.endswith("\nthis was counted until now; all counts begin at 0 again\n")
+    after = json.loads(cache("stats", "--zero", "--json").stdout)
+    assert set(after["statistics"].values()) == {0}
+    assert after["kinds"]["profile"] == {"entries": 100, "bytes": 10000, "hits": 0, "misses": 0}
+    assert "begin at 0" not in cache("stats").stdout
+
+
+def test_show_of_a_large_deployment_unpacks_it(daemon_home) -> None:
+    """It is kept compressed: what is wrong with these bytes is what they are, not that they cannot be unpacked."""
+    with client() as job:
+        assert job.put(DEPLOYMENT, encode(deploy(chain(10), 2)) + bytes(COMPRESSED))
+    told = cache("show", DEPLOYMENT.short)
+    assert "The deployment cannot be shown: not a deployment of this version of rannd" in told.stdout
+    assert "trailing" in told.stdout
 
 
 def test_verify_finds_a_flipped_byte(filled) -> None:
@@ -216,14 +206,12 @@ def test_without_a_daemon_it_says_why(daemon_home) -> None:
     assert "Traceback" not in failed.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("7d", 604800), ("12h", 43200), ("1.5m", 90), ("0s", 0), ("2w", 1209600)]
-)
-def test_time_spans(text: str, seconds: float) -> None:
-    assert duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7 days", "1e3s", "nan"])
-def test_what_is_no_time_span(text: str) -> None:
-    with pytest.raises(UsageError, match="time span"):
-        duration(text)
+@pytest.mark.parametrize(("name", "group"), [("rannd", rannd), ("rannc-cache", rannc_cache)])
+def test_the_page_has_every_command_with_its_options(name: str, group: click.Group) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "daemon.md").read_text()
+    rows = "\n".join(line for line in page.splitlines() if line.startswith(f"| `{name} "))
+    for verb, command in group.commands.items():
+        row = "\n".join(line for line in rows.splitlines() if re.match(rf"\| `{name} .*\b{verb}\b", line))
+        assert row, verb
+        for option in (word for each in command.params for word in each.opts if word.startswith("--")):
+            assert option in row, f"{verb} {option}"

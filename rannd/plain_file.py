@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NoReturn
 
 from rannd.errors import RanndError
 
@@ -23,7 +24,20 @@ class PlainFile:
     most_bytes: int
 
     def read(self, file: Path) -> bytes:
-        """The content of a file that `write` wrote; whoever decodes it checks what is in it.
+        """The whole content of a file that `write` wrote; whoever decodes it checks what is in it.
+
+        Raises:
+            RanndError: (`error`) As `reading` does.
+        """
+        with self.reading(file) as opened:
+            data = opened.read(self.most_bytes + 1)
+        if len(data) > self.most_bytes:  # it has grown since, or is of a file system that tells no sizes
+            self._too_large(file, len(data))
+        return data
+
+    @contextmanager
+    def reading(self, file: Path) -> Iterator[BinaryIO]:
+        """A file that `write` or `writing` wrote, open for reading; whoever decodes it checks what is in it.
 
         It may belong to another user, because it is data and is checked as such; but nobody besides its owner (and
         group) may have been able to change it.
@@ -37,10 +51,9 @@ class PlainFile:
             # Without O_NONBLOCK the opening of a pipe would wait for ever.
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                found = os.fstat(descriptor)
-                self._check(file, found)
+                self._check(file, os.fstat(descriptor))
                 with open(descriptor, "rb", closefd=False) as opened:
-                    data = opened.read(self.most_bytes + 1)
+                    yield opened
             finally:
                 os.close(descriptor)
         except OSError as exc:
@@ -51,12 +64,6 @@ class PlainFile:
             raise self.error(
                 f"the {self.what} {file} cannot be read: {exc.strerror}; name a file that {self.made_by} wrote"
             ) from exc
-        if len(data) > self.most_bytes:
-            raise self.error(
-                f"the {self.what} {file} has {found.st_size} bytes, more than {self.most_bytes}; name a file that "
-                f"{self.made_by} wrote"
-            )
-        return data
 
     @contextmanager
     def named(self, file: Path) -> Iterator[None]:
@@ -74,9 +81,31 @@ class PlainFile:
                 f"the {self.what} {file} can be changed by every user of the machine; take that right away (chmod o-w "
                 f"{file}) if you trust what is in it"
             )
+        if found.st_size > self.most_bytes:
+            self._too_large(file, found.st_size)
+
+    def _too_large(self, file: Path, size: int) -> NoReturn:
+        raise self.error(
+            f"the {self.what} {file} has {size} bytes, more than {self.most_bytes}; name a file that "
+            f"{self.made_by} wrote"
+        )
 
     def write(self, data: bytes, file: Path) -> None:
         """Write a file, whole or not at all, in place of the one that may be there.
+
+        Raises:
+            RanndError: (`error`) The file is a symbolic link or a folder, or cannot be written.
+        """
+        with self.writing(file) as opened:
+            opened.write(data)
+
+    @contextmanager
+    def writing(self, file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+        """A file to write in parts, which takes the place of the one that may be there when the block ends.
+
+        Args:
+            file: Where it will be. A block that raises leaves what is there.
+            mode: Rights of the file, of which the process's umask takes some away.
 
         Raises:
             RanndError: (`error`) The file is a symbolic link or a folder, or cannot be written.
@@ -90,15 +119,17 @@ class PlainFile:
         draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(draft, flags, 0o644), "wb") as opened:
-                opened.write(data)
+            with open(os.open(draft, flags, mode), "wb") as opened:
+                yield opened
                 opened.flush()
                 os.fsync(opened.fileno())
             # Where a link has come into the way meanwhile, it is replaced, not followed.
             os.replace(draft, file)
-        except OSError as exc:
+        except BaseException as exc:
             with suppress(OSError):
                 draft.unlink()
+            if not isinstance(exc, OSError):
+                raise
             raise self.error(
                 f"the {self.what} cannot be written to {file}: {exc.strerror}; name a file in a folder that is there"
             ) from exc
