@@ -214,8 +214,12 @@ def variables(shell: Shell, *options: str, **environ: str) -> dict[str, str | No
     names = ["OMP_NUM_THREADS", "MALLOC_MMAP_MAX_", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"]
     names += ["OMPI_MCA_btl", "RANNC_CONF_FILE", "RANNC_PARTITIONING_DRY_RUN_NP"]
     names += ["RANNC_PARTITIONING_DRY_RUN_CLUSTER", "RANNC_DEVICE"]
-    code, out, _ = shell.run("--show-ranks", "0", *options, program("environ.py"), *names, **environ)
-    assert code == 0
+    code, out, err = shell.run("--show-ranks", "0", *options, program("environ.py"), *names, **environ)
+    if "--plan-only" in options:
+        assert code == 4
+        assert "nothing was planned: the script ended without a call of a pyrannc.RaNNCModule" in err
+    else:
+        assert code == 0
     result: dict[str, str | None] = json.loads(out)
     return result
 
