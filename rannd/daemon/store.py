@@ -9,40 +9,27 @@ Grammar (counted by `FORMAT`, in the file's name and in its ``user_version``)::
 
 ``length`` is that of the value as it is kept, ``size`` what it was before it was compressed (0: it is not).
 ``checksum`` is BLAKE2b-128 over key, kind, format, components, size and value. An entry whose checksum does not hold
-is a miss: it is set aside, counted, and healed by the next write. A file that SQLite itself cannot read is
-renamed to ``*.corrupt`` and a new one begun.
-
-On local filesystems the file is in WAL mode with synchronous=NORMAL: a committed write survives the death of the
-process. On network filesystems there is no WAL (its shared memory does not work there) and synchronous=FULL.
-The locking mode is EXCLUSIVE: whoever else opens the store, as a daemon in another container that shares the
-home directory would, is told so.
+is a miss: it is set aside, counted, and healed by the next write.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import logging
-import os
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
-from rannd.daemon.filesystem import identity, on_network
+from rannd.daemon.database import Database
 from rannd.daemon.keys import digest_of
 from rannd.daemon.nearness import nearest
 from rannd.daemon.packing import Value
-from rannd.daemon.protocol import STORE, EntryInfo, KindCount, Miss, Nearest, NewEntry, Statistics
+from rannd.daemon.protocol import EntryInfo, KindCount, Miss, Nearest, NewEntry, Statistics
+from rannd.daemon.rows import FORMAT, INFO, description, fault, new_row
 from rannd.errors import DaemonError
 
-FORMAT = STORE
-"""Version of this grammar, and of its entries."""
-PLAUSIBLE = 16
-"""Newer formats that there may be; what claims more is corrupt."""
 KEEP_ASIDE = 16
 KEEP_MISSES = 32
 NEAR = 512
@@ -60,9 +47,6 @@ DATED_S = 60.0
 VERIFY_PAGE = 8
 """Entries checked at once, few, so that other requests are answered in between."""
 
-_UNREADABLE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
-_HELD = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, kind TEXT NOT NULL, format INTEGER NOT NULL, rannd TEXT NOT NULL,
@@ -77,7 +61,6 @@ CREATE TABLE IF NOT EXISTS set_aside (
 );
 CREATE TABLE IF NOT EXISTS statistics (name TEXT PRIMARY KEY, count INTEGER NOT NULL);
 """
-_INFO = "key, kind, format, rannd, created, used, hits, length, checksum, components, size"
 
 
 class Store:
@@ -96,32 +79,23 @@ class Store:
         """
         self.path = path
         self.max_bytes = max_bytes
-        self._busy_s = busy_s
         self._log = logging.getLogger("rannd.Daemon")
         self._used: dict[str, tuple[float, int]] = {}
         self._counted: dict[str, int] = {}
-        self._db: sqlite3.Connection | None = None
-        """None: closed, or not opened again yet after it was lost."""
-        self._file: tuple[int, int] | None = None
         self._closed = False
         self._offset = time.time() - time.monotonic()
         """By it the clock's being set back is noticed."""
-        with self._errors("opened"):
-            try:
-                self._open()
-            except sqlite3.DatabaseError as exc:
-                if not _unreadable(exc):
-                    raise
-                self._begin_anew(exc)
+        self._db = Database(path, schema=_SCHEMA, number=FORMAT, busy_s=busy_s, begun_anew=self._lost)
+        with self._db.errors("opened"):
             self._date_again(time.time())
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def get(self, key: str, kind: str) -> Value | None:
         """The value of `key`, None where there is none that is sound: then a miss of `kind` is counted."""
-        with self._errors("read"), self._healing():
-            row = self._sql.execute(f"SELECT {_INFO}, value FROM entries WHERE key = ?", (key,)).fetchone()
-            if row is not None and (reason := _fault(row)) is not None:
+        with self._db.errors("read"), self._db.healing():
+            row = self._db.sql.execute(f"SELECT {INFO}, value FROM entries WHERE key = ?", (key,)).fetchone()
+            if row is not None and (reason := fault(row)) is not None:
                 self._set_aside(key, reason)
                 self.count("corrupt")
                 row = None
@@ -140,18 +114,18 @@ class Store:
 
     def stored_since(self, key: str, moment: float) -> bool:
         """Whether `key` has a value stored at or after `moment` (seconds since the epoch)."""
-        with self._errors("read"), self._healing():
+        with self._db.errors("read"), self._db.healing():
             self._now()
-            found = self._sql.execute("SELECT 1 FROM entries WHERE key = ? AND created >= ?", (key, moment))
+            found = self._db.sql.execute("SELECT 1 FROM entries WHERE key = ? AND created >= ?", (key, moment))
             return found.fetchone() is not None
         return False
 
     def page(self, *, after: str = "", prefix: str | None = None) -> tuple[list[EntryInfo], bool]:
         """Up to PAGE entries whose key follows `after`, and whether others follow them."""
         self.flush()
-        with self._errors("read"), self._healing():
-            rows = self._sql.execute(
-                f"SELECT {_INFO} FROM entries WHERE key > ? AND key LIKE ? || '%' ORDER BY key LIMIT ?",
+        with self._db.errors("read"), self._db.healing():
+            rows = self._db.sql.execute(
+                f"SELECT {INFO} FROM entries WHERE key > ? AND key LIKE ? || '%' ORDER BY key LIMIT ?",
                 (after, prefix or "", PAGE + 1),
             ).fetchall()
             return self._infos(rows[:PAGE]), len(rows) > PAGE
@@ -159,20 +133,20 @@ class Store:
 
     def size(self) -> tuple[int, int]:
         """Number of entries and bytes of all values."""
-        with self._errors("read"), self._healing():
-            number, length = self._sql.execute("SELECT count(*), total(length) FROM entries").fetchone()
+        with self._db.errors("read"), self._db.healing():
+            number, length = self._db.sql.execute("SELECT count(*), total(length) FROM entries").fetchone()
             return int(number), int(length)
         return 0, 0
 
     def verify(self, after: str = "") -> tuple[int, list[str], str | None]:
         """Check up to VERIFY_PAGE entries that follow `after`: number of sound ones, keys set aside, where to go on."""
-        with self._errors("read"), self._healing():
-            rows = self._sql.execute(
-                f"SELECT {_INFO}, value FROM entries WHERE key > ? ORDER BY key LIMIT ?", (after, VERIFY_PAGE)
+        with self._db.errors("read"), self._db.healing():
+            rows = self._db.sql.execute(
+                f"SELECT {INFO}, value FROM entries WHERE key > ? ORDER BY key LIMIT ?", (after, VERIFY_PAGE)
             ).fetchall()
             corrupt: list[str] = []
             for row in rows:
-                if (reason := _fault(row)) is not None:
+                if (reason := fault(row)) is not None:
                     corrupt.append(str(row[0]))
                     self._set_aside(row[0], reason)
                     self.count("corrupt")
@@ -182,8 +156,8 @@ class Store:
     def statistics(self) -> Statistics:
         """Everything counted since the store was made."""
         self.flush()
-        with self._errors("read"), self._healing():
-            rows = dict(self._sql.execute("SELECT name, count FROM statistics").fetchall())
+        with self._db.errors("read"), self._db.healing():
+            rows = dict(self._db.sql.execute("SELECT name, count FROM statistics").fetchall())
             return Statistics(**{name: int(rows.get(name, 0)) for name in Statistics.__struct_fields__})
         return Statistics()
 
@@ -191,8 +165,8 @@ class Store:
         """Hits and misses of each kind, counted since the store was made."""
         self.flush()
         found: dict[str, dict[str, int]] = {}
-        with self._errors("read"), self._healing():
-            rows = self._sql.execute(
+        with self._db.errors("read"), self._db.healing():
+            rows = self._db.sql.execute(
                 "SELECT name, count FROM statistics WHERE name LIKE '%/%' ORDER BY name"
             ).fetchall()
             for name, count in rows:
@@ -202,8 +176,8 @@ class Store:
 
     def misses(self) -> list[Miss]:
         """The latest misses that somebody wondered about, the last one first."""
-        with self._errors("read"), self._healing():
-            rows = self._sql.execute("SELECT miss FROM misses ORDER BY rowid DESC").fetchall()
+        with self._db.errors("read"), self._db.healing():
+            rows = self._db.sql.execute("SELECT miss FROM misses ORDER BY rowid DESC").fetchall()
             return [msgspec.json.decode(text, type=Miss) for (text,) in rows]
         return []
 
@@ -226,37 +200,32 @@ class Store:
                     "raise cache_max_gb to keep it"
                 )
         now = self._now()
-        rows = []
-        for entry in entries:
-            components = json.dumps(entry.components, sort_keys=True)
-            checksum = _checksum(entry.key, entry.kind, FORMAT, components, entry.size, entry.value)
-            described = (entry.key, entry.kind, FORMAT, rannd, now, now, 0, len(entry.value), checksum, components)
-            rows.append((*described, entry.size, entry.value))
+        rows = [new_row(entry, rannd, now) for entry in entries]
         self.flush()
-        with self._errors("written"), self._healing():
-            with self._transaction():
-                self._sql.executemany(
-                    f"INSERT OR REPLACE INTO entries ({_INFO}, value) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", rows
+        with self._db.errors("written"), self._db.healing():
+            with self._db.transaction():
+                self._db.sql.executemany(
+                    f"INSERT OR REPLACE INTO entries ({INFO}, value) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", rows
                 )
                 self.count("stored", len(rows))
                 evicted = self._evict({entry.key for entry in entries}.union(keep))
             if evicted:
-                self._shrink()
+                self._db.shrink()
             return
         raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
 
     def nearest(self, kind: str, components: dict[str, str]) -> Nearest:
         """The entry of `kind` that differs least from one with these components, which was missed; remembers it."""
         key = digest_of(kind, components)
-        with self._errors("written"), self._healing():
-            rows = self._sql.execute(
-                f"SELECT {_INFO} FROM entries WHERE kind = ? AND key != ? ORDER BY used DESC LIMIT ?", (kind, key, NEAR)
+        with self._db.errors("written"), self._db.healing():
+            rows = self._db.sql.execute(
+                f"SELECT {INFO} FROM entries WHERE kind = ? AND key != ? ORDER BY used DESC LIMIT ?", (kind, key, NEAR)
             ).fetchall()
             entry, found = nearest(components, self._infos(rows))
             miss = Miss(time.time(), kind, key, components, entry.key if entry is not None else "", found)
-            with self._transaction():
-                self._sql.execute("INSERT INTO misses VALUES (?)", (msgspec.json.encode(miss).decode(),))
-                self._sql.execute(
+            with self._db.transaction():
+                self._db.sql.execute("INSERT INTO misses VALUES (?)", (msgspec.json.encode(miss).decode(),))
+                self._db.sql.execute(
                     "DELETE FROM misses WHERE rowid NOT IN (SELECT rowid FROM misses ORDER BY rowid DESC LIMIT ?)",
                     (KEEP_MISSES,),
                 )
@@ -269,27 +238,27 @@ class Store:
         Up to PAGE of them, those removed; and whether to call again.
         """
         self.flush()
-        with self._errors("written"), self._healing():
-            total = int(self._sql.execute("SELECT total(length) FROM entries").fetchone()[0])
+        with self._db.errors("written"), self._db.healing():
+            total = int(self._db.sql.execute("SELECT total(length) FROM entries").fetchone()[0])
             rows: list[Any] = []
-            for row in self._sql.execute(f"SELECT {_INFO} FROM entries ORDER BY used, key"):
+            for row in self._db.sql.execute(f"SELECT {INFO} FROM entries ORDER BY used, key"):
                 if total <= max_bytes or len(rows) == PAGE:
                     break
                 if row[0] not in keep:
                     rows.append(row)
                     total -= row[7]
-            with self._transaction():
-                self._sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in rows])
-            self._shrink()
+            with self._db.transaction():
+                self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in rows])
+            self._db.shrink()
             self.count("removed", len(rows))
-            return [info for row in rows if (info := _info(row)) is not None], len(rows) == PAGE
+            return [found for row in rows if (found := description(row)) is not None], len(rows) == PAGE
         return [], False
 
     def zero(self) -> None:
         """Begin to count anew."""
         self.flush()
-        with self._errors("written"), self._healing():
-            self._sql.execute("DELETE FROM statistics")
+        with self._db.errors("written"), self._db.healing():
+            self._db.sql.execute("DELETE FROM statistics")
 
     def missed(self, kind: str) -> None:
         """Count a look-up that found nothing."""
@@ -298,7 +267,7 @@ class Store:
 
     def discard(self, key: str, reason: str) -> bool:
         """Set the entry `key` aside because it proved wrong; whether there was one."""
-        with self._errors("written"), self._healing():
+        with self._db.errors("written"), self._db.healing():
             found = self._set_aside(key, reason)
             self.count("discarded", int(found))
             return found
@@ -325,16 +294,16 @@ class Store:
         if keys is not None:
             wanted.append("(0" + " OR key LIKE ? || '%'" * len(keys) + ")")
             values += keys
-        with self._errors("written"), self._healing():
+        with self._db.errors("written"), self._db.healing():
             where = " AND ".join(wanted)
-            found = self._sql.execute(
-                f"SELECT {_INFO} FROM entries WHERE {where} ORDER BY key LIMIT ?", (*values, PAGE)
+            found = self._db.sql.execute(
+                f"SELECT {INFO} FROM entries WHERE {where} ORDER BY key LIMIT ?", (*values, PAGE)
             ).fetchall()
-            with self._transaction():
-                self._sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
-            self._shrink()
+            with self._db.transaction():
+                self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
+            self._db.shrink()
             self.count("removed", len(found))
-            return [info for row in found if (info := _info(row)) is not None]
+            return [info for row in found if (info := description(row)) is not None]
         return []
 
     def count(self, name: str, by: int = 1) -> None:
@@ -349,7 +318,7 @@ class Store:
         if not (self._used or self._counted):
             return
         try:
-            with self._healing(), self._transaction():
+            with self._db.healing(), self._db.transaction():
                 self._write_counts()
         except (sqlite3.Error, OSError, DaemonError) as exc:
             self._log.warning("last-use times and statistics are not written: %s", exc)
@@ -361,62 +330,14 @@ class Store:
         if not self._closed:
             self.flush()
             self._closed = True
-            if self._db is not None:
-                self._db.close()
-                self._db = None
+            self._db.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    @property
-    def _sql(self) -> sqlite3.Connection:
-        """The open file. Where somebody has deleted or moved it, a new one: what is written must be found again."""
-        if self._closed:
-            raise DaemonError(f"the store {self.path} is closed")
-        if self._db is not None:
-            if self._db.in_transaction or identity(self.path) == self._file:
-                return self._db
-            self._log.warning("the store %s was taken away: a new one begins", self.path)
-            self._db.close()
-            self._db = None
-        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
-        return self._open()
-
-    def _open(self) -> sqlite3.Connection:
-        # The descriptor makes the file with its mode before SQLite would with the process's umask.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._file = identity(self.path)
-        self._db = db = sqlite3.connect(self.path, timeout=self._busy_s, isolation_level=None)
-        try:
-            self._prepare(db)
-        except BaseException:
-            db.close()
-            self._db = None  # half of a store is none: the next request tries again
-            raise
-        return db
-
-    def _prepare(self, db: sqlite3.Connection) -> None:
-        # A flipped byte may break UTF-8: such a text must fail its checksum, not the query.
-        db.text_factory = lambda raw: raw.decode("utf-8", "replace")
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        written = int(db.execute("PRAGMA user_version").fetchone()[0])
-        if not 0 <= written <= FORMAT + PLAUSIBLE:
-            raise _NotOurs(f"its format is {written}")
-        if written > FORMAT:  # before anything is changed: it is another version's
-            raise DaemonError(
-                f"the store {self.path} is of format {written}, which a newer rannd wrote; this one reads {FORMAT}: "
-                "update it, or set XDG_CACHE_HOME to a directory of its own"
-            )
-        network = on_network(self.path)
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        db.execute(f"PRAGMA journal_mode = {'DELETE' if network else 'WAL'}").fetchone()
-        db.execute(f"PRAGMA synchronous = {'FULL' if network else 'NORMAL'}")
-        db.execute("PRAGMA journal_size_limit = 16777216")
-        with self._transaction():  # takes the exclusive lock, kept until the file is closed
-            db.execute(f"PRAGMA user_version = {FORMAT}")
-            for statement in filter(str.strip, _SCHEMA.split(";")):
-                db.execute(statement)
-            db.execute("INSERT OR IGNORE INTO statistics VALUES ('corrupt', 0)")
-            db.execute("UPDATE statistics SET count = count WHERE name = 'corrupt'")
+    def _lost(self) -> None:
+        """The file was corrupt."""
+        self._used.clear()
+        self.count("corrupt")
 
     def _now(self) -> float:
         """Seconds since the epoch. Where the clock has been set back, entries are dated again before that."""
@@ -432,10 +353,12 @@ class Store:
         self.flush()  # what waits to be written has such times too
         late: list[Any] = []
         try:
-            with self._healing(), self._transaction():
-                late = self._sql.execute("SELECT key FROM entries WHERE used > ? ORDER BY used, key", (now,)).fetchall()
+            with self._db.healing(), self._db.transaction():
+                late = self._db.sql.execute(
+                    "SELECT key FROM entries WHERE used > ? ORDER BY used, key", (now,)
+                ).fetchall()
                 first = now - DATED_S - len(late) * 1e-6  # a microsecond each keeps their order
-                self._sql.executemany(
+                self._db.sql.executemany(
                     "UPDATE entries SET used = ?, created = min(created, ?) WHERE key = ?",
                     [(first + place * 1e-6, first, key) for place, (key,) in enumerate(late)],
                 )
@@ -445,60 +368,10 @@ class Store:
         if late:
             self._log.info("the clock was set back: %d entries used later than now are dated again", len(late))
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        db = self._sql
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:  # some errors, as a full disk, have rolled back already
-                db.execute("ROLLBACK")
-            raise
-
-    @contextlib.contextmanager
-    def _healing(self) -> Iterator[None]:
-        """Run the block; where SQLite finds its file corrupt, begin a new one and leave the block."""
-        try:
-            yield
-        except sqlite3.DatabaseError as exc:
-            if not _unreadable(exc):
-                raise
-            self._begin_anew(exc)
-
-    def _begin_anew(self, exc: sqlite3.DatabaseError) -> None:
-        aside = self.path + ".corrupt"
-        self._log.warning(
-            "the store %s is corrupt (%s): it is set aside as %s, a new one begins", self.path, exc, aside
-        )
-        if self._db is not None:
-            self._db.close()
-            self._db = None
-        for suffix in ("-wal", "-shm", "-journal"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path + suffix)
-        os.replace(self.path, aside)
-        self._open()
-        self._used.clear()
-        self.count("corrupt")
-
-    @contextlib.contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError) as exc:
-            if isinstance(exc, sqlite3.Error) and _code(exc) in _HELD:
-                raise DaemonError(
-                    f"the store {self.path} is held by another process, perhaps in another container that shares "
-                    "this directory; end it, or set XDG_CACHE_HOME to a directory of this container's own"
-                ) from exc
-            raise DaemonError(f"the store {self.path} cannot be {what}: {exc}") from exc
-
     def _infos(self, rows: Sequence[Sequence[Any]]) -> list[EntryInfo]:
         found = []
         for row in rows:
-            info = _info(row)
+            info = description(row)
             if info is None:
                 self._set_aside(row[0], "its description is unreadable")
                 self.count("corrupt")
@@ -507,14 +380,14 @@ class Store:
         return found
 
     def _set_aside(self, key: object, reason: str) -> bool:
-        with self._transaction():
-            moved = self._sql.execute(
+        with self._db.transaction():
+            moved = self._db.sql.execute(
                 "INSERT INTO set_aside SELECT ?, key, kind, ?, components, substr(value, 1, ?) "
                 "FROM entries WHERE key = ?",
                 (time.time(), reason, HEAD_BYTES, key),
             ).rowcount
-            self._sql.execute("DELETE FROM entries WHERE key = ?", (key,))
-            self._sql.execute(
+            self._db.sql.execute("DELETE FROM entries WHERE key = ?", (key,))
+            self._db.sql.execute(
                 "DELETE FROM set_aside WHERE rowid NOT IN (SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT ?)",
                 (KEEP_ASIDE,),
             )
@@ -522,74 +395,28 @@ class Store:
             self._log.warning("entry %.12s is set aside: %s", key, reason)
         return bool(moved)
 
-    def _shrink(self) -> None:
-        """Give free pages back. A script, because `execute` would stop after the first page; outside transactions."""
-        self._sql.executescript("PRAGMA incremental_vacuum")
-
     def _evict(self, keep: Collection[str]) -> int:
         """Remove the least recently used down to the size limit; how many."""
-        total = int(self._sql.execute("SELECT total(length) FROM entries").fetchone()[0])
+        total = int(self._db.sql.execute("SELECT total(length) FROM entries").fetchone()[0])
         if total <= self.max_bytes:
             return 0
         evicted = 0
-        for key, length in self._sql.execute("SELECT key, length FROM entries ORDER BY used, key").fetchall():
+        for key, length in self._db.sql.execute("SELECT key, length FROM entries ORDER BY used, key").fetchall():
             if total <= self.max_bytes:
                 break
             if key not in keep:
-                self._sql.execute("DELETE FROM entries WHERE key = ?", (key,))
+                self._db.sql.execute("DELETE FROM entries WHERE key = ?", (key,))
                 total -= length
                 evicted += 1
         self.count("evicted", evicted)
         return evicted
 
     def _write_counts(self) -> None:
-        self._sql.executemany(
+        self._db.sql.executemany(
             "UPDATE entries SET used = max(used, ?), hits = hits + ? WHERE key = ?",
             [(used, hits, key) for key, (used, hits) in self._used.items()],
         )
-        self._sql.executemany(
+        self._db.sql.executemany(
             "INSERT INTO statistics VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count",
             list(self._counted.items()),
         )
-
-
-def _checksum(key: str, kind: str, number: int, components: str, size: int, value: bytes) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([key, kind, number, components, size]).encode("ascii"))
-    digest.update(value)
-    return digest.hexdigest()
-
-
-def _fault(row: Sequence[Any]) -> str | None:
-    """What is wrong with a whole row, None for a sound one."""
-    info, value = _info(row[:-1]), row[-1]
-    if info is None:
-        return "its description is unreadable"
-    if info.format != FORMAT:
-        return f"it has format {info.format}, this version of rannd reads {FORMAT}"
-    if not isinstance(value, bytes) or len(value) != info.length:
-        return "its length does not hold"
-    if _checksum(info.key, info.kind, info.format, row[9], info.size, value) != info.checksum:
-        return "its checksum does not hold"
-    return None
-
-
-def _info(row: Sequence[Any]) -> EntryInfo | None:
-    try:
-        fields = dict(zip(EntryInfo.__struct_fields__, row, strict=True))
-        fields["components"] = json.loads(row[9])
-        return msgspec.convert(fields, EntryInfo)
-    except (ValueError, TypeError):
-        return None
-
-
-class _NotOurs(sqlite3.DatabaseError):
-    """SQLite can read it, but it was not written by any rannd."""
-
-
-def _unreadable(exc: sqlite3.Error) -> bool:
-    return isinstance(exc, _NotOurs) or _code(exc) in _UNREADABLE
-
-
-def _code(exc: sqlite3.Error) -> int:
-    return getattr(exc, "sqlite_errorcode", 0) & 0xFF

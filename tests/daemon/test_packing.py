@@ -72,7 +72,7 @@ def test_the_size_is_under_the_checksum(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "s.sqlite"), max_bytes=1 << 30)
     key, packed = keys.make_key("trace", {"number": 1}), pack(TEXT)
     store.put([NewEntry(key.digest, key.kind, key.components, packed.data, packed.size)], "1")
-    store._sql.execute("UPDATE entries SET size = size + 1")
+    store._db.sql.execute("UPDATE entries SET size = size + 1")
     assert store.get(key.digest, "trace") is None
     assert store.statistics().corrupt == 1
     store.close()

@@ -13,7 +13,8 @@ import pytest
 
 from rannd.daemon import keys
 from rannd.daemon.protocol import NewEntry
-from rannd.daemon.store import FORMAT, PAGE, Store
+from rannd.daemon.rows import FORMAT
+from rannd.daemon.store import PAGE, Store
 from rannd.errors import DaemonError
 
 BIG = 1 << 30
@@ -97,10 +98,10 @@ def test_every_flipped_byte_of_an_entry_is_a_miss(tmp_path: Path) -> None:
     for number, (column, changed) in enumerate(changes.items()):
         store = opened(tmp_path)
         store.put([entry(number, b"12345")], "1")
-        store._sql.execute(f"UPDATE entries SET {column} = {changed}")
+        store._db.sql.execute(f"UPDATE entries SET {column} = {changed}")
         assert got(store, number) is None, column
         assert store.statistics().corrupt == number + 1
-        assert store._sql.execute("SELECT count(*) FROM set_aside").fetchone()[0] == number + 1
+        assert store._db.sql.execute("SELECT count(*) FROM set_aside").fetchone()[0] == number + 1
         store.put([entry(number, b"healed")], "1")
         assert got(store, number) == b"healed"
         store.clear()
@@ -145,7 +146,7 @@ def test_verify_finds_what_is_corrupt_page_by_page(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put([entry(number) for number in range(50)], "1")
     bad = sorted([entry(3).key, entry(44).key])
-    store._sql.execute("UPDATE entries SET value = x'00' WHERE key IN (?, ?)", bad)
+    store._db.sql.execute("UPDATE entries SET value = x'00' WHERE key IN (?, ?)", bad)
     sound, corrupt, after = 0, list[str](), ""
     while True:
         page = store.verify(after)
@@ -199,7 +200,7 @@ def test_removed_entries_give_their_space_back(tmp_path: Path) -> None:
 def test_clear_matches_everything_given(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put([entry(1), entry(2), entry(1, kind="link")], "1")
-    store._sql.execute("UPDATE entries SET used = used - 1000 WHERE key = ?", (entry(1).key,))
+    store._db.sql.execute("UPDATE entries SET used = used - 1000 WHERE key = ?", (entry(1).key,))
     assert store.clear(kind="profile") == []
     assert [info.key for info in store.clear(older_than_s=500)] == [entry(1).key]
     assert store.clear(keys=[entry(2).key[:8]], kind="link") == []
@@ -234,15 +235,18 @@ def test_statistics_survive(tmp_path: Path) -> None:
     store = opened(tmp_path)
     counted = store.statistics()
     assert (counted.hits, counted.misses, counted.stored, counted.discarded) == (1, 2, 1, 1)
-    assert tuple(store._sql.execute("SELECT key, reason FROM set_aside").fetchone()) == (entry(1).key, "out of memory")
+    assert tuple(store._db.sql.execute("SELECT key, reason FROM set_aside").fetchone()) == (
+        entry(1).key,
+        "out of memory",
+    )
     store.close()
 
 
 def test_a_full_disk_refuses_and_keeps_what_is_there(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put([entry(1)], "1")
-    pages = store._sql.execute("PRAGMA page_count").fetchone()[0]
-    store._sql.execute(f"PRAGMA max_page_count = {pages + 2}")  # SQLite's own way to a full disk
+    pages = store._db.sql.execute("PRAGMA page_count").fetchone()[0]
+    store._db.sql.execute(f"PRAGMA max_page_count = {pages + 2}")  # SQLite's own way to a full disk
     with pytest.raises(DaemonError, match="full"):
         store.put([entry(2, bytes(1_000_000))], "1")
     assert got(store, 1) == b"value"
@@ -251,12 +255,12 @@ def test_a_full_disk_refuses_and_keeps_what_is_there(tmp_path: Path) -> None:
 
 
 def test_network_filesystems_get_no_wal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rannd.daemon.store.on_network", lambda path: True)
+    monkeypatch.setattr("rannd.daemon.database.on_network", lambda path: True)
     store = opened(tmp_path)
     store.put([entry(1)], "1")
     assert not list(tmp_path.glob("*-wal"))
     assert not list(tmp_path.glob("*-shm"))
-    assert store._sql.execute("PRAGMA synchronous").fetchone()[0] == 2
+    assert store._db.sql.execute("PRAGMA synchronous").fetchone()[0] == 2
     store.close()
     monkeypatch.undo()
     store = opened(tmp_path)

@@ -14,9 +14,11 @@ import pytest
 
 from rannd.daemon import channel, keys, protocol, spawn
 from rannd.daemon.client import Client, Lease, connect
+from rannd.daemon.database import PLAUSIBLE
 from rannd.daemon.places import places
 from rannd.daemon.protocol import NewEntry
-from rannd.daemon.store import FORMAT, PLAUSIBLE, Store
+from rannd.daemon.rows import FORMAT
+from rannd.daemon.store import Store
 from rannd.errors import DaemonError
 
 YEAR = 365 * 86400.0
@@ -127,7 +129,7 @@ def test_a_store_that_could_not_be_begun_is_begun_later(tmp_path: Path, monkeypa
     (tmp_path / "s.sqlite").unlink()
     with monkeypatch.context() as patch:
         # SQLite's own way to a full disk, in place of the first statement that writes
-        patch.setattr("rannd.daemon.store._SCHEMA", "PRAGMA max_page_count = 1; CREATE TABLE x (y); CREATE TABLE z (y)")
+        patch.setattr(store._db, "_schema", "PRAGMA max_page_count = 1; CREATE TABLE x (y); CREATE TABLE z (y)")
         with pytest.raises(DaemonError, match="full"):
             store.put([entry(1)], "1")
         with pytest.raises(DaemonError, match="full"):

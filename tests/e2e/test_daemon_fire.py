@@ -17,7 +17,8 @@ from job import ROOT, Job
 
 from rannd.daemon import channel, protocol
 from rannd.daemon.places import Places, places
-from rannd.daemon.store import FORMAT, Store
+from rannd.daemon.rows import FORMAT
+from rannd.daemon.store import Store
 
 pytestmark = pytest.mark.ranks
 
@@ -192,8 +193,8 @@ def test_a_store_of_a_newer_rannd_is_left_alone(job: Job, uncached: list[str]) -
     job.run("rannd", "stop")
     Path(here.store).unlink(missing_ok=True)
     store = Store(here.store, max_bytes=1 << 30)
-    store._sql.execute("PRAGMA journal_mode = DELETE")
-    store._sql.execute(f"PRAGMA user_version = {FORMAT + 1}")
+    store._db.sql.execute("PRAGMA journal_mode = DELETE")
+    store._db.sql.execute(f"PRAGMA user_version = {FORMAT + 1}")
     store.close()
     before = Path(here.store).read_bytes()
     output = fire(job, "nowhere", lambda: None)
