@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from other_rannd import RUN, copy_of, run
 
 from rannd.daemon import channel, keys, protocol, spawn
 from rannd.daemon.client import Client, Lease, connect
@@ -137,6 +138,48 @@ def test_a_store_that_could_not_be_begun_is_begun_later(tmp_path: Path, monkeypa
     store.put([entry(1)], "1")
     assert got(store, 1) == b"value"
     store.close()
+
+
+LIMITED = """
+import os, resource
+from rannd.daemon import keys
+from rannd.daemon.client import connect
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))  # the daemon inherits it
+
+def key(number):
+    return keys.make_key("trace", {"number": number})
+
+with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+    print(client.put(key(0), b"before"))
+    print([client.put(key(number), os.urandom(500_000)) for number in (1, 2)])
+    print([client.get(key(number)) for number in range(3)], client.connected)
+    client.discard(key(0), "to make room")
+    print(client.put(key(3), b"after"), client.get(key(3)))
+"""
+
+
+def test_a_file_that_may_not_grow_refuses_what_is_too_much_and_nothing_else(daemon_home) -> None:
+    """What a quota does to a real daemon."""
+    done = run({}, LIMITED)
+    assert done.stdout.splitlines() == ["True", "[False, False]", "[b'before', None, None] True", "True b'after'"]
+    (told,) = done.stderr.splitlines()
+    assert "cannot be written" in told
+    assert len(daemon_home.pids()) == 1
+
+
+def test_a_runtime_directory_that_is_taken_away_is_no_end(daemon_home, tmp_path: Path) -> None:
+    """As a cleaner of /tmp does: whom nobody finds any more leaves, and gives the store to the next one."""
+    assert run(copy_of(tmp_path, {"CHECK_S = 60.0": "CHECK_S = 0.2"}), RUN, "start").returncode == 0
+    (pid,) = daemon_home.pids()
+    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as first:
+        assert first.put(key(1), b"x")
+        watch = os.pidfd_open(pid)
+        shutil.rmtree(daemon_home.runtime / "rannd")
+        assert select.select([watch], [], [], 60)[0]
+        os.close(watch)
+        assert first.get(key(1)) in (None, b"x")
+    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as second:
+        assert second.get(key(1)) == b"x"
 
 
 # -- other versions ------------------------------------------------------------------------------------------------
