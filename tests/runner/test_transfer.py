@@ -146,6 +146,17 @@ def test_of_a_damaged_file_nothing_is_imported(file: Path, damage: str) -> None:
     assert json.loads(cache("ls", "--json").stdout) == []
 
 
+def test_damage_after_what_one_message_holds(daemon_home, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    fill([(make_key("trace", {"number": number}), b"x") for number in range(2 * protocol.MAX_BATCH)])
+    cache("export", str(file))
+    cache("clear")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    assert cache("import", str(file)).returncode == 2
+    assert json.loads(cache("ls", "--json").stdout) == []
+
+
 def test_what_is_larger_than_the_cache_is_skipped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANNC_CACHE_MAX_GB", "4e-7")  # 429 bytes
     told = cache("import", str(file)).stdout.splitlines()
