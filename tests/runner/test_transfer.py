@@ -13,6 +13,7 @@ import pytest
 from cache_command import PROFILES, cache, client, deployment
 
 from rannd.daemon import protocol
+from rannd.daemon.command import configured_session
 from rannd.daemon.keys import Key, make_key
 from rannd.runner import export_file
 
@@ -145,6 +146,17 @@ def test_of_a_damaged_file_nothing_is_imported(file: Path, damage: str) -> None:
     assert json.loads(cache("ls", "--json").stdout) == []
 
 
+def test_damage_after_what_one_message_holds(daemon_home, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    fill([(make_key("trace", {"number": number}), b"x") for number in range(2 * protocol.MAX_BATCH)])
+    cache("export", str(file))
+    cache("clear")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    assert cache("import", str(file)).returncode == 2
+    assert json.loads(cache("ls", "--json").stdout) == []
+
+
 def test_what_is_larger_than_the_cache_is_skipped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANNC_CACHE_MAX_GB", "4e-7")  # 429 bytes
     told = cache("import", str(file)).stdout.splitlines()
@@ -163,6 +175,30 @@ def test_what_had_to_go_to_make_room_is_told(daemon_home, tmp_path: Path, monkey
         "5 entries new, 0 there already, 0 skipped",
         "5 entries evicted to make room; raise cache_max_gb to keep more",
     ]
+
+
+def test_more_entries_than_a_message_holds(daemon_home, tmp_path: Path) -> None:
+    items = [(make_key("trace", {"number": number}), b"%d" % number) for number in range(2 * protocol.MAX_BATCH + 1)]
+    fill(items)
+    file = tmp_path / "many"
+    assert exported(to=file) == {key.digest for key, _ in items}
+    cache("clear")
+    assert imported(file)["new"] == len(items)
+    assert held([key for key, _ in items]) == [value for _, value in items]
+
+
+def test_values_that_went_away_are_none(daemon_home) -> None:
+    """Entries may go between the listing and the question for their values."""
+    fill(VALUES)
+    session = configured_session()
+    entries = list(session.entries())
+    gone = next(entry for entry in entries if entry.key == PROFILES[1].digest)
+    session.clear(keys=[gone.key])
+    values = dict(zip((entry.key for entry in entries), session.values(entries), strict=True))
+    assert values.pop(gone.key) is None
+    assert {key: value.plain() for key, value in values.items() if value is not None} == {
+        key.digest: value for key, value in VALUES if key.digest != gone.key
+    }
 
 
 PEAK = """
