@@ -88,6 +88,8 @@ class Get(_Request, frozen=True, tag="get"):
     keys: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_BATCH)]
     kinds: Annotated[list[Kind], Meta(max_length=MAX_BATCH)] = []
     """Of each key, for the statistics of misses."""
+    peek: bool = False
+    """Neither a use nor a hit or miss."""
 
 
 class NewEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

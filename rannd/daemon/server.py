@@ -97,6 +97,7 @@ class Server:
         self._errors: deque[protocol.Trouble] = deque(maxlen=ERRORS)
         self._requests = self._rejected = 0
         self._started = self._active = self._checked = time.monotonic()
+        self._worked = False
         self._stop: str | None = None
         self._context = zmq.Context()
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -137,6 +138,7 @@ class Server:
 
     def _turn(self) -> None:
         events = self._poller.poll(self._patience_ms())
+        self._worked = bool(events)
         for source, _ in events:
             if source is self._router:
                 self._receive()
@@ -151,9 +153,9 @@ class Server:
             self._pass_on(key, token)
         for key, waiter in self._leases.expired(now):
             self._say_busy(waiter.route, key, now)
-        if events:
+        if self._worked:
             self._active = now
-        else:
+        elif not events:
             self._store.flush()
             self._rest(now)
 
@@ -221,6 +223,8 @@ class Server:
         self._send(to, failed)
 
     def _carry_out(self, request: protocol.Request, to: Route, peer: int) -> protocol.Reply | None:
+        # Who only looks, as a monitoring system does for ever, does not need the daemon.
+        self._worked = not isinstance(request, protocol.Status)
         if isinstance(request, protocol.Acquire):
             return self._acquire(request, to, peer)
         if isinstance(request, protocol.Get):
@@ -281,7 +285,7 @@ class Server:
         found: list[Value | None] = []
         total = 0
         for key, kind in zip(request.keys, kinds, strict=False):
-            value = self._store.get(key, kind)
+            value = self._store.get(key, kind, peek=request.peek)
             total += len(value.data) if value is not None else 0
             found.append(value)
             if total >= protocol.MAX_BATCH_BYTES:
@@ -365,7 +369,7 @@ class Server:
 
     def _clear(self, request: protocol.Clear) -> protocol.Reply:
         removed = self._store.clear(kind=request.kind, older_than_s=request.older_than_s, keys=request.keys)
-        return protocol.Entries(removed, bool(removed))
+        return protocol.Entries(*removed)
 
     def _verify(self, request: protocol.Verify) -> protocol.Reply:
         return protocol.Verified(*self._store.verify(request.after))

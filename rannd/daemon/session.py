@@ -122,9 +122,10 @@ class Session:
         while True:
             page = self.ask(protocol.List(after, prefix), protocol.Entries)
             yield from page.entries
-            if not page.more or not page.entries:
+            if not page.more:
                 return
-            after = page.entries[-1].key
+            if page.entries:  # else none could be described, and all are set aside by now
+                after = page.entries[-1].key
 
     def clear(
         self, *, kind: str | None = None, older_than_s: float | None = None, keys: list[str] | None = None
@@ -167,14 +168,15 @@ class Session:
         self.ask(protocol.Zero(), protocol.Done)
 
     def values(self, entries: Sequence[protocol.EntryInfo]) -> Iterator[Value | None]:
-        """The value of each entry as it is kept, None where it is there no more. Each counts as a hit.
+        """The value of each entry as it is kept, None where it is there no more. To look is no use of it.
 
         Of a large cache only one message is in memory at a time: MAX_BATCH_BYTES, or one value that is larger.
         """
         done = 0
         while done < len(entries):
             part = entries[done : done + protocol.MAX_BATCH]
-            reply = self.ask(protocol.Get([each.key for each in part], [each.kind for each in part]), protocol.Values)
+            keys, kinds = [each.key for each in part], [each.kind for each in part]
+            reply = self.ask(protocol.Get(keys, kinds, peek=True), protocol.Values)
             if not reply.values:
                 raise DaemonError(f"the daemon answers nothing for {len(part)} keys; `rannd restart`")
             sizes = reply.sizes or [0] * len(reply.values)

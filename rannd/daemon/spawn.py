@@ -115,7 +115,7 @@ def stop(places: Places, reason: str, deadline: float) -> bool:
         DaemonError: it does not end in time.
     """
     places.secure_runtime()
-    if not boot.answers(places.socket):
+    if not boot.lives(places) or not boot.answers(places.socket):  # to connect would start one under systemd
         return False
     with suppress(channel.GoneError):
         try:

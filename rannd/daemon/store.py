@@ -91,22 +91,26 @@ class Store:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def get(self, key: str, kind: str) -> Value | None:
-        """The value of `key`, None where there is none that is sound: then a miss of `kind` is counted."""
+    def get(self, key: str, kind: str, *, peek: bool = False) -> Value | None:
+        """The value of `key`, None where there is none that is sound: then a miss of `kind` is counted.
+
+        `peek`: to look is no use, and is not counted.
+        """
         with self._db.errors("read"), self._db.healing():
             row = self._db.sql.execute(f"SELECT {INFO}, value FROM entries WHERE key = ?", (key,)).fetchone()
             if row is not None and (reason := fault(row)) is not None:
                 self._set_aside(key, reason)
                 self.count("corrupt")
                 row = None
-            if row is None:
+            value = Value(bytes(row[-1]), row[-2]) if row is not None else None
+            if peek:
+                return value
+            if value is None:
                 self.missed(kind)
                 return None
             self.count("hits")
             self.count(f"hits/{row[1]}")
-            now = self._now()
-            self._used[key] = (now, self._used.get(key, (0.0, 0))[1] + 1)
-            value = Value(bytes(row[-1]), row[-2])
+            self._used[key] = (self._now(), self._used.get(key, (0.0, 0))[1] + 1)
             if len(self._used) >= MAX_UNWRITTEN:
                 self.flush()
             return value
@@ -275,8 +279,8 @@ class Store:
 
     def clear(
         self, *, kind: str | None = None, older_than_s: float | None = None, keys: Collection[str] | None = None
-    ) -> list[EntryInfo]:
-        """Remove up to PAGE entries that match everything given; those removed. Call again until there is none.
+    ) -> tuple[list[EntryInfo], bool]:
+        """Remove up to PAGE entries that match everything given; them, as far as described, and whether to call again.
 
         Args:
             kind: Entries of this kind.
@@ -303,8 +307,8 @@ class Store:
                 self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
             self._db.shrink()
             self.count("removed", len(found))
-            return [info for row in found if (info := description(row)) is not None]
-        return []
+            return [info for row in found if (info := description(row)) is not None], len(found) == PAGE
+        return [], False
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a statistic; written with the next flush."""

@@ -254,6 +254,27 @@ def test_who_is_asking_keeps_an_idle_daemon(daemon_home) -> None:
     os.close(watch)
 
 
+def test_who_only_looks_keeps_no_daemon(daemon_home) -> None:
+    """A monitoring system would keep it for ever."""
+    connect(mode="on", timeout_s=60, idle_s=0.5, max_bytes=1 << 30)
+    (pid,) = daemon_home.pids()
+    watch = os.pidfd_open(pid)
+    deadline = time.monotonic() + 60
+    asked = 0
+    with zmq.Context() as context, context.socket(zmq.REQ) as peer:
+        peer.linger = 0
+        peer.connect(f"ipc://{places().socket}")
+        while not select.select([watch], [], [], 0.05)[0]:
+            assert time.monotonic() < deadline
+            if asked == 0 or peer.poll(0):
+                if asked:
+                    peer.recv_multipart()
+                peer.send_multipart(protocol.encode(protocol.Status()))
+                asked += 1
+    os.close(watch)
+    assert asked > 2
+
+
 def test_limits_follow_the_latest_client(client: Client) -> None:
     assert state().max_bytes == 1 << 30
     connect(mode="on", timeout_s=60, idle_s=300, max_bytes=5000)

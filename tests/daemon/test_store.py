@@ -201,12 +201,12 @@ def test_clear_matches_everything_given(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put([entry(1), entry(2), entry(1, kind="link")], "1")
     store._db.sql.execute("UPDATE entries SET used = used - 1000 WHERE key = ?", (entry(1).key,))
-    assert store.clear(kind="profile") == []
-    assert [info.key for info in store.clear(older_than_s=500)] == [entry(1).key]
-    assert store.clear(keys=[entry(2).key[:8]], kind="link") == []
-    assert [info.key for info in store.clear(keys=[entry(2).key[:8]])] == [entry(2).key]
-    assert store.clear(keys=[]) == [], "no key is not every key"
-    assert [info.kind for info in store.clear()] == ["link"]
+    assert store.clear(kind="profile")[0] == []
+    assert [info.key for info in store.clear(older_than_s=500)[0]] == [entry(1).key]
+    assert store.clear(keys=[entry(2).key[:8]], kind="link")[0] == []
+    assert [info.key for info in store.clear(keys=[entry(2).key[:8]])[0]] == [entry(2).key]
+    assert store.clear(keys=[])[0] == [], "no key is not every key"
+    assert [info.kind for info in store.clear()[0]] == ["link"]
     assert store.statistics().removed == 3
     store.close()
 
@@ -307,3 +307,26 @@ def test_the_sqlite_file_is_readable_with_standard_tools(tmp_path: Path) -> None
     database = sqlite3.connect(tmp_path / "s.sqlite")
     assert database.execute("SELECT kind, components FROM entries").fetchall() == [("trace", '{"number": "1"}')]
     database.close()
+
+
+def test_entries_that_cannot_be_described_are_removed_like_others(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(number) for number in range(PAGE * 2 + 10)], "1")
+    store._db.sql.execute(
+        "UPDATE entries SET components = '{' WHERE key IN (SELECT key FROM entries ORDER BY key LIMIT ?)", (PAGE,)
+    )
+    assert store.clear() == ([], True), "those of the first page"
+    assert [len(store.clear()[0]) for _ in range(2)] == [PAGE, 10]
+    assert store.size() == (0, 0)
+    store.close()
+
+
+def test_to_look_is_no_use(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([entry(1)], "1")
+    (before,), _ = store.page()
+    assert store.get(entry(1).key, "trace", peek=True) is not None
+    assert store.get(entry(2).key, "trace", peek=True) is None
+    assert store.page() == ([before], False)
+    assert (store.statistics().hits, store.statistics().misses) == (0, 0)
+    store.close()
