@@ -5,9 +5,16 @@ No torch in this file: ``rannd.plan`` reads it without loading torch. Times are 
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import msgspec
+from msgspec import Meta
 
 from rannd.graph.ir import Size
+
+Latency: TypeAlias = Annotated[float, Meta(ge=0)]
+Bandwidth: TypeAlias = Annotated[float, Meta(gt=0)]
+"""Checked where a stored link is read: a plan divides by it."""
 
 
 class BlockCost(msgspec.Struct, frozen=True, array_like=True):
@@ -31,10 +38,10 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
 class LinkCost(msgspec.Struct, frozen=True, array_like=True):
     """Latency and bandwidth of the connection between two ranks, and of an all-reduce among them."""
 
-    p2p_latency_us: float
-    p2p_bytes_per_us: float
-    allreduce_latency_us: float
-    allreduce_bytes_per_us: float
+    p2p_latency_us: Latency
+    p2p_bytes_per_us: Bandwidth
+    allreduce_latency_us: Latency
+    allreduce_bytes_per_us: Bandwidth
     """Bytes of the reduced buffer per microsecond for two ranks; n ranks move 2(n-1)/n times the buffer each."""
 
     def p2p_us(self, nbytes: float) -> float:

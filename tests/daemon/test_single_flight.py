@@ -79,11 +79,11 @@ print(json.dumps({"ends": sorted(ends.values()), "got": got}))
 """
 
 QUICK = {
-    "LEASE_S = 30.0": "LEASE_S = 2.0",
+    "LEASE_S = 30.0": "LEASE_S = 3.0",
     "BEAT_S = 10.0": "BEAT_S = 0.5",
     "TELL_S = 1.0": "TELL_S = 0.2",
 }
-"""A lease that ends after two seconds of silence, and a holder that beats more often."""
+"""A lease that ends after three seconds of silence, and a holder that beats more often."""
 
 
 def herd(variables: dict[str, str], home: Path, fate: str, work_s: float, many: int = MANY) -> tuple[dict, list[str]]:
@@ -120,7 +120,7 @@ def test_one_of_64_is_frozen_over_it_and_one_more_makes_it(daemon_home, tmp_path
 
 
 def test_a_holder_that_takes_long_and_beats_keeps_its_lease(daemon_home, tmp_path: Path) -> None:
-    told, plans = herd(copy_of(tmp_path, QUICK), daemon_home.base, "well", 5.0, many=4)
+    told, plans = herd(copy_of(tmp_path, QUICK), daemon_home.base, "well", 7.0, many=4)
     assert len(plans) == 1
     assert set(told["got"].values()) == {f"made by {plans[0]}"}
 

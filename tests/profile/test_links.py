@@ -6,6 +6,7 @@ import datetime
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -53,3 +54,13 @@ def test_two_times_give_latency_and_bandwidth() -> None:
     latency, bandwidth = _fit(30.0, 20.0, LARGE)  # noise
     assert latency >= 0
     assert bandwidth > 0
+
+
+@pytest.mark.parametrize(
+    "stored", [[1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, -1.0], [-1.0, 1.0, 1.0, 1.0], [float("nan")] * 4]
+)
+def test_a_stored_link_that_no_link_can_be_is_refused(stored: list[float]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=LinkCost)
+    there = LinkCost(0.0, 1.0, 0.0, 1.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(there), type=LinkCost) == there
