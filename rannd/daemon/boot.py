@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -28,6 +29,8 @@ from rannd.daemon.server import Server, Settings
 from rannd.errors import DaemonError
 
 BACKLOG = 4096
+DESCRIPTORS = 65536
+"""That the daemon wants to be allowed."""
 LIFE_S = 3.0
 """How long a predecessor may take to end. Less than a client waits, so that it is told."""
 
@@ -69,6 +72,7 @@ def run(places: Places, settings: Settings, *, on_ready: str | None = None, read
                     f"another daemon holds {places.life} but does not listen at {places.socket}; "
                     f"end process {_written_pid(life)}"
                 )
+        _allow_descriptors()
         os.ftruncate(life, 0)
         os.pwrite(life, b"%d\n" % os.getpid(), 0)
         listener = activated or _listen(places.socket)
@@ -88,6 +92,15 @@ def run(places: Places, settings: Settings, *, on_ready: str | None = None, read
     finally:
         os.close(life)
     return True
+
+
+def _allow_descriptors() -> None:
+    """Each client takes one, and the usual limit of 1,024 is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def lives(places: Places) -> bool:

@@ -240,6 +240,8 @@ class Server:
     def _trouble(self, text: str, level: int = logging.WARNING) -> None:
         """Log what went wrong, and remember it for `status`."""
         self._log.log(level, "%s", text)
+        if self._errors and self._errors[-1].text == text:
+            self._errors.pop()  # once, with its latest time
         self._errors.append(protocol.Trouble(time.time(), text))
 
     def _send(self, to: Route, reply: protocol.Reply) -> bool:
@@ -334,8 +336,13 @@ class Server:
         return protocol.Done(int(self._store.discard(request.key, request.reason)))
 
     def _status(self, request: protocol.Status) -> protocol.Reply:
-        entries, length = self._store.size()
         now = time.monotonic()
+        entries, length, statistics, kinds = 0, 0, protocol.Statistics(), dict[str, protocol.KindCount]()
+        try:
+            entries, length = self._store.size()
+            statistics, kinds = self._store.statistics(), self._store.kinds()
+        except DaemonError as exc:  # all else can be told, and this is among the errors
+            self._trouble(str(exc))
         return protocol.State(
             version=self.settings.version,
             protocol=protocol.PROTOCOL,
@@ -354,8 +361,8 @@ class Server:
                 protocol.LeaseInfo(key, lease.pid, now - lease.since, len(lease.waiters), lease.who, lease.progress)
                 for key, lease in self._leases.items()
             ],
-            statistics=self._store.statistics(),
-            kinds=self._store.kinds(),
+            statistics=statistics,
+            kinds=kinds,
             clients=self._count_clients(now),
             errors=list(self._errors),
         )

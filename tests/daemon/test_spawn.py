@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -100,6 +101,17 @@ def test_it_is_detached(daemon_home, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = (str(daemon_home.runtime), str(daemon_home.cache))
     assert all(path.startswith(mine) for path in files), files
     assert not [path for path in opened if path.startswith("pipe:")]
+
+
+def test_it_may_have_a_descriptor_for_each_of_many_clients(daemon_home) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        pid = ensure().pid
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    wanted = boot.DESCRIPTORS if limits[1] == resource.RLIM_INFINITY else min(boot.DESCRIPTORS, limits[1])
+    assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == wanted
 
 
 def test_neither_torch_nor_numpy_is_loaded(daemon_home) -> None:

@@ -118,6 +118,10 @@ def test_a_daemon_that_cannot_write_lives_on_and_goes_on_when_it_can(client: Cli
     lease = client.lease(key(1), 0)
     assert lease is None or isinstance(lease, Lease)
     assert client.connected, "the daemon is well"
+    assert client._session is not None
+    state = client._session.state()
+    assert (state.pid, state.entries) == (pid, 0)
+    assert "cannot be" in state.errors[-1].text
     daemon_home.cache.unlink()
     assert client.put(key(1), b"x")
     assert client.get(key(1)) == b"x"
