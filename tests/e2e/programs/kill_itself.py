@@ -3,6 +3,6 @@
 import os
 import signal
 
-if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 signal.pause()

@@ -3,7 +3,7 @@
 import os
 import sys
 
-rank = os.environ["OMPI_COMM_WORLD_RANK"]
+rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
 for number in range(200):
     sys.stdout.write(f"{rank} {number} ")
     sys.stdout.flush()

@@ -1,0 +1,28 @@
+"""rannc-run with MPICH and Intel MPI, each from its wheel in an environment of its own (.ci/launchers)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import a_shell
+from transcript import Shell
+
+FOLDER = Path(__file__).parents[2] / ".venv" / "launchers"
+NAMES = {"mpich": "MPICH", "impi-rt": "Intel MPI"}
+COMMAND = "from rannd.runner.run import main; main(prog_name='rannc-run')"
+
+
+def other_shell(name: str, tmp_path: Path) -> Iterator[Shell]:
+    """A shell whose rannc-run finds one of these launchers."""
+    python = FOLDER / name / "bin" / "python"
+    if not python.exists():
+        assert not os.environ.get("CI"), f"make test installs {name} on machines of CI"
+        pytest.skip(f"there is no wheel of {name} for this machine, or make test has not been run")
+    made = a_shell(tmp_path)
+    made.command = (str(python), "-c", COMMAND)
+    made.kind = NAMES[name]
+    yield made
+    made.end()
