@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
-rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "-"))
-print(json.dumps({"argv": sys.argv, "cwd": os.getcwd(), "name": __name__, "stdin": sys.stdin.read(), "rank": rank}))
-print(f"error stream of {rank}", file=sys.stderr)
+from which import RANK
+
+print(json.dumps({"argv": sys.argv, "cwd": os.getcwd(), "name": __name__, "stdin": sys.stdin.read(), "rank": RANK}))
+print(f"error stream of {RANK}", file=sys.stderr)
