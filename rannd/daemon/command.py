@@ -8,6 +8,7 @@ import click
 import msgspec
 
 import rannd.config
+from rannd.config import Config
 from rannd.daemon.places import places
 from rannd.daemon.server import Settings
 from rannd.daemon.session import Session
@@ -27,13 +28,13 @@ class Commands(click.Group):
             ctx.exit(exc.exit_code)
 
 
-def configured_session(*, pinned: bool = False) -> Session:
-    """A session with the limits of the user's configuration. Touches no daemon yet.
+def configured_session(config: Config | None = None, *, pinned: bool = False) -> Session:
+    """A session with the limits of a configuration, by default the user's own. Touches no daemon yet.
 
     Raises:
         ConfigError: the configuration is wrong.
     """
-    config = rannd.config.load()
+    config = config if config is not None else rannd.config.load()
     max_bytes = int(config.cache_max_gb * 2**30)
     return Session(places(), Settings(config.daemon_idle_s, max_bytes, version(), pinned), config.daemon_timeout_s)
 

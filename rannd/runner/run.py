@@ -17,6 +17,7 @@ import rannd.config
 from rannd import planned
 from rannd.config import Config
 from rannd.errors import LaunchError, PlanError, RanndError, UsageError
+from rannd.runner import check as doctor
 from rannd.runner import processes
 from rannd.runner.channel import Listener
 from rannd.runner.job import Job, Options, prepare
@@ -55,6 +56,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--config", type=_PATH, metavar="FILE", help="Configuration to read instead of rannc_conf.toml.")
 @click.option("--dry-run", is_flag=True, help="Print each rank's host, device, environment, command; start nothing.")
 @click.option("--show-config", is_flag=True, help="Print every configuration item, its value and where it is from.")
+@click.option("--check", is_flag=True, help="Look at all that a job needs, try it with two ranks, say what to mend.")
 @click.option("--no-tune", is_flag=True, help="Leave threads and malloc of the ranks alone.")
 @click.option("--show-ranks", "shown", metavar="0,2-3", help="Ranks whose output is shown. Default: all.")
 @click.option("--log-dir", type=_PATH, metavar="DIR", help="Keep the ranks' output in DIR/<run>/rank_<R>/.")
@@ -78,12 +80,14 @@ _PATH = click.Path(path_type=Path)
 @click.version_option(package_name="rannd", prog_name="rannc-run")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def main(ctx: click.Context, /, dry_run: bool, show_config: bool, no_tune: bool, **options: Any) -> None:
+def main(ctx: click.Context, /, dry_run: bool, show_config: bool, check: bool, no_tune: bool, **options: Any) -> None:
     """Start COMMAND, a Python script with its arguments, as the ranks of one job.
 
     What follows the script is the script's, untouched.
     """
     asked = Options(tune=not no_tune, **options)
+    if check:
+        ctx.exit(doctor.tell(doctor.check(asked.config, os.environ), click.echo))
     config = rannd.config.load(file=asked.config)
     if show_config:
         click.echo("\n".join(config.lines()))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,3 +29,12 @@ def other_shell(name: str, tmp_path: Path) -> Iterator[Shell]:
     made.kind = NAMES[name]
     yield made
     made.end()
+
+
+def environment_without_mpi(folder: Path) -> tuple[str, ...]:
+    """The command rannc-run of a new environment that has what this one has, but for MPI."""
+    options = ["--without-pip", "--system-site-packages"]
+    subprocess.run([sys.executable, "-m", "venv", *options, str(folder)], check=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "all.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    return (str(folder / "bin" / "python"), "-c", COMMAND)

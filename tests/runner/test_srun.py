@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import a_shell
-from other_launchers import COMMAND
+from other_launchers import environment_without_mpi
 from test_launchers import TRAIN
 from transcript import Shell, program
 
@@ -43,11 +41,6 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """A shell on a machine that has srun and no MPI."""
-    home = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(home)], check=True)
-    (own,) = home.glob("lib/python*/site-packages")
-    site = sysconfig.get_path("purelib")
-    (own / "all.pth").write_text(f"import site; site.addsitedir({site!r})\n")
     tools = tmp_path / "bin"
     tools.mkdir()
     srun = tools / "srun"
@@ -55,7 +48,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     srun.chmod(0o755)
     made = a_shell(tmp_path)
     made.environ["PATH"] = str(tools)
-    made.command = (str(home / "bin" / "python"), "-c", COMMAND)
+    made.command = environment_without_mpi(tmp_path / "venv")
     yield made
     made.end()
 
