@@ -45,6 +45,8 @@ class Options:
     shown: str | None = None
     log_dir: Path | None = None
     grace: float = 10.0
+    start: float = 300.0
+    """Seconds in which all ranks have to have started, 0: as long as it takes."""
     plan_only: bool = False
     cluster: str | None = None
     """Name or file of the devices to plan for."""
@@ -68,6 +70,7 @@ class Job:
     log_dir: str | None
     """The directory of this run, which is not made yet, or None."""
     grace: float
+    start: float
 
     @property
     def remote_host(self) -> str | None:
@@ -149,7 +152,17 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
         log_dir = str(options.log_dir.absolute() / run)
     shown = _shown(options.shown, started)
     return Job(
-        launcher, places, hosts, gpus, added, tuning_line, rank_command, shown, log_dir=log_dir, grace=options.grace
+        launcher,
+        places,
+        hosts,
+        gpus,
+        added,
+        tuning_line,
+        rank_command,
+        shown,
+        log_dir=log_dir,
+        grace=options.grace,
+        start=options.start,
     )
 
 

@@ -106,6 +106,7 @@ class Monitor:
         size: how many ranks there are to be.
         shown: the ranks whose output is shown.
         grace: seconds between SIGTERM and SIGKILL; the watchers keep the same time.
+        start: seconds in which every rank has to have started, 0: as long as it takes.
     """
 
     def __init__(
@@ -115,12 +116,15 @@ class Monitor:
         size: int,
         shown: Collection[int],
         grace: float,
+        start: float = 0.0,
     ) -> None:
         self._listener = listener
         self._launcher = launcher
         self._size = size
         self._shown = shown
         self._grace = grace
+        self._start = start
+        self._start_by = time.monotonic() + start if start else None
         self._output = Output()
         self._links: dict[int, _Link] = {}  # by descriptor
         self._joined: dict[int, _Link] = {}  # by rank
@@ -183,9 +187,8 @@ class Monitor:
         launcher_pipe = self._launcher.stdout
         if launcher_pipe is not None and not launcher_pipe.closed:
             poll.register(launcher_pipe, select.POLLIN)
-        timeout = None
-        if self._kill_launcher_at is not None:
-            timeout = max(0.0, self._kill_launcher_at - time.monotonic()) * 1000
+        due = [moment for moment in (self._kill_launcher_at, self._start_by) if moment is not None]
+        timeout = max(0.0, min(due) - time.monotonic()) * 1000 if due else None
         ready = {fd for fd, _ in poll.poll(timeout)}
 
         if self._wakeup in ready:
@@ -201,6 +204,20 @@ class Monitor:
         if launcher_pipe is not None and not launcher_pipe.closed and launcher_pipe.fileno() in ready:
             self._hear_launcher()
         self._look_after_launcher()
+        self._look_for_starts()
+
+    def _look_for_starts(self) -> None:
+        """Ends a job whose ranks do not all start: a host does not answer, a launcher waits for a password."""
+        if self._start_by is None or (len(self._joined) < self._size and time.monotonic() < self._start_by):
+            return
+        self._start_by = None
+        if len(self._joined) < self._size and not self._stopping:
+            there = len(self._joined)
+            self._say(
+                f"only {there} of {self._size} ranks have started within {self._start:g} s: ending the job. Is every "
+                "host reachable without a password? (--timeout-start S for more time)"
+            )
+            self._stop(signal.SIGTERM)
 
     def _take_signals(self, received: bytes) -> None:
         for signum in received:

@@ -70,6 +70,15 @@ _PATH = click.Path(path_type=Path)
     help="Seconds between asking ranks to end and SIGKILL.",
 )
 @click.option(
+    "--timeout-start",
+    "start",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds in which all ranks have to have started; 0: as long as it takes.",
+)
+@click.option(
     "--plan-only", is_flag=True, help="Print the partition for -np devices, which need not be there, and end."
 )
 @click.option(
@@ -139,7 +148,7 @@ def launch(job: Job) -> int:
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be executed: {error}") from None
     sys.stdout.flush()
-    result = Monitor(listener, launcher, len(job.places), job.shown, job.grace).run()
+    result = Monitor(listener, launcher, len(job.places), job.shown, job.grace, job.start).run()
     text = report(result, job.launcher.kind.value, job.shown, job.log_dir)
     sys.stderr.write(text)
     return exit_code(result)

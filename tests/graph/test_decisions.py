@@ -266,7 +266,10 @@ def test_constants_of_decisions_follow_the_graph() -> None:
     assert {tensor.device.type for tensor in moved.module.state_dict().values()} == {"meta"}
 
 
-def test_distributions_do_not_look_at_their_arguments() -> None:
+def test_distributions_do_not_look_at_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a new process: the first use of Dynamo, in another test, switches it off for good.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
     def condition(m: Branching, a: Tensor, x: Tensor) -> bool:
         found = torch.distributions.Normal(a, a.exp())
         found.log_prob(a)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,19 @@ def test_the_meeting_point() -> None:
     with socket.socket() as sock:
         sock.bind(("", int(point["MASTER_PORT"])))
     assert environment.meeting_point({}, None)["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_the_port_is_none_that_an_outgoing_connection_may_get() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert first > environment.LOWEST_PORT, "on this machine"
+    found = {environment.free_port() for _ in range(50)}
+    assert all(environment.LOWEST_PORT <= port < first for port in found)
+    assert len(found) > 40, "jobs that start at once get different ones"
+
+
+def test_a_port_is_found_where_all_may_be_used_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_first_ephemeral_port", lambda: 1024)
+    assert environment.free_port() >= 1024
 
 
 def test_what_travels_to_other_machines() -> None:

@@ -29,7 +29,12 @@ ENVIRON = {name: value for name, value in os.environ.items() if not name.startsw
 
 
 def run(
-    listener: Listener, size: int, *command: str, started: int | None = None, token: str | None = None
+    listener: Listener,
+    size: int,
+    *command: str,
+    started: int | None = None,
+    token: str | None = None,
+    start: float = 0.0,
 ) -> JobResult:
     settings = {"address": listener.address, "token": token or listener.token, "grace": 5.0, "log_dir": None}
     root = str(Path(rannd.__file__).parents[1])
@@ -41,7 +46,7 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    return Monitor(listener, launcher, size, range(size), 5.0).run()
+    return Monitor(listener, launcher, size, range(size), 5.0, start).run()
 
 
 def test_another_launcher(capfd: pytest.CaptureFixture[str]) -> None:
@@ -89,3 +94,16 @@ def test_a_launcher_that_starts_nothing() -> None:
     result = run(Listener(None), 3, program("no_newline.py"), started=0)
     assert (result.ends, result.missing, result.launcher_status) == ([], 3, 1)
     assert "max()" in result.launcher_output
+
+
+def test_ranks_that_do_not_start_in_time_end_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run(Listener(None), 3, "-c", "import signal; signal.pause()", started=2, start=3.0)
+    assert sorted((end.rank, end.status) for end in result.ends) == [(0, -15), (1, -15)]
+    assert not result.failures
+    assert result.missing == 1
+    assert "rannc-run: only 2 of 3 ranks have started within 3 s: ending the job. Is every" in capfd.readouterr().err
+
+
+def test_ranks_that_start_in_time_may_run_longer() -> None:
+    result = run(Listener(None), 2, "-c", "import time; time.sleep(4)", start=3.0)
+    assert [end.status for end in result.ends] == [0, 0]

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transcript import Shell, program, read_lines
+from transcript import RANNC_RUN, Shell, program, read_lines
 
 from rannd.config.cluster import cluster_file
 
@@ -344,3 +344,22 @@ def test_a_job_runs_without_a_daemon(shell: Shell, tmp_path: Path) -> None:
     code, out, err = shell.run("-np", "1", program("no_newline.py"), XDG_RUNTIME_DIR=str(runtime), RANNC_CACHE="on")
     assert (code, out) == (0, "first\nlast")
     assert err.count("rannc-run: no daemon, nothing will be cached: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "begun", "wanted"),
+    [
+        ("rannc-run", "--gr", "--grace-period"),
+        ("rannc-cache", "pr", "prune"),
+        ("rannd", "sta", "status"),
+    ],
+)
+def test_shells_complete_options_and_commands(shell: Shell, command: str, begun: str, wanted: str) -> None:
+    variable = f"_{command.upper().replace('-', '_')}_COMPLETE"
+    shell.command = (str(RANNC_RUN.parent / command),)
+    code, out, err = shell.run(**{variable: "bash_complete", "COMP_WORDS": f"{command} {begun}", "COMP_CWORD": "1"})
+    assert (code, err) == (0, "")
+    assert f"plain,{wanted}" in out.splitlines()
+    code, out, err = shell.run(**{variable: "bash_source"})
+    assert (code, err) == (0, "")
+    assert f"complete -o nosort -F _{command.replace('-', '_')}_completion {command}" in out

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import pyrannc
+from rannd.runtime.world import made
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +16,6 @@ def alone(monkeypatch: pytest.MonkeyPatch, daemon_home: object) -> Iterator[None
     monkeypatch.setenv("RANNC_LOG_LEVEL", "warn")
     yield
     pyrannc.clear()
+    world = made()
+    if world is not None:
+        world.uncached = False  # the daemon that it lost was this test's
