@@ -38,6 +38,8 @@ KEPT = frozenset(
     ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME")
 )
 """Variables a daemon keeps, LC_* besides: nothing of a rank, of MPI, of CUDA or of a batch system."""
+MOST_REPLACED = 2
+"""Older daemons that are stopped for one greeting: systemd may start the next one, of its unit, at once."""
 MAX_LOG = 256 << 10
 """Bytes after which the log is begun anew when a daemon starts; the old one is kept once."""
 
@@ -73,20 +75,24 @@ def ensure(*, idle_s: float, max_bytes: int, timeout_s: float, places: Places | 
 
 def greet(places: Places, settings: Settings, deadline: float) -> Daemon:
     """Start the daemon if need be, replace an older one, shake hands. The caller holds `use` shared."""
-    started = False
+    started, replaced = False, 0
     while True:
         started = start_if_down(places, settings, deadline) or started
         try:
-            welcome = _hello(places, settings, deadline)
-            if not is_older(welcome.version, settings.version):
-                return Daemon(welcome.pid, welcome.version, started)
+            try:
+                welcome = _hello(places, settings, deadline)
+                if not is_older(welcome.version, settings.version) or replaced == MOST_REPLACED:
+                    return Daemon(welcome.pid, welcome.version, started)
+            except protocol.VersionError as exc:
+                if exc.version > protocol.PROTOCOL:
+                    raise
+                if replaced == MOST_REPLACED:
+                    raise DaemonError(
+                        f"an older rannd, of protocol version {exc.version}, is started again whenever it is stopped; "
+                        "where systemd does so, run `rannd install-service --force` of the newer one and what it says"
+                    ) from None
             _replace(places, settings, deadline)
-            started = True
-        except protocol.VersionError as exc:
-            if exc.version > protocol.PROTOCOL:
-                raise
-            _replace(places, settings, deadline)
-            started = True
+            started, replaced = True, replaced + 1
         except channel.GoneError:
             if time.monotonic() >= deadline:
                 raise DaemonError(f"the daemon starts but does not stay; its log is {places.log}") from None
