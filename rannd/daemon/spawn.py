@@ -32,7 +32,7 @@ from rannd.daemon.places import Places
 from rannd.daemon.places import places as default_places
 from rannd.daemon.server import Settings
 from rannd.daemon.version import is_older, version
-from rannd.errors import DaemonError
+from rannd.errors import DaemonError, ProtocolError
 
 KEPT = frozenset(
     ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME")
@@ -123,11 +123,21 @@ def stop(places: Places, reason: str, deadline: float) -> bool:
     places.secure_runtime()
     if not boot.lives(places) or not boot.answers(places.socket):  # to connect would start one under systemd
         return False
-    with suppress(channel.GoneError):
+    try:
         try:
             channel.ask(places.socket, protocol.Stop(reason), deadline)
         except protocol.VersionError as exc:
             channel.ask(places.socket, protocol.Stop(reason), deadline, exc.version)
+    except channel.GoneError:
+        pass
+    except ProtocolError:
+        raise
+    except DaemonError as exc:
+        pid = Path(places.life).read_text(encoding="ascii", errors="replace").strip()
+        raise DaemonError(
+            f"the daemon, process {pid}, does not answer; end it by `kill -9 {pid}`, which loses nothing that it has "
+            "acknowledged"
+        ) from exc
     _await_end(places, deadline)
     return True
 
@@ -233,10 +243,13 @@ def _roots() -> list[str]:
 
 
 def _open_log(path: str) -> int:
-    with suppress(FileNotFoundError):
-        if os.stat(path).st_size > MAX_LOG:
-            os.replace(path, path + ".1")
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_size > MAX_LOG:
+                os.replace(path, path + ".1")
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as exc:
+        raise DaemonError(f"the log {path} cannot be opened: {exc.strerror}; look at what is there") from exc
 
 
 def _tail(log: int, offset: int) -> str:

@@ -264,6 +264,15 @@ def linked_runtime_directory(home: object, patch: pytest.MonkeyPatch) -> None:
     (Path(os.environ["XDG_RUNTIME_DIR"]) / "rannd").symlink_to("/tmp")
 
 
+def not_utf8(home: object, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"] + "/\udcff")
+
+
+def a_folder_for_a_lock(home: object, patch: pytest.MonkeyPatch) -> None:
+    Path(places().runtime).mkdir(mode=0o700)
+    Path(places().use).mkdir()
+
+
 def no_python(home: object, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys, "executable", "/nowhere/python")
 
@@ -274,7 +283,15 @@ def broken_installation(home: object, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "breakage",
-    [no_cache_directory, no_runtime_directory, linked_runtime_directory, no_python, broken_installation],
+    [
+        no_cache_directory,
+        no_runtime_directory,
+        linked_runtime_directory,
+        not_utf8,
+        a_folder_for_a_lock,
+        no_python,
+        broken_installation,
+    ],
     ids=lambda breakage: breakage.__name__,
 )
 def test_without_a_daemon_one_warning_and_only_misses(
