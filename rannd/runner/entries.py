@@ -14,6 +14,7 @@ import rich.markup
 import rich.table
 
 from rannd.daemon.command import configured_session, size_text
+from rannd.daemon.plain import plain
 from rannd.daemon.protocol import EntryInfo
 from rannd.daemon.session import Session
 from rannd.errors import UsageError
@@ -122,6 +123,7 @@ def date(moment: float) -> str:
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table with every text at full length: folded on a terminal, else tab-separated lines."""
+    rows = [[plain(text) for text in row] for row in rows]
     console = rich.console.Console()
     if not console.is_terminal:
         for row in (heads, *rows):
