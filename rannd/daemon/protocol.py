@@ -368,6 +368,8 @@ class Miss(msgspec.Struct, frozen=True):
     nearest: str
     """Key of the entry; empty: there was none of the kind."""
     differences: list[Difference]
+    pid: int = 0
+    """Of the process that missed it, by which the misses of one run are known; 0: it cannot be seen from here."""
 
 
 class Missed(_Reply, frozen=True, tag="missed"):

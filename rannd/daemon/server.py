@@ -229,6 +229,8 @@ class Server:
             return self._acquire(request, to, peer)
         if isinstance(request, protocol.Get):
             return self._get(request, to)
+        if isinstance(request, protocol.Why):
+            return self._store.nearest(request.kind, request.components, peer)
         return _HANDLERS[type(request)](self, request)
 
     @staticmethod
@@ -382,9 +384,6 @@ class Server:
     def _verify(self, request: protocol.Verify) -> protocol.Reply:
         return protocol.Verified(*self._store.verify(request.after))
 
-    def _why(self, request: protocol.Why) -> protocol.Reply:
-        return self._store.nearest(request.kind, request.components)
-
     def _misses(self, request: protocol.Misses) -> protocol.Reply:
         return protocol.Missed(self._store.misses())
 
@@ -464,7 +463,6 @@ _HANDLERS: dict[type, Callable[[Server, Any], protocol.Reply]] = {
     protocol.List: Server._list,
     protocol.Clear: Server._clear,
     protocol.Verify: Server._verify,
-    protocol.Why: Server._why,
     protocol.Misses: Server._misses,
     protocol.Prune: Server._prune,
     protocol.Zero: Server._zero,
