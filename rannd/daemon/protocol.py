@@ -20,6 +20,7 @@ Every field has a limit, and a message that breaks one is answered with `Failed`
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -101,6 +102,11 @@ class NewEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: Value
     size: Annotated[int, Meta(ge=0, le=MAX_VALUE)] = 0
     """Bytes of the value before zlib compressed it; 0: it is as it was."""
+
+
+def weight(components: Mapping[str, str], value: bytes) -> int:
+    """About the bytes that an entry takes in a message, never fewer by much."""
+    return len(value) + sum(4 * len(name) + 4 * len(text) for name, text in components.items())
 
 
 class Put(_Request, frozen=True, tag="put"):

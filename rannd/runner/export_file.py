@@ -164,8 +164,8 @@ def _check_header(content: bytes) -> None:
         raise UsageError(f"its header is none of an export: {exc}; export the cache anew") from None
     if header.format > FORMAT:
         raise UsageError(
-            f"it is of format {header.format}, written by rannd {plain(header.rannd)}; this rannd reads format {FORMAT}: "
-            "update it"
+            f"it is of format {header.format}, written by rannd {plain(header.rannd)}; this rannd reads format "
+            f"{FORMAT}: update it"
         )
 
 

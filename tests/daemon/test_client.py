@@ -56,6 +56,15 @@ def test_large_values_and_long_lists_are_split(daemon_home) -> None:
         assert cache.get_many([name for name, _ in heavy]) == [value for _, value in heavy]
 
 
+def test_long_components_are_split_too(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
+    """The daemon hangs up on a message above its limit, whatever makes it long."""
+    many = [(keys.make_key("trace", {"number": number, "text": "x" * 900_000}), b"value") for number in range(80)]
+    with client() as cache:
+        assert cache.put_many(many) == 80
+        assert cache.connected
+    assert warnings(caplog) == []
+
+
 def test_off_touches_nothing(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
     cache = client("off")
     assert not cache.connected
