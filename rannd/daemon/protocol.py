@@ -60,8 +60,10 @@ Components = Annotated[
     dict[Annotated[str, Meta(max_length=200)], Annotated[str, Meta(max_length=1 << 20)]], Meta(max_length=1024)
 ]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+MAX_SECONDS = 1e9
+MAX_COUNT = (1 << 62) - 1
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class _Request(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):

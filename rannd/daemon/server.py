@@ -70,6 +70,11 @@ class Settings(msgspec.Struct, frozen=True):
     pinned: bool = False
     """Keep `idle_s` whatever clients ask for (`rannd run`)."""
 
+    def __post_init__(self) -> None:
+        """What is more than a message can say is as good as its most."""
+        msgspec.structs.force_setattr(self, "idle_s", min(self.idle_s, protocol.MAX_SECONDS))
+        msgspec.structs.force_setattr(self, "max_bytes", min(self.max_bytes, protocol.MAX_COUNT))
+
 
 class Server:
     """Answers requests until it is told to stop or nobody needs it."""

@@ -65,6 +65,12 @@ def test_long_components_are_split_too(daemon_home, caplog: pytest.LogCaptureFix
     assert warnings(caplog) == []
 
 
+def test_limits_beyond_all_measure_are_no_hindrance(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
+    with connect(mode="on", timeout_s=60, idle_s=1e12, max_bytes=10**40) as cache:
+        assert cache.put(key(1), b"x")
+    assert warnings(caplog) == []
+
+
 def test_off_touches_nothing(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
     cache = client("off")
     assert not cache.connected
