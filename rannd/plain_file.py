@@ -116,6 +116,8 @@ class PlainFile:
                 f"the {self.what} is not written to {file}, a symbolic link to {os.readlink(file)}; name the file "
                 "itself"
             )
+        if file.exists() and not (file.is_file() or file.is_dir()):  # root could replace /dev/null
+            raise self.error(f"the {self.what} is not written to {file}, which is no plain file; name another")
         draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,16 @@ def test_a_block_that_raises_leaves_what_was_there(tmp_path: Path) -> None:
         write()
     assert file.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [file], "no draft stays"
+
+
+def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
+    """A user who is root could else put a file in the place of /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="no plain file; name another"):
+        FILE.write(b"x", pipe)
+    assert list(tmp_path.iterdir()) == [pipe]
+    assert pipe.is_fifo()
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

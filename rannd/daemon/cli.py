@@ -58,6 +58,8 @@ def status(ctx: click.Context, as_json: bool, prometheus: bool) -> None:
     if as_json and prometheus:
         raise UsageError("--json and --prometheus are two formats; give one of them")
     session = configured_session()
+    if os.path.lexists(session.places.runtime):  # it is not made for a look
+        session.places.secure_runtime()
     if not (boot.lives(session.places) and boot.answers(session.places.socket)):
         if as_json:
             print_json({"running": False, "socket": session.places.socket, "store": session.places.store})

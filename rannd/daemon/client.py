@@ -135,11 +135,12 @@ class Client:
                 self._warn("size", f"a value of {len(value)} bytes is above {protocol.MAX_VALUE} and is not kept")
                 continue
             packed = pack(value)
-            if batch and (size + len(packed.data) > protocol.MAX_BATCH_BYTES or len(batch) == protocol.MAX_BATCH):
+            more = protocol.weight(key.components, packed.data)
+            if batch and (size + more > protocol.MAX_BATCH_BYTES or len(batch) == protocol.MAX_BATCH):
                 kept += self._put(batch)
                 batch, size = [], 0
             batch.append(protocol.NewEntry(key.digest, key.kind, key.components, packed.data, packed.size))
-            size += len(packed.data)
+            size += more
         return kept + (self._put(batch) if batch else 0)
 
     def lease(

@@ -20,6 +20,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from rannd.daemon.plain import plain
+
 Scalar: TypeAlias = bool | int | float | str | None
 Component: TypeAlias = Scalar | Sequence["Component"] | Mapping[str, "Component"]
 
@@ -171,9 +173,9 @@ def summary(kind: str, components: Mapping[str, str]) -> str:
         if name in components:
             text = components[name]
             found.append(f"{label} {(text[1:-1] if text.startswith(chr(34)) else text)[:length]}")
-    return (
-        ", ".join(found) if found else ", ".join(f"{name} {text[:16]}" for name, text in sorted(components.items())[:3])
-    )
+    if not found:
+        found = [f"{name} {text[:16]}" for name, text in sorted(components.items())[:3]]
+    return plain(", ".join(found))  # an imported entry's texts may be anything
 
 
 _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {

@@ -125,6 +125,12 @@ class Leases(Generic[Route]):
         """Key and token of each lease that process `pid` holds."""
         return [(key, lease.token) for key, lease in self._held.items() if lease.pid == pid]
 
+    def give_up(self, pid: int) -> None:
+        """Process `pid` waits no more."""
+        for lease in self._held.values():
+            for waiter in [waiter for waiter in lease.waiters if waiter.pid == pid]:
+                lease.waiters.remove(waiter)
+
     def expired(self, now: float) -> list[tuple[str, Waiter[Route]]]:
         """Remove and return the waiters whose deadline has come."""
         found = []

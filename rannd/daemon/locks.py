@@ -14,8 +14,15 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def open_lock(path: str) -> int:
-    """Descriptor of the lock file `path`, made where it is missing. Not locked yet."""
-    return os.open(path, _FLAGS, 0o600)
+    """Descriptor of the lock file `path`, made where it is missing. Not locked yet.
+
+    Raises:
+        DaemonError: it cannot be opened or made.
+    """
+    try:
+        return os.open(path, _FLAGS, 0o600)
+    except OSError as exc:
+        raise DaemonError(f"the lock {path} cannot be opened: {exc.strerror}; look at what is there") from exc
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from rannd.daemon.plain import plain
 from rannd.daemon.protocol import Difference, EntryInfo
 
 SHOWN = 40
@@ -43,5 +44,5 @@ def phrase(difference: Difference, *, most: int = SHOWN) -> str:
 def _cut(text: str | None, start: int, most: int) -> str:
     if text is None:
         return "(nothing)"
-    shown = text[start : start + most]
+    shown = plain(text[start : start + most])
     return ("..." if start else "") + shown + ("..." if start + most < len(text) else "")

@@ -105,7 +105,7 @@ def places(environ: Mapping[str, str] | None = None) -> Places:
     Touches nothing on the disk.
 
     Raises:
-        DaemonError: the user has no home directory and XDG_CACHE_HOME is not set.
+        DaemonError: the user has no home directory and XDG_CACHE_HOME is not set, or a path is no text.
     """
     env = os.environ if environ is None else environ
     uid = os.getuid()
@@ -116,6 +116,8 @@ def places(environ: Mapping[str, str] | None = None) -> Places:
     identity = f"v{SERIES}"
     if cache_root != _account_cache_root(uid):
         identity += "-" + hashlib.sha256(os.fsencode(cache_root)).hexdigest()[:12]
+    for path in (runtime, cache_root):
+        _expressible(path)
     found = Places(runtime=runtime, identity=identity, cache=f"{cache_root}/{machine_id()}")
     if len(os.fsencode(found.socket)) > MAX_SOCKET_PATH:
         found = msgspec.structs.replace(found, short=fallback)
@@ -132,6 +134,16 @@ def machine_id(path: str = "/etc/machine-id") -> str:
     except OSError:
         text = ""
     return hashlib.sha256(f"rannd machine {text or socket.gethostname()}".encode()).hexdigest()[:16]
+
+
+def _expressible(path: str) -> None:
+    """Refuse a path that neither a message nor SQLite can name."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise DaemonError(
+            f"the path {path!r} is not in UTF-8; set XDG_CACHE_HOME and XDG_RUNTIME_DIR to directories with other names"
+        ) from None
 
 
 def _usable_runtime(path: str, uid: int) -> bool:

@@ -20,6 +20,7 @@ Every field has a limit, and a message that breaks one is answered with `Failed`
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -59,8 +60,10 @@ Components = Annotated[
     dict[Annotated[str, Meta(max_length=200)], Annotated[str, Meta(max_length=1 << 20)]], Meta(max_length=1024)
 ]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+MAX_SECONDS = 1e9
+MAX_COUNT = (1 << 62) - 1
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class _Request(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
@@ -101,6 +104,11 @@ class NewEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: Value
     size: Annotated[int, Meta(ge=0, le=MAX_VALUE)] = 0
     """Bytes of the value before zlib compressed it; 0: it is as it was."""
+
+
+def weight(components: Mapping[str, str], value: bytes) -> int:
+    """About the bytes that an entry takes in a message, never fewer by much."""
+    return len(value) + sum(4 * len(name) + 4 * len(text) for name, text in components.items())
 
 
 class Put(_Request, frozen=True, tag="put"):
@@ -368,6 +376,8 @@ class Miss(msgspec.Struct, frozen=True):
     nearest: str
     """Key of the entry; empty: there was none of the kind."""
     differences: list[Difference]
+    pid: int = 0
+    """Of the process that missed it, by which the misses of one run are known; 0: it cannot be seen from here."""
 
 
 class Missed(_Reply, frozen=True, tag="missed"):

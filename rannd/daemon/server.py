@@ -42,7 +42,7 @@ FLUSH_S = 1.0
 CHECK_S = 60.0
 """How often the daemon looks whether its socket still is where clients look for it."""
 DRAIN_S = 1.0
-"""How long the last replies may take to leave."""
+"""How long the last requests may take to be answered, and the last replies to leave."""
 CLIENT_S = 60.0
 """A process counts as a client for so long after its latest request."""
 MOST_CLIENTS = 1024
@@ -69,6 +69,11 @@ class Settings(msgspec.Struct, frozen=True):
     version: str
     pinned: bool = False
     """Keep `idle_s` whatever clients ask for (`rannd run`)."""
+
+    def __post_init__(self) -> None:
+        """What is more than a message can say is as good as its most."""
+        msgspec.structs.force_setattr(self, "idle_s", min(self.idle_s, protocol.MAX_SECONDS))
+        msgspec.structs.force_setattr(self, "max_bytes", min(self.max_bytes, protocol.MAX_COUNT))
 
 
 class Server:
@@ -229,6 +234,8 @@ class Server:
             return self._acquire(request, to, peer)
         if isinstance(request, protocol.Get):
             return self._get(request, to)
+        if isinstance(request, protocol.Why):
+            return self._store.nearest(request.kind, request.components, peer)
         return _HANDLERS[type(request)](self, request)
 
     @staticmethod
@@ -258,7 +265,8 @@ class Server:
         if self._owns_socket:
             with suppress(FileNotFoundError):
                 os.unlink(self.places.socket)
-        while self._router.poll(0):
+        deadline = time.monotonic() + DRAIN_S  # those who never cease to ask find the next daemon
+        while self._router.poll(0) and time.monotonic() < deadline:
             self._receive()
 
     def _close(self) -> None:
@@ -381,9 +389,6 @@ class Server:
     def _verify(self, request: protocol.Verify) -> protocol.Reply:
         return protocol.Verified(*self._store.verify(request.after))
 
-    def _why(self, request: protocol.Why) -> protocol.Reply:
-        return self._store.nearest(request.kind, request.components)
-
     def _misses(self, request: protocol.Misses) -> protocol.Reply:
         return protocol.Missed(self._store.misses())
 
@@ -432,8 +437,11 @@ class Server:
         return True
 
     def _holder_died(self, fd: int) -> None:
-        pid = next(pid for pid, watched in self._watched.items() if watched == fd)
+        pid = next((pid for pid, watched in self._watched.items() if watched == fd), None)
+        if pid is None:
+            return  # what was done before in this turn had no more need of it
         self._forget(pid)
+        self._leases.give_up(pid)
         for key, token in self._leases.held_by(pid):
             self._log.info("process %d died while it held the lease of %.12s", pid, key)
             self._pass_on(key, token)
@@ -460,7 +468,6 @@ _HANDLERS: dict[type, Callable[[Server, Any], protocol.Reply]] = {
     protocol.List: Server._list,
     protocol.Clear: Server._clear,
     protocol.Verify: Server._verify,
-    protocol.Why: Server._why,
     protocol.Misses: Server._misses,
     protocol.Prune: Server._prune,
     protocol.Zero: Server._zero,
@@ -482,6 +489,14 @@ def _peer_pid(frame: zmq.Frame) -> int:
         fd = os.dup(frame.get(zmq.SRCFD))
     except (OSError, zmq.ZMQError):
         return 0
-    with socket.socket(fileno=fd) as peer:
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    try:
+        peer = socket.socket(fileno=fd)
+    except OSError:  # the client has gone, and its number is that of another file by now
+        os.close(fd)
+        return 0
+    with peer:
+        try:
+            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except OSError:
+            return 0
     return int(struct.unpack("3i", credentials)[0])

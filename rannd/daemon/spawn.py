@@ -32,12 +32,14 @@ from rannd.daemon.places import Places
 from rannd.daemon.places import places as default_places
 from rannd.daemon.server import Settings
 from rannd.daemon.version import is_older, version
-from rannd.errors import DaemonError
+from rannd.errors import DaemonError, ProtocolError
 
 KEPT = frozenset(
     ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME")
 )
 """Variables a daemon keeps, LC_* besides: nothing of a rank, of MPI, of CUDA or of a batch system."""
+MOST_REPLACED = 2
+"""Older daemons that are stopped for one greeting: systemd may start the next one, of its unit, at once."""
 MAX_LOG = 256 << 10
 """Bytes after which the log is begun anew when a daemon starts; the old one is kept once."""
 
@@ -73,20 +75,24 @@ def ensure(*, idle_s: float, max_bytes: int, timeout_s: float, places: Places | 
 
 def greet(places: Places, settings: Settings, deadline: float) -> Daemon:
     """Start the daemon if need be, replace an older one, shake hands. The caller holds `use` shared."""
-    started = False
+    started, replaced = False, 0
     while True:
         started = start_if_down(places, settings, deadline) or started
         try:
-            welcome = _hello(places, settings, deadline)
-            if not is_older(welcome.version, settings.version):
-                return Daemon(welcome.pid, welcome.version, started)
+            try:
+                welcome = _hello(places, settings, deadline)
+                if not is_older(welcome.version, settings.version) or replaced == MOST_REPLACED:
+                    return Daemon(welcome.pid, welcome.version, started)
+            except protocol.VersionError as exc:
+                if exc.version > protocol.PROTOCOL:
+                    raise
+                if replaced == MOST_REPLACED:
+                    raise DaemonError(
+                        f"an older rannd, of protocol version {exc.version}, is started again whenever it is stopped; "
+                        "where systemd does so, run `rannd install-service --force` of the newer one and what it says"
+                    ) from None
             _replace(places, settings, deadline)
-            started = True
-        except protocol.VersionError as exc:
-            if exc.version > protocol.PROTOCOL:
-                raise
-            _replace(places, settings, deadline)
-            started = True
+            started, replaced = True, replaced + 1
         except channel.GoneError:
             if time.monotonic() >= deadline:
                 raise DaemonError(f"the daemon starts but does not stay; its log is {places.log}") from None
@@ -117,11 +123,21 @@ def stop(places: Places, reason: str, deadline: float) -> bool:
     places.secure_runtime()
     if not boot.lives(places) or not boot.answers(places.socket):  # to connect would start one under systemd
         return False
-    with suppress(channel.GoneError):
+    try:
         try:
             channel.ask(places.socket, protocol.Stop(reason), deadline)
         except protocol.VersionError as exc:
             channel.ask(places.socket, protocol.Stop(reason), deadline, exc.version)
+    except channel.GoneError:
+        pass
+    except ProtocolError:
+        raise
+    except DaemonError as exc:
+        pid = Path(places.life).read_text(encoding="ascii", errors="replace").strip()
+        raise DaemonError(
+            f"the daemon, process {pid}, does not answer; end it by `kill -9 {pid}`, which loses nothing that it has "
+            "acknowledged"
+        ) from exc
     _await_end(places, deadline)
     return True
 
@@ -227,10 +243,13 @@ def _roots() -> list[str]:
 
 
 def _open_log(path: str) -> int:
-    with suppress(FileNotFoundError):
-        if os.stat(path).st_size > MAX_LOG:
-            os.replace(path, path + ".1")
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_size > MAX_LOG:
+                os.replace(path, path + ".1")
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as exc:
+        raise DaemonError(f"the log {path} cannot be opened: {exc.strerror}; look at what is there") from exc
 
 
 def _tail(log: int, offset: int) -> str:

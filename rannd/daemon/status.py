@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from rannd.daemon.command import duration_text, size_text
+from rannd.daemon.plain import plain
 from rannd.daemon.protocol import LeaseInfo, State
 
 ERRORS_SHOWN = 5
@@ -25,7 +26,7 @@ def lines(state: State) -> list[str]:
         f"store     {state.store}",
         f"log       {state.log}",
         *(_lease(lease) for lease in state.leases),
-        *(f"error     {_date(each.at)} {_plain(each.text)}" for each in state.errors[: -ERRORS_SHOWN - 1 : -1]),
+        *(f"error     {_date(each.at)} {plain(each.text)}" for each in state.errors[: -ERRORS_SHOWN - 1 : -1]),
     ]
 
 
@@ -35,8 +36,8 @@ def _by_kind(counts: dict[str, int]) -> str:
 
 
 def _lease(lease: LeaseInfo) -> str:
-    holder = f"{_plain(lease.who)} (process {lease.pid})" if lease.who else f"process {lease.pid}"
-    progress = f", {_plain(lease.progress)}" if lease.progress else ""
+    holder = f"{plain(lease.who)} (process {lease.pid})" if lease.who else f"process {lease.pid}"
+    progress = f", {plain(lease.progress)}" if lease.progress else ""
     return (
         f"lease     {lease.key[:12]} held by {holder} for {duration_text(lease.since_s)}{progress}, "
         f"{lease.waiting} waiting"
@@ -45,8 +46,3 @@ def _lease(lease: LeaseInfo) -> str:
 
 def _date(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-
-
-def _plain(text: str) -> str:
-    """A text of somebody else as one line: what a terminal would obey becomes a question mark."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

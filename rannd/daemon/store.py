@@ -14,10 +14,11 @@ is a miss: it is set aside, counted, and healed by the next write.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from rannd.daemon.database import Database
 from rannd.daemon.keys import digest_of
 from rannd.daemon.nearness import nearest
 from rannd.daemon.packing import Value
-from rannd.daemon.protocol import EntryInfo, KindCount, Miss, Nearest, NewEntry, Statistics
+from rannd.daemon.protocol import MAX_BATCH_BYTES, EntryInfo, KindCount, Miss, Nearest, NewEntry, Statistics
 from rannd.daemon.rows import FORMAT, INFO, description, fault, new_row
 from rannd.errors import DaemonError
 
@@ -39,7 +40,7 @@ MAX_UNWRITTEN = 1000
 HEAD_BYTES = 64 << 10
 """Bytes kept of a value that is set aside."""
 PAGE = 64
-"""Entries in one page of a listing."""
+"""Entries in one page of a listing, at most."""
 JUMP_S = 1.0
 """The clock has been set back, not adjusted, where it lost so much."""
 DATED_S = 60.0
@@ -128,11 +129,13 @@ class Store:
         """Up to PAGE entries whose key follows `after`, and whether others follow them."""
         self.flush()
         with self._db.errors("read"), self._db.healing():
-            rows = self._db.sql.execute(
-                f"SELECT {INFO} FROM entries WHERE key > ? AND key LIKE ? || '%' ORDER BY key LIMIT ?",
-                (after, prefix or "", PAGE + 1),
-            ).fetchall()
-            return self._infos(rows[:PAGE]), len(rows) > PAGE
+            rows, more = _first(
+                self._db.sql.execute(
+                    f"SELECT {INFO} FROM entries WHERE key > ? AND key LIKE ? || '%' ORDER BY key",
+                    (after, prefix or ""),
+                )
+            )
+            return self._infos(rows), more
         return [], False
 
     def size(self) -> tuple[int, int]:
@@ -218,15 +221,20 @@ class Store:
             return
         raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
 
-    def nearest(self, kind: str, components: dict[str, str]) -> Nearest:
-        """The entry of `kind` that differs least from one with these components, which was missed; remembers it."""
+    def nearest(self, kind: str, components: dict[str, str], pid: int = 0) -> Nearest:
+        """The entry of `kind` that differs least from one with these components, which process `pid` (0: unknown) has
+        missed; remembers it.
+        """
         key = digest_of(kind, components)
         with self._db.errors("written"), self._db.healing():
-            rows = self._db.sql.execute(
-                f"SELECT {INFO} FROM entries WHERE kind = ? AND key != ? ORDER BY used DESC LIMIT ?", (kind, key, NEAR)
-            ).fetchall()
+            rows, _ = _first(
+                self._db.sql.execute(
+                    f"SELECT {INFO} FROM entries WHERE kind = ? AND key != ? ORDER BY used DESC", (kind, key)
+                ),
+                NEAR,
+            )
             entry, found = nearest(components, self._infos(rows))
-            miss = Miss(time.time(), kind, key, components, entry.key if entry is not None else "", found)
+            miss = Miss(time.time(), kind, key, components, entry.key if entry is not None else "", found, pid)
             with self._db.transaction():
                 self._db.sql.execute("INSERT INTO misses VALUES (?)", (msgspec.json.encode(miss).decode(),))
                 self._db.sql.execute(
@@ -244,18 +252,22 @@ class Store:
         self.flush()
         with self._db.errors("written"), self._db.healing():
             total = int(self._db.sql.execute("SELECT total(length) FROM entries").fetchone()[0])
-            rows: list[Any] = []
-            for row in self._db.sql.execute(f"SELECT {INFO} FROM entries ORDER BY used, key"):
-                if total <= max_bytes or len(rows) == PAGE:
-                    break
-                if row[0] not in keep:
-                    rows.append(row)
-                    total -= row[7]
+
+            def excess() -> Generator[Any, None, None]:
+                left = total
+                for row in self._db.sql.execute(f"SELECT {INFO} FROM entries ORDER BY used, key"):
+                    if left <= max_bytes:
+                        break
+                    if row[0] not in keep:
+                        left -= row[7]
+                        yield row
+
+            rows, more = _first(excess())
             with self._db.transaction():
                 self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in rows])
             self._db.shrink()
             self.count("removed", len(rows))
-            return [found for row in rows if (found := description(row)) is not None], len(rows) == PAGE
+            return [found for row in rows if (found := description(row)) is not None], more
         return [], False
 
     def zero(self) -> None:
@@ -300,14 +312,12 @@ class Store:
             values += keys
         with self._db.errors("written"), self._db.healing():
             where = " AND ".join(wanted)
-            found = self._db.sql.execute(
-                f"SELECT {INFO} FROM entries WHERE {where} ORDER BY key LIMIT ?", (*values, PAGE)
-            ).fetchall()
+            found, more = _first(self._db.sql.execute(f"SELECT {INFO} FROM entries WHERE {where} ORDER BY key", values))
             with self._db.transaction():
                 self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
             self._db.shrink()
             self.count("removed", len(found))
-            return [info for row in found if (info := description(row)) is not None], len(found) == PAGE
+            return [info for row in found if (info := description(row)) is not None], more
         return [], False
 
     def count(self, name: str, by: int = 1) -> None:
@@ -424,3 +434,16 @@ class Store:
             "INSERT INTO statistics VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count",
             list(self._counted.items()),
         )
+
+
+def _first(rows: sqlite3.Cursor | Generator[Any, None, None], most: int = PAGE) -> tuple[list[Any], bool]:
+    """As many rows (INFO) as one message holds, `most` or fewer with long components; and whether others follow."""
+    found: list[Any] = []
+    size = 0
+    with contextlib.closing(rows):
+        for row in rows:
+            size += len(str(row[9]))  # of a corrupt row it may be anything
+            if len(found) == most or (found and size > MAX_BATCH_BYTES):
+                return found, True
+            found.append(row)
+    return found, False

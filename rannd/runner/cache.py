@@ -12,10 +12,12 @@ import time
 import click
 import rich.box
 import rich.console
+import rich.markup
 import rich.table
 
 from rannd.daemon.command import Commands, duration_text, print_json, size_text
 from rannd.daemon.keys import summary
+from rannd.daemon.plain import plain
 from rannd.daemon.protocol import EntryInfo, KindCount
 from rannd.daemon.session import Session
 from rannd.daemon.version import version
@@ -68,7 +70,7 @@ def ls(as_json: bool) -> None:
     table = rich.table.Table(*heads, box=rich.box.SIMPLE_HEAD)
     table.columns[4].justify = "right"
     for entry, row in zip(entries, rows, strict=True):
-        table.add_row(row[0], entry.key[:12], *row[2:])
+        table.add_row(row[0], entry.key[:12], *map(rich.markup.escape, row[2:]))
     rich.console.Console().print(table)
     console.print(total_text(entries))
 
@@ -87,14 +89,14 @@ def show(key: str, as_json: bool) -> None:
         return
     now = time.time()
     click.echo(f"key        {entry.key}")
-    click.echo(f"kind       {entry.kind}, format {entry.format}, written by rannd {entry.rannd}")
+    click.echo(f"kind       {entry.kind}, format {entry.format}, written by rannd {plain(entry.rannd)}")
     click.echo(f"created    {date(entry.created)}, {duration_text(now - entry.created)} ago")
     click.echo(f"last used  {date(entry.used)}, {duration_text(now - entry.used)} ago, {entry.hits} hits")
     click.echo(f"length     {entry.length} bytes")
     click.echo(f"checksum   {entry.checksum}")
     click.echo("components")
     for name, text in sorted(entry.components.items()):
-        click.echo(f"  {name} = {text}")
+        click.echo(plain(f"  {name} = {text}"))
     if problem:
         click.echo(f"\nThe deployment cannot be shown: {problem}")
     elif plan is not None:

@@ -14,7 +14,8 @@ import rich.markup
 import rich.table
 
 from rannd.daemon.command import configured_session, size_text
-from rannd.daemon.protocol import EntryInfo
+from rannd.daemon.plain import plain
+from rannd.daemon.protocol import MAX_SECONDS, EntryInfo
 from rannd.daemon.session import Session
 from rannd.errors import UsageError
 
@@ -80,12 +81,15 @@ def duration(text: str) -> float:
     """Seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``2w``.
 
     Raises:
-        UsageError: it is none of those.
+        UsageError: it is none of those, or longer than a message can say.
     """
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip(), re.ASCII)
     if matched is None:
         raise UsageError(f"{text!r} is not a time span; write a number and one of s, m, h, d, w, as 7d")
-    return float(matched[1]) * _SECONDS[matched[2]]
+    found = float(matched[1]) * _SECONDS[matched[2]]
+    if found > MAX_SECONDS:
+        raise UsageError(f"{text!r} is more than thirty years; name a shorter time span, as 7d")
+    return found
 
 
 def size(text: str) -> int:
@@ -122,6 +126,7 @@ def date(moment: float) -> str:
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table with every text at full length: folded on a terminal, else tab-separated lines."""
+    rows = [[plain(text) for text in row] for row in rows]
     console = rich.console.Console()
     if not console.is_terminal:
         for row in (heads, *rows):

@@ -25,6 +25,7 @@ from msgspec import Meta
 from rannd.daemon import protocol
 from rannd.daemon.keys import digest_of
 from rannd.daemon.packing import Value
+from rannd.daemon.plain import plain
 from rannd.errors import ProtocolError, UsageError
 
 FORMAT = 1
@@ -163,8 +164,8 @@ def _check_header(content: bytes) -> None:
         raise UsageError(f"its header is none of an export: {exc}; export the cache anew") from None
     if header.format > FORMAT:
         raise UsageError(
-            f"it is of format {header.format}, written by rannd {header.rannd}; this rannd reads format {FORMAT}: "
-            "update it"
+            f"it is of format {header.format}, written by rannd {plain(header.rannd)}; this rannd reads format "
+            f"{FORMAT}: update it"
         )
 
 

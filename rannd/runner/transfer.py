@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from rannd.daemon.command import print_json, size_text
-from rannd.daemon.protocol import MAX_BATCH, MAX_BATCH_BYTES, NewEntry
+from rannd.daemon.protocol import MAX_BATCH, MAX_BATCH_BYTES, NewEntry, weight
 from rannd.daemon.session import Session
 from rannd.daemon.version import version
 from rannd.errors import UsageError
@@ -126,7 +126,7 @@ def _batches(entries: Iterator[Exported]) -> Iterator[list[Exported]]:
     batch: list[Exported] = []
     size = 0
     for entry in entries:
-        more = len(entry.value) + sum(4 * len(name) + 4 * len(text) for name, text in entry.components.items())
+        more = weight(entry.components, entry.value)
         full = len(batch) == MAX_BATCH or size + more > MAX_BATCH_BYTES
         if batch and (full or entry.rannd != batch[0].rannd):
             yield batch

@@ -13,7 +13,7 @@ from rannd.errors import UsageError
 from rannd.runner.entries import checked_kind, date, greeted, json_option, only, print_table
 
 RUN_S = 3600.0
-"""Misses of other kinds that are so much older than the last one are not of the same run."""
+"""Misses that are so much older than the last one are not of the same run: process numbers come again."""
 NOTHING = "(nothing)"
 
 
@@ -39,7 +39,8 @@ def latest(misses: list[Miss], kind: str | None = None) -> list[Miss]:
     """
     found: dict[str, Miss] = {}
     for miss in misses:
-        if kind in (None, miss.kind) and misses[0].at - miss.at <= (RUN_S if kind is None else float("inf")):
+        same_run = miss.pid == misses[0].pid and misses[0].at - miss.at <= RUN_S
+        if miss.kind == kind or (kind is None and same_run):
             found.setdefault(miss.kind, miss)
     return list(found.values())
 

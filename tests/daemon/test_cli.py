@@ -47,6 +47,41 @@ def test_a_life(daemon_home) -> None:
     assert (again.returncode, again.stdout) == (0, "no daemon runs\n")
 
 
+def test_what_is_in_the_way_of_lock_or_log_is_told(daemon_home) -> None:
+    here = places()
+    here.secure_runtime()
+    Path(here.log).symlink_to("/tmp/elsewhere")
+    told = rannd("start")
+    assert (told.returncode, told.stderr.count("\n")) == (6, 1)
+    assert f"the log {here.log} cannot be opened" in told.stderr
+    Path(here.spawn).unlink()
+    Path(here.spawn).mkdir()
+    told = rannd("start")
+    assert (told.returncode, told.stderr.count("\n")) == (6, 1)
+    assert f"the lock {here.spawn} cannot be opened" in told.stderr
+
+
+@pytest.mark.parametrize("verb", ["stop", "restart"])
+def test_a_daemon_that_does_not_answer_cannot_be_stopped_but_is_named(
+    daemon_home, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    rannd("start")
+    (pid,) = daemon_home.pids()
+    monkeypatch.setenv("RANNC_DAEMON_TIMEOUT_S", "0.5")
+    os.kill(pid, signal.SIGSTOP)
+    told = rannd(verb)
+    assert told.returncode == 6
+    assert f"`kill -9 {pid}`" in told.stderr
+
+
+def test_status_asks_nobody_in_a_directory_that_others_could_have_prepared(daemon_home) -> None:
+    rannd("start")
+    Path(places().runtime).chmod(0o755)
+    told = rannd("status")
+    assert (told.returncode, told.stdout) == (6, "")
+    assert "chmod 700" in told.stderr
+
+
 def test_status_as_json(daemon_home) -> None:
     down = rannd("status", "--json")
     assert down.returncode == 3

@@ -56,6 +56,21 @@ def test_large_values_and_long_lists_are_split(daemon_home) -> None:
         assert cache.get_many([name for name, _ in heavy]) == [value for _, value in heavy]
 
 
+def test_long_components_are_split_too(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
+    """The daemon hangs up on a message above its limit, whatever makes it long."""
+    many = [(keys.make_key("trace", {"number": number, "text": "x" * 900_000}), b"value") for number in range(80)]
+    with client() as cache:
+        assert cache.put_many(many) == 80
+        assert cache.connected
+    assert warnings(caplog) == []
+
+
+def test_limits_beyond_all_measure_are_no_hindrance(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
+    with connect(mode="on", timeout_s=60, idle_s=1e12, max_bytes=10**40) as cache:
+        assert cache.put(key(1), b"x")
+    assert warnings(caplog) == []
+
+
 def test_off_touches_nothing(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
     cache = client("off")
     assert not cache.connected
@@ -264,6 +279,15 @@ def linked_runtime_directory(home: object, patch: pytest.MonkeyPatch) -> None:
     (Path(os.environ["XDG_RUNTIME_DIR"]) / "rannd").symlink_to("/tmp")
 
 
+def not_utf8(home: object, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"] + "/\udcff")
+
+
+def a_folder_for_a_lock(home: object, patch: pytest.MonkeyPatch) -> None:
+    Path(places().runtime).mkdir(mode=0o700)
+    Path(places().use).mkdir()
+
+
 def no_python(home: object, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys, "executable", "/nowhere/python")
 
@@ -274,7 +298,15 @@ def broken_installation(home: object, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "breakage",
-    [no_cache_directory, no_runtime_directory, linked_runtime_directory, no_python, broken_installation],
+    [
+        no_cache_directory,
+        no_runtime_directory,
+        linked_runtime_directory,
+        not_utf8,
+        a_folder_for_a_lock,
+        no_python,
+        broken_installation,
+    ],
     ids=lambda breakage: breakage.__name__,
 )
 def test_without_a_daemon_one_warning_and_only_misses(

@@ -62,3 +62,15 @@ def test_waiters_have_deadlines() -> None:
     assert leases.expired(4.9) == []
     assert leases.expired(5.0) == [("k", waiter("c", deadline=5.0))]
     assert leases.deadline() == 10.0
+
+
+def test_the_dead_wait_no_more() -> None:
+    leases: Leases[str] = Leases()
+    leases.grant("a", "first", 1, now=0.0)
+    leases.wait("a", Waiter("two", "second", 2, 1000.0))
+    leases.wait("a", Waiter("three", "third", 3, 1000.0))
+    leases.give_up(2)
+    leases.release("a", "first")
+    found = leases.next("a", 1.0)
+    assert found is not None
+    assert found.route == "three"

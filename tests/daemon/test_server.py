@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ import msgspec
 import pytest
 import zmq
 
-from rannd.daemon import channel, keys, locks, protocol, spawn
+from rannd.daemon import channel, keys, locks, protocol, server, spawn
 from rannd.daemon.client import Client, Lease, connect
 from rannd.daemon.places import places
 
@@ -303,3 +305,77 @@ def test_a_stop_answers_what_is_queued(client: Client) -> None:
         assert isinstance(protocol.decode_reply(peer.recv_multipart()), protocol.State)
         peer.close()
     assert client.put(key(1), b"x")
+
+
+HOLDER = """
+import sys
+from rannd.daemon import keys
+from rannd.daemon.client import connect
+cache = connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30)
+print(cache.connected, flush=True)
+cache.lease(keys.make_key("trace", {"number": 1}), 60)
+print("has it", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_holder_and_who_waits_for_it_die_at_the_same_time(client: Client, daemon_home) -> None:
+    """As when a batch system ends two jobs while the daemon is busy: all of it is seen in one turn."""
+    (daemon,) = daemon_home.pids()
+    started = [
+        subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    deadline = time.monotonic() + 60
+    while not [lease for lease in state().leases if lease.waiting]:
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.01)
+    os.kill(daemon, signal.SIGSTOP)
+    for each in started:
+        each.kill()
+        each.communicate()
+    os.kill(daemon, signal.SIGCONT)
+    while state().leases:
+        assert time.monotonic() < deadline
+    assert daemon_home.pids() == [daemon]
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/"])
+def test_a_descriptor_that_is_another_files_by_now_names_nobody(path: str) -> None:
+    """The client has gone before its message is read, and the daemon has opened something else meanwhile."""
+    fd = os.open(path, os.O_RDONLY)
+
+    class Frame:
+        def get(self, option: int) -> int:
+            return fd
+
+    before = len(os.listdir("/proc/self/fd"))
+    assert server._peer_pid(Frame()) == 0  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(fd)
+
+
+def test_who_never_ceases_to_ask_does_not_keep_it_from_its_end(client: Client, daemon_home) -> None:
+    ended = threading.Event()
+
+    def ask() -> None:
+        request = [b"", *protocol.encode(protocol.Get([key(number).digest for number in range(200)]))]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+            peer.linger = 0
+            peer.sndtimeo = 100
+            peer.connect(f"ipc://{places().socket}")
+            while not ended.is_set():
+                with contextlib.suppress(zmq.Again):
+                    peer.send_multipart(request)
+                while peer.poll(0):
+                    peer.recv_multipart()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        while state().requests < 100:
+            pass
+        assert spawn.stop(places(), "a test", time.monotonic() + 30)
+    finally:
+        ended.set()
+        asking.join()

@@ -109,9 +109,9 @@ def test_any_directory_is_expressed(tmp_path: Path, name: str) -> None:
 def test_what_a_unit_cannot_express_is_refused(tmp_path: Path) -> None:
     for name in ("line\nfeed", "\udcff", "bell\x07"):
         (tmp_path / name).mkdir()
-        with pytest.raises(DaemonError, match="cannot express the path"):
+        with pytest.raises(DaemonError, match=r"cannot express the path|not in UTF-8"):
             service.units(places({"XDG_RUNTIME_DIR": str(tmp_path / name), "HOME": "/home/me"}), "/bin/rannd")
-        with pytest.raises(DaemonError, match="cannot express the path"):
+        with pytest.raises(DaemonError, match=r"cannot express the path|not in UTF-8"):
             service.units(places({"XDG_RUNTIME_DIR": str(tmp_path), "HOME": f"/home/{name}"}), "/bin/rannd")
     with pytest.raises(DaemonError, match="quotes or backslashes"):
         service.units(places({"XDG_RUNTIME_DIR": str(tmp_path), "HOME": "/home/me"}), "/it's/rannd")

@@ -330,3 +330,22 @@ def test_to_look_is_no_use(tmp_path: Path) -> None:
     assert store.page() == ([before], False)
     assert (store.statistics().hits, store.statistics().misses) == (0, 0)
     store.close()
+
+
+def test_a_page_of_long_components_fits_into_a_message(tmp_path: Path) -> None:
+    """A client hangs up on what is longer, and then could neither list nor clear."""
+    store = opened(tmp_path)
+    text = "x" * (1 << 20)
+    for number in range(6):
+        texts = {"number": str(number), **{f"name{at}": text for at in range(7)}}
+        store.put([NewEntry(keys.digest_of("trace", texts), "trace", texts, b"value")], "1.0")
+    first, more = store.page()
+    assert (len(first), more) == (2, True)
+    second, _ = store.page(after=first[-1].key)
+    assert second[0].key > first[-1].key
+    removed, more = store.clear()
+    assert (len(removed), more) == (2, True)
+    removed, more = store.prune(0)
+    assert (len(removed), more) == (2, True)
+    assert [len(store.prune(0)[0]), store.size()] == [2, (0, 0)]
+    store.close()

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -181,3 +186,78 @@ def test_a_put_of_version_1_is_found(daemon_home, caplog: pytest.LogCaptureFixtu
             assert peer.recv_multipart()[0] == b"rannd/1"
         assert client.get(key(1)) == b"old"
     assert not caplog.records
+
+
+def test_an_older_daemon_that_dies_while_it_is_replaced_is_no_hindrance(daemon_home) -> None:
+    """It answers two greetings, in its own version, and is gone when it is asked to stop."""
+    places().secure_runtime()
+    context = zmq.Context()
+    old = context.socket(zmq.ROUTER)
+    old.bind(f"ipc://{places().socket}")
+
+    def serve() -> None:
+        for _ in range(2):
+            route, *_ = old.recv_multipart()
+            old.send_multipart([route, b"", b"rannd/1", msgspec.msgpack.encode(protocol.Failed("version", "old"))])
+        old.recv_multipart()
+        old.close(0)
+        context.term()
+        Path(places().socket).unlink(missing_ok=True)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+        assert client.put(key(1), b"x")
+    serving.join()
+
+
+ACTIVATED = "import os; os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1'); os.dup2(%d, 3); " + RUN
+
+
+@pytest.mark.parametrize("old", ["protocol", "release"])
+def test_an_older_daemon_that_systemd_starts_again_and_again(
+    daemon_home, tmp_path: Path, caplog: pytest.LogCaptureFixture, old: str
+) -> None:
+    """It is stopped a few times, then used where it speaks this version of the protocol, or the cure is told."""
+    changes = {
+        "protocol": protocol_version(protocol.PROTOCOL - 1),
+        "release": {'        return metadata.version("rannd")': '        return "0.0.1"'},
+    }
+    copy = copy_of(tmp_path, changes[old])
+    places().secure_runtime()
+    starts: list[subprocess.Popen[bytes]] = []
+    ended = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(places().socket)
+        listener.listen(100)
+        program = [sys.executable, "-c", ACTIVATED % listener.fileno(), "run"]
+
+        def systemd() -> None:
+            while not ended.is_set():
+                if select.select([listener], [], [], 0.05)[0]:
+                    starts.append(
+                        subprocess.Popen(
+                            program,
+                            env={**os.environ, **copy},
+                            pass_fds=(listener.fileno(),),
+                            cwd="/",
+                            stderr=subprocess.DEVNULL,
+                            stdout=subprocess.DEVNULL,
+                        )
+                    )
+                    starts[-1].wait()
+
+        starting = threading.Thread(target=systemd)
+        starting.start()
+        try:
+            with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+                assert client.connected == (old == "release")
+            told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+            assert len(starts) <= spawn.MOST_REPLACED + 2
+        finally:
+            ended.set()
+            for each in starts:
+                each.terminate()
+            starting.join()
+    assert len(told) == (old == "protocol")
+    assert all("rannd install-service --force" in each for each in told)

@@ -16,11 +16,13 @@ from plan_graphs import chain
 from test_search import deploy
 
 from rannd.daemon.cli import main as rannd
+from rannd.daemon.keys import digest_of
 from rannd.daemon.places import places
-from rannd.daemon.protocol import COMPRESSED
+from rannd.daemon.protocol import COMPRESSED, NewEntry
 from rannd.plan.deployment import Deployment, encode
 from rannd.plan.show import show
 from rannd.runner.cache import main as rannc_cache
+from rannd.runner.entries import greeted
 
 DEPLOYMENT = deployment(64)
 
@@ -57,6 +59,21 @@ def test_ls_for_people_fits_their_terminal(filled) -> None:
     assert DEPLOYMENT.digest not in told
     assert "101 entries, 11.8 KiB" in told
     assert max(map(len, told.splitlines())) <= 80
+
+
+def test_texts_of_imported_entries_are_shown_and_not_obeyed(daemon_home) -> None:
+    """Neither by the terminal nor by rich; a value of somebody else may come with any components."""
+    session = greeted()
+    for number in "12":
+        texts = {"graph": "a\x1b]0;b\x07c", "device_model": "[/bold]\x1b[31m" + number}
+        session.put([NewEntry(digest_of("deployment", texts), "deployment", texts, b"x")], "1\x1b[31m")
+    session.close()
+    key, other = (entry["key"] for entry in json.loads(cache("ls", "--json").stdout))
+    assert "[/bold]" in on_terminal("ls")
+    for words in (("ls",), ("show", key), ("why", key, other), ("clear", key)):
+        told = cache(*words).stdout
+        assert "[31m" in told
+        assert "\x1b" not in told, words
 
 
 def test_ls_shows_the_latest_used_first(filled) -> None:

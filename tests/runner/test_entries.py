@@ -46,6 +46,11 @@ def test_what_is_no_size(text: str) -> None:
         size(text)
 
 
+def test_a_time_span_that_no_message_could_name() -> None:
+    with pytest.raises(UsageError, match="more than thirty years"):
+        duration("12000d")
+
+
 def test_a_size_that_no_message_could_name() -> None:
     with pytest.raises(UsageError, match="more than"):
         size("999999999TB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -119,6 +120,21 @@ def test_misses_of_a_run_before_are_left_out() -> None:
     assert latest([new, same, before, old]) == [new, same]
     assert latest([new, same, before, old], "limit") == [old]
     assert latest([]) == []
+
+
+def test_misses_of_an_earlier_run_are_not_of_the_last() -> None:
+    """Which may have found its trace, and missed only its deployment."""
+    now = time.time()
+    first = Miss(now, "deployment", "0" * 40, {}, "", [], 1)
+    earlier = Miss(now - 1, "trace", "0" * 40, {}, "", [], 2)
+    assert latest([first, earlier]) == [first]
+    assert latest([first, earlier], "trace") == [earlier]
+
+
+def test_a_miss_tells_whose_it_was(filled) -> None:
+    with client() as job:
+        job.why(deployment(32))
+    assert json.loads(cache("why", "--last", "--json").stdout)[0]["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize(
