@@ -197,7 +197,8 @@ class Client:
         """Why `key` was missed, in a line: the entry nearest to it, and where it differs. Empty without a daemon."""
         if self._mode in ("off", "refresh"):
             return ""
-        reply = self._ask(protocol.Why(key.kind, key.components), protocol.Nearest)
+        request = protocol.Why(key.kind, key.components, remember=self._mode != "readonly")
+        reply = self._ask(request, protocol.Nearest)
         if reply is None:
             return ""
         if reply.entry is None:

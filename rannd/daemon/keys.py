@@ -34,7 +34,7 @@ class Key(msgspec.Struct, frozen=True):
     """The key of a value that can be made again."""
 
     kind: str
-    """What the value is: ``deployment``, ``profile``, ``trace``, ``link``, ``limit``."""
+    """What the value is: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``."""
     digest: str
     """Forty hex digits."""
     components: dict[str, str]
@@ -156,7 +156,7 @@ def link_key(
         ValueError: a required version is missing.
     """
     return make_key(
-        "link",
+        "links",
         {
             "topology": [list(slot) for slot in topology],
             "device_model": device_model,
@@ -189,7 +189,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "profile": (("block", "block", 8), ("device_model", "on", 32), ("threads", "threads", 8)),
     "trace": (("model", "of", 48), ("call", "for", 72)),
     "limit": (("deployment", "after out of memory in", 12),),
-    "link": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),
+    "links": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),
 }
 
 

@@ -183,10 +183,12 @@ class Verify(_Request, frozen=True, tag="verify"):
 
 
 class Why(_Request, frozen=True, tag="why"):
-    """A key was missed: which entry is nearest to it? Answered by `Nearest`; remembered for `Misses`."""
+    """A key was missed: which entry is nearest to it? Answered by `Nearest`."""
 
     kind: Kind
     components: Components
+    remember: bool = True
+    """Keep it for `Misses`."""
 
 
 class Misses(_Request, frozen=True, tag="misses"):

@@ -39,7 +39,7 @@ from rannd.errors import DaemonError, ProtocolError
 
 FLUSH_S = 1.0
 """Last-use times are written when nothing has come for so long."""
-CHECK_S = 60.0
+CHECK_S = 10.0
 """How often the daemon looks whether its socket still is where clients look for it."""
 DRAIN_S = 1.0
 """How long the last requests may take to be answered, and the last replies to leave."""
@@ -235,7 +235,7 @@ class Server:
         if isinstance(request, protocol.Get):
             return self._get(request, to)
         if isinstance(request, protocol.Why):
-            return self._store.nearest(request.kind, request.components, peer)
+            return self._store.nearest(request.kind, request.components, peer, remember=request.remember)
         return _HANDLERS[type(request)](self, request)
 
     @staticmethod

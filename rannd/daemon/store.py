@@ -221,9 +221,9 @@ class Store:
             return
         raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
 
-    def nearest(self, kind: str, components: dict[str, str], pid: int = 0) -> Nearest:
+    def nearest(self, kind: str, components: dict[str, str], pid: int = 0, *, remember: bool = True) -> Nearest:
         """The entry of `kind` that differs least from one with these components, which process `pid` (0: unknown) has
-        missed; remembers it.
+        missed; `remember`: for `misses`.
         """
         key = digest_of(kind, components)
         with self._db.errors("written"), self._db.healing():
@@ -234,6 +234,8 @@ class Store:
                 NEAR,
             )
             entry, found = nearest(components, self._infos(rows))
+            if not remember:
+                return Nearest(entry, found)
             miss = Miss(time.time(), kind, key, components, entry.key if entry is not None else "", found, pid)
             with self._db.transaction():
                 self._db.sql.execute("INSERT INTO misses VALUES (?)", (msgspec.json.encode(miss).decode(),))

@@ -70,6 +70,15 @@ def test_misses_are_remembered_through_a_restart(daemon_home) -> None:
     assert misses[0].differences == [Difference("global_batch", str(KEEP_MISSES + 4), "128")]
 
 
+def test_readonly_asks_and_leaves_nothing(daemon_home) -> None:
+    with client() as cache:
+        cache.put(job(128), b"x")
+        readonly = connect(mode="readonly", timeout_s=60, idle_s=600, max_bytes=1 << 30)
+        assert "another global_batch 64, there 128" in readonly.why(job(64))
+        assert cache._session is not None
+        assert cache._session.misses() == []
+
+
 def test_an_entry_is_not_nearest_to_itself(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "s.sqlite"), max_bytes=1 << 20)
     key = job(1)

@@ -173,7 +173,7 @@ def test_a_file_that_may_not_grow_refuses_what_is_too_much_and_nothing_else(daem
 
 def test_a_runtime_directory_that_is_taken_away_is_no_end(daemon_home, tmp_path: Path) -> None:
     """As a cleaner of /tmp does: whom nobody finds any more leaves, and gives the store to the next one."""
-    assert run(copy_of(tmp_path, {"CHECK_S = 60.0": "CHECK_S = 0.2"}), RUN, "start").returncode == 0
+    assert run(copy_of(tmp_path, {"CHECK_S = 10.0": "CHECK_S = 0.2"}), RUN, "start").returncode == 0
     (pid,) = daemon_home.pids()
     with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as first:
         assert first.put(key(1), b"x")

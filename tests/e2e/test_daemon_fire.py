@@ -174,7 +174,7 @@ def test_garbage_under_the_very_keys_is_set_aside_and_healed(job: Job, uncached:
     listed = ask(protocol.List())
     assert isinstance(listed, protocol.Entries)
     kinds = {entry.kind for entry in listed.entries}
-    assert {"trace", "profile", "link", "deployment"} <= kinds
+    assert {"trace", "profile", "links", "deployment"} <= kinds
     entries = [
         protocol.NewEntry(entry.key, entry.kind, entry.components, chance.randbytes(entry.length))
         for entry in listed.entries
@@ -183,7 +183,7 @@ def test_garbage_under_the_very_keys_is_set_aside_and_healed(job: Job, uncached:
     output = fire(job, "nowhere", lambda: None)
     assert losses(output) == uncached
     assert warnings(output) == []
-    for kind in ("trace", "profile", "link", "deployment"):
+    for kind in ("trace", "profile", "links", "deployment"):
         assert f"The cached {kind} cannot be used" in output
     assert "cannot be used" not in fire(job, "nowhere", lambda: None), "healed"
 

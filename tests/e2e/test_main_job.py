@@ -33,7 +33,7 @@ def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job) -> None:
 
     entries = json.loads(job.run("rannc-cache", "ls", "--json"))
     kinds = {entry["kind"] for entry in (entries["entries"] if isinstance(entries, dict) else entries)}
-    assert {"deployment", "profile", "link"} <= kinds
+    assert {"deployment", "profile", "links"} <= kinds
     job.run("rannc-cache", "clear")
     again = job.train(2, *TUTORIAL)
     assert all(line in again for line in PLANNING[1:])
