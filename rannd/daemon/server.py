@@ -19,7 +19,6 @@ import math
 import os
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ import zmq
 
 from rannd.daemon import locks, protocol
 from rannd.daemon.filesystem import identity
+from rannd.daemon.holders import Holders, peer_pid
 from rannd.daemon.leases import Leases, Waiter
 from rannd.daemon.packing import Value
 from rannd.daemon.places import Places
@@ -97,7 +97,6 @@ class Server:
         self._log = logging.getLogger("rannd.Daemon")
         self._store = Store(places.store, max_bytes=settings.max_bytes)
         self._leases: Leases[Route] = Leases()
-        self._watched: dict[int, int] = {}  # pid of a lease holder -> its pidfd
         self._clients: dict[int, float] = {}  # pid of who asks -> when it last did
         self._errors: deque[protocol.Trouble] = deque(maxlen=ERRORS)
         self._requests = self._rejected = 0
@@ -116,6 +115,7 @@ class Server:
         listener.close()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
+        self._holders = Holders(self._poller)
         self._wake, self._wake_end = socket.socketpair()
         for end in (self._wake, self._wake_end):
             end.setblocking(False)
@@ -201,7 +201,7 @@ class Server:
         if not raw or raw[0] != b"":
             self._rejected += 1  # not a REQ: no way to answer it that it would understand
             return
-        peer = _peer_pid(frames[-1])
+        peer = peer_pid(frames[-1])
         self._clients[peer] = now = time.monotonic()
         if len(self._clients) > MOST_CLIENTS:
             self._count_clients(now)
@@ -273,8 +273,7 @@ class Server:
         self._router.close()
         self._context.term()  # waits until the last replies have left, DRAIN_S at most
         self._store.close()
-        for fd in self._watched.values():
-            os.close(fd)
+        self._holders.close()
         self._wake.close()
         self._wake_end.close()
         os.close(self._use)
@@ -317,7 +316,7 @@ class Server:
                 return _values([value], to)
         now = time.monotonic()
         patience = protocol.LEASE_S if request.beats else math.inf
-        if not self._watch(request.pid, peer) and not request.beats:
+        if not self._holders.watch(request.pid, peer) and not request.beats:
             return protocol.Failed("lease", f"process {request.pid} cannot be watched from here: it gets no lease")
         standing = self._leases.grant(request.key, request.token, request.pid, now, request.who, patience)
         if standing is None:
@@ -420,27 +419,10 @@ class Server:
         self._forget_idle_holders()
         return True
 
-    def _watch(self, pid: int, peer: int) -> bool:
-        """Be told when process `pid` dies. The kernel's word (`peer`) must be the same: pids of another
-        namespace would name somebody else here."""
-        if pid in self._watched:
-            return True
-        if pid != peer:
-            return False
-        try:
-            fd = os.pidfd_open(pid)
-        except OSError as exc:
-            self._log.warning("process %d cannot be watched: %s", pid, exc)
-            return False
-        self._watched[pid] = fd
-        self._poller.register(fd, zmq.POLLIN)
-        return True
-
     def _holder_died(self, fd: int) -> None:
-        pid = next((pid for pid, watched in self._watched.items() if watched == fd), None)
+        pid = self._holders.died(fd)
         if pid is None:
             return  # what was done before in this turn had no more need of it
-        self._forget(pid)
         self._leases.give_up(pid)
         for key, token in self._leases.held_by(pid):
             self._log.info("process %d died while it held the lease of %.12s", pid, key)
@@ -448,14 +430,7 @@ class Server:
 
     def _forget_idle_holders(self) -> None:
         leases = [lease for _, lease in self._leases.items()]
-        needed = {lease.pid for lease in leases} | {waiter.pid for lease in leases for waiter in lease.waiters}
-        for pid in self._watched.keys() - needed:
-            self._forget(pid)
-
-    def _forget(self, pid: int) -> None:
-        fd = self._watched.pop(pid)
-        self._poller.unregister(fd)
-        os.close(fd)
+        self._holders.keep({lease.pid for lease in leases} | {each.pid for lease in leases for each in lease.waiters})
 
 
 _HANDLERS: dict[type, Callable[[Server, Any], protocol.Reply]] = {
@@ -481,22 +456,3 @@ def _values(found: Sequence[Value | None], to: Route) -> protocol.Values:
         return protocol.Values([None if each is None else each.plain() for each in found])
     sizes = [0 if each is None else each.size for each in found]
     return protocol.Values([None if each is None else each.data for each in found], sizes)
-
-
-def _peer_pid(frame: zmq.Frame) -> int:
-    """Pid of the process that sent `frame`, 0 where it is in another pid namespace or gone."""
-    try:
-        fd = os.dup(frame.get(zmq.SRCFD))
-    except (OSError, zmq.ZMQError):
-        return 0
-    try:
-        peer = socket.socket(fileno=fd)
-    except OSError:  # the client has gone, and its number is that of another file by now
-        os.close(fd)
-        return 0
-    with peer:
-        try:
-            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        except OSError:
-            return 0
-    return int(struct.unpack("3i", credentials)[0])

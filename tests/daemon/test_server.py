@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import zmq
 
-from rannd.daemon import channel, keys, locks, protocol, server, spawn
+from rannd.daemon import channel, holders, keys, locks, protocol, spawn
 from rannd.daemon.client import Client, Lease, connect
 from rannd.daemon.places import places
 
@@ -350,8 +350,8 @@ def test_a_descriptor_that_is_another_files_by_now_names_nobody(path: str) -> No
             return fd
 
     before = len(os.listdir("/proc/self/fd"))
-    assert server._peer_pid(Frame()) == 0  # type: ignore[arg-type]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert holders.peer_pid(Frame()) == 0  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) <= before, "fewer where zmq closes what an earlier test had"
     os.close(fd)
 
 
