@@ -116,7 +116,7 @@ class PlainFile:
                 f"the {self.what} is not written to {file}, a symbolic link to {os.readlink(file)}; name the file "
                 "itself"
             )
-        if file.exists() and not (file.is_file() or file.is_dir()):  # root could replace /dev/null
+        if _is_special(file):  # root could replace /dev/null
             raise self.error(f"the {self.what} is not written to {file}, which is no plain file; name another")
         draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         try:
@@ -135,3 +135,12 @@ class PlainFile:
             raise self.error(
                 f"the {self.what} cannot be written to {file}: {exc.strerror}; name a file in a folder that is there"
             ) from exc
+
+
+def _is_special(file: Path) -> bool:
+    """Whether there is something that is neither a plain file nor a folder; what cannot be looked at is told later."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))

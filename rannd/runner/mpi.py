@@ -73,7 +73,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
                 timeout=60,
                 check=False,
                 stdin=subprocess.DEVNULL,
-                env={**environ, "PATH": search_path(path, environ)},
+                env={**os.environ, **environ, "PATH": search_path(path, environ)},
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             rejected.append(f"{path}: {error}")

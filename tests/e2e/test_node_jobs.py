@@ -15,7 +15,7 @@ def test_links_inside_nodes_and_between_them_are_measured_and_kept(job: Job) -> 
     assert output.count("places [(0, 0), (0, 1), (1, 2)] agrees") == 3, output
     assert output.count("measured 0 and 2 of [0, 1, 2]") == 3
     assert output.count("measured 0 and 1 of [0, 1]") == 2
-    assert len(re.findall(r"^link\t", job.run("rannc-cache", "ls"), re.MULTILINE)) == 1
+    assert len(re.findall(r"^links\t", job.run("rannc-cache", "ls"), re.MULTILINE)) == 1
     again = job.train(3, "tests/e2e/programs/two_nodes.py", RANNC_CACHE="refresh", RANNC_MIN_PARTITION_NUM="1")
     assert "measured 0 and 2" in again
     more = job.train(3, "tests/e2e/programs/two_nodes.py", RANNC_MEM_MARGIN="0.2")

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import a_shell
-from transcript import Shell
+from transcript import Shell, a_shell
 
 FOLDER = Path(__file__).parents[2] / ".venv" / "launchers"
 NAMES = {"mpich": "MPICH", "impi-rt": "Intel MPI"}

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import a_shell
 from other_launchers import environment_without_mpi
 from test_launchers import TRAIN
-from transcript import Shell, program
+from transcript import Shell, a_shell, program
 
 pytestmark = pytest.mark.ranks
 
