@@ -67,6 +67,7 @@ class Session:
             DaemonError: there is no daemon, or no answer in time.
         """
         deadline = time.monotonic() + self.timeout_s + wait_s
+        replaced = False
         # Sharing `use` from before the look at the socket until the answer is what keeps an idle exit off.
         with locks.held(self.places.use, deadline, shared=True):
             while True:
@@ -79,6 +80,13 @@ class Session:
                         raise DaemonError(
                             f"the daemon starts but does not stay; its log is {self.places.log}"
                         ) from None
+                except protocol.VersionError as exc:
+                    line.close()
+                    if exc.version > protocol.PROTOCOL or replaced:
+                        raise
+                    # Another environment has started an older one since the greeting.
+                    spawn.greet(self.places, self.settings, deadline)
+                    replaced = True
                 except BaseException:
                     line.close()
                     raise

@@ -87,6 +87,22 @@ def test_a_daemon_of_an_older_protocol_is_replaced_and_says_why(daemon_home, tmp
     assert f"replaces one of protocol version {protocol.PROTOCOL}" in log
 
 
+def test_an_older_daemon_that_comes_in_the_middle_of_a_job_is_replaced_too(
+    daemon_home, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = copy_of(tmp_path, protocol_version(protocol.PROTOCOL - 1))
+    with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+        assert client.put(key(1), b"x")
+        daemon_home.end_daemons()
+        assert run(older, RUN, "start").returncode == 0
+        old = pid_of_daemon(daemon_home)
+        assert client.get(key(1)) == b"x"
+        assert client.connected
+    assert pid_of_daemon(daemon_home) != old
+    assert f"replaces one of protocol version {protocol.PROTOCOL - 1}" in Path(places().log).read_text()
+    assert not caplog.records
+
+
 # -- version 1, as it was ------------------------------------------------------------------------------------------
 
 
