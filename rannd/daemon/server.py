@@ -290,10 +290,11 @@ class Server:
         return protocol.Welcome(self.settings.version, os.getpid())
 
     def _get(self, request: protocol.Get, to: Route) -> protocol.Reply:
-        kinds = request.kinds or ["unknown"] * len(request.keys)
+        known = len(request.kinds) == len(request.keys)
+        kinds = request.kinds if known else ["unknown"] * len(request.keys)
         found: list[Value | None] = []
         total = 0
-        for key, kind in zip(request.keys, kinds, strict=False):
+        for key, kind in zip(request.keys, kinds, strict=True):
             value = self._store.get(key, kind, peek=request.peek)
             total += len(value.data) if value is not None else 0
             found.append(value)

@@ -256,4 +256,4 @@ def _versions(owners: set[str]) -> str:
 def _sources() -> str:
     """Digest of the files of this package: they decide what a trace is. Read once, as their code is loaded once."""
     here = Path(__file__).parent
-    return _digest([f"{path.name} {file_digest(str(path))}" for path in sorted(here.glob("*.py"))])
+    return _digest([f"{path.relative_to(here)} {file_digest(str(path))}" for path in sorted(here.rglob("*.py"))])

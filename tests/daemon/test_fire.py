@@ -16,10 +16,11 @@ import msgspec
 import psutil
 import pytest
 import zmq
+from asking import state
 from other_rannd import copy_of, run
 from test_protocol import REQUESTS
 
-from rannd.daemon import channel, keys, protocol
+from rannd.daemon import keys, protocol
 from rannd.daemon.client import Client, Lease, connect
 from rannd.daemon.places import places
 
@@ -40,12 +41,6 @@ def client(daemon_home) -> Iterator[Client]:
     with connected() as made:
         assert made.connected
         yield made
-
-
-def state() -> protocol.State:
-    reply = channel.ask(places().socket, protocol.Status(), time.monotonic() + 60)
-    assert isinstance(reply, protocol.State)
-    return reply
 
 
 # -- killed --------------------------------------------------------------------------------------------------------

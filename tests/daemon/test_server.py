@@ -19,8 +19,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from asking import state
 
-from rannd.daemon import channel, holders, keys, locks, protocol, spawn
+from rannd.daemon import holders, keys, locks, protocol, spawn
 from rannd.daemon.client import Client, Lease, connect
 from rannd.daemon.places import places
 
@@ -34,12 +35,6 @@ def client(daemon_home) -> Iterator[Client]:
     with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as connected:
         assert connected.connected
         yield connected
-
-
-def state() -> protocol.State:
-    reply = channel.ask(places().socket, protocol.Status(), time.monotonic() + 60)
-    assert isinstance(reply, protocol.State)
-    return reply
 
 
 def raw_reply(frames: list[bytes]) -> protocol.Reply:
@@ -74,6 +69,13 @@ def test_garbage_gets_an_error_and_the_daemon_lives_on(client: Client, frames: l
     assert reply.code == "protocol"
     assert state().rejected == 1
     assert client.put(key(1), b"x")
+
+
+def test_kinds_that_do_not_go_with_the_keys_lose_no_value(client: Client) -> None:
+    client.put_many([(key(1), b"x"), (key(2), b"y")])
+    reply = raw_reply(protocol.encode(protocol.Get([key(1).digest, key(2).digest], ["trace"])))
+    assert isinstance(reply, protocol.Values)
+    assert reply.values == [b"x", b"y"]
 
 
 def test_bytes_that_are_not_zeromq_are_dropped(client: Client) -> None:
