@@ -98,6 +98,8 @@ class Client:
         self._mode = mode
         self._session = session
         self._warned: set[str] = set()
+        self.used: dict[Key, tuple[bytes, bool]] | None = None
+        """A dictionary here gets each value that is found, or kept (then with True)."""
 
     @property
     def connected(self) -> bool:
@@ -119,6 +121,8 @@ class Client:
                 if reply is None or not reply.values:
                     break
                 found += self._plain(reply)[: len(part)]
+        for key, value in zip(keys, found, strict=False):
+            self._note(key, value)
         return found + [None] * (len(keys) - len(found))
 
     def put(self, key: Key, value: bytes) -> bool:
@@ -134,6 +138,7 @@ class Client:
             if len(value) > protocol.MAX_VALUE:
                 self._warn("size", f"a value of {len(value)} bytes is above {protocol.MAX_VALUE} and is not kept")
                 continue
+            self._note(key, value, made=True)
             packed = pack(value)
             more = protocol.weight(key.components, packed.data)
             if batch and (size + more > protocol.MAX_BATCH_BYTES or len(batch) == protocol.MAX_BATCH):
@@ -174,7 +179,9 @@ class Client:
             if isinstance(reply, protocol.Granted):
                 return Lease(self, key, token)
             if isinstance(reply, protocol.Values):
-                return (self._plain(reply) or [None])[0]
+                value = (self._plain(reply) or [None])[0]
+                self._note(key, value)
+                return value
             if not isinstance(reply, protocol.Busy):
                 return None  # no daemon
             left = end - time.monotonic()
@@ -190,6 +197,8 @@ class Client:
 
     def discard(self, key: Key, reason: str) -> None:
         """Set the value of `key` aside because it proved wrong."""
+        if self.used is not None:
+            self.used.pop(key, None)
         if self._mode != "readonly":
             self._ask(protocol.Discard(key.digest, reason[:4096]), protocol.Done)
 
@@ -224,6 +233,10 @@ class Client:
         self.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _note(self, key: Key, value: bytes | None, *, made: bool = False) -> None:
+        if self.used is not None and value is not None:
+            self.used[key] = (value, made)
 
     def _put(self, batch: list[protocol.NewEntry]) -> int:
         done = self._ask(protocol.Put(version(), batch), protocol.Done)

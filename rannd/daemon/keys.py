@@ -40,6 +40,9 @@ class Key(msgspec.Struct, frozen=True):
     components: dict[str, str]
     """Canonical JSON text of each component, by name."""
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @property
     def short(self) -> str:
         """Enough of the digest for a person."""

@@ -13,6 +13,7 @@ import socket
 import sys
 
 from rannd.errors import LaunchError
+from rannd.lost_host import look_out
 
 
 class Listener:
@@ -36,13 +37,7 @@ class Listener:
             self.address = ["unix", name]
         else:
             self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            # The address that this machine shows to that host; connecting a datagram socket sends nothing.
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect((remote_host, 9))
-                except OSError as error:
-                    raise LaunchError(f"host {remote_host} cannot be reached: {error}; is its name right?") from None
-                local = probe.getsockname()[0]
+            local = address_towards(remote_host)
             self.socket.bind(("", 0))
             self.address = ["tcp", local, self.socket.getsockname()[1]]
         self.socket.listen(1024)
@@ -57,8 +52,25 @@ class Listener:
         if channel.family == socket.AF_UNIX and peer_uid(channel) != os.getuid():
             channel.close()
             return None
+        if channel.family != socket.AF_UNIX:
+            look_out(channel, reads_at_once=True)
         channel.setblocking(False)
         return channel
+
+
+def address_towards(host: str) -> str:
+    """The address that this machine shows to another one.
+
+    Raises:
+        LaunchError: there is no way to that machine.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+        except OSError as error:
+            raise LaunchError(f"host {host} cannot be reached: {error}; is its name right?") from None
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def connect(address: list[str | int]) -> socket.socket:
@@ -79,7 +91,7 @@ def connect(address: list[str | int]) -> socket.socket:
         return channel
     channel = socket.create_connection((str(address[1]), int(address[2])), timeout=30)
     channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    look_out(channel, reads_at_once=False)  # a user may stop to read what rannc-run prints
     return channel
 
 

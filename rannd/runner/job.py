@@ -13,8 +13,9 @@ from pathlib import Path
 
 import rannd
 from rannd.config.cluster import Cluster, cluster_file, load_cluster
-from rannd.errors import UsageError
+from rannd.errors import LaunchError, UsageError
 from rannd.runner import hosts as placing
+from rannd.runner.channel import address_towards
 from rannd.runner.environment import forwarded_names, meeting_point, tuning
 from rannd.runner.mpi import Kind, Launcher, command_line, find_launcher, launcher_variables, search_path
 from rannd.runner.rank import SETTINGS_VARIABLE
@@ -127,7 +128,7 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     added = launcher_variables(launcher.kind, environ, root=os.geteuid() == 0)
     if launcher.kind is Kind.INTEL:
         added["PATH"] = search_path(launcher.path, environ)
-    added |= meeting_point(environ, places[0].host if hosts else None)
+    added |= meeting_point(environ, _first_address(places[0].host, hosts))
     if "PYTHONUNBUFFERED" not in environ:
         added["PYTHONUNBUFFERED"] = "1"
     if options.config is not None:
@@ -215,6 +216,17 @@ def _hosts(options: Options) -> list[placing.Host]:
     if options.hostfile is not None:
         return placing.read_hostfile(options.hostfile)
     return []
+
+
+def _first_address(first: str, hosts: list[placing.Host]) -> str | None:
+    """Where the host of rank 0 is reached, None where all ranks are on this machine."""
+    remote = next((host.name for host in hosts if not placing.is_local(host.name)), None)
+    if remote is None or not placing.is_local(first):
+        return None if remote is None else first
+    try:
+        return address_towards(remote)  # this machine's name may lead others astray: localhost, 127.0.1.1
+    except LaunchError:
+        return first
 
 
 def _shown(text: str | None, size: int) -> frozenset[int]:

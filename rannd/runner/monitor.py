@@ -7,6 +7,7 @@ not take more, the sockets are not read, and the ranks wait as they would for a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import select
@@ -17,6 +18,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from rannd.lost_host import LOOK_S, LOST_S, is_lost
 from rannd.runner import processes, wire
 from rannd.runner.channel import Listener
 from rannd.runner.output import LineTagger, Output
@@ -27,8 +29,10 @@ _BACKLOG = 1 << 20
 _LAUNCHER_TAIL = 64 << 10
 _CHUNK = 256 << 10
 _STDOUT, _STDERR = 1, 2
-#: Seconds a launcher gets to end after its last rank has.
+#: Seconds a launcher gets to end after its last rank has; where a host is lost.
 _LAUNCHER_EXIT = 10.0
+_LOST_EXIT = 1.0
+NO_ANSWER = f"no answer for {LOST_S} s; its network is cut, or the machine has failed"
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -49,6 +53,8 @@ class RankEnd:
     """The end of its standard error."""
     ordered: bool
     """It ended by the very signal that rannc-run had sent it."""
+    lost: bool = False
+    """Its host does not answer any more; what has become of the rank is not known."""
 
     @property
     def failed(self) -> bool:
@@ -134,6 +140,10 @@ class Monitor:
         self._kill_launcher_at: float | None = None
         self._launcher_asked = False  # it got a SIGTERM from here
         self._launcher_gone = False
+        self._dismissed = False  # every watcher has been told to go
+        self._lost: set[str] = set()  # hosts that do not answer
+        # On one machine the kernel tells at once.
+        self._look_at = None if listener.socket.family == socket.AF_UNIX else time.monotonic() + LOOK_S
         self._wakeup = -1
 
     def run(self) -> JobResult:
@@ -187,7 +197,7 @@ class Monitor:
         launcher_pipe = self._launcher.stdout
         if launcher_pipe is not None and not launcher_pipe.closed:
             poll.register(launcher_pipe, select.POLLIN)
-        due = [moment for moment in (self._kill_launcher_at, self._start_by) if moment is not None]
+        due = [moment for moment in (self._kill_launcher_at, self._start_by, self._look_at) if moment is not None]
         timeout = max(0.0, min(due) - time.monotonic()) * 1000 if due else None
         ready = {fd for fd, _ in poll.poll(timeout)}
 
@@ -205,6 +215,15 @@ class Monitor:
             self._hear_launcher()
         self._look_after_launcher()
         self._look_for_starts()
+        if self._look_at is not None and time.monotonic() >= self._look_at:
+            self._look_for_hosts()
+
+    def _look_for_hosts(self) -> None:
+        """Are the machines of the watchers still there?"""
+        self._look_at = time.monotonic() + LOOK_S
+        for link in [*self._links.values()]:
+            if is_lost(link.channel, reads_at_once=True):
+                self._part(link, lost=True)
 
     def _look_for_starts(self) -> None:
         """Ends a job whose ranks do not all start: a host does not answer, a launcher waits for a password."""
@@ -262,14 +281,17 @@ class Monitor:
             self._links[channel.fileno()] = _Link(channel)
 
     def _receive(self, link: _Link) -> None:
+        lost = False
         try:
             data = link.channel.recv(_CHUNK)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as exc:
             data = b""
+            # Not a reset: then its kernel has answered.
+            lost = exc.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
         if not data:
-            self._part(link)
+            self._part(link, lost=lost)
             return
         try:
             for kind, payload in link.reader.feed(data):
@@ -340,10 +362,12 @@ class Monitor:
             return  # more ranks are to come
         for link in self._joined.values():
             link.send(wire.encode(wire.QUIT))
-        self._kill_launcher_at = time.monotonic() + _LAUNCHER_EXIT
+        # A launcher waits for the processes of a lost host, in vain.
+        self._dismissed = True
+        self._kill_launcher_at = time.monotonic() + (_LOST_EXIT if self._lost else _LAUNCHER_EXIT)
 
-    def _part(self, link: _Link) -> None:
-        """The socket to a watcher is closed."""
+    def _part(self, link: _Link, *, lost: bool = False) -> None:
+        """The socket to a watcher is closed; `lost`: because its host does not answer."""
         del self._links[link.channel.fileno()]
         link.channel.close()
         if link.rank < 0 or link.done:
@@ -353,13 +377,21 @@ class Monitor:
             processes.kill_session(link.pid)
         self._flush(link)
         link.done = True
+        if lost:
+            self._lose_host(link.host)
         if link.end is None:
-            reason = "the process that watches this rank was killed"
-            ordered = self._stopping != 0
-            link.end = RankEnd(link.rank, link.host, link.pid, -signal.SIGKILL, time.time(), reason, ordered)
+            reason = NO_ANSWER if lost else "the process that watches this rank was killed"
+            ordered = self._stopping != 0 and not lost
+            moment = time.time() - LOST_S if lost else time.time()
+            link.end = RankEnd(link.rank, link.host, link.pid, -signal.SIGKILL, moment, reason, ordered, lost)
             self._result.ends.append(link.end)
             self._stop(signal.SIGTERM)
         self._dismiss_if_over()
+
+    def _lose_host(self, host: str) -> None:
+        if host not in self._lost:
+            self._lost.add(host)
+            self._say(f"host {host} is lost: {NO_ANSWER}; ending the job")
 
     # --- the launcher ---------------------------------------------------------------------------
 
@@ -391,7 +423,7 @@ class Monitor:
             # SIGTERM first: it may still clean up on other hosts.
             self._launcher.send_signal(signal.SIGKILL if self._launcher_asked else signal.SIGTERM)
             self._launcher_asked = True
-            self._kill_launcher_at = time.monotonic() + self._grace
+            self._kill_launcher_at = time.monotonic() + (_LOST_EXIT if self._dismissed and self._lost else self._grace)
 
     def _close(self) -> None:
         self._accept()

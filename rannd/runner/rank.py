@@ -11,7 +11,7 @@ signal handling; its standard input is empty. What the watcher adds: output trav
 known rank and stream, the end of the rank is reported with its reason, and whatever ends first
 (rannc-run, mpirun, the watcher, the rank), the others of the same rank end too:
 
-- rannc-run is gone: the socket closes, the watcher ends the rank.
+- rannc-run is gone: the socket closes, the watcher ends the rank; so it does when rannc-run's machine is gone.
 - mpirun is gone, or ends its processes: so does the stand-in, and the kernel tells the watcher. The
   stand-in exists because Open MPI 5 sends SIGKILL 0.2 s after SIGTERM, whatever it is told; the
   watcher is out of its reach and has time for the grace period.
@@ -38,6 +38,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from rannd.lost_host import LOOK_S, is_lost
 from rannd.runner import processes, wire
 from rannd.runner.channel import connect
 
@@ -86,6 +87,8 @@ class Watcher:
         self._status: int | None = None  # of the rank, as os.waitstatus_to_exitcode gives it
         self._ordered = 0  # the last signal that the rank was asked to end with
         self._deadline: float | None = None  # when SIGKILL is due
+        # On one machine the kernel tells at once.
+        self._look_at = None if monitor.family == socket.AF_UNIX else time.monotonic() + LOOK_S
         self._done = False
         self._quit = False
         self._logs: dict[bytes, int] = {}
@@ -158,7 +161,9 @@ class Watcher:
         if len(self._outgoing) < _BACKLOG:
             for fd in self._pipes:
                 poll.register(fd, select.POLLIN)
-        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) * 1000
+        now = time.monotonic()
+        due = [moment for moment in (self._deadline, self._look_at) if moment is not None]
+        timeout = max(0.0, min(due) - now) * 1000 if due else None
         ready = {fd for fd, _ in poll.poll(timeout)}
 
         if self._wakeup in ready:
@@ -167,6 +172,8 @@ class Watcher:
             self._read_output(fd)
         if self._monitor is not None and self._monitor.fileno() in ready:
             self._talk()
+        if self._look_at is not None and time.monotonic() >= self._look_at:
+            self._look_for_monitor()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._kill()
         if self._status is not None and not self._done and not processes.session_members(self._pid):
@@ -345,6 +352,15 @@ class Watcher:
                 self._kill()
             elif kind == wire.QUIT:
                 self._quit = True
+
+    def _look_for_monitor(self) -> None:
+        """Is the machine of the monitor still there?"""
+        self._look_at = None
+        if self._monitor is not None:
+            if is_lost(self._monitor, reads_at_once=False):
+                self._lose_monitor()
+            else:
+                self._look_at = time.monotonic() + LOOK_S
 
     def _lose_monitor(self) -> None:
         assert self._monitor is not None

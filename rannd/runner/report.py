@@ -31,6 +31,10 @@ def status_words(status: int) -> str:
     return f"killed by {signum.name}" + (f" ({words})" if words else "")
 
 
+def _end_words(end: RankEnd) -> str:
+    return "host lost" if end.lost else status_words(end.status)
+
+
 def shell_status(status: int) -> int:
     """What a shell calls it: the exit code, or 128 + signal."""
     return status if status >= 0 else 128 - status
@@ -40,12 +44,14 @@ def exit_code(result: JobResult) -> int:
     """rannc-run's own exit code.
 
     128 + signal after Ctrl-C, SIGTERM, SIGHUP or a closed standard output; else the first failing rank's, 128 + signal
-    where it was killed; else the launcher's, where that broke down under running ranks; 7 where ranks never started.
+    where it was killed, 7 where its host was lost; else the launcher's, where that broke down under running ranks; 7
+    where ranks never started.
     """
     if result.signal:
         return 128 + result.signal
     if result.failures:
-        return shell_status(result.failures[0].status)
+        first = result.failures[0]
+        return LaunchError.exit_code if first.lost else shell_status(first.status)
     if result.missing:
         return LaunchError.exit_code
     ended = [end for end in result.ends if end.status != 0]
@@ -111,6 +117,6 @@ def _table(ends: list[RankEnd]) -> list[str]:
     for end in ends:
         clock = time.strftime("%H:%M:%S", time.localtime(end.time)) + f".{int(end.time % 1 * 1000):03d}"
         last = next((line.strip() for line in reversed(end.tail.splitlines()) if line.strip()), "-")
-        rows.append((end.host, str(end.rank), str(end.pid), clock, status_words(end.status), last))
+        rows.append((end.host, str(end.rank), str(end.pid), clock, _end_words(end), last))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return ["  " + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]

@@ -1,7 +1,7 @@
 """The side channel between ranks: news of failures, while the ranks themselves wait for each other.
 
 A star of TCP connections: every rank's watcher thread is connected to the hub, in the watcher thread of rank 0. Nothing
-is sent while all goes well; the kernel sees when a rank's process, or (by keep-alive probes, within a minute) its
+is sent while all goes well; the kernel sees when a rank's process, or (by its probes, see `rannd.lost_host`) its
 machine is gone. On one machine the hub listens on the loopback interface alone. Who connects shows a token that
 the ranks have got through their process group.
 
@@ -22,12 +22,12 @@ from typing import TypeAlias
 import msgspec
 import psutil
 
+from rannd.lost_host import look_out
 from rannd.runtime.failure import Failure
 
 MOST_BYTES = 16 << 20
 """A longer frame is not one of ours."""
 CONNECT_S = 5.0
-KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -184,18 +184,15 @@ def connect(places: Sequence[str], port: int) -> Channel | None:
     for place in places:
         with contextlib.suppress(OSError):
             end = socket.create_connection((place, port), timeout=CONNECT_S)
-            keep_alive(end)
+            prepare(end)
             return Channel(end)
     return None
 
 
-def keep_alive(end: socket.socket) -> None:
-    """Let the kernel find out when the other machine is gone."""
+def prepare(end: socket.socket) -> None:
+    """Send at once, and find out when the other machine is gone."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE:
-        if hasattr(socket, name):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    look_out(end, reads_at_once=True)
 
 
 def token_matches(given: str, token: str) -> bool:

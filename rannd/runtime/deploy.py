@@ -194,7 +194,7 @@ class Planner:
             cache=self._cache,
             key=self._used,
             base=self._base,
-            marks_here=self._is_first_on_node(),
+            marks_here=self._world.first_on_node,
         )
 
     def _found_or_made(self) -> Deployment:
@@ -202,6 +202,8 @@ class Planner:
         client = self._cache.client
         found, lease = self._ask(client, key)
         if found:
+            if lease is not None:  # another node had it
+                lease.release()
             deployment = self._checked(found)
             self._tell_hit(deployment, key)
             return deployment
@@ -218,7 +220,6 @@ class Planner:
             self._doing, self._measuring.tell = _nobody, None
             if lease is not None:
                 lease.release()
-        self._give_to_other_nodes(key, data)
         return self._checked(data)
 
     def dry_run(self, devices: int, cluster: str) -> Deployment:
@@ -290,13 +291,6 @@ class Planner:
             self.usable_memory, self._used = before, used
             return deployment
 
-    def _is_first_on_node(self) -> bool:
-        """Whether this rank talks to its node's daemon: rank 0 does, and the first rank of each other node."""
-        nodes = [slot.node for slot in self._world.slots]
-        mine = self._world.slots[self._world.slot].node
-        home = self._world.slots[self._world.rank_of_slot.index(0)].node
-        return self._world.rank == 0 or (mine != home and nodes.index(mine) == self._world.slot)
-
     # -- parts ------------------------------------------------------------------------------------------------
 
     def _key(self) -> Key:
@@ -338,7 +332,21 @@ class Planner:
                     log.get("RaNNCModule").warning("The cached deployment cannot be used: %s", exc)
             elif isinstance(answer, Lease):
                 lease = answer
-        return self._world.broadcast_bytes(found), lease
+        found = self._world.broadcast_bytes(found)
+        return (found, lease) if found else (self._from_other_nodes(client, key), lease)
+
+    def _from_other_nodes(self, client: Client | None, key: Key) -> bytes:
+        """A deployment that another node's daemon has; nothing where there is none. Collective."""
+        found = self._cache.elsewhere(key)
+        if found:
+            try:
+                self._checked(found)
+            except DeploymentError as exc:
+                log.get("RaNNCModule").warning("The deployment of another node's cache cannot be used: %s", exc)
+                if client is not None:
+                    client.discard(key, str(exc))
+                return b""
+        return found
 
     def _checked(self, data: bytes) -> Deployment:
         deployment = decode(data)
@@ -428,12 +436,6 @@ class Planner:
             name, text = msgspec.msgpack.decode(told[1:], type=tuple[str, str])
             raise getattr(rannd.errors, name, RanndError)(text)
         return told[1:]
-
-    def _give_to_other_nodes(self, key: Key, data: bytes) -> None:
-        """The first rank of each node that rank 0 is not on keeps the deployment there, too."""
-        if self._world.rank != 0 and self._is_first_on_node():
-            with self._cache.connect() as client:
-                client.put(key, data)
 
     def _tell_hit(self, deployment: Deployment, key: Key) -> None:
         if self._world.rank == 0:

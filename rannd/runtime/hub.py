@@ -30,7 +30,7 @@ from rannd.runtime.channel import (
     Stacks,
     Stuck,
     Told,
-    keep_alive,
+    prepare,
     token_matches,
 )
 from rannd.runtime.failure import Failure
@@ -68,7 +68,7 @@ class Hub:
         with contextlib.suppress(BlockingIOError):
             end, _ = self._listener.accept()
             with contextlib.suppress(OSError):
-                keep_alive(end)
+                prepare(end)
             self.adopt(Channel(end))
 
     def adopt(self, channel: Channel) -> None:

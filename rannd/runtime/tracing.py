@@ -265,13 +265,15 @@ class Tracer:
     def _find(self, key: Key) -> bytes:
         """A stored trace on all ranks, or nothing."""
         found = b""
-        if self._cache.client is not None:
-            found = self._cache.client.get(key) or b""
-            if not found and (reason := self._cache.client.why(key)):
-                log.get("RaNNCModule").info("No trace of this call is kept: %s", reason)
-        if found and self._world.rank == 0:
-            log.get("RaNNCModule").info("Using trace %s from the cache", key.short)
-        return self._world.broadcast_bytes(found)
+        client = self._cache.client
+        if client is not None:
+            found = client.get(key) or b""
+            if found:
+                log.get("RaNNCModule").info("Using trace %s from the cache", key.short)
+        found = self._world.broadcast_bytes(found) or self._cache.elsewhere(key)
+        if not found and client is not None and (reason := client.why(key)):
+            log.get("RaNNCModule").info("No trace of this call is kept: %s", reason)
+        return found
 
     def _discard(self, key: Key, why: str) -> None:
         if self._cache.client is not None:

@@ -27,6 +27,7 @@ from rannd import log
 from rannd.config import Config
 from rannd.errors import LaunchError
 from rannd.plan.deployment import Slot
+from rannd.runtime import interface
 from rannd.runtime.finite import Finite
 from rannd.runtime.sockets import Connections
 from rannd.runtime.watch import Watch
@@ -126,6 +127,18 @@ class World:
     def slot(self) -> int:
         """This rank's slot."""
         return self.rank_of_slot.index(self.rank)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes have ranks of this job."""
+        return len({slot.node for slot in self.slots})
+
+    @property
+    def first_on_node(self) -> bool:
+        """Whether this rank talks to its node's daemon: rank 0 does, and the first rank of each other node."""
+        node = self.slots[self.slot].node
+        there = [rank for rank, slot in zip(self.rank_of_slot, self.slots, strict=True) if slot.node == node]
+        return self.rank == min(there)
 
     @property
     def local_size(self) -> int:
@@ -298,6 +311,11 @@ def _rendezvous(place: Place) -> None:
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         address, port = _agree_through_mpi(place)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        name = interface.to_others(os.environ["MASTER_ADDR"])
+        if name:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            log.get("RaNNCProcess").info("This machine's name leads to itself: others reach it by %s", name)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT)

@@ -1,0 +1,76 @@
+"""Training over several nodes, each with its own daemon: equal to one process, and planned once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from network import Network, Node
+
+pytestmark = pytest.mark.ranks
+
+PROGRAM = Path(__file__).parents[1] / "e2e" / "programs" / "whole_batch.py"
+STAGES = {"RANNC_PARTITION_NUM": "2"}
+
+
+def digests(output: str) -> dict[str, set[str]]:
+    """What rank 0 prints after each step."""
+    found: dict[str, set[str]] = {}
+    for step, total in re.findall(r"after step (\d): ([\d.]+)", output):
+        found.setdefault(step, set()).add(total)
+    return found
+
+
+def trained(node: Node, hosts: str) -> str:
+    code, output = node.run("rannc-run", "--hosts", hosts, str(PROGRAM), **STAGES)
+    assert output.count("after step 3: done") == 3, output
+    assert code == 0, output
+    return output
+
+
+def daemons(node: Node) -> list[int]:
+    return [each.pid for each in node.processes() if "rannd/daemon/boot.py" in " ".join(each.cmdline())]
+
+
+def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network]) -> None:
+    """Each node's own name leads to its loopback, as Debian installs it."""
+    a, b, c = network(3, own_on_loopback=True).made
+    code, alone = a.run(sys.executable, str(PROGRAM), "alone")
+    assert code == 0, alone
+    expected = digests(alone)
+    assert len(expected) == 4
+
+    first = trained(a, "a:2,b:2")
+    assert digests(first) == expected
+    assert set(re.findall(r"^\[(\w:\d)\] after step 0", first, re.M)) == {"a:0", "a:1", "b:2", "b:3"}
+    assert "Starting model partitioning" in first
+    assert [len(daemons(node)) for node in (a, b, c)] == [1, 1, 0]
+    listed = [node.run("rannc-cache", "ls")[1] for node in (a, b)]
+    kinds = [sorted(re.findall(r"^(\w+)\t(\w+)", text, re.M)) for text in listed]
+    assert kinds[0] == kinds[1], "what one node keeps, the other does"
+    assert {"trace", "deployment", "profile", "links"} <= {kind for kind, _ in kinds[0]}
+
+    second = trained(a, "b:2,a:2")
+    assert digests(second) == expected
+    assert "[b:0]" in second
+    for output in (second, trained(b, "a:2,b:2")):
+        assert "Using trace" in output
+        assert "Using deployment" in output
+        for planning in ("Starting model partitioning", "Running profiler", "No deployment", "No trace"):
+            assert planning not in output
+
+    # A node that never took part asks those that did.
+    third = trained(a, "c:2,b:2")
+    assert digests(third) == expected
+    assert "b has trace" in third
+    assert "b has deployment" in third
+    assert "Starting model partitioning" not in third
+
+
+def test_the_name_of_this_machine_may_be_localhost(network: Callable[..., Network]) -> None:
+    a, _ = network(2).made
+    output = trained(a, "localhost:2,b:2")
+    assert len(digests(output)) == 4
