@@ -38,6 +38,7 @@ verify_recomp verify_partitioning dump_dp_node_profiles dump_dp_cache enable_kin
 UPSTREAM = _UPSTREAM.split()
 OWN = ["device", "cache", "cache_max_gb", "daemon_idle_s", "daemon_timeout_s", "log_level"]
 OWN += ["partitioning_dry_run_cluster", "schedule", "interleave_loss", "watchdog_timeout_s", "check_nan"]
+OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
 PLAN_AFFECTING = {
@@ -87,6 +88,16 @@ NOT_PLAN_AFFECTING = {
     "daemon_idle_s",
     "daemon_timeout_s",
     "log_level",
+    # rannc-run's own: how a job is started, watched and shown
+    "nproc",
+    "hosts",
+    "hostfile",
+    "log_dir",
+    "show_ranks",
+    "grace_period",
+    "timeout_start",
+    "tune",
+    "preflight",
 }
 
 

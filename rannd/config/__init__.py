@@ -5,7 +5,7 @@ Every item is declared once, in :mod:`rannd.config.table`; the file, the variabl
 """
 
 from rannd.config.item import Item, Value
-from rannd.config.reading import CONF_FILE, config_directory, load
+from rannd.config.reading import CONF_FILE, config_directory, file_to_read, load
 from rannd.config.table import ITEMS, Config
 
-__all__ = ["CONF_FILE", "ITEMS", "Config", "Item", "Value", "config_directory", "load"]
+__all__ = ["CONF_FILE", "ITEMS", "Config", "Item", "Value", "config_directory", "file_to_read", "load"]

@@ -37,6 +37,25 @@ def config_directory(environ: Mapping[str, str] | None = None) -> Path:
     return directory
 
 
+def file_to_read(environ: Mapping[str, str], file: Path | None = None) -> Path | None:
+    """The file that is read: `file`, else the one that RANNC_CONF_FILE names, else rannc_conf.toml of the directory.
+
+    None where none is named and the directory has none; one that is named need not exist.
+
+    Raises:
+        ConfigError: the directory is wrong, or RANNC_CONF_FILE is empty.
+    """
+    # A named directory that is wrong is told even where a file is named besides.
+    default_file = config_directory(environ) / CONF_FILE
+    if file is not None:
+        return file
+    if _FILE_VARIABLE in environ:
+        if not environ[_FILE_VARIABLE]:
+            raise ConfigError(f"{_FILE_VARIABLE} is empty; name a file in it, or unset it to use {default_file}")
+        return Path(environ[_FILE_VARIABLE]).expanduser()
+    return default_file if os.path.lexists(default_file) else None
+
+
 def load(environ: Mapping[str, str] | None = None, file: Path | None = None) -> Config:
     """The configuration of this process.
 
@@ -52,14 +71,9 @@ def load(environ: Mapping[str, str] | None = None, file: Path | None = None) -> 
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    # A named directory that is wrong is told even where a file is named besides.
-    default_file = config_directory(environ) / CONF_FILE
-    if file is None and _FILE_VARIABLE in environ:
-        if not environ[_FILE_VARIABLE]:
-            raise ConfigError(f"{_FILE_VARIABLE} is empty; name a file in it, or unset it to use {default_file}")
-        file = Path(environ[_FILE_VARIABLE]).expanduser()
-    if file is not None or os.path.lexists(default_file):
-        toml = TomlFile(file or default_file)
+    file = file_to_read(environ, file)
+    if file is not None:
+        toml = TomlFile(file)
         for name, value in toml.data.items():
             where = toml.where(name)
             if name not in ITEMS:

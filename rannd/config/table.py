@@ -20,6 +20,7 @@ _PLAN = "Plan"
 _MEMORY = "Memory"
 _SAVED = "Saved work"
 _RUN = "Run"
+_LAUNCH = "Launch"
 _DEBUG = "Debugging"
 _DAEMON = "Daemon and cache"
 _LOG = "Logging"
@@ -280,6 +281,62 @@ class Config:
         plan_affecting=False,
         no_effect="gradients are always the mean over ranks, as DistributedDataParallel's",
     )
+    # --- LAUNCH: rannc-run alone reads them; each is a flag of it, too
+    nproc: int = item(
+        0,
+        "Ranks that rannc-run starts (-np); 0: the slots of the hosts, else one per GPU, else one per pair of cores.",
+        group=_LAUNCH,
+        plan_affecting=False,
+        least=0,
+    )
+    hosts: str = item(
+        "",
+        "Hosts and the ranks each takes, as in a:4,b:4 (--hosts); empty: hostfile, the batch system's, this machine.",
+        group=_LAUNCH,
+        plan_affecting=False,
+    )
+    hostfile: str = item(
+        "",
+        "File of hosts, one a line: name slots=N (--hostfile); a path from the working directory, as all paths here.",
+        group=_LAUNCH,
+        plan_affecting=False,
+    )
+    log_dir: str = item(
+        "",
+        "Directory in which each run's output is kept (--log-dir), from the working directory; empty: none is.",
+        group=_LAUNCH,
+        plan_affecting=False,
+    )
+    show_ranks: str = item(
+        "", "Ranks whose output is shown, as in 0,2-3 (--show-ranks); empty: all.", group=_LAUNCH, plan_affecting=False
+    )
+    grace_period: float = item(
+        10.0,
+        "Seconds between asking ranks to end and SIGKILL (--grace-period).",
+        group=_LAUNCH,
+        plan_affecting=False,
+        least=0,
+    )
+    timeout_start: float = item(
+        300.0,
+        "Seconds in which all ranks have to have started (--timeout-start); 0: as long as it takes.",
+        group=_LAUNCH,
+        plan_affecting=False,
+        least=0,
+    )
+    tune: bool = item(
+        True,
+        "Choose threads and malloc settings of the ranks; false (--no-tune): leave them alone.",
+        group=_LAUNCH,
+        plan_affecting=False,
+    )
+    preflight: bool = item(
+        True,
+        "Look, before any rank starts, whether the other machines can be reached and have what a rank needs; false "
+        "(--no-preflight): start at once.",
+        group=_LAUNCH,
+        plan_affecting=False,
+    )
     # --- DEBUG
     show_config_items: bool = item(
         False, "Print every item, its value and where it came from.", group=_DEBUG, plan_affecting=False
@@ -417,11 +474,19 @@ class Config:
         Raises:
             ConfigError: an item is not known, a value is wrong.
         """
-        origins = {**self._origins, **dict.fromkeys(items, _CODE)}
-        return Config.of({**{name: getattr(self, name) for name in ITEMS}, **items}, origins)
+        return self.override(items, dict.fromkeys(items, _CODE))
+
+    def override(self, values: Mapping[str, object], origins: Mapping[str, str]) -> Config:
+        """`replace`, with the places that the values are from: the flags of a command.
+
+        Raises:
+            ConfigError: an item is not known, a value is wrong.
+        """
+        return Config.of({name: getattr(self, name) for name in ITEMS} | dict(values), {**self._origins, **origins})
 
     def origin(self, name: str) -> str:
-        """Where the value is from: ``default``, ``set in code``, ``/path/rannc_conf.toml:12``, ``RANNC_<ITEM>``.
+        """Where the value is from: ``default``, ``/path/rannc_conf.toml:12``, ``RANNC_<ITEM>``, ``--<flag>``, or
+        ``set in code``.
 
         Raises:
             ConfigError: no item has this name.

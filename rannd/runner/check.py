@@ -15,6 +15,7 @@ import rannd.config
 from rannd.config import Config
 from rannd.errors import LaunchError, RanndError
 from rannd.runner import hosts as placing
+from rannd.runner.inherited import without_rank
 from rannd.runner.mpi import find_launcher
 
 WRONG = 1
@@ -107,7 +108,9 @@ def _daemon(config: Config) -> str:
 
 def _ping(file: Path | None, environ: Mapping[str, str]) -> str:
     """Two ranks that really start, meet, and send to each other."""
-    ranks = {**environ, "RANNC_LOG_LEVEL": "warn"}
+    # Two ranks here, whatever job this is called in, and whatever the configuration says of other jobs.
+    ranks = {**without_rank(environ), "RANNC_LOG_LEVEL": "warn", "RANNC_HOSTS": "localhost:2", "RANNC_HOSTFILE": ""}
+    ranks |= {"RANNC_LOG_DIR": "", "RANNC_SHOW_RANKS": ""}
     if placing.gpu_count(environ) == 1:
         ranks["RANNC_DEVICE"] = "cpu"  # a GPU takes one rank
     command = [sys.executable, "-c", "from rannd.runner.run import main; main()", "-np", "2", "--no-tune"]

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import rannd
 from rannd.config.cluster import Cluster, cluster_file, load_cluster
@@ -17,40 +16,14 @@ from rannd.errors import LaunchError, UsageError
 from rannd.runner import hosts as placing
 from rannd.runner.channel import address_towards
 from rannd.runner.environment import forwarded_names, meeting_point, tuning
+from rannd.runner.inherited import without_rank
 from rannd.runner.mpi import Kind, Launcher, command_line, find_launcher, launcher_variables, search_path
+from rannd.runner.options import Options, rank_command
+from rannd.runner.placement import decide
 from rannd.runner.rank import SETTINGS_VARIABLE
 
-#: Set in a process that is a rank already, and by whom.
-_RANK_MARKS = {
-    "OMPI_COMM_WORLD_RANK": "Open MPI's mpirun",
-    "PMIX_RANK": "a PMIx launcher",
-    "PMI_RANK": "mpiexec or srun",
-    "TORCHELASTIC_RUN_ID": "torchrun",
-}
 #: -I and -S: neither the user's directory nor site-packages can change or slow the watcher.
 _WATCHER = "import sys; sys.path.append(sys.argv.pop(1)); from rannd.runner.rank import main; main()"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    command: tuple[str, ...]
-    """The script or module and its arguments."""
-    size: int | None = None
-    module: bool = False
-    hosts: str | None = None
-    hostfile: Path | None = None
-    config: Path | None = None
-    tune: bool = True
-    shown: str | None = None
-    log_dir: Path | None = None
-    grace: float = 10.0
-    start: float = 300.0
-    """Seconds in which all ranks have to have started, 0: as long as it takes."""
-    plan_only: bool = False
-    cluster: str | None = None
-    """Name or file of the devices to plan for."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +33,15 @@ class Job:
     launcher: Launcher
     places: list[placing.Place]
     hosts: list[placing.Host]
-    """Empty where all ranks run on this machine."""
+    """Empty where all ranks run on this machine, and no batch system could put them elsewhere."""
+    hosts_from: str
+    """Who named them: a flag, a variable, a line of the configuration, the batch system; empty: nobody."""
     gpus: int
     """Of this machine."""
     added: dict[str, str]
     """Variables beyond the user's own."""
+    placed_by_slurm: bool
+    """srun needs no list of hosts: they are its own."""
     tuning_line: str
     rank_command: list[str]
     shown: frozenset[int]
@@ -72,6 +49,8 @@ class Job:
     """The directory of this run, which is not made yet, or None."""
     grace: float
     start: float
+    preflight: bool
+    """Look whether the other machines have what a rank needs, before anything starts."""
 
     @property
     def remote_host(self) -> str | None:
@@ -82,8 +61,13 @@ class Job:
         """The command line of the MPI launcher, with the watcher around each rank."""
         root = os.path.dirname(os.path.dirname(os.path.abspath(rannd.__file__)))
         watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, *self.rank_command]
-        forwarded = forwarded_names({*os.environ, *self.added, SETTINGS_VARIABLE})
-        return command_line(self.launcher, len(self.places), self.hosts, forwarded, watcher)
+        forwarded = forwarded_names({*self.environment(os.environ), SETTINGS_VARIABLE})
+        hosts = [] if self.placed_by_slurm else self.hosts
+        return command_line(self.launcher, len(self.places), hosts, forwarded, watcher)
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What the launcher and the ranks get of `environ`, and beyond it."""
+        return without_rank(environ) | self.added
 
     def describe(self) -> str:
         """What ``--dry-run`` prints: each rank's host, device and command, then what all share."""
@@ -92,6 +76,8 @@ class Job:
             device = f"cuda:{place.local_rank % self.gpus}" if self.gpus else "cpu"
             command = shlex.join(self.rank_command)
             lines.append(f"rank {place.rank}: host {place.host}, local rank {place.local_rank}, {device}: {command}")
+        if self.hosts_from:
+            lines.append(f"hosts: from {self.hosts_from}{'; srun places the ranks' if self.placed_by_slurm else ''}")
         lines.append("environment beyond your own:")
         lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(self.added.items())]
         lines.append(f"launcher: {self.launcher.version}")
@@ -103,32 +89,28 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     """Decides everything; looks at this machine, starts nothing that stays.
 
     Raises:
-        UsageError: the script is not there, the hosts or ranks are wrong, or this process is a rank already.
+        UsageError: the script is not there, the hosts or ranks are wrong.
         ConfigError: the cluster to plan for is not known, or its file is wrong.
         LaunchError: no MPI launcher is installed.
     """
-    _refuse_inside_a_job(environ)
-    rank_command = _rank_command(options)
-    hosts = _hosts(options)
+    command = rank_command(options)
     gpus = placing.gpu_count(environ)
     cores = placing.core_count()
     cluster = _cluster(options)
-    size = (
-        options.size
-        or (cluster.devices_per_node if cluster else 0)
-        or sum(host.slots for host in hosts)
-        or placing.default_size(gpus, cores)
-    )
-    started = 1 if options.plan_only else size
-    places = placing.place(started, hosts or [placing.Host(os.uname().nodename.split(".")[0], started)])
-    if all(placing.is_local(host.name) for host in hosts):
-        hosts = []
-
     launcher = find_launcher(environ)
+    placement = decide(
+        options,
+        environ,
+        default=placing.default_size(gpus, cores),
+        devices=cluster.devices_per_node if cluster is not None else 0,
+        srun=launcher.kind is Kind.SRUN,
+    )
+    size, places = placement.size, placement.places
+    environ = without_rank(environ)
     added = launcher_variables(launcher.kind, environ, root=os.geteuid() == 0)
     if launcher.kind is Kind.INTEL:
         added["PATH"] = search_path(launcher.path, environ)
-    added |= meeting_point(environ, _first_address(places[0].host, hosts))
+    added |= meeting_point(environ, _first_address(places[0].host, placement.hosts))
     if "PYTHONUNBUFFERED" not in environ:
         added["PYTHONUNBUFFERED"] = "1"
     if options.config is not None:
@@ -151,48 +133,22 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     if options.log_dir is not None:
         run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         log_dir = str(options.log_dir.absolute() / run)
-    shown = _shown(options.shown, started)
     return Job(
         launcher,
         places,
-        hosts,
+        placement.hosts,
+        placement.origin,
         gpus,
         added,
+        placement.by_srun,
         tuning_line,
-        rank_command,
-        shown,
+        command,
+        _shown(options, len(places)),
         log_dir=log_dir,
         grace=options.grace,
         start=options.start,
+        preflight=options.preflight,
     )
-
-
-def _refuse_inside_a_job(environ: Mapping[str, str]) -> None:
-    for name, launcher in _RANK_MARKS.items():
-        if name in environ:
-            raise UsageError(
-                f"this process was started as a rank by {launcher} ({name}={environ[name]}); rannc-run starts ranks "
-                "itself. Put 'python train.py' there instead of 'rannc-run train.py', or call rannc-run outside"
-            )
-
-
-def _rank_command(options: Options) -> list[str]:
-    if not options.command:
-        what = "module" if options.module else "script"
-        raise UsageError(
-            f"no {what} was named; write rannc-run -np 2 {'-m pkg.train' if options.module else 'train.py'}"
-        )
-    if options.module:
-        return [sys.executable, "-m", *options.command]
-    script = Path(options.command[0])
-    if script.is_dir() and not (script / "__main__.py").is_file():
-        raise UsageError(f"{script} is a directory without __main__.py; name a Python script")
-    if not script.exists():
-        hint = "rannc-run takes the script itself" if script.name.startswith("python") else "is the path right?"
-        raise UsageError(f"there is no script {script} in {Path.cwd()}; {hint}")
-    if not os.access(script, os.R_OK):
-        raise UsageError(f"script {script} cannot be read; check its permissions")
-    return [sys.executable, *options.command]
 
 
 def _cluster(options: Options) -> Cluster | None:
@@ -206,43 +162,35 @@ def _cluster(options: Options) -> Cluster | None:
     return load_cluster(options.cluster)
 
 
-def _hosts(options: Options) -> list[placing.Host]:
-    if options.hosts is not None and options.hostfile is not None:
-        raise UsageError(f"both --hosts {options.hosts} and --hostfile {options.hostfile} are given; leave one away")
-    if options.plan_only and (options.hosts is not None or options.hostfile is not None):
-        raise UsageError("--plan-only needs no hosts; say for how many devices with -np")
-    if options.hosts is not None:
-        return placing.parse_hosts(options.hosts)
-    if options.hostfile is not None:
-        return placing.read_hostfile(options.hostfile)
-    return []
-
-
 def _first_address(first: str, hosts: list[placing.Host]) -> str | None:
     """Where the host of rank 0 is reached, None where all ranks are on this machine."""
+    if not hosts:
+        return None
     remote = next((host.name for host in hosts if not placing.is_local(host.name)), None)
     if remote is None or not placing.is_local(first):
-        return None if remote is None else first
+        return first
     try:
         return address_towards(remote)  # this machine's name may lead others astray: localhost, 127.0.1.1
     except LaunchError:
         return first
 
 
-def _shown(text: str | None, size: int) -> frozenset[int]:
+def _shown(options: Options, size: int) -> frozenset[int]:
     """The ranks of ``0,2-3``; all where nothing is given.
 
     Raises:
         UsageError: it is no list of ranks, or one of them is not in the job.
     """
-    if text is None:
+    flag = options.by_flag("show_ranks")
+    if options.shown is None or (options.plan_only and not flag):
         return frozenset(range(size))
+    told = f"--show-ranks {options.shown}" if flag else f"{options.origin('show_ranks')}: show_ranks = {options.shown}"
     ranks: set[int] = set()
-    for entry in text.split(","):
+    for entry in options.shown.split(","):
         first, dash, last = entry.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"--show-ranks {text}: {entry!r} is no rank; write ranks and ranges as in 0,2-3")
+            raise UsageError(f"{told}: {entry!r} is no rank; write ranks and ranges as in 0,2-3")
         ranks |= set(range(int(first), int(last or first) + 1))
     if not ranks or max(ranks) >= size:
-        raise UsageError(f"--show-ranks {text}: the job has ranks 0 to {size - 1}")
+        raise UsageError(f"{told}: the job has ranks 0 to {size - 1}")
     return frozenset(ranks)

@@ -48,12 +48,12 @@ class Plan:
     """Empty where all ranks run on this machine."""
     on_cpu: bool
     """No rank uses a GPU, even where there are some."""
-    added: Mapping[str, str]
-    """Variables beyond the user's own."""
     script: str
     """'' for a module."""
     limit_s: float
     """Seconds for all answers."""
+    chosen_port: bool
+    """MASTER_PORT is rannc-run's choice, not the user's."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ def table(problems: Sequence[Problem], hosts: int) -> str:
 
 
 def inspect(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> tuple[list[Problem], int | None]:
-    """(what is wrong, a port that is free on the host of rank 0 or None where it was not asked)."""
+    """(what is wrong, a port that is free on the host of rank 0 or None where that was not asked).
+
+    `environ`: what ranks will have.
+    """
     if not plan.hosts:
         return _alone(plan, environ), None
     names = [host.name for host in plan.hosts if any(place.host == host.name for place in plan.places)]
@@ -88,7 +91,7 @@ def inspect(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) 
     bad = {each.host for each in problems}
     answers, silent = _ask([name for name in names if name not in bad], plan, environ, say)
     first = plan.places[0].host
-    own = here(_question(plan, environ, None, back=None), {**environ, **plan.added})
+    own = here(_question(plan, environ, None, back=None), environ)
     by_host = {each.host: each for each in [*problems, *silent]}
     found = []
     for name in names:
@@ -105,7 +108,7 @@ def inspect(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) 
 def _alone(plan: Plan, environ: Mapping[str, str]) -> list[Problem]:
     name = plan.places[0].host
     found = _too_many(name, plan, 0 if plan.on_cpu else usable_gpus(environ))
-    given = _given_port(environ)
+    given = _given_port(plan, environ)
     if given and not is_free(given):
         found.append(_taken(name, environ))
     return found
@@ -119,9 +122,9 @@ def _too_many(name: str, plan: Plan, gpus: int) -> list[Problem]:
     return [Problem(name, "GPUs", f"{gpus} for {ranks} ranks", mend)]
 
 
-def _given_port(environ: Mapping[str, str]) -> int:
+def _given_port(plan: Plan, environ: Mapping[str, str]) -> int:
     """The user's own MASTER_PORT, 0 for none."""
-    given = environ.get("MASTER_PORT", "")
+    given = "" if plan.chosen_port else environ.get("MASTER_PORT", "")
     return int(given) if given.isdigit() and int(given) < 65536 else 0
 
 
@@ -146,8 +149,8 @@ def _question(plan: Plan, environ: Mapping[str, str], name: str | None, back: tu
     return Question(
         folder=os.getcwd(),
         script=plan.script,
-        master={**environ, **plan.added}.get("MASTER_ADDR", first),
-        port=_given_port(environ) if name == first else 0,
+        master=environ.get("MASTER_ADDR", first),
+        port=_given_port(plan, environ) if name == first else 0,
         back=back,
     )
 
@@ -182,7 +185,7 @@ def _compare(
     if not plan.on_cpu and first is not None and bool(answer.gpus) != bool(first.gpus):
         mend = f"{plan.places[0].host} has {first.gpus or 'none'}; ranks use one kind of device: RANNC_DEVICE=cpu?"
         found.append(Problem(name, "GPUs", str(answer.gpus or "none"), mend))
-    known = {**environ, **plan.added}.get("MASTER_ADDR", "")
+    known = environ.get("MASTER_ADDR", "")
     if not answer.master:
         mend = "DNS or /etc/hosts has to know it everywhere, or set MASTER_ADDR to its address"
         found.append(Problem(name, "name", f"does not know {known}, where rank 0 is", mend))
@@ -254,13 +257,13 @@ def _start(names: list[str], plan: Plan, environ: Mapping[str, str], back: tuple
     command = [sys.executable, "-c", _PROBE, root, question]
     if len(names) > 1 or not placing.is_local(names[0]):
         asked = [placing.Host(name, 1) for name in names]
-        forwarded = forwarded_names({*environ, *plan.added})
+        forwarded = forwarded_names(environ)
         command = command_line(plan.launcher, len(names), asked, forwarded, command)
     own_pid = os.getpid()
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it has been read
     process = subprocess.Popen(
         command,
-        env={**environ, **plan.added},
+        env=environ,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -308,7 +311,9 @@ _TELLING = ("error", "denied", "refused", "no route", "unreachable", "not found"
 
 
 def _no_answer(name: str, words: str) -> Problem:
-    return Problem(name, "answer", words, f"does 'ssh {name} true' work without a password? is Python at the same path?")
+    return Problem(
+        name, "answer", words, f"does 'ssh {name} true' work without a password? is Python at the same path?"
+    )
 
 
 def _few(names: Sequence[str]) -> str:

@@ -15,13 +15,16 @@ import click
 
 import rannd.config
 from rannd import planned
-from rannd.config import Config
+from rannd.config import ITEMS, Config
 from rannd.errors import LaunchError, PlanError, RanndError, UsageError
 from rannd.runner import check as doctor
-from rannd.runner import processes
+from rannd.runner import preflight, processes
+from rannd.runner.adoption import Adopted, adopt
 from rannd.runner.channel import Listener
-from rannd.runner.job import Job, Options, prepare
+from rannd.runner.inherited import rank_here
+from rannd.runner.job import Job, prepare
 from rannd.runner.monitor import Monitor
+from rannd.runner.options import Options, with_flags
 from rannd.runner.rank import SETTINGS_VARIABLE
 from rannd.runner.report import exit_code, report
 
@@ -40,41 +43,55 @@ class _Command(click.Command):
 _PATH = click.Path(path_type=Path)
 
 
+def _default(name: str) -> str:
+    """The default of an item, for the help of its flag."""
+    return f"{ITEMS[name].default:g}"
+
+
 @click.command(cls=_Command, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 @click.option(
     "-np",
     "-n",
     "--nproc",
-    "size",
+    "nproc",
     type=click.IntRange(min=1),
     metavar="N",
     help="Number of ranks. Default: the slots of the hosts; else one per GPU; without GPUs one per pair of cores.",
 )
 @click.option("-m", "--module", is_flag=True, help="COMMAND starts with the name of a module, as in python -m.")
-@click.option("--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
-@click.option("--hostfile", type=_PATH, metavar="FILE", help="Hosts, one a line: name slots=N.")
+@click.option(
+    "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes. Default: --hostfile, the batch system's."
+)
+@click.option("--hostfile", metavar="FILE", help="Hosts, one a line: name slots=N.")
 @click.option("--config", type=_PATH, metavar="FILE", help="Configuration to read instead of rannc_conf.toml.")
 @click.option("--dry-run", is_flag=True, help="Print each rank's host, device, environment, command; start nothing.")
 @click.option("--show-config", is_flag=True, help="Print every configuration item, its value and where it is from.")
 @click.option("--check", is_flag=True, help="Look at all that a job needs, try it with two ranks, say what to mend.")
-@click.option("--no-tune", is_flag=True, help="Leave threads and malloc of the ranks alone.")
-@click.option("--show-ranks", "shown", metavar="0,2-3", help="Ranks whose output is shown. Default: all.")
-@click.option("--log-dir", type=_PATH, metavar="DIR", help="Keep the ranks' output in DIR/<run>/rank_<R>/.")
+@click.option(
+    "--tune/--no-tune",
+    default=None,
+    show_default="tune",
+    help="Choose threads and malloc of the ranks, or leave them alone.",
+)
+@click.option(
+    "--preflight/--no-preflight",
+    default=None,
+    show_default="preflight",
+    help="Look at the other machines before any rank starts, or start at once.",
+)
+@click.option("--show-ranks", metavar="0,2-3", help="Ranks whose output is shown. Default: all.")
+@click.option("--log-dir", metavar="DIR", help="Keep the ranks' output in DIR/<run>/rank_<R>/.")
 @click.option(
     "--grace-period",
-    "grace",
     type=click.FloatRange(min=0),
-    default=10.0,
-    show_default=True,
+    show_default=_default("grace_period"),
     metavar="S",
     help="Seconds between asking ranks to end and SIGKILL.",
 )
 @click.option(
     "--timeout-start",
-    "start",
     type=click.FloatRange(min=0),
-    default=300.0,
-    show_default=True,
+    show_default=_default("timeout_start"),
     metavar="S",
     help="Seconds in which all ranks have to have started; 0: as long as it takes.",
 )
@@ -89,25 +106,71 @@ _PATH = click.Path(path_type=Path)
 @click.version_option(package_name="rannd", prog_name="rannc-run")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def main(ctx: click.Context, /, dry_run: bool, show_config: bool, check: bool, no_tune: bool, **options: Any) -> None:
+def main(
+    ctx: click.Context,
+    /,
+    command: tuple[str, ...],
+    module: bool,
+    config: Path | None,
+    dry_run: bool,
+    show_config: bool,
+    check: bool,
+    plan_only: bool,
+    cluster: str | None,
+    **flags: Any,
+) -> None:
     """Start COMMAND, a Python script with its arguments, as the ranks of one job.
 
-    What follows the script is the script's, untouched.
+    What follows the script is the script's, untouched. Flags go before RANNC_<ITEM> variables, these before
+    rannc_conf.toml: docs/configuration.md names the items.
     """
-    asked = Options(tune=not no_tune, **options)
+    here = None if check or show_config else rank_here(os.environ)
+    if here is None or here.rank == 0:
+        _tell_unread(config)
     if check:
-        ctx.exit(doctor.tell(doctor.check(asked.config, os.environ), click.echo))
-    config = rannd.config.load(file=asked.config)
+        ctx.exit(doctor.tell(doctor.check(config, os.environ), click.echo))
+    items = with_flags(rannd.config.load(file=config), flags)
     if show_config:
-        click.echo("\n".join(config.lines()))
+        click.echo("\n".join(items.lines()))
+        return
+    asked = Options.of(items, command, module=module, file=config, plan_only=plan_only, cluster=cluster)
+    if here is not None and here.size > 1:
+        _become(adopt(asked, here, os.environ), items, dry_run=dry_run)
         return
     job = prepare(asked, os.environ)
     if dry_run:
         click.echo(job.describe())
         return
-    if config.cache != "off":
-        _have_daemon(config)
-    ctx.exit(_planned(job) if asked.plan_only else launch(job))
+    if job.preflight and not plan_only:
+        job = _ready(job, items, script="" if module else command[0])
+    if items.cache != "off":
+        _have_daemon(items)
+    ctx.exit(_planned(job) if plan_only else launch(job))
+
+
+def _tell_unread(file: Path | None) -> None:
+    """Says that a rannc_conf.toml of the working directory is not read: many a program would."""
+    there = Path(rannd.config.CONF_FILE)
+    read = rannd.config.file_to_read(os.environ, file)
+    if there.is_file() and not (read is not None and read.exists() and read.samefile(there)):
+        _say(f"./{there} is not read; --config {there} reads it")
+
+
+def _become(adopted: Adopted, items: Config, *, dry_run: bool) -> None:
+    """Turns this process into a rank of the job that it is in; comes back from a dry run alone."""
+    if dry_run:
+        click.echo(adopted.describe())
+        return
+    if adopted.here.rank == 0:
+        for line in adopted.lines:
+            _say(line)
+    if items.cache != "off" and adopted.here.local_rank == 0:
+        _have_daemon(items)
+    sys.stdout.flush()
+    try:
+        os.execve(adopted.command[0], adopted.command, {**os.environ, **adopted.added})
+    except OSError as error:
+        raise LaunchError(f"{adopted.command[0]} cannot be executed: {error}") from None
 
 
 def launch(job: Job) -> int:
@@ -137,7 +200,7 @@ def launch(job: Job) -> int:
     try:
         launcher = subprocess.Popen(
             command,
-            env={**os.environ, **job.added, SETTINGS_VARIABLE: json.dumps(settings)},
+            env={**job.environment(os.environ), SETTINGS_VARIABLE: json.dumps(settings)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -152,6 +215,25 @@ def launch(job: Job) -> int:
     text = report(result, job.launcher.kind.value, job.shown, job.log_dir)
     sys.stderr.write(text)
     return exit_code(result)
+
+
+def _ready(job: Job, items: Config, script: str) -> Job:
+    """The job, where every host is ready for it. LaunchError with a table of what is wrong where one is not."""
+    environ = job.environment(os.environ)
+    plan = preflight.Plan(
+        job.launcher,
+        job.places,
+        job.hosts,
+        on_cpu=items.device == "cpu",
+        script=script,
+        limit_s=min(job.start or preflight.ANSWER_S, preflight.ANSWER_S),
+        chosen_port="MASTER_PORT" in job.added,
+    )
+    problems, port = preflight.inspect(plan, environ, _say)
+    preflight.refuse(problems, len({place.host for place in job.places}))
+    if port is not None and plan.chosen_port:
+        return replace(job, added={**job.added, "MASTER_PORT": str(port)})
+    return job
 
 
 def _planned(job: Job) -> int:

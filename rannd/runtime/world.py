@@ -36,9 +36,12 @@ RANK_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
-"""Names of rank, size, local rank and local size of each kind of launcher."""
+"""Names of rank, size, local rank and local size of each kind of launcher.
+
+Slurm's size is that of the step: the script of sbatch has a SLURM_PROCID and the job's SLURM_NTASKS, and is no rank.
+"""
 
 TIMEOUT = timedelta(minutes=30)
 

@@ -199,14 +199,6 @@ def test_a_wrong_configuration_stops_before_anything_starts(shell: Shell) -> Non
     assert "RANNC_MEM_LIMIT_GB" in err
 
 
-@pytest.mark.parametrize("mark", ["OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-def test_a_rank_cannot_start_ranks(shell: Shell, mark: str) -> None:
-    code, _, err = shell.run("-np", "2", program("speak.py"), **{mark: "0"})
-    assert code == 2
-    assert f"({mark}=0)" in err
-    assert "Put 'python train.py' there" in err
-
-
 # --- the environment of ranks ---------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ count = int(next(each.split("=")[1] for each in options if each.startswith("--nt
 command = sys.argv[1 + len(options):]
 ranks = [
     subprocess.Popen(command, env=os.environ | {{
-        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": str(count),
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": str(count),
         "SLURM_NTASKS_PER_NODE": str(count), "SLURM_JOB_ID": "4711",
     }})
     for rank in range(count)

@@ -19,6 +19,12 @@ from rannd.runtime.world import Place, find_place
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Place(0, 2, 0, "PMI_RANK")),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, Place(1, 2, 0, "RANK")),
         ({"RANK": "1"}, Place()),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},
+            Place(1, 2, 0, "SLURM_PROCID"),
+        ),
+        # The script of sbatch, which is one process whatever the job has been given.
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, Place()),
     ],
 )
 def test_find_place(environ: dict[str, str], place: Place) -> None:

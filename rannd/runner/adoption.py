@@ -1,0 +1,111 @@
+"""rannc-run in a rank that somebody else has started: it becomes that rank.
+
+::
+
+    mpirun -np 4 rannc-run train.py      each of the four turns into ``python train.py``, in its own process
+    srun rannc-run train.py              the same
+    srun --pty bash, then rannc-run      a world of one is not worth adopting: rannc-run starts ranks of its own
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rannd.errors import UsageError
+from rannd.runner import hosts as placing
+from rannd.runner.allocation import expand_nodelist
+from rannd.runner.environment import LOWEST_PORT, tuning
+from rannd.runner.inherited import Rank
+from rannd.runner.options import FLAGS, Options, rank_command
+
+#: Flags that are for ranks which rannc-run starts itself.
+_OWN_RANKS = ("log_dir", "show_ranks", "grace_period", "timeout_start")
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What this process turns into."""
+
+    here: Rank
+    command: list[str]
+    added: dict[str, str]
+    """Variables beyond those that are there."""
+    lines: list[str]
+    """What rank 0 says of it."""
+
+    def describe(self) -> str:
+        """What ``--dry-run`` prints."""
+        who = f"rank {self.here.rank} of {self.here.size}, started by {self.here.starter}: {shlex.join(self.command)}"
+        added = [f"  {name}={shlex.quote(value)}" for name, value in sorted(self.added.items())]
+        return "\n".join([who, "environment beyond your own:", *added])
+
+
+def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
+    """Decides what the rank gets.
+
+    Raises:
+        UsageError: the script is not there, or flags ask for another job than the one that runs already.
+    """
+    command = rank_command(options)
+    _refuse_another_job(options, here)
+    added = {} if options.config is None else {"RANNC_CONF_FILE": str(options.config.absolute())}
+    if "PYTHONUNBUFFERED" not in environ:
+        added["PYTHONUNBUFFERED"] = "1"
+    added |= _meeting_point(environ, here)
+    lines = [f"already rank {here.rank} of {here.size}, started by {here.starter}: running {options.command[0]} as it"]
+    idle = [FLAGS[name] for name in _OWN_RANKS if options.by_flag(name)]
+    if idle:
+        lines.append(f"{', '.join(idle)} have no effect there: they are for ranks that rannc-run starts itself")
+    if options.tune:
+        local_ranks = here.local_size or here.size
+        gpus = placing.gpu_count(environ)
+        tuned = tuning(environ, cores=_cores(environ, local_ranks), local_ranks=local_ranks, gpus=gpus)
+        added |= tuned.variables
+        if tuned.line():
+            lines.append(tuned.line())
+    return Adopted(here, command, added, lines)
+
+
+def _refuse_another_job(options: Options, here: Rank) -> None:
+    who = f"this process is rank {here.rank} of {here.size} already, started by {here.starter}"
+    if options.plan_only:
+        raise UsageError(f"{who}, and --plan-only plans in one process: call it once, outside of that job")
+    if options.size not in (None, here.size) and options.by_flag("nproc"):
+        raise UsageError(
+            f"-np {options.size}, but {who}; leave -np away to run as that rank, or call rannc-run outside"
+        )
+    for name, value in (("hosts", options.hosts), ("hostfile", options.hostfile)):
+        if value is not None and options.by_flag(name):
+            raise UsageError(
+                f"{FLAGS[name]} {value}, but {who}; leave it away to run as that rank, or call rannc-run outside"
+            )
+
+
+def _cores(environ: Mapping[str, str], local_ranks: int) -> int:
+    """The cores that the ranks of this machine share. A rank that its launcher has pinned sees its own alone."""
+    if environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
+        return int(environ["SLURM_CPUS_PER_TASK"]) * local_ranks
+    pinned = len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    return placing.core_count() * (local_ranks if pinned else 1)
+
+
+def _meeting_point(environ: Mapping[str, str], here: Rank) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT for ranks of srun, the same in each without a word between them.
+
+    The first node of the step, where rank 0 is, and a port that the job and step decide: MPI, by which ranks could
+    agree on a free one, speaks with srun only where both were built for it. The user's own ones stay.
+    """
+    name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    if not here.by_srun or not environ.get(name):
+        return {}
+    nodes = expand_nodelist(environ[name], name)
+    step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    wanted = {
+        "MASTER_ADDR": nodes[0] if len(nodes) > 1 else "127.0.0.1",
+        "MASTER_PORT": str(LOWEST_PORT + zlib.crc32(step.encode()) % (32768 - LOWEST_PORT)),
+    }
+    return {each: value for each, value in wanted.items() if each not in environ}

@@ -1,0 +1,154 @@
+"""What a job is asked to be: the flags of rannc-run, and the configuration for those that are not given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rannd.config import ITEMS, Config
+from rannd.errors import UsageError
+
+#: Configuration items that are flags, too, with the flag.
+FLAGS = {
+    "nproc": "--nproc",
+    "hosts": "--hosts",
+    "hostfile": "--hostfile",
+    "log_dir": "--log-dir",
+    "show_ranks": "--show-ranks",
+    "grace_period": "--grace-period",
+    "timeout_start": "--timeout-start",
+    "tune": "--tune",
+    "preflight": "--preflight",
+}
+
+
+def with_flags(config: Config, flags: Mapping[str, object]) -> Config:
+    """`config` with the items that flags set.
+
+    Args:
+        config: from the file and the variables.
+        flags: values by item of `FLAGS`; None: not given.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    return config.override(given, {name: _flag(name, value) for name, value in given.items()})
+
+
+def _flag(name: str, value: object) -> str:
+    return FLAGS[name].replace("--", "--no-", 1) if value is False else FLAGS[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked for, whoever asks: the command line, a variable, or the file."""
+
+    command: tuple[str, ...]
+    """The script or module and its arguments."""
+    size: int | None = None
+    module: bool = False
+    hosts: str | None = None
+    hostfile: Path | None = None
+    """Never set together with `hosts`."""
+    config: Path | None = None
+    tune: bool = True
+    shown: str | None = None
+    log_dir: Path | None = None
+    grace: float = 10.0
+    start: float = 300.0
+    """Seconds in which all ranks have to have started, 0: as long as it takes."""
+    preflight: bool = True
+    """Look before anything starts whether other machines have what a rank needs."""
+    plan_only: bool = False
+    cluster: str | None = None
+    """Name or file of the devices to plan for."""
+    origins: Mapping[str, str] | None = None
+    """Where the items of `FLAGS` are from, as `Config.origin` says it; None: all are flags."""
+
+    @staticmethod
+    def of(
+        config: Config,
+        command: tuple[str, ...] = (),
+        *,
+        module: bool = False,
+        file: Path | None = None,
+        plan_only: bool = False,
+        cluster: str | None = None,
+    ) -> Options:
+        """The options of a configuration that holds the flags already.
+
+        Raises:
+            UsageError: hosts and hostfile are both named, in the same place.
+        """
+        wanted = _hosts_or_hostfile(config)
+        return Options(
+            command=command,
+            size=config.nproc or None,
+            module=module,
+            hosts=config.hosts if wanted == "hosts" else None,
+            hostfile=Path(config.hostfile).expanduser() if wanted == "hostfile" else None,
+            config=file,
+            tune=config.tune,
+            shown=config.show_ranks or None,
+            log_dir=Path(config.log_dir).expanduser() if config.log_dir else None,
+            grace=config.grace_period,
+            start=config.timeout_start,
+            preflight=config.preflight,
+            plan_only=plan_only,
+            cluster=cluster,
+            origins={name: config.origin(name) for name in FLAGS},
+        )
+
+    def origin(self, name: str) -> str:
+        """Where an item of `FLAGS` is from."""
+        return self.origins[name] if self.origins is not None else FLAGS[name]
+
+    def by_flag(self, name: str) -> bool:
+        """Whether an item of `FLAGS` is from the command line."""
+        return self.origin(name).startswith("--")
+
+
+def _hosts_or_hostfile(config: Config) -> str | None:
+    """Which of the two items holds: the one from the higher place."""
+    named = [name for name in ("hosts", "hostfile") if getattr(config, name)]
+    if len(named) < 2:
+        return named[0] if named else None
+    hosts, hostfile = (_height(name, config.origin(name)) for name in named)
+    if hosts == hostfile:
+        raise UsageError(f"both {_told(config, 'hosts')} and {_told(config, 'hostfile')} are given; leave one away")
+    return "hosts" if hosts > hostfile else "hostfile"
+
+
+def _height(name: str, origin: str) -> int:
+    """The command line goes before a variable, that before the file."""
+    return 2 if origin == FLAGS[name] else 1 if origin == ITEMS[name].variable else 0
+
+
+def _told(config: Config, name: str) -> str:
+    origin, value = config.origin(name), getattr(config, name)
+    return f"{name} = {value} ({origin})" if _height(name, origin) == 0 else f"{origin} {value}"
+
+
+def rank_command(options: Options) -> list[str]:
+    """What a rank executes.
+
+    Raises:
+        UsageError: no script is named, or it cannot be read.
+    """
+    if not options.command:
+        what = "module" if options.module else "script"
+        raise UsageError(
+            f"no {what} was named; write rannc-run -np 2 {'-m pkg.train' if options.module else 'train.py'}"
+        )
+    if options.module:
+        return [sys.executable, "-m", *options.command]
+    script = Path(options.command[0])
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise UsageError(f"{script} is a directory without __main__.py; name a Python script")
+    if not script.exists():
+        hint = "rannc-run takes the script itself" if script.name.startswith("python") else "is the path right?"
+        raise UsageError(f"there is no script {script} in {Path.cwd()}; {hint}")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"script {script} cannot be read; check its permissions")
+    return [sys.executable, *options.command]
