@@ -75,7 +75,7 @@ def here(question: Question, environ: Mapping[str, str]) -> Answer:
         python=platform.python_version(),
         rannd=_version("rannd"),
         torch=_version("torch"),
-        gpus=usable_gpus(environ),
+        gpus=usable_gpus(placing.gpu_count(environ)),
         config=config,
         config_error=error,
         folder=os.getcwd(),
@@ -87,9 +87,8 @@ def here(question: Question, environ: Mapping[str, str]) -> Answer:
     )
 
 
-def usable_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that are there, 0 where torch is a build for CPUs. Does not import torch."""
-    count = placing.gpu_count(environ)
+def usable_gpus(count: int) -> int:
+    """The `count` GPUs that are there, 0 where torch is a build for CPUs. Does not import torch."""
     spec = importlib.util.find_spec("torch") if count else None
     if spec is not None and spec.origin is not None:
         with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from rannd import planned
 from rannd.config import ITEMS, Config
 from rannd.errors import LaunchError, PlanError, RanndError, UsageError
 from rannd.runner import check as doctor
-from rannd.runner import preflight, processes
+from rannd.runner import processes
 from rannd.runner.adoption import Adopted, adopt
 from rannd.runner.channel import Listener
 from rannd.runner.inherited import rank_here
@@ -219,18 +219,23 @@ def launch(job: Job) -> int:
 
 def _ready(job: Job, items: Config, script: str) -> Job:
     """The job, where every host is ready for it. LaunchError with a table of what is wrong where one is not."""
+    if not job.hosts and not job.gpus and "MASTER_PORT" in job.added:
+        return job  # there is nothing to ask
+    from rannd.runner import preflight  # takes as long to import as much of the rest
+
     environ = job.environment(os.environ)
     plan = preflight.Plan(
         job.launcher,
         job.places,
         job.hosts,
+        gpus=job.gpus,
         on_cpu=items.device == "cpu",
         script=script,
         limit_s=min(job.start or preflight.ANSWER_S, preflight.ANSWER_S),
         chosen_port="MASTER_PORT" in job.added,
     )
     problems, port = preflight.inspect(plan, environ, _say)
-    preflight.refuse(problems, len({place.host for place in job.places}))
+    preflight.refuse(problems, len({place.host for place in job.places}) if job.hosts else 0)
     if port is not None and plan.chosen_port:
         return replace(job, added={**job.added, "MASTER_PORT": str(port)})
     return job

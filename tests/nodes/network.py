@@ -28,7 +28,10 @@ AGENT = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host="$1"; shift
 pid="$(cat {nodes}/"$host".pid 2>/dev/null)" || {{ echo "agent: no route to host $host" >&2; exit 255; }}
-ip link show dev eth0 2>/dev/null | grep -q LOWER_UP || {{ echo "agent: network is unreachable" >&2; exit 255; }}
+for node in $$ "$pid"; do
+    nsenter -t $node --net ip link show dev eth0 2>/dev/null | grep -q LOWER_UP && continue
+    echo "agent: connect to host $host: No route to host" >&2; exit 255
+done
 exec env -i HOME="$HOME" XDG_RUNTIME_DIR="$HOME/run" PATH=/usr/local/bin:/usr/bin:/bin SHELL=/bin/sh \\
     nsenter -t "$pid" --net --uts --mount --wd="$HOME" sh -c "$*"
 """
@@ -139,6 +142,10 @@ class Node:
             output, _ = started.communicate()
             raise AssertionError(f"{shlex.join(command)} did not end:\n{output}") from None
         return started.returncode, output
+
+    def hide(self, path: Path, with_what: Path) -> None:
+        """Lay a file or folder over another one, on this node alone."""
+        self._inside(f"mount --bind {shlex.quote(str(with_what))} {shlex.quote(str(path))}")
 
     def cut_off(self) -> None:
         """Take its cable out: packets are lost without a word."""

@@ -23,7 +23,9 @@ class Job:
         lines = read_lines(self.process.stdout, 4 if "child" in how else 2)
         self.pids = [int(match) for line in lines for match in re.findall(r"pid (\d+)", line)]
         self.watchers = [int(match) for line in lines for match in re.findall(r"watcher (\d+)", line)]
-        assert len(self.watchers) == 2
+        if len(self.watchers) != 2:
+            self.process.kill()
+            raise AssertionError((lines, *self.process.communicate(timeout=LONG)))
         self.launcher = next(p.pid for p in psutil.Process(self.process.pid).children())
         stand_ins = [psutil.Process(pid).ppid() for pid in self.watchers]
         self.witnesses = [Witness(pid) for pid in [*self.pids, *self.watchers, *stand_ins, self.launcher]]

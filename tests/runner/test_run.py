@@ -160,6 +160,12 @@ def test_ranks_that_cannot_be_started(shell: Shell) -> None:
 def test_a_host_that_is_not_there(shell: Shell) -> None:
     code, out, err = shell.run("--no-tune", "--hosts", "nowhere.invalid:2", program("speak.py"))
     assert (code, out) == (7, "")
+    assert err.startswith(
+        "rannc-run: 1 of 1 host is not ready, nothing was started (--no-preflight starts all the same):"
+    )
+    assert "  nowhere.invalid  name  not known here: " in err
+    code, out, err = shell.run("--no-tune", "--no-preflight", "--hosts", "nowhere.invalid:2", program("speak.py"))
+    assert (code, out) == (7, "")
     assert err.startswith("rannc-run: host nowhere.invalid cannot be reached: ")
 
 
