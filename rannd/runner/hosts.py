@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import ipaddress
 import math
 import os
 import shutil
@@ -78,6 +79,10 @@ def _host(entry: str, where: str) -> Host:
 
 
 def _distinct(hosts: list[Host], where: str) -> list[Host]:
+    if not all(is_local(host.name) for host in hosts):
+        # Launchers tell others where to connect to: not to themselves.
+        own = socket.gethostname()
+        hosts = [Host(own if _is_loopback(host.name) else host.name, host.slots) for host in hosts]
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
@@ -88,7 +93,21 @@ def _distinct(hosts: list[Host], where: str) -> list[Host]:
 def is_local(name: str) -> bool:
     """Whether a host name means this machine."""
     own = socket.gethostname()
-    return name.startswith("127.") or name in ("localhost", "::1", own, own.split(".")[0], socket.getfqdn())
+    return _is_loopback(name) or name in (own, own.split(".")[0], socket.getfqdn()) or _is_own_address(name)
+
+
+def _is_own_address(name: str) -> bool:
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(name).version == 6 else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((name, 0))  # an address of another machine cannot be bound
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    return name.startswith("127.") or name in ("localhost", "::1")
 
 
 def place(size: int, hosts: Sequence[Host]) -> list[Place]:

@@ -192,7 +192,7 @@ class Node:
                     process.kill()
                 except psutil.NoSuchProcess:
                     continue
-            psutil.wait_procs(left, timeout=10)
+            time.sleep(0.02)
         self._sleeper.send_signal(signal.SIGKILL)
         self._sleeper.wait()
 

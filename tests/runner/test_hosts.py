@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,14 @@ def test_a_tool_without_a_driver_means_no_gpus(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(hosts.glob, "glob", lambda _pattern: [])
     assert hosts.gpu_count({"CUDA_VISIBLE_DEVICES": "0"}) == 0
+
+
+def test_this_machine_by_its_names_and_addresses() -> None:
+    own = socket.gethostname()
+    assert all(hosts.is_local(name) for name in (own, "localhost", "127.0.0.1", "127.0.1.1", "::1"))
+    assert not any(hosts.is_local(name) for name in ("192.0.2.1", "elsewhere", "2001:db8::1"))
+    # To others this machine is not localhost.
+    assert hosts.parse_hosts("localhost:2,elsewhere:1") == [Host(own, 2), Host("elsewhere", 1)]
+    assert hosts.parse_hosts("localhost:2") == [Host("localhost", 2)]
+    with pytest.raises(UsageError, match="named more than once"):
+        hosts.parse_hosts(f"localhost:2,{own}:1,elsewhere:1")
