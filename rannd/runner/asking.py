@@ -29,8 +29,8 @@ QUIET_S = 2.0
 """After so long the user is told what is waited for."""
 AT_ONCE = 16
 """Hosts that are asked at the same time: each is a login."""
-Asking: TypeAlias = Callable[[str, tuple[str, int] | None], Question]
-"""The question for a host, which may answer to a port of this machine."""
+Asking: TypeAlias = Callable[[str | None, tuple[str, int] | None], Question]
+"""The question for a host (None: for several), which may answer to a port of this machine."""
 #: Words of the line that says why a host was not reached, the best first; launchers add paragraphs of their own.
 _TELLING = ("denied", "refused", "no route", "unreachable", "timed out", "resolve", "no such", "not found", "error")
 _PROBE = "import sys; sys.path.append(sys.argv.pop(1)); from rannd.runner.probe import main; main()"
@@ -70,6 +70,7 @@ def ask(
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 running.append(_start(waiting.pop(0), launcher, environ, question, back))
+                stack.enter_context(running[-1].output)
             for each in [each for each in running if each.process.poll() is not None]:
                 running.remove(each)
                 _take(each, answers, silent, launcher)
@@ -96,7 +97,7 @@ def _start(
     question: Asking,
     back: tuple[str, int] | None,
 ) -> _Asked:
-    told = msgspec.json.encode(question(names[0], back)).decode()
+    told = msgspec.json.encode(question(names[0] if len(names) == 1 else None, back)).decode()
     root = os.path.dirname(os.path.dirname(os.path.abspath(rannd.__file__)))
     command = [sys.executable, "-c", _PROBE, root, told]
     if len(names) > 1 or not placing.is_local(names[0]):
@@ -140,13 +141,19 @@ def _take(asked: _Asked, answers: dict[str, Answer], silent: dict[str, str], lau
         if MARK in line:
             with contextlib.suppress(msgspec.DecodeError):
                 found.append(msgspec.json.decode(line[line.index(MARK) + len(MARK) :], type=Answer))
-    if len(found) == len(asked.hosts):
-        answers.update(zip(asked.hosts, found, strict=True))
+    if len(asked.hosts) == len(found) == 1:
+        answers[asked.hosts[0]] = found[0]
+        return
+    # Several at once answer in any order, and call themselves by a longer or shorter name.
+    names = {each.host.partition(".")[0]: each for each in found}
+    answers.update({name: names[short] for name in asked.hosts if (short := name.partition(".")[0]) in names})
+    left = [name for name in asked.hosts if name not in answers]
+    if not left:
         return
     said = _last_line(asked)
     code = asked.process.returncode
     words = f"{launcher.kind.value} ended with {code}" + (f": {said}" if said else "")
-    silent.update(dict.fromkeys(asked.hosts, words))
+    silent.update(dict.fromkeys(left, words))
 
 
 def _last_line(asked: _Asked) -> str:

@@ -37,7 +37,7 @@ class Question(msgspec.Struct, frozen=True):
     master: str
     """Name or address of the host of rank 0."""
     port: int
-    """Rank 0 is to listen there; 0: on another host, or wherever it is free."""
+    """Rank 0 is to listen there; 0: on another host, or wherever it is free; not asked of several hosts at once."""
     back: tuple[str, int] | None
     """Where rannc-run listens, None on its own machine."""
 
@@ -45,6 +45,8 @@ class Question(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """What it says."""
 
+    host: str
+    """What it calls itself."""
     python: str
     rannd: str
     torch: str
@@ -72,6 +74,7 @@ def here(question: Question, environ: Mapping[str, str]) -> Answer:
     """The answer of this machine."""
     config, error = _configuration(environ)
     return Answer(
+        host=socket.gethostname(),
         python=platform.python_version(),
         rannd=_version("rannd"),
         torch=_version("torch"),

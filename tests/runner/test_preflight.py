@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
 
 import pytest
 from transcript import Shell, program
+
+from rannd.runner.asking import ask
+from rannd.runner.mpi import Kind, Launcher
+from rannd.runner.probe import Question
 
 
 @pytest.fixture
@@ -54,3 +59,28 @@ def test_a_port_of_the_users_that_is_in_use(shell: Shell) -> None:
         code, _, err = shell.run("-np", "2", program("speak.py"), MASTER_PORT=port)
     assert code == 7
     assert f"MASTER_PORT={port} is in use" in err
+
+
+def test_hosts_that_are_asked_at_once_answer_in_any_order(tmp_path: Path) -> None:
+    """As under Slurm, whose srun starts one step after the other."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        "#!/bin/sh\n"
+        'while [ "${1#--}" != "$1" ]; do echo "$1" >>"$0.flags"; shift; done\n'
+        'answer="$("$@")"\n'
+        """for name in n2 n1.cluster; do echo "$answer" | sed 's/"host": "[^"]*"/"host": "'$name'"/'; done\n"""
+    )
+    srun.chmod(0o755)
+    question = Question(folder=os.getcwd(), script="", master="localhost", port=0, back=None)
+    found, silent = ask(
+        ["n1", "n2", "n3"],
+        Launcher(Kind.SRUN, str(srun), "slurm 23"),
+        os.environ,
+        lambda name, back: question,
+        60.0,
+        print,
+    )
+    assert {name: answer.host for name, answer in found.items()} == {"n1": "n1.cluster", "n2": "n2"}
+    assert list(silent) == ["n3"]
+    flags = Path(f"{srun}.flags").read_text().split()
+    assert {"--nodelist=n1,n2,n3", "--ntasks-per-node=1", "--ntasks=3"} <= set(flags)
