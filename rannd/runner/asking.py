@@ -27,6 +27,8 @@ from rannd.runner.probe import MARK, Answer, Question
 
 QUIET_S = 2.0
 """After so long the user is told what is waited for."""
+GRACE_S = 1.0
+"""Between asking a launcher to end and SIGKILL, where rannc-run itself is killed."""
 AT_ONCE = 16
 """Hosts that are asked at the same time: each is a login."""
 Asking: TypeAlias = Callable[[str | None, tuple[str, int] | None], Question]
@@ -40,6 +42,7 @@ _PROBE = "import sys; sys.path.append(sys.argv.pop(1)); from rannd.runner.probe 
 class _Asked:
     hosts: list[str]
     process: subprocess.Popen[bytes]
+    guard: processes.Guard
     output: IO[bytes]
 
 
@@ -73,6 +76,7 @@ def ask(
                 stack.enter_context(running[-1].output)
             for each in [each for each in running if each.process.poll() is not None]:
                 running.remove(each)
+                each.guard.close()
                 _take(each, answers, silent, launcher)
             if time.monotonic() >= end:
                 break
@@ -115,13 +119,14 @@ def _start(
         start_new_session=True,
         preexec_fn=lambda: processes.die_with_parent(own_pid, SIGTERM),
     )
-    return _Asked(names, process, output)
+    return _Asked(names, process, processes.Guard(process.pid, GRACE_S), output)
 
 
 def _end(asked: _Asked) -> None:
     if asked.process.poll() is None:
         processes.kill_session(asked.process.pid)
         asked.process.wait()
+    asked.guard.close()
 
 
 def _end_all(running: Sequence[_Asked]) -> None:

@@ -32,6 +32,8 @@ _STDOUT, _STDERR = 1, 2
 #: Seconds a launcher gets to end after its last rank has; where a host is lost.
 _LAUNCHER_EXIT = 10.0
 _LOST_EXIT = 1.0
+#: The same where none of the ranks that have started is left.
+_NOBODY_EXIT = 1.0
 NO_ANSWER = f"no answer for {LOST_S} s; its network is cut, or the machine has failed"
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -264,7 +266,8 @@ class Monitor:
         self._stopping = signum
         self._tell_all(wire.encode_json(wire.STOP, signal=signum))
         # Ranks end by their watchers; this is for a launcher that still starts some, or hangs.
-        self._kill_launcher_at = time.monotonic() + self._grace + _LAUNCHER_EXIT
+        wait = self._grace + _LAUNCHER_EXIT if self._joined else _NOBODY_EXIT
+        self._kill_launcher_at = time.monotonic() + wait
 
     def _tell_all(self, frame: bytes) -> None:
         for link in self._joined.values():
@@ -359,6 +362,8 @@ class Monitor:
         if not all(link.done for link in self._joined.values()):
             return
         if len(self._joined) < self._size and self._launcher.poll() is None:
+            if self._stopping and self._kill_launcher_at is not None:
+                self._kill_launcher_at = min(self._kill_launcher_at, time.monotonic() + _NOBODY_EXIT)
             return  # more ranks are to come
         for link in self._joined.values():
             link.send(wire.encode(wire.QUIT))

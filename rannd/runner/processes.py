@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 
 _PR_SET_PDEATHSIG = 1
@@ -67,6 +68,60 @@ def kill_session(session: int) -> None:
     seen: set[int] = set()
     while new := set(signal_session(session, signal.SIGKILL)) - seen:
         seen |= new
+
+
+class Guard:
+    """A process that ends a session when the process that made it ends, however that happens.
+
+    A launcher that is told to end by its parent's death may wait for a host that never answers.
+
+    Args:
+        leader: pid of a child that leads a session of its own; the guard ends with it.
+        grace: seconds between the end of this process and SIGKILL for the session.
+    """
+
+    def __init__(self, leader: int, grace: float) -> None:
+        parent = os.getpid()
+        try:
+            ends = [os.pidfd_open(parent), os.pidfd_open(leader)]
+        except OSError:  # a kernel before 5.3, or it has ended already
+            self._pid = 0
+            return
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.setsid()
+                _close_all_but(ends)
+                _wait_and_end(ends, leader, grace)
+            finally:
+                os._exit(0)
+        for fd in ends:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Wait for its end, which is that of the leader."""
+        if self._pid:
+            os.waitpid(self._pid, 0)
+            self._pid = 0
+
+
+def _close_all_but(kept: list[int]) -> None:
+    """Nobody waits for the end of a pipe that a guard holds."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def _wait_and_end(ends: list[int], leader: int, grace: float) -> None:
+    both = select.poll()
+    for fd in ends:
+        both.register(fd, select.POLLIN)
+    both.poll()
+    alone = select.poll()
+    alone.register(ends[1], select.POLLIN)
+    if not alone.poll(grace * 1000):
+        kill_session(leader)
 
 
 def process_name(pid: int) -> str:

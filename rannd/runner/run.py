@@ -38,6 +38,9 @@ class _Command(click.Command):
         except RanndError as error:
             _say(str(error))
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:  # while ranks run, the monitor has its own way
+            _say("SIGINT: nothing was started")
+            ctx.exit(128 + signal.SIGINT)
 
 
 _PATH = click.Path(path_type=Path)
@@ -210,8 +213,11 @@ def launch(job: Job) -> int:
         )
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be executed: {error}") from None
+    guard = processes.Guard(launcher.pid, job.grace)
     sys.stdout.flush()
     result = Monitor(listener, launcher, len(job.places), job.shown, job.grace, job.start).run()
+    guard.close()
+    processes.kill_session(launcher.pid)  # a login to a host that never answered
     text = report(result, job.launcher.kind.value, job.shown, job.log_dir)
     sys.stderr.write(text)
     return exit_code(result)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,14 +66,41 @@ def test_all_that_is_wrong_is_in_one_table(nodes: list[Node]) -> None:
     assert {host for host, _ in found} == {"b", "nowhere", "c"}, "a is ready"
 
 
-def test_a_host_that_never_answers_is_given_up(nodes: list[Node]) -> None:
+@pytest.fixture
+def slow(nodes: list[Node]) -> dict[str, str]:
+    """Variables with which no host ever answers."""
+    agent = nodes[0].network.base / "slow"
+    agent.write_text("#!/bin/sh\nexec sleep 1000\n")
+    agent.chmod(0o755)
+    return {"PRTE_MCA_plm_ssh_agent": str(agent)}
+
+
+def test_a_host_that_never_answers_is_given_up(nodes: list[Node], slow: dict[str, str]) -> None:
     a = nodes[0]
-    slow = a.network.base / "slow"
-    slow.write_text("#!/bin/sh\nexec sleep 1000\n")
-    slow.chmod(0o755)
-    rows = refused(a, "--hosts", "a:1,b:1", "--timeout-start", "3", "speak.py", PRTE_MCA_plm_ssh_agent=str(slow))
+    rows = refused(a, "--hosts", "a:1,b:1", "--timeout-start", "3", "speak.py", **slow)
     assert [(row[0], row[1], row[2]) for row in rows] == [("b", "answer", "none within 3 s")]
     assert a.empty_within(30.0)
+
+
+@pytest.mark.parametrize("options", [[], ["--no-preflight", "--grace-period", "1"]], ids=["asking", "starting"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_rannc_run_is_ended_while_a_host_does_not_answer(
+    nodes: list[Node], slow: dict[str, str], signum: signal.Signals, options: list[str]
+) -> None:
+    a = nodes[0]
+    job = a.start("rannc-run", "--no-tune", *options, "--hosts", "a:1,b:1", "speak.py", **slow)
+    end = time.monotonic() + 60.0
+    while not any(process.name() == "sleep" for process in a.ranks()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    job.send_signal(signum)
+    output, _ = job.communicate(timeout=60)
+    assert "the script runs" not in output
+    if signum == signal.SIGINT:
+        assert job.returncode == 130, output
+    else:
+        assert job.returncode in (-signum, 128 + signum), output
+    assert a.empty_within(60.0), [process.cmdline() for process in a.ranks()]
 
 
 def test_names_and_ports(nodes: list[Node]) -> None:
