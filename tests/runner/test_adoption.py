@@ -177,6 +177,18 @@ def test_what_asks_for_another_job_is_an_error(shell: Shell, options: list[str],
     assert "Traceback" not in err
 
 
+def test_threads_are_shared_out_where_it_is_known_among_how_many(shell: Shell) -> None:
+    def threads(**environ: str) -> str | None:
+        code, out, err = shell.run(program("environ.py"), "OMP_NUM_THREADS", **environ)
+        assert code == 0, err
+        found: dict[str, str | None] = json.loads(out)
+        return found["OMP_NUM_THREADS"]
+
+    assert threads(**OMPI) is not None
+    assert threads(RANK="0", WORLD_SIZE="64") is None
+    assert threads(**OMPI, OMP_NUM_THREADS="5") == "5"
+
+
 def test_a_missing_script_is_told_in_an_adopted_rank_too(shell: Shell) -> None:
     code, _, err = shell.run("missing.py", **OMPI)
     assert (code, "there is no script missing.py" in err) == (2, True)
