@@ -61,9 +61,13 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
     if idle:
         lines.append(f"{', '.join(idle)} have no effect there: they are for ranks that rannc-run starts itself")
     if options.tune:
-        local_ranks = here.local_size or here.size
         gpus = placing.gpu_count(environ)
-        tuned = tuning(environ, cores=_cores(environ, local_ranks), local_ranks=local_ranks, gpus=gpus)
+        if here.local_size is None:
+            # How many ranks share these cores is not known: threads stay as they are.
+            tuned = tuning({**environ, "OMP_NUM_THREADS": ""}, cores=1, local_ranks=1, gpus=gpus)
+        else:
+            cores = _cores(environ, here.local_size)
+            tuned = tuning(environ, cores=cores, local_ranks=here.local_size, gpus=gpus)
         added |= tuned.variables
         if tuned.line():
             lines.append(tuned.line())

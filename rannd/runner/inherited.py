@@ -164,8 +164,9 @@ def _starter(variable: str, environ: Mapping[str, str]) -> str:
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without what launchers leave for one rank, and without their default host files.
 
-    A launcher inside a rank of another takes itself for a part of that one otherwise, and fails. Of Slurm's
-    variables those of the job stay: they are the allocation.
+    A launcher inside a rank of another could take itself for a part of that one otherwise, and so could the ranks
+    that it starts: torchrun's RANK goes before srun's. Of Slurm's variables those of the job stay: they are the
+    allocation.
     """
     left = {
         name: value

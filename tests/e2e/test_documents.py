@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from job import ROOT, Job
+from stand_ins import install
 
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```sh\n" in page.read_text()]
 
@@ -19,14 +20,15 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_run(job: Job, page: Path, tmp_path: Path) -> None:
-    """In a folder with the examples, and with the tutorial as ``train.py``."""
+    """In a folder with the examples, and with the tutorial as ``train.py``; srun, docker and the like are stand-ins."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     tutorial = (ROOT / "examples" / "tutorial.py").read_text()
     (tmp_path / "train.py").write_text(
         tutorial.replace("if len(sys.argv) != 4:", "sys.argv[1:] = ['4', '8', '4']\nif False:")
     )
+    path = f"{install(tmp_path / 'tools')}:{job.environment['PATH']}"
     for block in blocks(page):
-        job.run("bash", "-euo", "pipefail", "-c", block, folder=tmp_path)
+        job.run("bash", "-euo", "pipefail", "-c", block, folder=tmp_path, PATH=path)
 
 
 def test_no_command_hides_in_an_untagged_block() -> None:
