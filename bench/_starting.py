@@ -22,7 +22,7 @@ GPT2 = str(Path(__file__).with_name("_gpt2.py"))
 RANNC_RUN = [str(SCRIPTS / "rannc-run"), "-np", "2"]
 TORCHRUN = [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2"]
 MPIRUN = [str(SCRIPTS / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none"]
-_OURS = ("RANNC_", "OMP_", "MALLOC_", "MASTER_")
+_OURS = ("RANNC_", "OMP_", "MALLOC_", "MASTER_", "PYTHONDONTWRITEBYTECODE")
 LONGEST_S = 600
 
 
@@ -30,7 +30,8 @@ LONGEST_S = 600
 def home() -> Iterator[dict[str, str]]:
     """Runtime, cache and configuration folders for jobs and their daemon, which ends with them.
 
-    Gives the environment that points there, without what would tune or plan a job.
+    Gives the environment that points there, without what would tune or plan a job, or
+    has rannd's own modules, unlike torch's, compiled at each start.
     """
     base = Path(tempfile.mkdtemp(prefix="rannd-bench-"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
