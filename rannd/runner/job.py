@@ -10,14 +10,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rannd
-from rannd.config.cluster import Cluster, cluster_file, load_cluster
 from rannd.errors import UsageError
 from rannd.runner import hosts as placing
 from rannd.runner.environment import forwarded_names, meeting_point, tuning
 from rannd.runner.mpi import Kind, Launcher, command_line, find_launcher, launcher_variables, search_path
 from rannd.runner.rank import SETTINGS_VARIABLE
+
+if TYPE_CHECKING:  # imported where a cluster is named: it brings msgspec along
+    from rannd.config.cluster import Cluster
 
 #: Set in a process that is a rank already, and by whom.
 _RANK_MARKS = {
@@ -135,6 +138,8 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     if options.plan_only:
         added["RANNC_PARTITIONING_DRY_RUN_NP"] = str(size)
     if cluster is not None and options.cluster is not None:
+        from rannd.config.cluster import cluster_file
+
         cluster.places(size)  # refuses more nodes than the cluster can have, before anything starts
         added["RANNC_PARTITIONING_DRY_RUN_CLUSTER"] = str(cluster_file(options.cluster).absolute())
         if "RANNC_DEVICE" not in environ:
@@ -202,6 +207,8 @@ def _cluster(options: Options) -> Cluster | None:
             f"--cluster {options.cluster} says what to plan for, and nothing is run there; add --plan-only, or leave "
             "--cluster away"
         )
+    from rannd.config.cluster import load_cluster
+
     return load_cluster(options.cluster)
 
 

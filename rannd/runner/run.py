@@ -17,7 +17,6 @@ import rannd.config
 from rannd import planned
 from rannd.config import Config
 from rannd.errors import LaunchError, PlanError, RanndError, UsageError
-from rannd.runner import check as doctor
 from rannd.runner import processes
 from rannd.runner.channel import Listener
 from rannd.runner.job import Job, Options, prepare
@@ -96,6 +95,8 @@ def main(ctx: click.Context, /, dry_run: bool, show_config: bool, check: bool, n
     """
     asked = Options(tune=not no_tune, **options)
     if check:
+        from rannd.runner import check as doctor  # takes as long to import as a third of all the rest
+
         ctx.exit(doctor.tell(doctor.check(asked.config, os.environ), click.echo))
     config = rannd.config.load(file=asked.config)
     if show_config:
@@ -167,6 +168,14 @@ def _planned(job: Job) -> int:
 
 def _have_daemon(config: Config) -> None:
     """Starts the node's daemon where it does not run; without it the job runs uncached."""
+    from rannd.daemon.listening import answers
+    from rannd.daemon.places import places
+
+    try:
+        if answers(places().socket):
+            return  # ranks greet it, and put a newer one in the place of an older one
+    except RanndError:
+        pass  # told below, where it is started
     from rannd.daemon import spawn  # imports zmq and psutil: only where it is used
 
     max_bytes = int(config.cache_max_gb * 2**30)
