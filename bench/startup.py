@@ -25,7 +25,7 @@ from pathlib import Path
 from _starting import MPIRUN, RANNC_RUN, TORCHRUN, end_daemon, gpt2, home, tell, timed
 
 UNWANTED = (
-    "torch._dynamo", "torch._inductor", "torch._functorch", "torch.export", "torch.fx.experimental.proxy_tensor",
+    "torch._dynamo", "torch._inductor", "torch.export._trace", "torch.fx.experimental.proxy_tensor",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing", "triton", "mpi4py.MPI",
 )  # fmt: skip
 """What tracing, compiling and sharding need, and a deployment from the cache does not."""
