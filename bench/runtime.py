@@ -1,6 +1,6 @@
 """The runtime beside its peers, two ranks on two cores: data parallelism, pipelines, overhead, bubble, memory.
 
-    python bench/runtime.py [data_parallel pipeline bubble overhead memory] [--rounds 8] [--steps 4]
+    python bench/runtime.py [data_parallel pipeline bubble overhead memory out_of_the_box] [--rounds 8] [--steps 4]
 
 Both sides of a ratio train the same model in the same processes with the same allocator, in turns whose order is
 reversed every other round; the first round is dropped. One thread per rank. A ratio above 1.0 says that rannd is
@@ -11,11 +11,16 @@ pipeline       two stages beside torch.distributed.pipelining (1F1B, GPipe) with
 bubble         stages of virtual operations (sleeps of 20 ms forward, 40 ms backward) against their schedule's ideal
 overhead       our time per action, with next to nothing to compute and nothing to send
 memory         peak bytes of tensors in a step of each rank against the plan and the whole model
+out_of_the_box the same training script (bench/_gpt2.py: data_parallel's GPT-2, batch and AdamW) as a user starts it,
+               with nothing set: torchrun with DistributedDataParallel, and rannc-run, whose threads and malloc are its
+               own choice. Each side is a job of its own, half as many of them as rounds; a step is the median of a
+               job's, without its first five
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -23,9 +28,11 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from _starting import RANNC_RUN, TORCHRUN, gpt2, home
 from _tensor_bytes import lying_and_peak
 
 BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 8192, 256, 6, 4
@@ -45,7 +52,7 @@ JOBS: dict[str, tuple[int, dict[str, str]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*JOBS, []], help="all where none is named")
+    parser.add_argument("what", nargs="*", choices=[*JOBS, "out_of_the_box", []], help="all where none is named")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round")
     options = parser.parse_args()
@@ -53,7 +60,11 @@ def main() -> None:
         globals()[options.what[0]](options.rounds, options.steps)
         return
     runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
-    for name in options.what or JOBS:
+    for name in options.what or [*JOBS, "out_of_the_box"]:
+        if name == "out_of_the_box":
+            print(f"-- {name}", flush=True)
+            out_of_the_box(max(2, options.rounds // 2), options.steps)
+            continue
         ranks, plan = JOBS[name]
         command = [str(runner), "-np", str(ranks), "--show-ranks", "0", __file__, name]
         command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
@@ -65,8 +76,6 @@ def main() -> None:
 
 def compare(sides: dict[str, Callable[[], Any]], rounds: int, steps: int) -> None:
     """Run `steps` of each side in turn, and print the ratios to the first; on every rank."""
-    import torch
-
     import pyrannc
 
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -78,9 +87,12 @@ def compare(sides: dict[str, Callable[[], Any]], rounds: int, steps: int) -> Non
                 sides[name]()
             pyrannc.barrier()
             times[name].append((time.perf_counter() - start) / steps)
-    if pyrannc.get_rank():
-        return
-    kept = {name: values[1:] for name, values in times.items()}
+    if not pyrannc.get_rank():
+        tell({name: values[1:] for name, values in times.items()})
+
+
+def tell(kept: dict[str, list[float]]) -> None:
+    """Print the times of steps in seconds, and the ratios of the others to the first."""
     first, *others = kept
     for name, values in kept.items():
         print(
@@ -90,7 +102,7 @@ def compare(sides: dict[str, Callable[[], Any]], rounds: int, steps: int) -> Non
     for name in others:
         ratios = sorted(b / a for a, b in zip(kept[first], kept[name], strict=True))
         print(f"{first} / {name}: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})", end=" ")
-        print(f"over {len(ratios)} rounds, torch {torch.__version__}")
+        print(f"over {len(ratios)} rounds, torch {version('torch')}")
 
 
 class Gpt:
@@ -374,6 +386,32 @@ def memory(rounds: int, steps: int) -> None:
                 f"{planned / 2**20:.1f} ({peak / planned:.2f}), training state of the whole {whole / 2**20:.1f} "
                 f"({peak / whole:.2f})"
             )
+
+
+def out_of_the_box(rounds: int, steps: int) -> None:
+    """Jobs as users start them."""
+    dropped = 5
+    size = {
+        "steps": dropped + 4 * steps, "rows": BATCH, "length": SEQUENCE, "words": VOCABULARY, "width": WIDTH,
+        "layers": LAYERS,
+    }  # fmt: skip
+    given = [word for name, value in size.items() for word in (f"--{name}", str(value))]
+    forced = JOBS["data_parallel"][1]
+    sides: dict[str, tuple[list[str], str, dict[str, str]]] = {
+        "rannc-run": (RANNC_RUN, "rannd", {}),
+        "rannc-run, data parallel": (RANNC_RUN, "rannd", forced),
+        "the same, --no-tune": ([*RANNC_RUN, "--no-tune"], "rannd", forced),
+        "torchrun": (TORCHRUN, "ddp", {}),
+    }
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    with home() as environment:
+        for number in range(rounds + 1):
+            for name in list(sides)[:: 1 if number % 2 else -1]:
+                launcher, side, plan = sides[name]
+                _, told = gpt2(launcher, side, {**environment, **plan}, *given)
+                ends = told[0]["ends"][dropped - 1 :]
+                times[name].append(statistics.median(b - a for a, b in itertools.pairwise(ends)))
+    tell({name: values[1:] for name, values in times.items()})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import msgspec
 
 from rannd.daemon import locks
+from rannd.daemon.listening import answers
 from rannd.daemon.places import Places
 from rannd.daemon.server import Server, Settings
 from rannd.errors import DaemonError
@@ -113,19 +114,6 @@ def lives(places: Places) -> bool:
         return not locks.try_lock(life, shared=True)
     finally:
         os.close(life)
-
-
-def answers(path: str) -> bool:
-    """Whether somebody listens at the socket `path`."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except BlockingIOError:
-            return True  # it listens, its queue is full
-        except OSError:
-            return False
-    return True
 
 
 def _listen(path: str) -> socket.socket:

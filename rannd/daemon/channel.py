@@ -10,7 +10,7 @@ import time
 import zmq
 
 from rannd.daemon import protocol
-from rannd.daemon.boot import answers
+from rannd.daemon.listening import answers
 from rannd.errors import DaemonError
 
 PROBE_MS = 200

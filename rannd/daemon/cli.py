@@ -11,6 +11,7 @@ import click
 
 from rannd.daemon import boot, protocol, service, spawn
 from rannd.daemon.command import Commands, configured_session, print_json
+from rannd.daemon.listening import answers
 from rannd.daemon.metrics import exposition
 from rannd.daemon.places import places
 from rannd.daemon.session import Session
@@ -60,7 +61,7 @@ def status(ctx: click.Context, as_json: bool, prometheus: bool) -> None:
     session = configured_session()
     if os.path.lexists(session.places.runtime):  # it is not made for a look
         session.places.secure_runtime()
-    if not (boot.lives(session.places) and boot.answers(session.places.socket)):
+    if not (boot.lives(session.places) and answers(session.places.socket)):
         if as_json:
             print_json({"running": False, "socket": session.places.socket, "store": session.places.store})
         elif prometheus:

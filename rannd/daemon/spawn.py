@@ -28,6 +28,7 @@ import zmq
 
 import rannd
 from rannd.daemon import boot, channel, locks, protocol
+from rannd.daemon.listening import answers
 from rannd.daemon.places import Places
 from rannd.daemon.places import places as default_places
 from rannd.daemon.server import Settings
@@ -104,11 +105,11 @@ def start_if_down(places: Places, settings: Settings, deadline: float) -> bool:
     Raises:
         DaemonError: it cannot be started.
     """
-    if boot.answers(places.socket):
+    if answers(places.socket):
         return False
     places.secure_runtime()
     with locks.held(places.spawn, deadline):
-        if boot.answers(places.socket):
+        if answers(places.socket):
             return False
         _start(places, settings, deadline)
     return True
@@ -121,7 +122,7 @@ def stop(places: Places, reason: str, deadline: float) -> bool:
         DaemonError: it does not end in time.
     """
     places.secure_runtime()
-    if not boot.lives(places) or not boot.answers(places.socket):  # to connect would start one under systemd
+    if not boot.lives(places) or not answers(places.socket):  # to connect would start one under systemd
         return False
     try:
         try:
@@ -170,7 +171,7 @@ def _replace(places: Places, settings: Settings, deadline: float) -> None:
             version, older = exc.version, older.format(exc.version)
         channel.ask(places.socket, protocol.Stop(f"rannd {settings.version} replaces {older}"), deadline, version)
         _await_end(places, deadline)
-        if not boot.answers(places.socket):
+        if not answers(places.socket):
             _start(places, settings, deadline)
 
 

@@ -36,7 +36,6 @@ class Import:
 class Facts:
     """What is known of one code object, the code objects inside it included."""
 
-    digest: str
     chains: tuple[tuple[str, ...], ...]
     """Each global name that is read, with the attributes that are read from it at once: (name, attribute, ...)."""
     imports: tuple[Import, ...]
@@ -51,6 +50,7 @@ class Facts:
 
 
 _known: dict[int, tuple[types.CodeType, Facts]] = {}
+_digests: dict[int, tuple[types.CodeType, str]] = {}
 
 
 def facts_of(code: types.CodeType) -> Facts:
@@ -61,6 +61,25 @@ def facts_of(code: types.CodeType) -> Facts:
             _known.clear()
         known = _known[id(code)] = (code, _read(code))
     return known[1]
+
+
+def digest_of(code: types.CodeType) -> str:
+    """The digest of a code object; found once for each. All that is wanted of a library's function, and much sooner
+    there than facts, for which the bytecode is taken apart."""
+    known = _digests.get(id(code))
+    if known is None:
+        if len(_digests) > _MOST:
+            _digests.clear()
+        known = _digests[id(code)] = (code, _digest(code))
+    return known[1]
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The `names` of the facts about a code object, without the others."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        names |= names_in(constant) if isinstance(constant, types.CodeType) else _identifiers(constant)
+    return names
 
 
 def number(value: int | float | complex) -> str:
@@ -77,7 +96,7 @@ def _read(code: types.CodeType) -> Facts:
     chains: dict[tuple[str, ...], None] = {}
     imports: dict[Import, None] = {}
     writes: dict[str, None] = {}
-    names: set[str] = set()
+    names = names_in(code)
     dynamic = False
     steps = [step for step in dis.get_instructions(code) if step.opname not in _SILENT]
     for place, step in enumerate(steps):
@@ -94,25 +113,18 @@ def _read(code: types.CodeType) -> Facts:
             imports[Import(str(step.argval), int(level or 0), tuple(wanted or ()))] = None
         elif step.opname in _WRITES:
             writes[str(step.argval)] = None
-    names.update(code.co_names)
     reads = {str(step.argval) for step in steps if step.opcode in dis.hasname and step.opname not in _ATTRIBUTE_WRITES}
-    dynamic |= not _ANY_ATTRIBUTE.isdisjoint(names)
-    nested = []
+    dynamic |= not _ANY_ATTRIBUTE.isdisjoint(code.co_names)
     for constant in code.co_consts:
-        names.update(_identifiers(constant))
         reads.update(_identifiers(constant))
         if isinstance(constant, types.CodeType):
             inner = facts_of(constant)
-            nested.append(inner)
             chains.update(dict.fromkeys(inner.chains))
             imports.update(dict.fromkeys(inner.imports))
             writes.update(dict.fromkeys(inner.writes))
-            names |= inner.names
             reads |= inner.reads
             dynamic |= inner.dynamic
-    return Facts(
-        _digest(code), tuple(chains), tuple(imports), frozenset(names), frozenset(reads), tuple(writes), dynamic
-    )
+    return Facts(tuple(chains), tuple(imports), frozenset(names), frozenset(reads), tuple(writes), dynamic)
 
 
 def _constant_name(steps: list[dis.Instruction], place: int) -> bool:
@@ -170,7 +182,7 @@ def _digest(code: types.CodeType) -> str:
 
 def _constant(value: object) -> str:
     if isinstance(value, types.CodeType):
-        return "code " + facts_of(value).digest
+        return "code " + digest_of(value)
     if isinstance(value, tuple):
         return "(" + ",".join(map(_constant, value)) + ")"
     if isinstance(value, frozenset):

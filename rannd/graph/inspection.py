@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from rannd.graph import limits
-from rannd.graph.code import Import, facts_of
+from rannd.graph.code import Import, digest_of, facts_of, names_in
 from rannd.graph.foreign import Foreign
 from rannd.graph.module_writing import ModuleWriter
 from rannd.graph.origin import PYTHON, USER, owner_of_function, owner_of_module
@@ -110,16 +110,16 @@ class Inspector(ModuleWriter):
         return f"function {label}"
 
     def _read_function(self, function: types.FunctionType, label: str, owner: str, tolerant: bool) -> None:
-        facts = facts_of(function.__code__)
+        digest = digest_of(function.__code__)
         if owner:
             self.owners.add(owner)
         if owner and not (
             function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__
         ):
-            self.code.append(f"{label} {owner} {facts.digest}")
+            self.code.append(f"{label} {owner} {digest}")
             return
         self._tolerant = tolerant
-        parts = [label, owner or "user", facts.digest]
+        parts = [label, owner or "user", digest]
         parts.append(self._value(function.__defaults__))
         parts.append(self._value(function.__kwdefaults__))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -250,7 +250,7 @@ class Inspector(ModuleWriter):
         if type(value) is not types.FunctionType or not depth:
             return type(value).__name__
         inner = [self._outline(cell, depth - 1) for _, cell in cells(value)]
-        return f"{facts_of(value.__code__).digest}[{' '.join(inner)}]"
+        return f"{digest_of(value.__code__)}[{' '.join(inner)}]"
 
     def _global(self, chain: tuple[str, ...], values: Mapping[str, Any]) -> None:
         """Write down what a chain ``name.attribute.attribute`` reads: the first value in it that is not a module."""
@@ -391,5 +391,5 @@ def _names_called_by(base: type) -> frozenset[str]:
     for item in vars_of(base).values():
         for function in (item, getattr(item, "__func__", None), getattr(item, "fget", None)):
             if type(function) is types.FunctionType:
-                names |= facts_of(function.__code__).names
+                names |= names_in(function.__code__)
     return frozenset(names - limits.CONSTRUCTING)

@@ -20,8 +20,6 @@ from rannd.errors import TraceError
 from rannd.graph.batch import MOST_ROWS
 from rannd.graph.blame import Offence
 from rannd.graph.codec import decode, encode
-from rannd.graph.decisions import Undecidable
-from rannd.graph.export import Notes, Sample, example_inputs, export, shown, traced_of
 from rannd.graph.plain import Broken, Uncodable, expression, to_expression
 from rannd.graph.signature import Signature
 from rannd.graph.traced import Traced
@@ -44,6 +42,10 @@ class _Stored(msgspec.Struct):
 
 def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
     """A trace for all sizes of the dimensions in ``signature.open``, as data. NoTemplate where there is none."""
+    # What traces is not imported where traces come from the cache.
+    from rannd.graph.decisions import Undecidable
+    from rannd.graph.export import Notes, Sample, example_inputs, export, shown, traced_of
+
     examples = example_inputs(signature, leaves)
     notes = Notes()
     try:

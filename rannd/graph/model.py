@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from rannd.graph.placement import Placement, place
 from rannd.graph.rows import RowAnalysis, analyse
 from rannd.graph.signature import Signature
 from rannd.graph.sizes import is_plain_tensor, polynomial, tensor_bytes
-from rannd.graph.trace import trace
 from rannd.graph.traced import Traced, operator_name, retarget
 
 
@@ -59,6 +58,15 @@ class ModelGraph:
             return None
         loss = found[0][0]
         return loss if loss.meta["val"].dtype.is_floating_point else None
+
+
+def trace(
+    model: nn.Module, signature: Signature, leaves: list[torch.Tensor], assumed: Sequence[bool] | None = None
+) -> tuple[Traced, Signature]:
+    """`rannd.graph.trace.trace`, imported when a model is traced: a run from the cache has no use for it."""
+    from rannd.graph import trace as front_end
+
+    return front_end.trace(model, signature, leaves, assumed)
 
 
 def build(

@@ -6,6 +6,7 @@ beside them, distributions installed in editable form, notebooks) is the user's,
 
 from __future__ import annotations
 
+import email
 import functools
 import hashlib
 import os
@@ -122,13 +123,24 @@ def _looked_up(module: types.ModuleType, path: str) -> object:
     return found
 
 
-@functools.cache
 def version_of(distribution: str) -> str:
     """The installed version, '?' where the distribution has none."""
+    return installed(distribution)[0]
+
+
+@functools.cache
+def installed(distribution: str) -> tuple[str, tuple[str, ...]]:
+    """(version, requirements) of an installed distribution."""
     try:
-        return metadata.version(distribution) or "?"
+        found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
-        return "?"
+        return "?", ()
+    text = found.read_text("METADATA")
+    if text is None:  # an old format
+        return found.version or "?", tuple(found.requires or ())
+    # Without the description behind the first empty line, which is long.
+    head = email.message_from_string(text.partition("\n\n")[0])
+    return head["Version"] or "?", tuple(head.get_all("Requires-Dist", ()))
 
 
 @functools.cache
@@ -148,11 +160,7 @@ def requirements_of(distribution: str) -> frozenset[str]:
 @functools.cache
 def _direct_requirements(distribution: str) -> tuple[str, ...]:
     """Extras are left out: they hold hundreds of tools for development."""
-    try:
-        lines = metadata.requires(distribution) or []
-    except metadata.PackageNotFoundError:
-        return ()
-    matches = [_REQUIREMENT.match(line) for line in lines if "extra" not in line.partition(";")[2]]
+    matches = [_REQUIREMENT.match(line) for line in installed(distribution)[1] if "extra" not in line.partition(";")[2]]
     return tuple(sorted({_normal(match.group(1)) for match in matches if match}))
 
 

@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import rannd
-from rannd.config.cluster import Cluster, cluster_file, load_cluster
 from rannd.errors import LaunchError, UsageError
 from rannd.runner import hosts as placing
 from rannd.runner.channel import address_towards
@@ -21,6 +21,9 @@ from rannd.runner.mpi import Kind, Launcher, command_line, find_launcher, launch
 from rannd.runner.options import Options, rank_command
 from rannd.runner.placement import decide
 from rannd.runner.rank import SETTINGS_VARIABLE
+
+if TYPE_CHECKING:  # imported where a cluster is named: it brings msgspec along
+    from rannd.config.cluster import Cluster
 
 #: -I and -S: neither the user's directory nor site-packages can change or slow the watcher.
 _WATCHER = "import sys; sys.path.append(sys.argv.pop(1)); from rannd.runner.rank import main; main()"
@@ -118,6 +121,8 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     if options.plan_only:
         added["RANNC_PARTITIONING_DRY_RUN_NP"] = str(size)
     if cluster is not None and options.cluster is not None:
+        from rannd.config.cluster import cluster_file
+
         cluster.places(size)  # refuses more nodes than the cluster can have, before anything starts
         added["RANNC_PARTITIONING_DRY_RUN_CLUSTER"] = str(cluster_file(options.cluster).absolute())
         if "RANNC_DEVICE" not in environ:
@@ -159,6 +164,8 @@ def _cluster(options: Options) -> Cluster | None:
             f"--cluster {options.cluster} says what to plan for, and nothing is run there; add --plan-only, or leave "
             "--cluster away"
         )
+    from rannd.config.cluster import load_cluster
+
     return load_cluster(options.cluster)
 
 

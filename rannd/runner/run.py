@@ -17,7 +17,6 @@ import rannd.config
 from rannd import planned
 from rannd.config import ITEMS, Config
 from rannd.errors import LaunchError, PlanError, RanndError, UsageError
-from rannd.runner import check as doctor
 from rannd.runner import processes
 from rannd.runner.adoption import Adopted, adopt
 from rannd.runner.channel import Listener
@@ -131,6 +130,8 @@ def main(
     if here is None or here.rank == 0:
         _tell_unread(config)
     if check:
+        from rannd.runner import check as doctor  # takes as long to import as a third of all the rest
+
         ctx.exit(doctor.tell(doctor.check(config, os.environ), click.echo))
     items = with_flags(rannd.config.load(file=config), flags)
     if show_config:
@@ -260,6 +261,14 @@ def _planned(job: Job) -> int:
 
 def _have_daemon(config: Config) -> None:
     """Starts the node's daemon where it does not run; without it the job runs uncached."""
+    from rannd.daemon.listening import answers
+    from rannd.daemon.places import places
+
+    try:
+        if answers(places().socket):
+            return  # ranks greet it, and put a newer one in the place of an older one
+    except RanndError:
+        pass  # told below, where it is started
     from rannd.daemon import spawn  # imports zmq and psutil: only where it is used
 
     max_bytes = int(config.cache_max_gb * 2**30)

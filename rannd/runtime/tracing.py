@@ -20,11 +20,10 @@ from rannd.errors import RanndError, StepError
 from rannd.graph.codec import decode, encode
 from rannd.graph.fingerprint import Unseen, fingerprint
 from rannd.graph.misuse import explained
-from rannd.graph.model import ModelGraph, build
+from rannd.graph.model import ModelGraph, build, trace
 from rannd.graph.plain import Broken, Uncodable
 from rannd.graph.pystate import State
 from rannd.graph.signature import Signature
-from rannd.graph.trace import trace
 from rannd.runtime.cache import Cache
 from rannd.runtime.families import Families
 from rannd.runtime.world import World

@@ -45,6 +45,10 @@ Slurm's size is that of the step: the script of sbatch has a SLURM_PROCID and th
 
 TIMEOUT = timedelta(minutes=30)
 
+KNOCK_S = 60.0
+"""How long a rank looks itself whether rank 0 listens, before it leaves that to torch."""
+PAUSE_S = 0.01
+
 LOCK_S = 0.1
 """How long Python's lock is free for gloo's threads at the end."""
 
@@ -320,9 +324,24 @@ def _rendezvous(place: Place) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
             log.get("RaNNCProcess").info("This machine's name leads to itself: others reach it by %s", name)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if place.rank:
+        _await_listener(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
     atexit.register(_leave)
+
+
+def _await_listener(address: str, port: str) -> None:
+    """Wait until rank 0 listens. torch would wait, too, but looks again after 0.1 to 0.6 s only."""
+    deadline = time.monotonic() + KNOCK_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, int(port)), timeout=1.0).close()
+            return
+        except (socket.gaierror, ValueError):
+            return  # torch says what is wrong with it
+        except OSError:
+            time.sleep(PAUSE_S)
 
 
 def _leave() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from rannd.daemon import boot, keys, protocol
 from rannd.daemon.client import Client, Lease, Mode, connect
+from rannd.daemon.listening import answers
 from rannd.daemon.places import places
 
 
@@ -361,4 +362,4 @@ def test_a_closed_client_misses_silently(daemon_home, caplog: pytest.LogCaptureF
     cache.close()
     assert all_miss(cache)
     assert warnings(caplog) == []
-    assert boot.answers(places().socket), "others still use the daemon"
+    assert answers(places().socket), "others still use the daemon"

@@ -19,6 +19,7 @@ import pytest
 
 from rannd.daemon import boot, spawn
 from rannd.daemon.client import connect
+from rannd.daemon.listening import answers
 from rannd.daemon.places import MAX_SOCKET_PATH, places
 from rannd.daemon.server import Settings
 from rannd.errors import DaemonError
@@ -257,7 +258,7 @@ def test_socket_activation(daemon_home) -> None:
                 assert asker.communicate()[0] == f"{daemon.pid}\n"
                 assert daemon.wait() == 0
         assert Path(where.socket).exists()
-        assert boot.answers(where.socket)
+        assert answers(where.socket)
 
 
 def test_an_activated_socket_elsewhere_is_refused(daemon_home) -> None:

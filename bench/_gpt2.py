@@ -1,0 +1,86 @@
+"""A user's script: GPT-2 of transformers trained on random tokens, each rank on its own mini-batch.
+
+    rannc-run -np 2 bench/_gpt2.py rannd FOLDER [--steps 1 --layers 6 --width 256 ...]
+    torchrun --nproc-per-node 2 bench/_gpt2.py ddp FOLDER [the same]
+
+Each rank leaves in FOLDER what its process did, in a file that has its number: a `Told` as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TypedDict
+
+
+class Told(TypedDict):
+    """What a rank leaves behind. Times are seconds since the epoch: they lie beside those of whoever started it."""
+
+    began: float
+    built: float
+    """The model and its optimizer are there, the model is not wrapped yet."""
+    ends: list[float]
+    """Of each step."""
+    modules: list[str]
+    """What Python had imported at the end of the first step."""
+    before: list[str]
+    """What it had imported when the model was there: torch, transformers and all that they want themselves."""
+
+
+def main() -> None:
+    began = time.time()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("side", choices=["rannd", "ddp"])
+    parser.add_argument("folder", type=Path)
+    for name, default in (("steps", 1), ("layers", 6), ("width", 256), ("rows", 8), ("length", 128), ("words", 8192)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+
+    import torch
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=options.words, n_positions=options.length, n_embd=options.width, n_layer=options.layers, n_head=4,
+        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.GPT2LMHeadModel(config).train()
+    if options.side == "ddp":
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        built, before = time.time(), list(sys.modules)
+        model = DistributedDataParallel(model)
+    else:
+        import pyrannc
+
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        built, before = time.time(), list(sys.modules)
+        model = pyrannc.RaNNCModule(model, optimizer)
+    shape = (options.rows, options.length)
+    tokens = torch.randint(options.words, shape, generator=torch.Generator().manual_seed(rank))
+
+    ends = []
+    modules: list[str] = []
+    for _ in range(options.steps):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens)["loss"].backward()
+        optimizer.step()
+        ends.append(time.time())
+        modules = modules or list(sys.modules)
+    told = Told(began=began, built=built, ends=ends, modules=modules, before=before)
+    (options.folder / str(rank)).write_text(json.dumps(told))
+    if options.side == "ddp":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Starts jobs of two ranks in a home of their own, as a user would, and hears what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from _gpt2 import Told
+
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+GPT2 = str(Path(__file__).with_name("_gpt2.py"))
+RANNC_RUN = [str(SCRIPTS / "rannc-run"), "-np", "2"]
+TORCHRUN = [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2"]
+MPIRUN = [str(SCRIPTS / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none"]
+_OURS = ("RANNC_", "OMP_", "MALLOC_", "MASTER_", "PYTHONDONTWRITEBYTECODE")
+LONGEST_S = 600
+
+
+@contextmanager
+def home() -> Iterator[dict[str, str]]:
+    """Runtime, cache and configuration folders for jobs and their daemon, which ends with them.
+
+    Gives the environment that points there, without what would tune or plan a job, or
+    has rannd's own modules, unlike torch's, compiled at each start.
+    """
+    base = Path(tempfile.mkdtemp(prefix="rannd-bench-"))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    # mpirun wants to be told that root means it; rannc-run says it itself.
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for name, variable in (("run", "XDG_RUNTIME_DIR"), ("cache", "XDG_CACHE_HOME"), ("conf", "RANNC_CONF_DIR")):
+        (base / name).mkdir(mode=0o700)
+        environment[variable] = str(base / name)
+    try:
+        yield environment
+    finally:
+        end_daemon(environment)
+        shutil.rmtree(base)
+
+
+def end_daemon(environment: Mapping[str, str]) -> None:
+    """End the daemon of a home, if there is one."""
+    subprocess.run([str(SCRIPTS / "rannd"), "stop"], env=environment, capture_output=True, timeout=60, check=False)
+
+
+def timed(command: Sequence[str], environment: Mapping[str, str]) -> float:
+    """Seconds from the start of a command to its end; ends this process where it fails."""
+    begun = time.perf_counter()
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=LONGEST_S, check=False
+    )
+    took = time.perf_counter() - begun
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr).decode()}")
+    return took
+
+
+def gpt2(launcher: Sequence[str], side: str, environment: Mapping[str, str], *options: str) -> tuple[float, list[Told]]:
+    """Start _gpt2.py: (seconds since the epoch of the start, what each rank told)."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.time()
+        timed([*launcher, GPT2, side, folder, *options], environment)
+        return begun, [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(2)]
+
+
+def late(times: Sequence[float]) -> float:
+    """The time that 95 of 100 do not exceed."""
+    return sorted(times)[min(len(times) - 1, int(len(times) * 0.95))]
+
+
+def tell(times: Mapping[str, Sequence[float]], goal: str = "") -> None:
+    """Print times in seconds, and what each differs from the first, in the same round."""
+    first, *_ = times
+    print(f"{'':44s} {'median':>9s} {'p95':>9s} {'more':>9s} {'p95':>9s} {'ratio':>7s}")
+    for name, values in times.items():
+        line = f"{name:44s} {statistics.median(values):7.3f} s {late(values):7.3f} s"
+        if name != first:
+            more = [b - a for a, b in zip(times[first], values, strict=True)]
+            ratio = statistics.median(b / a for a, b in zip(times[first], values, strict=True))
+            line += f" {statistics.median(more):+7.3f} s {late(more):+7.3f} s {ratio:7.3f}"
+        print(line, flush=True)
+    print(f"{len(times[first])} rounds{f'; wanted: {goal}' if goal else ''}")

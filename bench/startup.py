@@ -1,0 +1,124 @@
+"""How long a job takes to begin, beside its peers: two ranks on this machine, started in turns.
+
+    python bench/startup.py [start first_step modules] [--repeats 9] [--layers 6] [--width 256]
+
+Sides start one after the other, in an order that is reversed every other round, in a home of their own; seconds of
+wall clock. "more" is what a side takes beyond the first one in the same round.
+
+start       an empty script, from the command to its end: rannc-run beside a bare mpirun of the same Open MPI. The
+            daemon runs already, or is started with the job, or is not wanted
+first_step  a GPT-2 (bench/_gpt2.py) from the command until both ranks have finished their first step: rannc-run with
+            trace and deployment in the cache beside torchrun with DistributedDataParallel. "script" is the moment when
+            the later rank's script begins, "built" when it has its model and optimizer, "end" when all is over
+modules     what should not be imported where everything comes from the cache, and who imports it; what it costs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from _starting import MPIRUN, RANNC_RUN, TORCHRUN, end_daemon, gpt2, home, tell, timed
+
+UNWANTED = (
+    "torch._dynamo", "torch._inductor", "torch.export._trace", "torch.fx.experimental.proxy_tensor",
+    "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing", "triton", "mpi4py.MPI",
+)  # fmt: skip
+"""What tracing, compiling and sharding need, and a deployment from the cache does not."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["start", "first_step", "modules", []], help="all by default")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds; one more comes before them")
+    parser.add_argument("--layers", type=int, default=6, help="of the GPT-2")
+    parser.add_argument("--width", type=int, default=256, help="of the GPT-2, a multiple of 4")
+    options = parser.parse_args()
+    size = ["--layers", str(options.layers), "--width", str(options.width)]
+    for name in options.what or ("start", "first_step", "modules"):
+        print(f"-- {name}", flush=True)
+        with home() as environment:
+            if name == "start":
+                start(environment, options.repeats)
+            elif name == "first_step":
+                first_step(environment, options.repeats, size)
+            else:
+                modules(environment, options.repeats, size)
+
+
+def start(environment: Mapping[str, str], repeats: int) -> None:
+    """An empty script."""
+    uncached = {**environment, "RANNC_CACHE": "off"}
+    times: dict[str, list[float]] = {
+        "mpirun": [], "rannc-run, daemon runs": [], "rannc-run, no cache": [], "rannc-run, starts the daemon": [],
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "empty.py"
+        script.touch()
+        for number in range(repeats + 1):
+            for name in list(times)[:: 1 if number % 2 else -1]:
+                command = [*MPIRUN, sys.executable, str(script)] if name == "mpirun" else [*RANNC_RUN, str(script)]
+                if name == "rannc-run, starts the daemon":
+                    end_daemon(environment)
+                elif name == "rannc-run, daemon runs":
+                    timed(command, environment)
+                took = timed(command, uncached if name == "rannc-run, no cache" else environment)
+                if number:
+                    times[name].append(took)
+    tell(times, goal="rannc-run at most 0.3 s more than mpirun")
+
+
+def first_step(environment: Mapping[str, str], repeats: int, size: list[str]) -> None:
+    """A GPT-2 to the end of its first step."""
+    sides = {"torchrun": (TORCHRUN, "ddp"), "rannc-run": (RANNC_RUN, "rannd")}
+    gpt2(RANNC_RUN, "rannd", environment, *size)  # plans
+    times: dict[str, dict[str, list[float]]] = {}
+    for number in range(repeats + 1):
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            launcher, side = sides[name]
+            begun, told = gpt2(launcher, side, environment, *size)
+            moments = {
+                "script": max(each["began"] for each in told),
+                "built": max(each["built"] for each in told),
+                "first step": max(each["ends"][0] for each in told),
+            }
+            for moment, when in moments.items() if number else ():
+                times.setdefault(moment, {}).setdefault(name, []).append(when - begun)
+    for moment, each in times.items():
+        print(f"{moment}:")
+        tell({name: each[name] for name in sides}, "rannc-run no later" if moment == "first step" else "")
+    print(f"GPT-2 {' '.join(size)}, torch {version('torch')}, transformers {version('transformers')}")
+
+
+def modules(environment: Mapping[str, str], repeats: int, size: list[str]) -> None:
+    """What a cached run imports, and its price."""
+    for _ in range(2):
+        _, told = gpt2(RANNC_RUN, "rannd", environment, *size)
+    for rank, each in enumerate(told):
+        before, after = set(each["before"]), set(each["modules"])
+        theirs = [name for name in UNWANTED if name in before]
+        ours = [name for name in UNWANTED if name in after - before]
+        print(f"rank {rank}, before the model is wrapped (script, torch.optim, transformers): {', '.join(theirs)}")
+        print(f"rank {rank}, from then to the end of the first step: {', '.join(ours) or 'none of them'}")
+        print(f"rank {rank}: {len(after - before)} modules since, {len(after)} in all")
+    imports = {
+        "import torch": "import torch",
+        "and torch._dynamo (any torch.optim.Optimizer)": "import torch, torch._dynamo",
+        "and pyrannc": "import torch, pyrannc",
+        "and both": "import torch, torch._dynamo, pyrannc",
+    }
+    times: dict[str, list[float]] = {name: [] for name in imports}
+    for number in range(repeats + 1):
+        for name in list(imports)[:: 1 if number % 2 else -1]:
+            took = timed([sys.executable, "-c", imports[name]], environment)
+            if number:
+                times[name].append(took)
+    tell(times)
+
+
+if __name__ == "__main__":
+    main()
