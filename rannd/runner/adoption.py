@@ -52,9 +52,8 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
     """
     command = rank_command(options)
     _refuse_another_job(options, here)
+    # No PYTHONUNBUFFERED, which writes a line's end apart: nobody keeps the lines of these ranks whole.
     added = {} if options.config is None else {"RANNC_CONF_FILE": str(options.config.absolute())}
-    if "PYTHONUNBUFFERED" not in environ:
-        added["PYTHONUNBUFFERED"] = "1"
     added |= _meeting_point(environ, here)
     lines = [f"already rank {here.rank} of {here.size}, started by {here.starter}: running {options.command[0]} as it"]
     idle = [FLAGS[name] for name in _OWN_RANKS if options.by_flag(name)]

@@ -83,6 +83,9 @@ class Job:
             lines.append(f"hosts: from {self.hosts_from}{'; srun places the ranks' if self.placed_by_slurm else ''}")
         lines.append("environment beyond your own:")
         lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(self.added.items())]
+        forgotten = sorted(os.environ.keys() - self.environment(os.environ).keys())
+        if forgotten:
+            lines.append(f"taken out of it, as another launcher's: {' '.join(forgotten)}")
         lines.append(f"launcher: {self.launcher.version}")
         lines.append(f"  {shlex.join(self.launcher_command())}")
         return "\n".join(lines)

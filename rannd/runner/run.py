@@ -16,7 +16,7 @@ import click
 import rannd.config
 from rannd import planned
 from rannd.config import ITEMS, Config
-from rannd.errors import LaunchError, PlanError, RanndError, UsageError
+from rannd.errors import ConfigError, LaunchError, PlanError, RanndError, UsageError
 from rannd.runner import processes
 from rannd.runner.adoption import Adopted, adopt
 from rannd.runner.channel import Listener
@@ -155,7 +155,10 @@ def main(
 def _tell_unread(file: Path | None) -> None:
     """Says that a rannc_conf.toml of the working directory is not read: many a program would."""
     there = Path(rannd.config.CONF_FILE)
-    read = rannd.config.file_to_read(os.environ, file)
+    try:
+        read = rannd.config.file_to_read(os.environ, file)
+    except ConfigError:  # whoever reads it tells
+        return
     if there.is_file() and not (read is not None and read.exists() and read.samefile(there)):
         _say(f"./{there} is not read; --config {there} reads it")
 

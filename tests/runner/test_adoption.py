@@ -113,7 +113,7 @@ def test_rannc_run_becomes_the_rank_that_mpirun_started(shell: Shell) -> None:
     (shell.home / "own.toml").write_text("partition_num = 2\n")
     code, out, err = by_mpirun(shell, 2).run("--config", "own.toml", "train.py")
     assert code == 0, err
-    assert len(re.findall(r"^rank [01] of 2: ", out, re.M)) == 6
+    assert len(re.findall(r"rank [01] of 2: ", out)) == 6
     told = "rannc-run: already rank 0 of 2, started by Open MPI's mpirun: running train.py as it\n"
     assert err.count(told) == 1
     assert "already rank 1" not in err
@@ -129,7 +129,7 @@ def test_an_adopted_rank_gets_its_arguments_and_configuration(shell: Shell) -> N
     assert [json.loads(line) for line in out.splitlines()] == [
         {
             "RANNC_CONF_FILE": str(shell.home / "own.toml"),
-            "PYTHONUNBUFFERED": "1",
+            "PYTHONUNBUFFERED": None,
             "OMPI_COMM_WORLD_SIZE": "2",
             "RANND_WATCHER": None,
         }
@@ -243,6 +243,13 @@ def test_other_launchers(other: Shell) -> None:
     assert code == 0, err
     assert sorted(out.splitlines()) == ['{"PMI_RANK": "0"}', '{"PMI_RANK": "1"}']
     assert "already rank 0 of 2, started by " in err
+
+
+def test_the_dry_run_names_what_is_forgotten(shell: Shell) -> None:
+    alone = {"PMI_RANK": "0", "PMI_SIZE": "1", "RANK": "0"}
+    code, out, _ = shell.run("-np", "2", "--dry-run", program("speak.py"), **alone)
+    assert code == 0
+    assert "taken out of it, as another launcher's: PMI_RANK PMI_SIZE RANK\n" in out
 
 
 @pytest.mark.ranks

@@ -145,6 +145,13 @@ def test_the_check_says_so_too(shell: Shell) -> None:
     assert shell.run("--check", "--config", "other.toml")[2] == UNREAD
 
 
+def test_a_wrong_place_of_the_configuration_is_told_as_ever(shell: Shell) -> None:
+    (shell.home / "rannc_conf.toml").touch()
+    code, out, err = shell.run("--check", RANNC_CONF_DIR="/nowhere")
+    assert (code, err) == (1, "")
+    assert re.search(r"^WRONG +configuration +RANNC_CONF_DIR=/nowhere does not exist", out, re.M)
+
+
 def test_the_file_that_is_read_is_not_spoken_of(shell: Shell) -> None:
     shell.home = Path(shell.environ["RANNC_CONF_DIR"])
     (shell.home / "rannc_conf.toml").write_text("nproc = 2\n")

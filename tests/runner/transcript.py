@@ -64,7 +64,8 @@ class Shell:
 def a_shell(tmp_path: Path) -> Shell:
     """A shell in `tmp_path`; whoever asked for it ends it."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("RANNC_", "OMPI_", "MALLOC_"))}
-    environ.pop("OMP_NUM_THREADS", None)
+    for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
+        environ.pop(name, None)
     conf = tmp_path / "conf"
     conf.mkdir()
     return Shell(tmp_path, {**environ, "RANNC_CONF_DIR": str(conf), "RANNC_CACHE": "off"})
