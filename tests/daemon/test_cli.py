@@ -146,7 +146,9 @@ def test_status_for_prometheus(used: int) -> None:
     assert told["rannd_up"] == {"": 1}
     assert told["rannd_misses_total"] == {'{kind="limit"}': 1, '{kind="trace"}': 3}
     assert told["rannd_leases"] == {"": 1}
-    rannd("stop")
+
+
+def test_status_for_prometheus_of_a_daemon_that_is_not_there(daemon_home) -> None:
     down = rannd("status", "--prometheus")
     assert down.returncode == 3
     assert {name: samples for name, (_, samples) in parse(down.stdout).items()} == {"rannd_up": {"": 0}}
