@@ -198,9 +198,12 @@ def _shown(options: Options, size: int) -> frozenset[int]:
     ranks: set[int] = set()
     for entry in options.shown.split(","):
         first, dash, last = entry.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(f"{told}: {entry!r} is no rank; write ranks and ranges as in 0,2-3")
+        if int(last or first) >= size:  # before a mistyped range fills the memory
+            ranks.clear()
+            break
         ranks |= set(range(int(first), int(last or first) + 1))
-    if not ranks or max(ranks) >= size:
+    if not ranks:
         raise UsageError(f"{told}: the job has ranks 0 to {size - 1}")
     return frozenset(ranks)

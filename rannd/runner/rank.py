@@ -231,9 +231,13 @@ class Watcher:
             "stderr_tail": tail,
         }
         path = os.path.join(self._log_dir, "error.json")
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            json.dump(fields, file, indent=1)
-        os.replace(path + ".part", path)
+        try:
+            with open(path + ".part", "w", encoding="utf-8") as file:
+                json.dump(fields, file, indent=1)
+            os.replace(path + ".part", path)
+        except OSError as error:  # a full disk, or a folder that is gone, must not hide how the rank ended
+            message = f"rannc-run: this rank's error.json in {self._log_dir} cannot be written: {error}\n"
+            self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
 
     def _finish(self) -> None:
         """Nothing of the rank's session is alive any more."""
@@ -311,7 +315,7 @@ class Watcher:
         except OSError as error:  # a full disk must not end a training run
             os.close(self._logs.pop(stream))
             message = f"rannc-run: this rank's log in {self._log_dir} ends here: {error}\n"
-            self._send(wire.encode(wire.STDERR, message.encode()))
+            self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
 
     def _drain(self, fd: int) -> None:
         # A bound, because a process that stays may write without end; a pipe holds 64 KiB, or 1 MiB at most.
