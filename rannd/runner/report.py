@@ -94,9 +94,12 @@ def _others(result: JobResult, launcher: str) -> list[str]:
     ended = [end.rank for end in result.ends if end.status != 0 and not end.failed]
     if ended and (result.failures or result.signal):
         lines.append(f"ended by rannc-run: {_ranks(ended)}")
-    broke = result.launcher_status != 0 and not result.failures and not result.signal
+    # One that loses its own process on another host may call that a success.
+    early = result.launcher_status != 0 or (ended and not result.missing)
+    broke = early and not result.failures and not result.signal
     if broke:
-        lines.append(f"{launcher} broke down: {status_words(result.launcher_status)}")
+        words = status_words(result.launcher_status) if result.launcher_status else "it ended before its ranks"
+        lines.append(f"{launcher} broke down: {words}")
         if ended:
             lines.append(f"ended with it: {_ranks(ended)}")
     if result.missing and not result.signal:
