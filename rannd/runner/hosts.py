@@ -161,7 +161,7 @@ def gpu_count(environ: Mapping[str, str]) -> int:
     for entry in visible.split(","):
         name = entry.strip()
         # A GPU or MIG part may be named by its UUID.
-        if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < there)):
+        if not (name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < there)):
             break
         count += 1
     return count

@@ -39,7 +39,7 @@ def session_members(session: int) -> list[int]:
     """The pids of the living processes of a session, zombies left out."""
     members = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
+        if not entry.isdecimal():
             continue
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:

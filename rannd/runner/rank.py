@@ -58,7 +58,7 @@ _HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def rank_of(environ: Mapping[str, str]) -> int | None:
     """This process's rank as the launcher gave it, None outside a launcher."""
     for name in RANK_VARIABLES:
-        if environ.get(name, "").isdigit():
+        if environ.get(name, "").isdecimal():
             return int(environ[name])
     return None
 

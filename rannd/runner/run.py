@@ -241,7 +241,7 @@ def launch(job: Job) -> int:
 
 def _ready(job: Job, items: Config, script: str) -> Job:
     """The job, where every host is ready for it. LaunchError with a table of what is wrong where one is not."""
-    if not job.hosts and not job.gpus and "MASTER_PORT" in job.added:
+    if not job.hosts and not job.gpus and {"MASTER_ADDR", "MASTER_PORT"} <= job.added.keys():
         return job  # there is nothing to ask
     from rannd.runner import preflight  # takes as long to import as much of the rest
 
