@@ -20,7 +20,7 @@ from rannd.runner.inherited import without_rank
 from rannd.runner.mpi import Kind, Launcher, command_line, find_launcher, launcher_variables, search_path
 from rannd.runner.options import Options, rank_command
 from rannd.runner.placement import decide
-from rannd.runner.rank import SETTINGS_VARIABLE
+from rannd.runner.rank import SETTINGS_VARIABLE, shielded
 
 if TYPE_CHECKING:  # imported where a cluster is named: it brings msgspec along
     from rannd.config.cluster import Cluster
@@ -63,7 +63,7 @@ class Job:
     def launcher_command(self) -> list[str]:
         """The command line of the MPI launcher, with the watcher around each rank."""
         root = os.path.dirname(os.path.dirname(os.path.abspath(rannd.__file__)))
-        watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, *self.rank_command]
+        watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, *shielded(self.rank_command)]
         forwarded = forwarded_names({*self.environment(os.environ), SETTINGS_VARIABLE})
         hosts = [] if self.placed_by_slurm else self.hosts
         return command_line(self.launcher, len(self.places), hosts, forwarded, watcher)

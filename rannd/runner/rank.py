@@ -35,7 +35,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rannd.lost_host import LOOK_S, is_lost
@@ -61,6 +61,19 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
         if environ.get(name, "").isdecimal():
             return int(environ[name])
     return None
+
+
+def shielded(command: Sequence[str]) -> list[str]:
+    """`command` for a launcher's command line, where a lone colon would begin another program: it gets a second one."""
+    return [part + ":" if _is_colons(part) else part for part in command]
+
+
+def _unshielded(command: Sequence[str]) -> list[str]:
+    return [part[1:] if _is_colons(part) else part for part in command]
+
+
+def _is_colons(part: str) -> bool:
+    return part != "" and not part.strip(":")
 
 
 class Watcher:
@@ -375,7 +388,7 @@ class Watcher:
 
 
 def main() -> None:
-    """Entry point: the rank's command line is in ``sys.argv[1:]``, the settings in RANND_WATCHER."""
+    """Entry point: the rank's command line, shielded, is in ``sys.argv[1:]``, the settings in RANND_WATCHER."""
     settings = json.loads(os.environ.pop(SETTINGS_VARIABLE))
     rank = rank_of(os.environ)
     if rank is None:
@@ -412,7 +425,7 @@ def _watch(settings: dict[str, Any], rank: int) -> None:
     if log_dir is not None:
         log_dir = os.path.join(log_dir, f"rank_{rank}")
     try:
-        watcher = Watcher(channel, sys.argv[1:], rank, settings["grace"], log_dir)
+        watcher = Watcher(channel, _unshielded(sys.argv[1:]), rank, settings["grace"], log_dir)
     except OSError as error:
         sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot start: {error}")
     # The launcher waits until nobody holds the pipes it gave us; we may outlive it by the grace period.

@@ -202,7 +202,7 @@ def launch(job: Job) -> int:
     if job.log_dir is not None:
         try:
             os.makedirs(job.log_dir)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in it
             raise UsageError(f"--log-dir: {job.log_dir} cannot be made: {error}") from None
         _say(f"logs: {job.log_dir}")
     if job.tuning_line:

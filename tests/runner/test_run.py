@@ -28,12 +28,12 @@ def lines_of(text: str, rank: int) -> list[str]:
 
 def test_everything_after_the_script_is_its_own(shell: Shell) -> None:
     script = program("speak.py")
-    code, out, err = shell.run("-np", "2", "--no-tune", script, "-np", "3", "--help", "--", "-m", "")
+    code, out, err = shell.run("-np", "2", "--no-tune", script, "-np", "3", "--help", "--", "-m", "", ":", "::", "a:")
     assert code == 0
     for rank in range(2):
         (line,) = lines_of(out, rank)
         assert json.loads(line) == {
-            "argv": [script, "-np", "3", "--help", "--", "-m", ""],
+            "argv": [script, "-np", "3", "--help", "--", "-m", "", ":", "::", "a:"],
             "cwd": str(shell.home),
             "name": "__main__",
             "stdin": "",
