@@ -99,6 +99,10 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
         ConfigError: the cluster to plan for is not known, or its file is wrong.
         LaunchError: no MPI launcher is installed.
     """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the working directory cannot be used: {error}; change to one that is there") from None
     command = rank_command(options)
     gpus = placing.gpu_count(environ)
     cores = placing.core_count()

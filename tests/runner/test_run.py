@@ -97,6 +97,13 @@ def test_streams_that_are_closed_or_full(shell: Shell, closed: str) -> None:
     assert ("the last words" in err) == (closed == ">&-")
 
 
+def test_a_working_directory_that_is_gone(shell: Shell) -> None:
+    shell.command = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$0" "$@"', *shell.command)
+    code, out, err = shell.run("-np", "2", "nowhere.py")
+    assert (code, out) == (2, "")
+    assert err.startswith("rannc-run: the working directory cannot be used: ")
+
+
 def test_only_some_ranks_are_shown(shell: Shell) -> None:
     code, out, err = shell.run("-np", "3", "--show-ranks", "0,2", "--no-tune", program("no_newline.py"))
     assert code == 0
