@@ -81,6 +81,8 @@ class JobResult:
     """The end of what the launcher itself printed."""
     missing: int = 0
     """How many ranks never reported that they run."""
+    late: bool = False
+    """Not all ranks had started in time, and the job was ended for it."""
 
     @property
     def failures(self) -> list[RankEnd]:
@@ -245,6 +247,7 @@ class Monitor:
         self._start_by = None
         if len(self._joined) < self._size and not self._stopping:
             there = len(self._joined)
+            self._result.late = True
             self._say(
                 f"only {there} of {self._size} ranks have started within {self._start:g} s: ending the job. Is every "
                 "host reachable without a password? (--timeout-start S for more time)"

@@ -98,7 +98,7 @@ class Watcher:
         self._log_dir = log_dir
         self._tail = bytearray()
         self._status: int | None = None  # of the rank, as os.waitstatus_to_exitcode gives it
-        self._ordered = 0  # the last signal that the rank was asked to end with
+        self._orders: list[int] = []  # the signals that the rank was asked to end with
         self._deadline: float | None = None  # when SIGKILL is due
         # On one machine the kernel tells at once.
         self._look_at = None if monitor.family == socket.AF_UNIX else time.monotonic() + LOOK_S
@@ -228,9 +228,14 @@ class Watcher:
             self._write_error(ended, tail)
         self._send(
             wire.encode_json(
-                wire.EXIT, status=self._status, time=ended, tail=tail, ordered=int(self._ordered), leftovers=names
+                wire.EXIT, status=self._status, time=ended, tail=tail, ordered=self._ordered(), leftovers=names
             )
         )
+
+    def _ordered(self) -> int:
+        """The order that the rank has followed, else the last one; 0: it had none."""
+        followed = (order for order in self._orders if self._status in (-order, 128 + order))
+        return int(next(followed, self._orders[-1] if self._orders else 0))
 
     def _write_error(self, ended: float, tail: str) -> None:
         assert self._log_dir is not None
@@ -240,7 +245,7 @@ class Watcher:
             "pid": self._pid,
             "time": ended,
             "status": self._status,
-            "ended_by_signal_of_rannc_run": int(self._ordered),
+            "ended_by_signal_of_rannc_run": self._ordered(),
             "stderr_tail": tail,
         }
         path = os.path.join(self._log_dir, "error.json")
@@ -272,7 +277,7 @@ class Watcher:
             return
         self._signal(signum)
         if self._status is None:
-            self._ordered = signum
+            self._orders.append(signum)
         if self._deadline is None:
             self._deadline = time.monotonic() + self._grace
 
@@ -294,7 +299,7 @@ class Watcher:
         if self._done:
             return
         if self._status is None:
-            self._ordered = signal.SIGKILL
+            self._orders.append(signal.SIGKILL)
         processes.kill_session(self._pid)
         # Looked at again until all are gone: SIGKILL takes effect when the kernel gets to it.
         self._deadline = time.monotonic() + 0.05

@@ -149,6 +149,15 @@ def test_numbers_beyond_all_machines(shell: Shell, options: tuple[str, ...], mes
     assert message in err
 
 
+def test_without_a_grace_period_the_first_failure_is_the_only_one(shell: Shell) -> None:
+    """SIGKILL follows SIGTERM at once; a rank that SIGTERM has ended was told to end as well."""
+    options = ("-np", "3", "--no-tune", "--grace-period", "0")
+    code, _, err = shell.run(*options, program("exit_on_rank.py"), "1", "7")
+    assert code == 7
+    assert "rannc-run: 1 of 3 ranks failed:" in err
+    assert "rannc-run: ended by rannc-run: ranks 0, 2" in err
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
