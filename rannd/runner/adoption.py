@@ -90,7 +90,7 @@ def _refuse_another_job(options: Options, here: Rank) -> None:
 
 def _cores(environ: Mapping[str, str], local_ranks: int) -> int:
     """The cores that the ranks of this machine share. A rank that its launcher has pinned sees its own alone."""
-    if environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
+    if environ.get("SLURM_CPUS_PER_TASK", "").isdecimal():
         return int(environ["SLURM_CPUS_PER_TASK"]) * local_ranks
     pinned = len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
     return placing.core_count() * (local_ranks if pinned else 1)

@@ -94,7 +94,7 @@ def _slurm(environ: Mapping[str, str]) -> Allocation:
     # Slurm always counts tasks; where nobody asked for them (SLURM_NTASKS* is not there), the GPUs say more.
     asked = "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    if not asked and gpus.isdigit() and int(gpus) > 0:
+    if not asked and gpus.isdecimal() and int(gpus) > 0:
         used.append("SLURM_GPUS_ON_NODE")
         slots = [int(gpus)] * len(nodes)
     elif environ.get("SLURM_TASKS_PER_NODE"):

@@ -164,6 +164,7 @@ def _take(asked: _Asked, answers: dict[str, Answer], silent: dict[str, str], lau
 def _last_line(asked: _Asked) -> str:
     """The line of a failed start that tells most, else the first one."""
     lines = [line.strip() for line in _said(asked) if line.strip(" -*=\t") and MARK not in line]
+    lines = [line for line in lines if "setpgid(" not in line]  # PRTE's, on a busy machine: means nothing
     for word in _TELLING:
         for line in lines:
             if word in line.lower() and "warning" not in line.lower():

@@ -67,7 +67,7 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: it cannot be a name
             raise LaunchError(f"host {host} cannot be reached: {error}; is its name right?") from None
         address: str = probe.getsockname()[0]
         return address

@@ -6,6 +6,7 @@ import glob
 import ipaddress
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rannd.errors import UsageError
+
+#: More than any machine has: a number beyond is a mistake, and must not fill the memory.
+_NUMBER = re.compile("[0-9]{1,6}")
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def read_hostfile(path: Path) -> list[Host]:
         UsageError: the file is missing or unreadable, names no host, or a line is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--hostfile {path} cannot be read: {error}") from None
     hosts = []
@@ -73,7 +78,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 def _host(entry: str, where: str) -> Host:
     name, colon, slots = entry.partition(":")
-    if not name or (colon and not (slots.isdigit() and int(slots) > 0)):
+    if not name or (colon and not (_NUMBER.fullmatch(slots) and int(slots) > 0)):
         raise UsageError(f"{where}: {entry!r} is not a host; write name:slots with slots 1 or more, as in node1:4")
     return Host(name, int(slots) if colon else 1)
 
@@ -117,6 +122,8 @@ def place(size: int, hosts: Sequence[Host]) -> list[Place]:
         UsageError: there are more ranks than slots.
     """
     slots = sum(host.slots for host in hosts)
+    if size > _MOST_RANKS:
+        raise UsageError(f"-np {size} asks for more ranks than a job can have ({_MOST_RANKS})")
     if size > slots:
         raise UsageError(f"-np {size} asks for more ranks than the hosts have slots ({slots}); raise their slots")
     places = [(host.name, local_rank) for host in hosts for local_rank in range(host.slots)]
@@ -154,7 +161,7 @@ def gpu_count(environ: Mapping[str, str]) -> int:
     for entry in visible.split(","):
         name = entry.strip()
         # A GPU or MIG part may be named by its UUID.
-        if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < there)):
+        if not (name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < there)):
             break
         count += 1
     return count

@@ -107,7 +107,7 @@ def rank_here(environ: Mapping[str, str]) -> Rank | None:
         if rank not in environ or size not in environ:
             continue
         texts = environ[rank], environ[size], environ.get(local_rank, environ[rank])
-        if not all(text.isdigit() for text in texts) or not int(texts[0]) < int(texts[1]):
+        if not all(text.isdecimal() for text in texts) or not int(texts[0]) < int(texts[1]):
             raise UsageError(
                 f"{rank}={texts[0]}, {size}={texts[1]}: no rank below a size; unset them, or start the job anew"
             )
@@ -117,7 +117,7 @@ def rank_here(environ: Mapping[str, str]) -> Rank | None:
             rank=int(texts[0]),
             size=int(texts[1]),
             local_rank=int(texts[2]),
-            local_size=int(local) if local.isdigit() else None,
+            local_size=int(local) if local.isdecimal() else None,
             starter=_starter(rank, environ),
             by_srun=by_srun,
         )
@@ -141,7 +141,7 @@ def _by_srun(variable: str, texts: tuple[str, str, str], environ: Mapping[str, s
 def _of_this_node(environ: Mapping[str, str]) -> str:
     """The ranks of srun on this node, of ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
     text, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
-    if not text or not node.isdigit():
+    if not text or not node.isdecimal():
         return ""
     counts = expand_counts(text, "SLURM_STEP_TASKS_PER_NODE")
     return str(counts[int(node)]) if int(node) < len(counts) else ""

@@ -20,7 +20,7 @@ from rannd.runner.inherited import without_rank
 from rannd.runner.mpi import Kind, Launcher, command_line, find_launcher, launcher_variables, search_path
 from rannd.runner.options import Options, rank_command
 from rannd.runner.placement import decide
-from rannd.runner.rank import SETTINGS_VARIABLE
+from rannd.runner.rank import SETTINGS_VARIABLE, shielded
 
 if TYPE_CHECKING:  # imported where a cluster is named: it brings msgspec along
     from rannd.config.cluster import Cluster
@@ -63,7 +63,7 @@ class Job:
     def launcher_command(self) -> list[str]:
         """The command line of the MPI launcher, with the watcher around each rank."""
         root = os.path.dirname(os.path.dirname(os.path.abspath(rannd.__file__)))
-        watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, *self.rank_command]
+        watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, *shielded(self.rank_command)]
         forwarded = forwarded_names({*self.environment(os.environ), SETTINGS_VARIABLE})
         hosts = [] if self.placed_by_slurm else self.hosts
         return command_line(self.launcher, len(self.places), hosts, forwarded, watcher)
@@ -99,6 +99,10 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
         ConfigError: the cluster to plan for is not known, or its file is wrong.
         LaunchError: no MPI launcher is installed.
     """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the working directory cannot be used: {error}; change to one that is there") from None
     command = rank_command(options)
     gpus = placing.gpu_count(environ)
     cores = placing.core_count()
@@ -198,9 +202,12 @@ def _shown(options: Options, size: int) -> frozenset[int]:
     ranks: set[int] = set()
     for entry in options.shown.split(","):
         first, dash, last = entry.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(f"{told}: {entry!r} is no rank; write ranks and ranges as in 0,2-3")
+        if int(last or first) >= size:  # before a mistyped range fills the memory
+            ranks.clear()
+            break
         ranks |= set(range(int(first), int(last or first) + 1))
-    if not ranks or max(ranks) >= size:
+    if not ranks:
         raise UsageError(f"{told}: the job has ranks 0 to {size - 1}")
     return frozenset(ranks)

@@ -6,7 +6,6 @@ not take more, the sockets are not read, and the ranks wait as they would for a 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hmac
 import os
@@ -35,6 +34,10 @@ _LOST_EXIT = 1.0
 #: The same where none of the ranks that have started is left.
 _NOBODY_EXIT = 1.0
 NO_ANSWER = f"no answer for {LOST_S} s; its network is cut, or the machine has failed"
+
+_LOST_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+#: Seconds that a connection has to say whose it is, once the launcher is gone: any program may come to a TCP port.
+_HELLO_S = 5.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -78,6 +81,8 @@ class JobResult:
     """The end of what the launcher itself printed."""
     missing: int = 0
     """How many ranks never reported that they run."""
+    late: bool = False
+    """Not all ranks had started in time, and the job was ended for it."""
 
     @property
     def failures(self) -> list[RankEnd]:
@@ -97,12 +102,16 @@ class _Link:
         self.local = channel.family == socket.AF_UNIX
         self.end: RankEnd | None = None
         self.done = False
+        self.lost = False  # its host does not answer
         self.streams: dict[bytes, tuple[int, LineTagger]] = {}
 
     def send(self, frame: bytes) -> None:
         # Orders are a few bytes; a watcher whose socket is full or gone finds out that we are, too.
-        with contextlib.suppress(OSError):
+        try:
             self.channel.send(frame)
+        except OSError as exc:
+            # The kernel tells it once, to whoever asks first: reading gives a mere end of file after this.
+            self.lost = self.lost or exc.errno in _LOST_ERRORS
 
 
 class Monitor:
@@ -142,6 +151,7 @@ class Monitor:
         self._kill_launcher_at: float | None = None
         self._launcher_asked = False  # it got a SIGTERM from here
         self._launcher_gone = False
+        self._hello_by: float | None = None  # connections without a HELLO are not waited for any longer
         self._dismissed = False  # every watcher has been told to go
         self._lost: set[str] = set()  # hosts that do not answer
         # On one machine the kernel tells at once.
@@ -199,7 +209,8 @@ class Monitor:
         launcher_pipe = self._launcher.stdout
         if launcher_pipe is not None and not launcher_pipe.closed:
             poll.register(launcher_pipe, select.POLLIN)
-        due = [moment for moment in (self._kill_launcher_at, self._start_by, self._look_at) if moment is not None]
+        moments = (self._kill_launcher_at, self._start_by, self._look_at, self._hello_by)
+        due = [moment for moment in moments if moment is not None]
         timeout = max(0.0, min(due) - time.monotonic()) * 1000 if due else None
         ready = {fd for fd, _ in poll.poll(timeout)}
 
@@ -217,6 +228,8 @@ class Monitor:
             self._hear_launcher()
         self._look_after_launcher()
         self._look_for_starts()
+        if self._hello_by is not None and time.monotonic() >= self._hello_by:
+            self._turn_strangers_away()
         if self._look_at is not None and time.monotonic() >= self._look_at:
             self._look_for_hosts()
 
@@ -234,6 +247,7 @@ class Monitor:
         self._start_by = None
         if len(self._joined) < self._size and not self._stopping:
             there = len(self._joined)
+            self._result.late = True
             self._say(
                 f"only {there} of {self._size} ranks have started within {self._start:g} s: ending the job. Is every "
                 "host reachable without a password? (--timeout-start S for more time)"
@@ -282,9 +296,16 @@ class Monitor:
     def _accept(self) -> None:
         while (channel := self._listener.accept()) is not None:
             self._links[channel.fileno()] = _Link(channel)
+            if self._launcher_gone and self._hello_by is None:
+                self._hello_by = time.monotonic() + _HELLO_S
+
+    def _turn_strangers_away(self) -> None:
+        self._hello_by = None
+        for link in [link for link in self._links.values() if link.rank < 0]:
+            self._part(link)
 
     def _receive(self, link: _Link) -> None:
-        lost = False
+        lost = link.lost
         try:
             data = link.channel.recv(_CHUNK)
         except BlockingIOError:
@@ -292,7 +313,7 @@ class Monitor:
         except OSError as exc:
             data = b""
             # Not a reset: then its kernel has answered.
-            lost = exc.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+            lost = lost or exc.errno in _LOST_ERRORS
         if not data:
             self._part(link, lost=lost)
             return
@@ -419,6 +440,7 @@ class Monitor:
             self._kill_launcher_at = None
             if not self._launcher_gone:
                 self._launcher_gone = True
+                self._hello_by = time.monotonic() + _HELLO_S
                 # Watchers on this host see it themselves; those on others hear it from here.
                 if not all(link.done for link in self._joined.values()):
                     self._stop(signal.SIGTERM)

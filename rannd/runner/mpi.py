@@ -124,6 +124,8 @@ def launcher_variables(kind: Kind, environ: Mapping[str, str], *, root: bool) ->
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         # Without it MPI_Init looks for fabrics for a second; set OMPI_MCA_btl for a network that needs it.
         wanted["OMPI_MCA_btl"] = "^ofi"
+        # Services of the system have none, and Open MPI does not start without.
+        wanted["HOME"] = os.path.expanduser("~")
     return {name: value for name, value in wanted.items() if name not in environ}
 
 

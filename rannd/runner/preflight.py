@@ -87,7 +87,7 @@ def inspect(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) 
     )
     own = here(_question(plan, environ, None, back=None), environ)
     by_host = {each.host: each for each in problems} | {name: _no_answer(name, why) for name, why in silent.items()}
-    wrong: list[Problem] = []
+    wrong: list[Problem] = _no_port(first, plan, environ)
     for name in names:
         if name in by_host:
             wrong.append(by_host[name])
@@ -105,6 +105,10 @@ def _alone(plan: Plan, environ: Mapping[str, str]) -> list[Problem]:
     given = _given_port(plan, environ)
     if given and not is_free(given):
         found.append(_taken(name, environ))
+    found += _no_port(name, plan, environ)
+    address = environ.get("MASTER_ADDR", "")
+    if (unknown := _unknown(address)) is not None:  # ranks would look for it for half an hour
+        found.append(Problem(name, "name", f"MASTER_ADDR={address}: {unknown.found}", "leave MASTER_ADDR unset"))
     return found
 
 
@@ -117,9 +121,16 @@ def _too_many(name: str, plan: Plan, gpus: int) -> list[Problem]:
 
 
 def _given_port(plan: Plan, environ: Mapping[str, str]) -> int:
-    """The user's own MASTER_PORT, 0 for none."""
+    """The user's own MASTER_PORT, 0 for none, or where it is no port."""
     given = "" if plan.chosen_port else environ.get("MASTER_PORT", "")
-    return int(given) if given.isdigit() and int(given) < 65536 else 0
+    return int(given) if given.isdecimal() and int(given) < 65536 else 0
+
+
+def _no_port(name: str, plan: Plan, environ: Mapping[str, str]) -> list[Problem]:
+    if plan.chosen_port or _given_port(plan, environ):
+        return []
+    mend = "leave MASTER_PORT unset, or name a free port"
+    return [Problem(name, "port", f"MASTER_PORT={environ.get('MASTER_PORT')} is no port (1 to 65535)", mend)]
 
 
 def _taken(name: str, environ: Mapping[str, str]) -> Problem:
@@ -133,8 +144,9 @@ def _taken(name: str, environ: Mapping[str, str]) -> Problem:
 def _unknown(name: str) -> Problem | None:
     try:
         socket.getaddrinfo(name, None)
-    except OSError as exc:
-        return Problem(name, "name", f"not known here: {exc.strerror}", "is it right? DNS or /etc/hosts has to know it")
+    except (OSError, UnicodeError) as exc:  # UnicodeError: it cannot be a name
+        why = getattr(exc, "strerror", None) or exc
+        return Problem(name, "name", f"not known here: {why}", "is it right? DNS or /etc/hosts has to know it")
     return None
 
 

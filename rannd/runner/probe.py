@@ -119,7 +119,7 @@ def _configuration(environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
 
 
 def _address(name: str) -> str:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     return ""
 

@@ -39,7 +39,7 @@ def session_members(session: int) -> list[int]:
     """The pids of the living processes of a session, zombies left out."""
     members = []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
+        if not entry.isdecimal():
             continue
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:
@@ -117,11 +117,12 @@ def _wait_and_end(ends: list[int], leader: int, grace: float) -> None:
     both = select.poll()
     for fd in ends:
         both.register(fd, select.POLLIN)
-    both.poll()
+    if ends[0] not in {fd for fd, _ in both.poll()}:
+        return  # the leader has ended, and whoever made us looks after its session
     alone = select.poll()
     alone.register(ends[1], select.POLLIN)
-    if not alone.poll(grace * 1000):
-        kill_session(leader)
+    alone.poll(grace * 1000)
+    kill_session(leader)  # a leader that obeys may leave its children: logins that wait
 
 
 def process_name(pid: int) -> str:

@@ -35,7 +35,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rannd.lost_host import LOOK_S, is_lost
@@ -58,9 +58,22 @@ _HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def rank_of(environ: Mapping[str, str]) -> int | None:
     """This process's rank as the launcher gave it, None outside a launcher."""
     for name in RANK_VARIABLES:
-        if environ.get(name, "").isdigit():
+        if environ.get(name, "").isdecimal():
             return int(environ[name])
     return None
+
+
+def shielded(command: Sequence[str]) -> list[str]:
+    """`command` for a launcher's command line, where a lone colon would begin another program: it gets a second one."""
+    return [part + ":" if _is_colons(part) else part for part in command]
+
+
+def _unshielded(command: Sequence[str]) -> list[str]:
+    return [part[1:] if _is_colons(part) else part for part in command]
+
+
+def _is_colons(part: str) -> bool:
+    return part != "" and not part.strip(":")
 
 
 class Watcher:
@@ -85,7 +98,7 @@ class Watcher:
         self._log_dir = log_dir
         self._tail = bytearray()
         self._status: int | None = None  # of the rank, as os.waitstatus_to_exitcode gives it
-        self._ordered = 0  # the last signal that the rank was asked to end with
+        self._orders: list[int] = []  # the signals that the rank was asked to end with
         self._deadline: float | None = None  # when SIGKILL is due
         # On one machine the kernel tells at once.
         self._look_at = None if monitor.family == socket.AF_UNIX else time.monotonic() + LOOK_S
@@ -215,9 +228,14 @@ class Watcher:
             self._write_error(ended, tail)
         self._send(
             wire.encode_json(
-                wire.EXIT, status=self._status, time=ended, tail=tail, ordered=int(self._ordered), leftovers=names
+                wire.EXIT, status=self._status, time=ended, tail=tail, ordered=self._ordered(), leftovers=names
             )
         )
+
+    def _ordered(self) -> int:
+        """The order that the rank has followed, else the last one; 0: it had none."""
+        followed = (order for order in self._orders if self._status in (-order, 128 + order))
+        return int(next(followed, self._orders[-1] if self._orders else 0))
 
     def _write_error(self, ended: float, tail: str) -> None:
         assert self._log_dir is not None
@@ -227,13 +245,17 @@ class Watcher:
             "pid": self._pid,
             "time": ended,
             "status": self._status,
-            "ended_by_signal_of_rannc_run": int(self._ordered),
+            "ended_by_signal_of_rannc_run": self._ordered(),
             "stderr_tail": tail,
         }
         path = os.path.join(self._log_dir, "error.json")
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            json.dump(fields, file, indent=1)
-        os.replace(path + ".part", path)
+        try:
+            with open(path + ".part", "w", encoding="utf-8") as file:
+                json.dump(fields, file, indent=1)
+            os.replace(path + ".part", path)
+        except OSError as error:  # a full disk, or a folder that is gone, must not hide how the rank ended
+            message = f"rannc-run: this rank's error.json in {self._log_dir} cannot be written: {error}\n"
+            self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
 
     def _finish(self) -> None:
         """Nothing of the rank's session is alive any more."""
@@ -255,7 +277,7 @@ class Watcher:
             return
         self._signal(signum)
         if self._status is None:
-            self._ordered = signum
+            self._orders.append(signum)
         if self._deadline is None:
             self._deadline = time.monotonic() + self._grace
 
@@ -277,7 +299,7 @@ class Watcher:
         if self._done:
             return
         if self._status is None:
-            self._ordered = signal.SIGKILL
+            self._orders.append(signal.SIGKILL)
         processes.kill_session(self._pid)
         # Looked at again until all are gone: SIGKILL takes effect when the kernel gets to it.
         self._deadline = time.monotonic() + 0.05
@@ -311,7 +333,7 @@ class Watcher:
         except OSError as error:  # a full disk must not end a training run
             os.close(self._logs.pop(stream))
             message = f"rannc-run: this rank's log in {self._log_dir} ends here: {error}\n"
-            self._send(wire.encode(wire.STDERR, message.encode()))
+            self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
 
     def _drain(self, fd: int) -> None:
         # A bound, because a process that stays may write without end; a pipe holds 64 KiB, or 1 MiB at most.
@@ -371,7 +393,7 @@ class Watcher:
 
 
 def main() -> None:
-    """Entry point: the rank's command line is in ``sys.argv[1:]``, the settings in RANND_WATCHER."""
+    """Entry point: the rank's command line, shielded, is in ``sys.argv[1:]``, the settings in RANND_WATCHER."""
     settings = json.loads(os.environ.pop(SETTINGS_VARIABLE))
     rank = rank_of(os.environ)
     if rank is None:
@@ -408,7 +430,7 @@ def _watch(settings: dict[str, Any], rank: int) -> None:
     if log_dir is not None:
         log_dir = os.path.join(log_dir, f"rank_{rank}")
     try:
-        watcher = Watcher(channel, sys.argv[1:], rank, settings["grace"], log_dir)
+        watcher = Watcher(channel, _unshielded(sys.argv[1:]), rank, settings["grace"], log_dir)
     except OSError as error:
         sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot start: {error}")
     # The launcher waits until nobody holds the pipes it gave us; we may outlive it by the grace period.

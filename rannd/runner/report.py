@@ -52,7 +52,7 @@ def exit_code(result: JobResult) -> int:
     if result.failures:
         first = result.failures[0]
         return LaunchError.exit_code if first.lost else shell_status(first.status)
-    if result.missing:
+    if result.missing or result.late:
         return LaunchError.exit_code
     ended = [end for end in result.ends if end.status != 0]
     if ended:
@@ -92,11 +92,14 @@ def _others(result: JobResult, launcher: str) -> list[str]:
     """What happened besides failures: ranks that were ended, ranks that never ran, the launcher's breakdown."""
     lines = []
     ended = [end.rank for end in result.ends if end.status != 0 and not end.failed]
-    if ended and (result.failures or result.signal):
+    if ended and (result.failures or result.signal or result.late):
         lines.append(f"ended by rannc-run: {_ranks(ended)}")
-    broke = result.launcher_status != 0 and not result.failures and not result.signal
+    # One that loses its own process on another host may call that a success.
+    early = result.launcher_status != 0 or (ended and not result.missing)
+    broke = early and not result.failures and not result.signal and (result.missing or not result.late)
     if broke:
-        lines.append(f"{launcher} broke down: {status_words(result.launcher_status)}")
+        words = status_words(result.launcher_status) if result.launcher_status else "it ended before its ranks"
+        lines.append(f"{launcher} broke down: {words}")
         if ended:
             lines.append(f"ended with it: {_ranks(ended)}")
     if result.missing and not result.signal:

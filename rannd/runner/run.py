@@ -126,6 +126,7 @@ def main(
     What follows the script is the script's, untouched. Flags go before RANNC_<ITEM> variables, these before
     rannc_conf.toml: docs/configuration.md names the items.
     """
+    _open_closed_streams()
     here = None if check or show_config else rank_here(os.environ)
     if here is None or here.rank == 0:
         _tell_unread(config)
@@ -150,6 +151,17 @@ def main(
     if items.cache != "off":
         _have_daemon(items)
     ctx.exit(_planned(job) if plan_only else launch(job))
+
+
+def _open_closed_streams() -> None:
+    """Gives a place to the standard streams that were closed (``>&-``): a socket would take their numbers."""
+    for fd in (0, 1, 2):  # in this order: the lowest free number is the next one
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _tell_unread(file: Path | None) -> None:
@@ -190,7 +202,7 @@ def launch(job: Job) -> int:
     if job.log_dir is not None:
         try:
             os.makedirs(job.log_dir)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in it
             raise UsageError(f"--log-dir: {job.log_dir} cannot be made: {error}") from None
         _say(f"logs: {job.log_dir}")
     if job.tuning_line:
@@ -223,13 +235,13 @@ def launch(job: Job) -> int:
     guard.close()
     processes.kill_session(launcher.pid)  # a login to a host that never answered
     text = report(result, job.launcher.kind.value, job.shown, job.log_dir)
-    sys.stderr.write(text)
+    _tell(text)
     return exit_code(result)
 
 
 def _ready(job: Job, items: Config, script: str) -> Job:
     """The job, where every host is ready for it. LaunchError with a table of what is wrong where one is not."""
-    if not job.hosts and not job.gpus and "MASTER_PORT" in job.added:
+    if not job.hosts and not job.gpus and {"MASTER_ADDR", "MASTER_PORT"} <= job.added.keys():
         return job  # there is nothing to ask
     from rannd.runner import preflight  # takes as long to import as much of the rest
 
@@ -282,4 +294,11 @@ def _have_daemon(config: Config) -> None:
 
 
 def _say(message: str) -> None:
-    click.echo(f"rannc-run: {message}", err=True)
+    _tell(f"rannc-run: {message}\n")
+
+
+def _tell(text: str) -> None:
+    try:
+        click.echo(text, nl=False, err=True)
+    except OSError:  # a full disk must not end the job, nor hide how it ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is buffered has to go somewhere

@@ -77,6 +77,7 @@ def test_who_started_this_process(environ: dict[str, str], rank: Rank | None) ->
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2: no rank below a size; unset them"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2: no rank"),
+        ({"RANK": "²", "WORLD_SIZE": "3"}, "RANK=², WORLD_SIZE=3: no rank"),
         ({"PMIX_RANK": "0"}, r"PMIx launcher \(PMIX_RANK=0\) that does not say how many.*Put 'python train.py' there"),
     ],
 )

@@ -17,7 +17,7 @@ def test_hosts_of_the_command_line() -> None:
     assert hosts.parse_hosts("a:4, b,c:1") == [Host("a", 4), Host("b", 1), Host("c", 1)]
 
 
-@pytest.mark.parametrize("text", ["", "a:", "a:x", "a:0", ":3", "a,,b", "a:1,a:2"])
+@pytest.mark.parametrize("text", ["", "a:", "a:x", "a:0", "a:²", "a:9999999999", ":3", "a,,b", "a:1,a:2"])
 def test_wrong_hosts(text: str) -> None:
     with pytest.raises(UsageError, match="--hosts"):
         hosts.parse_hosts(text)
@@ -27,6 +27,12 @@ def test_a_host_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# the cluster\nnode1 slots=4\n\nnode2:2  # old\nnode3\n")
     assert hosts.read_hostfile(path) == [Host("node1", 4), Host("node2", 2), Host("node3", 1)]
+
+
+def test_a_host_file_from_windows(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfnode1\tslots=4\r\n\r\nnode2\r\n")
+    assert hosts.read_hostfile(path) == [Host("node1", 4), Host("node2", 1)]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from test_orphans import (  # noqa: F401 - the same, with the launchers of this 
 )
 from test_run import (  # noqa: F401
     test_a_killed_rank,
+    test_everything_after_the_script_is_its_own,
     test_last_lines_without_end_are_completed,
     test_the_exit_code_is_the_first_failing_ranks,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ import pytest
 from transcript import program
 
 import rannd
-from rannd.runner import wire
+from rannd.runner import monitor, wire
 from rannd.runner.channel import Listener
 from rannd.runner.job import _WATCHER
 from rannd.runner.monitor import JobResult, Monitor
@@ -88,6 +89,28 @@ def test_strangers_on_the_port_do_no_harm(capfd: pytest.CaptureFixture[str]) -> 
         result = run(listener, 2, program("no_newline.py"))
         assert garbage.recv(1) == rude.recv(1) == b""
     assert [end.status for end in result.ends] == [0, 0]
+
+
+def test_a_stranger_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "_HELLO_S", 0.2)
+    listener = Listener("127.0.0.1")
+    with socket.create_connection((str(listener.address[1]), int(listener.address[2]))) as silent:
+        result = run(listener, 2, program("no_newline.py"))
+        assert silent.recv(1) == b""
+    assert [end.status for end in result.ends] == [0, 0]
+
+
+def test_a_lost_host_that_is_noticed_while_it_is_told_something() -> None:
+    class Gone(socket.socket):
+        """What the kernel does with a connection that it has given up."""
+
+        def send(self, *_: object) -> int:
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    with Gone() as channel:
+        link = monitor._Link(channel)
+        link.send(wire.encode(wire.KILL))
+        assert link.lost
 
 
 def test_a_launcher_that_starts_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import sysconfig
 from pathlib import Path
 
@@ -60,13 +62,20 @@ def test_srun_places_evenly_or_not_at_all() -> None:
 
 
 def test_variables_are_for_open_mpi_and_the_users_own_stay() -> None:
-    assert mpi.launcher_variables(Kind.OPEN_MPI, {}, root=False) == {"OMPI_MCA_btl": "^ofi"}
-    assert mpi.launcher_variables(Kind.OPEN_MPI, {"OMPI_MCA_btl": "tcp,self"}, root=True) == {
+    home = {"HOME": "/home/me"}
+    assert mpi.launcher_variables(Kind.OPEN_MPI, home, root=False) == {"OMPI_MCA_btl": "^ofi"}
+    assert mpi.launcher_variables(Kind.OPEN_MPI, {"OMPI_MCA_btl": "tcp,self", **home}, root=True) == {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
     for kind in (Kind.MPICH, Kind.INTEL, Kind.SRUN):
         assert mpi.launcher_variables(kind, {}, root=True) == {}
+
+
+def test_open_mpi_has_a_home_where_a_service_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    added = mpi.launcher_variables(Kind.OPEN_MPI, {}, root=False)
+    assert added["HOME"] == pwd.getpwuid(os.getuid()).pw_dir
 
 
 def fake(directory: Path, name: str, says: str) -> Path:

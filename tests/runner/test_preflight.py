@@ -61,6 +61,27 @@ def test_a_port_of_the_users_that_is_in_use(shell: Shell) -> None:
     assert f"MASTER_PORT={port} is in use" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MASTER_PORT", "abc", "MASTER_PORT=abc is no port (1 to 65535)"),
+        ("MASTER_PORT", "99999", "MASTER_PORT=99999 is no port (1 to 65535)"),
+        ("MASTER_ADDR", "nowhere.invalid", "MASTER_ADDR=nowhere.invalid: not known here"),
+        ("MASTER_ADDR", "a..b", "MASTER_ADDR=a..b: not known here"),
+    ],
+)
+def test_a_meeting_point_that_cannot_be(shell: Shell, name: str, value: str, message: str) -> None:
+    code, out, err = shell.run("-np", "2", program("speak.py"), **{name: value})
+    assert (code, out) == (7, "")
+    assert message in err
+
+
+def test_a_host_that_cannot_be_a_name(shell: Shell) -> None:
+    code, out, err = shell.run("--hosts", "a..b:1,localhost:1", program("speak.py"))
+    assert (code, out) == (7, "")
+    assert re.search(r"^  a\.\.b +name +not known here: ", err, re.MULTILINE), err
+
+
 def test_hosts_that_are_asked_at_once_answer_in_any_order(tmp_path: Path) -> None:
     """As under Slurm, whose srun starts one step after the other."""
     srun = tmp_path / "srun"

@@ -75,6 +75,23 @@ def test_a_hidden_ranks_errors_are_repeated() -> None:
     )
 
 
+def test_a_launcher_that_ends_well_under_running_ranks() -> None:
+    result = JobResult([end(0, -15, ordered=True), end(1, -15, ordered=True)], launcher_output="lost a daemon\n")
+    assert exit_code(result) == 128 + 15
+    assert report(result, "Open MPI", {0, 1}, None) == (
+        "rannc-run: Open MPI broke down: it ended before its ranks\n"
+        "rannc-run: ended with it: ranks 0, 1\n"
+        "rannc-run: Open MPI said:\n"
+        "rannc-run:   lost a daemon\n"
+    )
+
+
+def test_ranks_that_started_too_late() -> None:
+    result = JobResult([end(0, -15, ordered=True), end(1, -15, ordered=True)], late=True)
+    assert exit_code(result) == 7
+    assert report(result, "Open MPI", {0, 1}, None) == "rannc-run: ended by rannc-run: ranks 0, 1\n"
+
+
 def test_the_launcher_is_quoted_where_ranks_never_started() -> None:
     result = JobResult([], missing=2, launcher_status=1, launcher_output="no such host: b\n")
     assert report(result, "MPICH", {0, 1}, None) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,12 @@ def lines_of(text: str, rank: int) -> list[str]:
 
 def test_everything_after_the_script_is_its_own(shell: Shell) -> None:
     script = program("speak.py")
-    code, out, err = shell.run("-np", "2", "--no-tune", script, "-np", "3", "--help", "--", "-m", "")
+    code, out, err = shell.run("-np", "2", "--no-tune", script, "-np", "3", "--help", "--", "-m", "", ":", "::", "a:")
     assert code == 0
     for rank in range(2):
         (line,) = lines_of(out, rank)
         assert json.loads(line) == {
-            "argv": [script, "-np", "3", "--help", "--", "-m", ""],
+            "argv": [script, "-np", "3", "--help", "--", "-m", "", ":", "::", "a:"],
             "cwd": str(shell.home),
             "name": "__main__",
             "stdin": "",
@@ -86,6 +87,23 @@ def test_a_closed_output_ends_the_job(shell: Shell) -> None:
     assert "SIGPIPE" in process.stderr.read()
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full"])
+def test_streams_that_are_closed_or_full(shell: Shell, closed: str) -> None:
+    """$ rannc-run -np 2 exit_on_rank.py 1 3 2>&-"""
+    command = f'exec "$0" -np 2 {shlex.quote(program("exit_on_rank.py"))} 1 3 {closed}'
+    shell.command = ("sh", "-c", command, *shell.command)
+    code, out, err = shell.run()
+    assert (code, out) == (3, "")
+    assert ("the last words" in err) == (closed == ">&-")
+
+
+def test_a_working_directory_that_is_gone(shell: Shell) -> None:
+    shell.command = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$0" "$@"', *shell.command)
+    code, out, err = shell.run("-np", "2", "nowhere.py")
+    assert (code, out) == (2, "")
+    assert err.startswith("rannc-run: the working directory cannot be used: ")
+
+
 def test_only_some_ranks_are_shown(shell: Shell) -> None:
     code, out, err = shell.run("-np", "3", "--show-ranks", "0,2", "--no-tune", program("no_newline.py"))
     assert code == 0
@@ -106,6 +124,38 @@ def test_logs_per_rank(shell: Shell) -> None:
     assert (failure["rank"], failure["status"], failure["stderr_tail"]) == (1, 3, "the last words\n")
     assert failure["ended_by_signal_of_rannc_run"] == 0
     assert json.loads((run / "rank_0" / "error.json").read_text())["ended_by_signal_of_rannc_run"] == 15
+
+
+def test_logs_that_are_gone_do_not_hide_how_a_rank_ended(shell: Shell) -> None:
+    script = shell.home / "tidy.py"
+    script.write_text("import shutil, sys\nshutil.rmtree('logs', ignore_errors=True)\nsys.exit(3)\n")
+    code, _, err = shell.run("-np", "1", "--no-tune", "--log-dir", "logs", str(script))
+    assert code == 3, err
+    assert "exit code 3" in err
+    assert "rannc-run: this rank's error.json in " in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-np", "2", "--show-ranks", "0-99999999999"), "the job has ranks 0 to 1"),
+        (("-np", "2", "--show-ranks", "²"), "'²' is no rank"),
+        (("-np", "99999999999"), "-np 99999999999 asks for more ranks than a job can have"),
+    ],
+)
+def test_numbers_beyond_all_machines(shell: Shell, options: tuple[str, ...], message: str) -> None:
+    code, out, err = shell.run(*options, program("no_newline.py"))
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_without_a_grace_period_the_first_failure_is_the_only_one(shell: Shell) -> None:
+    """SIGKILL follows SIGTERM at once; a rank that SIGTERM has ended was told to end as well."""
+    options = ("-np", "3", "--no-tune", "--grace-period", "0")
+    code, _, err = shell.run(*options, program("exit_on_rank.py"), "1", "7")
+    assert code == 7
+    assert "rannc-run: 1 of 3 ranks failed:" in err
+    assert "rannc-run: ended by rannc-run: ranks 0, 2" in err
 
 
 # --- failures -------------------------------------------------------------------------------------
