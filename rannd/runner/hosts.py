@@ -60,7 +60,7 @@ def read_hostfile(path: Path) -> list[Host]:
         raise UsageError(f"--hostfile {path} cannot be read: {error}") from None
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         if not words:
             continue
         where = f"{path}:{number}"

@@ -35,6 +35,7 @@ def test_one_profile_is_enough_for_all_sizes(job: Job, tmp_path: Path) -> None:
         assert profiles(job) == kept
 
 
+@pytest.mark.full  # as tests/profile/test_grains.py, in a job
 def test_a_deeper_model_of_the_same_layers_needs_nothing_new(job: Job) -> None:
     for depth in (4, 8, 40):
         output = job.train(2, "tests/e2e/programs/profiling.py", "16", str(depth))

@@ -25,7 +25,7 @@ def test_wrong_hosts(text: str) -> None:
 
 def test_a_host_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# the cluster\nnode1 slots=4\n\nnode2:2  # old\nnode3\n")
+    path.write_text("# the cluster\nnode1 slots = 4\n\nnode2:2  # old\nnode3\n")
     assert hosts.read_hostfile(path) == [Host("node1", 4), Host("node2", 2), Host("node3", 1)]
 
 
