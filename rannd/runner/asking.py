@@ -19,7 +19,7 @@ import msgspec
 import rannd
 from rannd.errors import LaunchError
 from rannd.runner import hosts as placing
-from rannd.runner import processes
+from rannd.runner import processes, session_folder
 from rannd.runner.channel import address_towards
 from rannd.runner.environment import forwarded_names
 from rannd.runner.mpi import Kind, Launcher, command_line
@@ -44,6 +44,8 @@ class _Asked:
     process: subprocess.Popen[bytes]
     guard: processes.Guard
     output: IO[bytes]
+    folder: Mapping[str, str]
+    """Of the launcher alone."""
 
 
 def ask(
@@ -76,7 +78,7 @@ def ask(
                 stack.enter_context(running[-1].output)
             for each in [each for each in running if each.process.poll() is not None]:
                 running.remove(each)
-                each.guard.close()
+                _end(each)
                 _take(each, answers, silent, launcher)
             if time.monotonic() >= end:
                 break
@@ -104,22 +106,25 @@ def _start(
     told = msgspec.json.encode(question(names[0] if len(names) == 1 else None, back)).decode()
     root = os.path.dirname(os.path.dirname(os.path.abspath(rannd.__file__)))
     command = [sys.executable, "-c", _PROBE, root, told]
+    folder: dict[str, str] = {}
     if len(names) > 1 or not placing.is_local(names[0]):
         asked = [placing.Host(name, 1) for name in names]
         forwarded = forwarded_names(environ)
         command = command_line(launcher, len(names), asked, forwarded, command)
+        folder = session_folder.make(launcher.kind, environ)
     own_pid = os.getpid()
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it has been read
     process = subprocess.Popen(
         command,
-        env=environ,
+        env={**environ, **folder},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         preexec_fn=lambda: processes.die_with_parent(own_pid, SIGTERM),
     )
-    return _Asked(names, process, processes.Guard(process.pid, GRACE_S), output)
+    guard = processes.Guard(process.pid, GRACE_S, folder.get(session_folder.VARIABLE, ""))
+    return _Asked(names, process, guard, output, folder)
 
 
 def _end(asked: _Asked) -> None:
@@ -127,6 +132,7 @@ def _end(asked: _Asked) -> None:
         processes.kill_session(asked.process.pid)
         asked.process.wait()
     asked.guard.close()
+    session_folder.remove(asked.folder)
 
 
 def _end_all(running: Sequence[_Asked]) -> None:

@@ -78,9 +78,10 @@ class Guard:
     Args:
         leader: pid of a child that leads a session of its own; the guard ends with it.
         grace: seconds between the end of this process and SIGKILL for the session.
+        folder: a directory to remove when the leader has ended, '' for none.
     """
 
-    def __init__(self, leader: int, grace: float) -> None:
+    def __init__(self, leader: int, grace: float, folder: str = "") -> None:
         parent = os.getpid()
         try:
             ends = [os.pidfd_open(parent), os.pidfd_open(leader)]
@@ -93,6 +94,8 @@ class Guard:
                 os.setsid()
                 _close_all_but(ends)
                 _wait_and_end(ends, leader, grace)
+                if folder:
+                    remove_folder(folder)
             finally:
                 os._exit(0)
         for fd in ends:
@@ -123,6 +126,13 @@ def _wait_and_end(ends: list[int], leader: int, grace: float) -> None:
     alone.register(ends[1], select.POLLIN)
     alone.poll(grace * 1000)
     kill_session(leader)  # a leader that obeys may leave its children: logins that wait
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a directory and all that is in it, as far as that is possible."""
+    import shutil  # a rank's watcher, which imports this file, has no use for it
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def process_name(pid: int) -> str:

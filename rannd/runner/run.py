@@ -17,7 +17,7 @@ import rannd.config
 from rannd import planned
 from rannd.config import ITEMS, Config
 from rannd.errors import ConfigError, LaunchError, PlanError, RanndError, UsageError
-from rannd.runner import processes
+from rannd.runner import processes, session_folder
 from rannd.runner.adoption import Adopted, adopt
 from rannd.runner.channel import Listener
 from rannd.runner.inherited import rank_here
@@ -216,10 +216,11 @@ def launch(job: Job) -> int:
     }
     own_pid = os.getpid()
     command = job.launcher_command()
+    own_folder = session_folder.make(job.launcher.kind, os.environ)
     try:
         launcher = subprocess.Popen(
             command,
-            env={**job.environment(os.environ), SETTINGS_VARIABLE: json.dumps(settings)},
+            env={**job.environment(os.environ), **own_folder, SETTINGS_VARIABLE: json.dumps(settings)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -228,12 +229,14 @@ def launch(job: Job) -> int:
             preexec_fn=lambda: processes.die_with_parent(own_pid, signal.SIGTERM),
         )
     except OSError as error:
+        session_folder.remove(own_folder)
         raise LaunchError(f"{command[0]} cannot be executed: {error}") from None
-    guard = processes.Guard(launcher.pid, job.grace)
+    guard = processes.Guard(launcher.pid, job.grace, own_folder.get(session_folder.VARIABLE, ""))
     sys.stdout.flush()
     result = Monitor(listener, launcher, len(job.places), job.shown, job.grace, job.start).run()
     guard.close()
     processes.kill_session(launcher.pid)  # a login to a host that never answered
+    session_folder.remove(own_folder)
     text = report(result, job.launcher.kind.value, job.shown, job.log_dir)
     _tell(text)
     return exit_code(result)
