@@ -25,6 +25,8 @@ class Told(TypedDict):
     """The model and its optimizer are there, the model is not wrapped yet."""
     ends: list[float]
     """Of each step."""
+    cpu: float
+    """CPU seconds of the process from `built` to the end of the first step."""
     modules: list[str]
     """What Python had imported at the end of the first step."""
     before: list[str]
@@ -56,27 +58,29 @@ def main() -> None:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        built, before = time.time(), list(sys.modules)
+        built, used, before = time.time(), time.process_time(), list(sys.modules)
         model = DistributedDataParallel(model)
     else:
         import pyrannc
 
         rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        built, before = time.time(), list(sys.modules)
+        built, used, before = time.time(), time.process_time(), list(sys.modules)
         model = pyrannc.RaNNCModule(model, optimizer)
     shape = (options.rows, options.length)
     tokens = torch.randint(options.words, shape, generator=torch.Generator().manual_seed(rank))
 
     ends = []
+    cpu = 0.0
     modules: list[str] = []
     for _ in range(options.steps):
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens)["loss"].backward()
         optimizer.step()
         ends.append(time.time())
+        cpu = cpu or time.process_time() - used
         modules = modules or list(sys.modules)
-    told = Told(began=began, built=built, ends=ends, modules=modules, before=before)
+    told = Told(began=began, built=built, ends=ends, cpu=cpu, modules=modules, before=before)
     (options.folder / str(rank)).write_text(json.dumps(told))
     if options.side == "ddp":
         dist.destroy_process_group()

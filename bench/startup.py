@@ -77,6 +77,7 @@ def first_step(environment: Mapping[str, str], repeats: int, size: list[str]) ->
     sides = {"torchrun": (TORCHRUN, "ddp"), "rannc-run": (RANNC_RUN, "rannd")}
     gpt2(RANNC_RUN, "rannd", environment, *size)  # plans
     times: dict[str, dict[str, list[float]]] = {}
+    cpu = "CPU time of rank 0 from built to its first step"
     for number in range(repeats + 1):
         for name in list(sides)[:: 1 if number % 2 else -1]:
             launcher, side = sides[name]
@@ -88,6 +89,8 @@ def first_step(environment: Mapping[str, str], repeats: int, size: list[str]) ->
             }
             for moment, when in moments.items() if number else ():
                 times.setdefault(moment, {}).setdefault(name, []).append(when - begun)
+            if number:
+                times.setdefault(cpu, {}).setdefault(name, []).append(told[0]["cpu"])
     for moment, each in times.items():
         print(f"{moment}:")
         tell({name: each[name] for name in sides}, "rannc-run no later" if moment == "first step" else "")
