@@ -6,7 +6,7 @@ import contextlib
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
+from rannd.graph.functions import function_name, is_function, watched_nodes
 from rannd.graph.methods import split_path
 
 
@@ -45,12 +45,15 @@ class Offence(BaseException):
         loss: str = "whose backward would be lost in a graph",
         *,
         strict_keeps: bool = False,
+        function: type[torch.autograd.Function] | None = None,
     ) -> None:
         super().__init__(what)
         self.what = what
         self.place = place
         self.loss = loss
         self.strict_keeps = strict_keeps
+        self.function = function
+        """The class whose calls may be operators instead."""
 
 
 HARMLESS_HOOKS = (save_on_cpu,)
@@ -58,32 +61,21 @@ HARMLESS_HOOKS = (save_on_cpu,)
 
 
 @contextlib.contextmanager
-def watch_gradients(model: nn.Module) -> Iterator[None]:
-    """Raise Offence where code runs that has gradients of its own while it is traced.
+def watch_gradients(model: nn.Module, opaque: Collection[type[torch.autograd.Function]] = ()) -> Iterator[None]:
+    """Raise Offence where code runs that has gradients of its own while it is traced, but for the `opaque` classes.
 
     Export runs through the forward of a custom ``autograd.Function`` and forgets its backward; it forgets hooks of
     tensors, too. Gradients would be silently wrong.
     """
-    apply = torch.autograd.Function.__dict__["apply"]
     hook = torch.Tensor.register_hook
-    transforms = torch._C._are_functorch_transforms_active
     enter = saved_tensors_hooks.__enter__
     inference = torch.inference_mode.__enter__
 
-    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # recomputing is the plan's business; its forward records no gradients
-            function, _, *inputs = args
-            return function(*inputs)
-        return apply.__func__(cls, *args, **kwargs)
-
-    def asked() -> bool:
-        """What `apply` asks first, under whatever name the user's code knows it (``fn = MyFunction.apply``)."""
-        frame = sys._getframe(1)
-        if frame.f_code is apply.__func__.__code__:
-            cls = frame.f_locals["cls"]
-            if not cls.__name__.startswith("GeneratedBackwardFor_"):  # torch.library's; the graph has the operator
-                raise Offence(f"runs the custom autograd.Function {cls.__module__}.{cls.__qualname__}", here(model))
-        return bool(transforms())
+    def applied(cls: type[torch.autograd.Function]) -> None:
+        generated = cls.__name__.startswith("GeneratedBackwardFor_")  # torch.library's; the graph has the operator
+        if not generated and cls not in opaque:
+            what = f"runs the custom autograd.Function {cls.__module__}.{cls.__qualname__}"
+            raise Offence(what, here(model), function=cls)
 
     def hooked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise Offence("registers a hook for the gradient of a tensor", here(model))
@@ -101,17 +93,14 @@ def watch_gradients(model: nn.Module) -> Iterator[None]:
             raise Offence("enters inference_mode", here(model), "which a graph forgets")
         inference(mode)
 
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
     torch.Tensor.register_hook = hooked  # type: ignore[method-assign, assignment]
-    torch._C._are_functorch_transforms_active = asked
     saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
     torch.inference_mode.__enter__ = inferring  # type: ignore[method-assign]
     try:
-        yield
+        with watched_nodes(applied):
+            yield
     finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         torch.Tensor.register_hook = hook  # type: ignore[method-assign]
-        torch._C._are_functorch_transforms_active = transforms
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = inference  # type: ignore[method-assign]
 
@@ -177,7 +166,9 @@ def place_of(model: nn.Module, frames: list[types.FrameType]) -> Place:
 
 
 def described(model: nn.Module, path: str) -> str:
-    """A module in words."""
+    """A part of the model in words."""
+    if is_function(path):
+        return f"the autograd.Function {function_name(path)}"
     name, method = split_path(path)
     kind = type(model.get_submodule(name)).__qualname__
     where = f"module {name} ({kind})" if name else f"the model ({kind})"

@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.graph.containers import spec_from_text, spec_to_text
+from rannd.graph.functions import found_by_name, function_name, is_function
 from rannd.graph.leaves import NAME as LEAF
 from rannd.graph.leaves import LeafCall, LeafTable, Made, call_name
 from rannd.graph.names import graph_module
@@ -268,6 +269,8 @@ def _to_tensor(data: list[Any]) -> torch.Tensor:
 
 
 def _leaf_call(call: LeafCall) -> list[Any]:
+    if is_function(call.path) and not found_by_name(call.path):
+        raise Uncodable(f"{function_name(call.path)} is defined inside a function, where no other run finds it")
     made = [
         [
             str(each.dtype).removeprefix("torch."),

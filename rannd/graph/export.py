@@ -27,8 +27,10 @@ import rannd.graph.kernels  # noqa: F401  (tells torch)
 from rannd.graph.blame import NodesUnseen, watch_gradients
 from rannd.graph.containers import plain_output
 from rannd.graph.contents import same_arrays
+from rannd.graph.cpp_functions import watch_cpp_functions
 from rannd.graph.decisions import Deciding, split_off
 from rannd.graph.dice import unchanged, watch_dice
+from rannd.graph.functions import direct_checkpoints
 from rannd.graph.leaves import LeafTable
 from rannd.graph.names import any_name
 from rannd.graph.opaque import in_place
@@ -74,6 +76,7 @@ class _Flat(nn.Module):
             if self._table is not None:
                 stack.enter_context(in_place(self._table, self.model, lambda: batch.shape[0]))
             stack.enter_context(NodesUnseen(self.model))
+            stack.enter_context(watch_cpp_functions(self.model))
             deciding = stack.enter_context(self._deciding(tensors))
             try:
                 result = self.model(*args, **kwargs)
@@ -128,7 +131,8 @@ def export(
         flat = _Flat(model, signature, notes or Notes(), table, deciding)
     # Strict export runs no code of the user's, and follows all Python code, hooks as well.
     dice = unchanged(model) if strict else watch_dice(model)
-    with quiet(), any_name(), same_arrays(model), watch_gradients(model), dice, _unvalidated():
+    gradients = watch_gradients(model, table.functions if table is not None else ())
+    with quiet(), any_name(), same_arrays(model), gradients, direct_checkpoints(), dice, _unvalidated():
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 

@@ -1,4 +1,4 @@
-"""Submodules that no graph can show: each call of one is a single opaque operator.
+"""Submodules, methods and custom Functions that no graph can show: each call of one is a single opaque operator.
 
 Such a module's code depends on the values of tensors, or has gradients of its own. The operator ``rannd::leaf`` runs
 the user's module itself, with its hooks and with the tensors that the graph hands in for its parameters and buffers;
@@ -19,9 +19,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from rannd.graph.forcing import forced
+from rannd.graph.functions import FunctionPart, direct_checkpoints, function_name, is_function
 from rannd.graph.methods import part_of
 from rannd.graph.values import ROWS, Dim, TensorValue
 
@@ -89,8 +89,13 @@ class LeafTable:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the modules and methods; '' is the whole model."""
+        """Paths of the modules, methods and Functions; '' is the whole model."""
         return tuple(self._modules)
+
+    @property
+    def functions(self) -> frozenset[type[torch.autograd.Function]]:
+        """The custom Functions among the leaves."""
+        return frozenset(each.function for each in self._modules.values() if isinstance(each, FunctionPart))
 
     def key(self, name: str) -> str:
         """The operator's key for a call."""
@@ -185,11 +190,17 @@ def _run(
         or any(type(flat[place]) is not type(value) or flat[place] != value for place, value in call.result_constants)
     ):
         raise RuntimeError(
-            f"module {call.path or 'of the whole model'} returned {_outline(result)}, but when the model was traced "
+            f"{_called(call.path)} returned {_outline(result)}, but when the model was traced "
             f"{_outline(_told(call))}; a module whose code cannot be traced has to return the same kind of result, and "
             "the same numbers, in every call"
         )
     return _own([flat[place] for place in call.places], [*tensors, *written])
+
+
+def _called(path: str) -> str:
+    if is_function(path):
+        return f"autograd.Function {function_name(path)}"
+    return f"module {path}" if path else "the model"
 
 
 def _own(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -242,14 +253,3 @@ def _holding(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[N
             held[key] = tensor  # type: ignore[assignment]
         for each, weights in flat:
             each._flat_weights = weights
-
-
-@contextlib.contextmanager
-def direct_checkpoints() -> Iterator[None]:
-    """Run what the user checkpoints (reentrant) without it: its backward would run the module as it then is."""
-    apply = classmethod(lambda cls, function, _, *inputs: function(*inputs))
-    CheckpointFunction.apply = apply  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del CheckpointFunction.apply

@@ -1,4 +1,6 @@
-"""Single methods of modules as leaves: for a large module of which one method stands in the way.
+"""Parts of a model that can be leaves, by their paths: modules, single methods of modules, custom Functions.
+
+Single methods are for a large module of which one method stands in the way.
 
 The path of a method is that of its module, two dots (names of modules may have anything but dots), and its name:
 ``encoder..mask``. It may use the parameters and
@@ -9,13 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from rannd.graph.functions import FunctionPart, function_part, is_function
 
 
 class Method(nn.Module):
@@ -46,7 +51,9 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def part_of(model: nn.Module, path: str) -> nn.Module:
-    """The module at a path, or the method."""
+    """The module at a path, the method, or the Function (LookupError where there is none of this name any more)."""
+    if is_function(path):
+        return function_part(path)
     name, method = split_path(path)
     module = model.get_submodule(name)
     return Method(module, method) if method else module
@@ -56,6 +63,8 @@ def kind_of(part: nn.Module) -> str:
     """The class of a part, for messages and hashes."""
     if isinstance(part, Method):
         return f"{type(part.owner).__qualname__}.{part.name}"
+    if isinstance(part, FunctionPart):
+        return f"{part.function.__module__}.{part.function.__qualname__}"
     return type(part).__qualname__
 
 
@@ -64,10 +73,10 @@ class ForeignUse(Exception):
 
 
 @contextlib.contextmanager
-def own_state_only(model: nn.Module, part: nn.Module) -> Iterator[None]:
-    """Raise ForeignUse where a part reads tensors of the model that are not its own; a method also where it calls
-    other modules."""
-    own = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+def own_state_only(model: nn.Module, part: nn.Module, given: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Raise ForeignUse where a part reads tensors of the model that are neither its own nor `given`; a method also
+    where it calls other modules."""
+    own = {id(tensor) for tensor in (*part.parameters(), *part.buffers(), *given)}
     foreign = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in own}
 
     class Watch(TorchFunctionMode):

@@ -7,8 +7,10 @@ off, because the hooks run with the module, inside the leaf.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from rannd.graph.containers import register_containers
 from rannd.graph.contents import Contents, modules_of, same_values, write_back
 from rannd.graph.dice import unchanged
+from rannd.graph.functions import FunctionPart, direct_checkpoints, observed_forward, replaced_forward
 from rannd.graph.leaves import LeafCall, LeafTable, Made
 from rannd.graph.methods import ForeignUse, Method, own_state_only, part_of, replaced
 from rannd.graph.pystate import HOOKS, hooks_of
@@ -94,66 +97,96 @@ class _Seen:
 
 
 def record(model: nn.Module, paths: Sequence[str], runs: Sequence[tuple[int, Callable[[], Any]]]) -> LeafTable:
-    """The calls of the modules at `paths`.
+    """The calls of the parts at `paths`.
 
     `runs` has at least two pairs of a number of rows and a function that calls the model with so many. NotALeaf where
-    a module takes or makes something that an operator cannot, or not the same in every run.
+    a part takes or makes something that an operator cannot, or not the same in every run.
     """
     seen: list[dict[str, list[_Seen]]] = []
+    parts = {path: part_of(model, path) for path in paths}
     for _, run in runs:
         found: dict[str, list[_Seen]] = {path: [] for path in paths}
+        running: list[str] = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserved(model))
-            for path in paths:
-                module = part_of(model, path)
-                stack.enter_context(_watched(model, path, module, found[path]))
+            stack.enter_context(direct_checkpoints())
+            for path, part in parts.items():
+                stack.enter_context(_watched(model, path, part, found[path], running))
             run()
+        for each in itertools.chain(*found.values()):
+            each.results = [_outline(leaf) for leaf in each.results]
         seen.append(found)
     rows = [count for count, _ in runs]
     calls: dict[str, LeafCall] = {}
-    for path in paths:
+    for path, part in parts.items():
         if len({len(found[path]) for found in seen}) != 1:
             raise NotALeaf(path, "it is not called equally often for batches of different sizes")
-        for number, each in enumerate(zip(*(found[path] for found in seen), strict=True)):
-            calls[f"{path}#{number}"] = _call(path, part_of(model, path), rows, each)
+        for number, same in enumerate(zip(*(found[path] for found in seen), strict=True)):
+            calls[f"{path}#{number}"] = _call(path, part, rows, same)
     return LeafTable(model, calls)
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, path: str, module: nn.Module, found: list[_Seen]) -> Iterator[None]:
-    own = dict(module.__dict__)
+def _watched(model: nn.Module, path: str, part: nn.Module, found: list[_Seen], running: list[str]) -> Iterator[None]:
+    """Take down the calls of a part, but for those inside the call of another one (`running`)."""
+    own = dict(part.__dict__)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        register_containers((args, kwargs))
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        state: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        given: dict[str | int, torch.Tensor] = dict(state.items())
-        given.update((place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        versions = {name: tensor._version for name, tensor in given.items()}
-        contents = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    def observed(call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        if running:
+            return call()
+        running.append(path)
         try:
-            with own_state_only(model, module), _as_it_is(module, own):
-                result = module(*args, **kwargs)
-        except ForeignUse as exc:
-            raise NotALeaf(path, str(exc)) from exc
-        changed = {name for name, tensor in given.items() if tensor._version != versions[name]}
-        for name, buffer in module.named_buffers():  # not everything that is written gets another version
-            if buffer is not state.get(name) or not same_values(buffer, contents[name]):
-                changed.add(name)
-        changed |= _statistics(module)
-        register_containers(result)
-        results, made = pytree.tree_flatten(result)
-        for leaf in results:
-            if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
-                raise NotALeaf(path, f"it returns a {type(leaf).__module__}.{type(leaf).__qualname__}")
-        tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
-        shares = _share(tensors, list(given.values()))
-        outlines = [_outline(leaf) for leaf in results]
-        found.append(_Seen(spec, [_outline(leaf) for leaf in leaves], changed, made, outlines, shares))
+            result, seen = _see(model, path, part, args, kwargs, call)
+        finally:
+            running.pop()
+        found.append(seen)
         return result
 
-    with _replaced(module, forward):
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        def call() -> Any:
+            with _as_it_is(part, own):
+                return part(*args, **kwargs)
+
+        return observed(call, args, kwargs)
+
+    with observed_forward(part, observed) if isinstance(part, FunctionPart) else _replaced(part, forward):
         yield
+
+
+def _see(
+    model: nn.Module, path: str, part: nn.Module, args: Any, kwargs: Any, call: Callable[[], Any]
+) -> tuple[Any, _Seen]:
+    """Run a call of a part and see what it takes, changes and makes. NotALeaf."""
+    register_containers((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    state: dict[str, torch.Tensor] = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+    given: dict[str | int, torch.Tensor] = dict(state.items())
+    given.update((place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    versions = {name: tensor._version for name, tensor in given.items()}
+    contents = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
+    applied = isinstance(part, FunctionPart)
+    try:
+        with own_state_only(model, part, given.values() if applied else ()):
+            result = call()
+    except ForeignUse as exc:
+        raise NotALeaf(path, str(exc)) from exc
+    changed = {name for name, tensor in given.items() if tensor._version != versions[name]}
+    if changed and applied:
+        raise NotALeaf(path, "it writes into its arguments")
+    for name, buffer in part.named_buffers():  # not everything that is written gets another version
+        if buffer is not state.get(name) or not same_values(buffer, contents[name]):
+            changed.add(name)
+    changed |= _statistics(part)
+    register_containers(result)
+    results, made = pytree.tree_flatten(result)
+    for leaf in results:
+        if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
+            raise NotALeaf(path, f"it returns a {type(leaf).__module__}.{type(leaf).__qualname__}")
+    tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+    shares = _share(tensors, list(given.values()))
+    # The results of a forward have no gradients yet: torch makes a node for them when it returns.
+    outlines = results if applied else [_outline(leaf) for leaf in results]
+    return result, _Seen(spec, [_outline(leaf) for leaf in leaves], changed, made, outlines, shares)
 
 
 @contextlib.contextmanager
@@ -267,23 +300,27 @@ def in_place(table: LeafTable, model: nn.Module, rows: Callable[[], Any]) -> Ite
     """Put the operators in the place of the table's modules while the model is traced; `rows` gives the batch size."""
     counts = dict.fromkeys(table.paths, 0)
 
-    def forward_of(path: str) -> Callable[..., Any]:
-        module = table.module(path)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            name = f"{path}#{counts[path]}"
-            counts[path] += 1
-            return _traced(table, name, module, rows(), args, kwargs)
-
-        return forward
+    def called(path: str, *args: Any, **kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
+        name = f"{path}#{counts[path]}"
+        counts[path] += 1
+        return _traced(table, name, table.module(path), rows(), args, kwargs)
 
     with contextlib.ExitStack() as stack:
         for path in table.paths:
-            stack.enter_context(_replaced(table.module(path), forward_of(path)))
+            part = table.module(path)
+            if isinstance(part, FunctionPart):
+                stack.enter_context(replaced_forward(part, partial(called, path)))
+            else:
+                stack.enter_context(
+                    _replaced(part, lambda *args, _path=path, **kwargs: called(_path, *args, **kwargs)[0])
+                )
         yield
 
 
-def _traced(table: LeafTable, name: str, module: nn.Module, rows: Any, args: Any, kwargs: Any) -> Any:
+def _traced(
+    table: LeafTable, name: str, module: nn.Module, rows: Any, args: Any, kwargs: Any
+) -> tuple[Any, list[torch.Tensor]]:
+    """The result of a leaf's call while the model is traced, and its tensors that have no gradient."""
     call = table.calls.get(name)
     path = name.rsplit("#", 1)[0]
     register_containers((args, kwargs))
@@ -308,4 +345,5 @@ def _traced(table: LeafTable, name: str, module: nn.Module, rows: Any, args: Any
         results[place] = value
     for place, value in call.result_constants:
         results[place] = value
-    return pytree.tree_unflatten(results, call.result)
+    constants = [value for value, made in zip(values, call.made, strict=True) if not made.requires_grad]
+    return pytree.tree_unflatten(results, call.result), constants

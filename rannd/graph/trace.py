@@ -30,6 +30,7 @@ from rannd.graph.blame import Offence, Place, described, in_words, of_exception
 from rannd.graph.decisions import Undecidable
 from rannd.graph.dice import unchanged
 from rannd.graph.export import Notes, Sample, Shown, example_inputs, export, shown, traced_of
+from rannd.graph.functions import function_path
 from rannd.graph.leaves import LeafTable
 from rannd.graph.methods import called_methods, method_path, part_of
 from rannd.graph.misuse import numbers_by_row
@@ -99,6 +100,7 @@ class _FrontEnd:
         self._record: list[str] = []
         self._strict_tried = False
         self._offended = False
+        self._functions_tried: set[str] = set()
 
     def run(self) -> tuple[Traced, Signature]:
         """Go through the ways."""
@@ -120,6 +122,13 @@ class _FrontEnd:
             self._offended |= isinstance(attempt.problem, Offence) and not attempt.problem.strict_keeps
             if isinstance(attempt.problem, _ClosedBatch) and (strict := self._strict()) is not None:
                 return self._done(strict)
+            if (function := self._function(attempt)) is not None:
+                other = self._open([*paths, function])
+                if not isinstance(other.problem, NotALeaf) or other.problem.path != function:
+                    self._note(f"{described(self._model, function)} runs as one operator")
+                    paths, attempt = [*paths, function], other
+                    continue
+                self._note(f"{described(self._model, function)} cannot run as one operator: {other.problem}")
             found = self._culprits(attempt, paths)
             if "" in found or self._share({*paths, *found}) > LARGE_SHARE:
                 better = self._method(attempt, paths)
@@ -317,6 +326,16 @@ class _FrontEnd:
         return dataclasses.replace(attempt.traced, changes=changes, record=tuple(self._record)), self._signature
 
     # -- who is to blame --------------------------------------------------------------------------------------
+
+    def _function(self, attempt: _Attempt) -> str | None:
+        """The custom Function that stands in the way, unless it was tried as an operator."""
+        if not isinstance(attempt.problem, Offence) or attempt.problem.function is None:
+            return None
+        path = function_path(attempt.problem.function)
+        if path in self._functions_tried:
+            return None
+        self._functions_tried.add(path)
+        return path
 
     def _culprits(self, attempt: _Attempt, paths: Sequence[str]) -> list[str]:
         """The modules to make leaves of; [''] where it is the model's own code."""

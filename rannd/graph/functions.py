@@ -1,0 +1,182 @@
+"""Calls of custom ``autograd.Function`` classes as opaque operators, wherever they are called.
+
+Export runs through the forward of such a class and forgets its backward. A call of one whose arguments and results are
+tensors and constants becomes a single operator of the graph, which applies the class itself; the code around it is
+traced as usual. torch calls ``forward`` and makes a node of the autograd graph under whatever name the user's code has
+for ``apply`` (an alias, an attribute, a partial), so both are watched at the class, not at ``apply``.
+
+The path of a class is two dots, a word, and where it is defined: ``..function package.module:Outer.Name``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction, Function
+from torch.utils.checkpoint import CheckpointFunction
+
+_PREFIX = "..function "
+
+_seen: weakref.WeakValueDictionary[str, type[Function]] = weakref.WeakValueDictionary()
+"""Classes that are not found by their names (defined inside functions), by their paths."""
+
+
+class FunctionPart(nn.Module):
+    """A Function as a module: calling it applies the class. It has no state; parameters are among its arguments."""
+
+    function: type[Function]
+    own_forward: Callable[..., Any]
+
+    def __init__(self, function: type[Function]) -> None:
+        super().__init__()
+        self.__dict__["function"] = function
+        self.__dict__["own_forward"] = function.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+def function_path(function: type[Function]) -> str:
+    """The path of a class."""
+    path = f"{_PREFIX}{function.__module__}:{function.__qualname__}"
+    _seen[path] = function
+    return path
+
+
+def is_function(path: str) -> bool:
+    """Whether a path is that of a Function."""
+    return path.startswith(_PREFIX)
+
+
+def function_name(path: str) -> str:
+    """The dotted name of the class at a path."""
+    return path.removeprefix(_PREFIX).replace(":", ".")
+
+
+def function_part(path: str) -> FunctionPart:
+    """The class at a path. LookupError where the running program has none of this name."""
+    found = _by_name(path) or _seen.get(path)
+    if found is None:
+        raise LookupError(f"there is no autograd.Function {function_name(path)}")
+    return FunctionPart(found)
+
+
+def found_by_name(path: str) -> bool:
+    """Whether a later run of the program finds the class at a path."""
+    function = _by_name(path)
+    return function is not None and _seen.get(path, function) is function
+
+
+def _by_name(path: str) -> type[Function] | None:
+    """The class among the modules that are imported; nothing is imported, and nothing but a Function is found."""
+    module, _, name = path.removeprefix(_PREFIX).partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        if not isinstance(found, (types.ModuleType, type)):
+            return None
+        found = vars(found).get(part)
+    return found if isinstance(found, type) and issubclass(found, Function) else None
+
+
+@contextlib.contextmanager
+def watched_nodes(called: Callable[[type[Function]], None]) -> Iterator[None]:
+    """Call `called` with the class of each Function that is applied, before its forward runs."""
+    before = BackwardCFunction.__dict__.get("__init__")
+
+    def made(node: Any, *args: Any, **kwargs: Any) -> None:
+        called(type(node)._forward_cls)
+        if before is not None:
+            before(node, *args, **kwargs)
+
+    BackwardCFunction.__init__ = made  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del BackwardCFunction.__init__
+        else:
+            BackwardCFunction.__init__ = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def observed_forward(part: FunctionPart, observer: Callable[..., Any]) -> Iterator[None]:
+    """Let each call of the class run `observer(forward, args, kwargs)`; forward() runs the class's own."""
+    with_context = _takes_context(part.function)
+
+    @functools.wraps(part.own_forward)  # newer versions of torch ask for its signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = args[1:] if with_context else args
+        return observer(functools.partial(part.own_forward, *args, **kwargs), given, kwargs)
+
+    with _replaced(part.function, {"forward": staticmethod(forward)}):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of the class run `function(*args, **kwargs)`, while the model is traced: they have no backward.
+
+    It returns the results and, of these, the tensors that have no gradient.
+    """
+    cls = part.function
+    constants: list[torch.Tensor] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if with_context:
+            context, *given = args
+            result, found = function(*given, **kwargs)
+            context.mark_non_differentiable(*found)
+            return result
+        result, constants[:] = function(*args, **kwargs)
+        return result
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(*constants)
+        constants.clear()
+
+    with_context = _takes_context(cls)
+    replacement: dict[str, Any] = {"forward": staticmethod(functools.wraps(part.own_forward)(forward))}
+    if not with_context:
+        replacement["setup_context"] = staticmethod(setup_context)
+    with _replaced(cls, replacement):
+        yield
+
+
+def _takes_context(function: type[Function]) -> bool:
+    """Whether the class's forward gets the context (there is another method for it since torch 2.0)."""
+    return function.setup_context is Function.setup_context
+
+
+@contextlib.contextmanager
+def _replaced(function: type[Function], values: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: vars(function)[name] for name in values if name in vars(function)}
+    for name, value in values.items():
+        setattr(function, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(function, name, before[name])
+            else:
+                delattr(function, name)
+
+
+@contextlib.contextmanager
+def direct_checkpoints() -> Iterator[None]:
+    """Run what the user checkpoints (reentrant) without it: recomputing is the plan's business, its forward records no
+    gradients, and its backward would run a module as it then is."""
+    apply = classmethod(lambda cls, function, _, *inputs: function(*inputs))
+    CheckpointFunction.apply = apply  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
