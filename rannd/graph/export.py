@@ -30,7 +30,7 @@ from rannd.graph.contents import same_arrays
 from rannd.graph.cpp_functions import watch_cpp_functions
 from rannd.graph.decisions import Deciding, split_off
 from rannd.graph.dice import unchanged, watch_dice
-from rannd.graph.functions import direct_checkpoints
+from rannd.graph.functions import no_checkpoints
 from rannd.graph.leaves import LeafTable
 from rannd.graph.names import any_name
 from rannd.graph.opaque import in_place
@@ -132,7 +132,7 @@ def export(
     # Strict export runs no code of the user's, and follows all Python code, hooks as well.
     dice = unchanged(model) if strict else watch_dice(model)
     gradients = watch_gradients(model, table.functions if table is not None else ())
-    with quiet(), any_name(), same_arrays(model), gradients, direct_checkpoints(), dice, _unvalidated():
+    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), dice, _unvalidated():
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import types
 import weakref
@@ -111,12 +112,11 @@ def observed_forward(part: FunctionPart, observer: Callable[..., Any]) -> Iterat
     """Let each call of the class run `observer(forward, args, kwargs)`; forward() runs the class's own."""
     with_context = _takes_context(part.function)
 
-    @functools.wraps(part.own_forward)  # newer versions of torch ask for its signature
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = args[1:] if with_context else args
         return observer(functools.partial(part.own_forward, *args, **kwargs), given, kwargs)
 
-    with _replaced(part.function, {"forward": staticmethod(forward)}):
+    with _replaced(part.function, {"forward": staticmethod(_with_parameters(part.own_forward, forward))}):
         yield
 
 
@@ -143,7 +143,7 @@ def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterat
         constants.clear()
 
     with_context = _takes_context(cls)
-    replacement: dict[str, Any] = {"forward": staticmethod(functools.wraps(part.own_forward)(forward))}
+    replacement: dict[str, Any] = {"forward": staticmethod(_with_parameters(part.own_forward, forward))}
     if not with_context:
         replacement["setup_context"] = staticmethod(setup_context)
     with _replaced(cls, replacement):
@@ -153,6 +153,27 @@ def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterat
 def _takes_context(function: type[Function]) -> bool:
     """Whether the class's forward gets the context (there is another method for it since torch 2.0)."""
     return function.setup_context is Function.setup_context
+
+
+def _with_parameters(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the parameters of `own`: since 2.15 torch reads them from its code, to tell keyword arguments."""
+    code = getattr(own, "__code__", None)
+    if code is None:
+        return function
+    names = list(code.co_varnames)
+    plain = names[: code.co_argcount]
+    keywords = names[code.co_argcount :][: code.co_kwonlyargcount]
+    rest = names[code.co_argcount + code.co_kwonlyargcount :]
+    more = [f"*{rest.pop(0)}"] if code.co_flags & inspect.CO_VARARGS else []
+    others = [f"**{rest[0]}"] if code.co_flags & inspect.CO_VARKEYWORDS else []
+    parameters = ", ".join([*plain, *(more or ["*"] * bool(keywords)), *keywords, *others])
+    given = ", ".join([*plain, *more, *(f"{name}={name}" for name in keywords), *others])
+    called = "_" * (1 + max(map(len, names), default=0))  # no parameter's name
+    scope: dict[str, Any] = {called: function}
+    exec(f"def forward({parameters}): return {called}({given})", scope)
+    made = scope["forward"]
+    made.__defaults__, made.__kwdefaults__ = getattr(own, "__defaults__", None), getattr(own, "__kwdefaults__", None)
+    return functools.wraps(own)(made)
 
 
 @contextlib.contextmanager
@@ -180,3 +201,22 @@ def direct_checkpoints() -> Iterator[None]:
         yield
     finally:
         del CheckpointFunction.apply
+
+
+@contextlib.contextmanager
+def no_checkpoints() -> Iterator[None]:
+    """Run what the user checkpoints, in either way, without it, while a model is traced.
+
+    The other way needs, in some versions of torch, the autograd graph of real tensors, which traced ones do not have.
+    """
+    before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+    def directly(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = directly
+    try:
+        with direct_checkpoints():
+            yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = before

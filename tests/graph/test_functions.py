@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rannd.graph.codec import decode, encode
-from rannd.graph.functions import function_part, function_path
+from rannd.graph.functions import _with_parameters, function_part, function_path
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.plain import Uncodable
 
@@ -328,3 +329,18 @@ def test_only_functions_are_found_by_their_names() -> None:
         function_part("..function os:system")
     with pytest.raises(LookupError):
         function_part(f"..function {__name__}:Kernel")
+
+
+def test_the_function_in_the_place_of_a_forward_has_its_parameters() -> None:
+    """Newer versions of torch read them, to tell keyword arguments from others."""
+
+    def own(ctx: Any, a: int, /, b: int = 2, *rest: int, c: int, d: int = 4, **others: int) -> None: ...
+
+    made = _with_parameters(own, lambda *args, **kwargs: (args, kwargs))
+    assert made(0, 1, c=3) == ((0, 1, 2), {"c": 3, "d": 4})
+    assert made(0, 1, 5, 6, 7, c=3, e=8) == ((0, 1, 5, 6, 7), {"c": 3, "d": 4, "e": 8})
+
+    def bare(*, only: int) -> None: ...
+
+    assert _with_parameters(bare, lambda **kwargs: kwargs)(only=1) == {"only": 1}
+    assert inspect.signature(made) == inspect.signature(own)
