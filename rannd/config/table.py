@@ -348,6 +348,13 @@ class Config:
         plan_affecting=False,
         choices=("off", "loss", "all"),
     )
+    verify_trace: bool = item(
+        True,
+        "Compare each new trace with the model, on at most two rows of rank 0's mini-batch (outputs, gradients, "
+        "buffers); what differs runs as one operator.",
+        group=_DEBUG,
+        plan_affecting=False,
+    )
     verify_partitioning: bool = item(
         False, "Compare the partitioned model's results with the whole model's.", group=_DEBUG, plan_affecting=False
     )

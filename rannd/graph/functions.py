@@ -195,12 +195,8 @@ def _replaced(function: type[Function], values: Mapping[str, Any]) -> Iterator[N
 def direct_checkpoints() -> Iterator[None]:
     """Run what the user checkpoints (reentrant) without it: recomputing is the plan's business, its forward records no
     gradients, and its backward would run a module as it then is."""
-    apply = classmethod(lambda cls, function, _, *inputs: function(*inputs))
-    CheckpointFunction.apply = apply  # type: ignore[method-assign, assignment]
-    try:
+    with _replaced(CheckpointFunction, {"apply": classmethod(lambda cls, function, _, *inputs: function(*inputs))}):
         yield
-    finally:
-        del CheckpointFunction.apply
 
 
 @contextlib.contextmanager

@@ -61,12 +61,16 @@ class ModelGraph:
 
 
 def trace(
-    model: nn.Module, signature: Signature, leaves: list[torch.Tensor], assumed: Sequence[bool] | None = None
+    model: nn.Module,
+    signature: Signature,
+    leaves: list[torch.Tensor],
+    assumed: Sequence[bool] | None = None,
+    opaque: Sequence[str] = (),
 ) -> tuple[Traced, Signature]:
     """`rannd.graph.trace.trace`, imported when a model is traced: a run from the cache has no use for it."""
     from rannd.graph import trace as front_end
 
-    return front_end.trace(model, signature, leaves, assumed)
+    return front_end.trace(model, signature, leaves, assumed, opaque)
 
 
 def build(

@@ -39,16 +39,32 @@ def halve(model: nn.Module, root: str, paths: list[str], works: Works) -> list[s
     if not children or not works(outermost([*paths, *children])):
         return [root]
     found: list[str] = []
-    kinds: dict[Any, list[str]] = {}
-    for name in children:
-        module = model.get_submodule(name)
-        kinds.setdefault((type(module), _settings(module)), []).append(name)
-    for names in kinds.values():
+    for names in _kinds(model, children):
         others = [name for name in children if name not in names]
         if not works(outermost([*paths, *others])):
             for name in names:
                 found += halve(model, name, [*paths, *(other for other in children if other != name)], works)
     return found or [root]
+
+
+def first_wrong(model: nn.Module, paths: Sequence[str], right: Works, root: str = "") -> str:
+    """The smallest module at or below `root` without whose graph the rest is right; the first of them.
+
+    `right` tells whether the graph with the modules at some paths as leaves computes what the model computes; with the
+    leaves at `paths` alone it does not.
+    """
+    children = [name for name in _children(model, root) if not within(name, paths)]
+    if not children or not right(outermost([*paths, *children])):
+        return root
+    for names in _kinds(model, children):
+        others = outermost([*paths, *(name for name in children if name not in names)])
+        if right(others):
+            continue
+        for name in names:
+            rest = outermost([*paths, *(other for other in children if other != name)])
+            if len(names) == 1 or not right(rest):
+                return first_wrong(model, rest, right, name)
+    return root
 
 
 def is_called(module: nn.Module) -> bool:
@@ -59,6 +75,15 @@ def is_called(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether autograd calls the user's code for a module."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _kinds(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
+    """Modules by class and settings."""
+    kinds: dict[Any, list[str]] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        kinds.setdefault((type(module), _settings(module)), []).append(name)
+    return list(kinds.values())
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:

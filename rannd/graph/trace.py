@@ -74,27 +74,38 @@ class _ClosedBatch(Exception):
 
 
 def trace(
-    model: nn.Module, signature: Signature, leaves: list[torch.Tensor], assumed: Sequence[bool] | None = None
+    model: nn.Module,
+    signature: Signature,
+    leaves: list[torch.Tensor],
+    assumed: Sequence[bool] | None = None,
+    opaque: Sequence[str] = (),
 ) -> tuple[Traced, Signature]:
     """Trace `model` as it is called with tensors like `leaves` (one per tensor of the signature).
 
     Where the code branches on what is in the tensors, the graph has the branch that `leaves` take; without rows they
-    take none, and `assumed` says what to decide (decisions.py), as another rank did.
+    take none, and `assumed` says what to decide (decisions.py), as another rank did. The modules at `opaque` run as
+    single operators, whatever their code is.
 
     Returns the traced model with the signature of the calls that it is for: the given one, or one that fixes the
     number of rows. Raises TraceError where the model itself fails, or returns no tensor.
     """
-    return _FrontEnd(model, signature, leaves, assumed).run()
+    return _FrontEnd(model, signature, leaves, assumed, opaque).run()
 
 
 class _FrontEnd:
     def __init__(
-        self, model: nn.Module, signature: Signature, leaves: list[torch.Tensor], assumed: Sequence[bool] | None
+        self,
+        model: nn.Module,
+        signature: Signature,
+        leaves: list[torch.Tensor],
+        assumed: Sequence[bool] | None,
+        opaque: Sequence[str],
     ) -> None:
         self._model = model
         self._signature = signature
         self._leaves = leaves
         self._assumed = assumed
+        self._opaque = opaque
         empty = signature.rows(leaves) == 0
         self._sample = Sample(example_inputs(signature, leaves) if empty else leaves, assumed if empty else None)
         self._record: list[str] = []
@@ -105,9 +116,11 @@ class _FrontEnd:
     def run(self) -> tuple[Traced, Signature]:
         """Go through the ways."""
         hooked = [name for name, module in self._model.named_modules() if has_backward_hooks(module)]
+        for name in self._opaque:
+            self._note(f"{described(self._model, name)} computes something else in a graph: runs as one operator")
         for name in hooked:
             self._note(f"{described(self._model, name)} has backward hooks: runs as one operator")
-        paths = outermost(hooked)
+        paths = outermost([*self._opaque, *hooked])
         first = attempt = self._open(paths)
         if not attempt.good:
             problem = self._problem(attempt)
@@ -240,7 +253,7 @@ class _FrontEnd:
 
     def _strict(self) -> _Attempt | None:
         """Strict export; once, and not where it would lose silently what the other refused."""
-        if self._strict_tried or self._offended:
+        if self._strict_tried or self._offended or self._opaque:
             return None
         self._strict_tried = True
         attempt = self._open((), strict=True)
@@ -256,7 +269,7 @@ class _FrontEnd:
         if rows == 0:
             return None
         signature = dataclasses.replace(self._signature, fixed_rows=rows)
-        other = _FrontEnd(self._model, signature, self._leaves, self._assumed)
+        other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
         attempt = other._open(paths)
         if not attempt.good:
             self._note(f"export for {rows} rows failed, too: {self._why(attempt)}")
@@ -281,12 +294,12 @@ class _FrontEnd:
             for numbers in itertools.combinations(reversed(carrying), count):
                 signature = self._signature.whole(numbers, rows)
                 if self._runs_with(signature, [2, rows + 1]):
-                    other = _FrontEnd(self._model, signature, self._leaves, self._assumed)
+                    other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
                     names = ", ".join(self._signature.tensors[number].name for number in sorted(numbers))
                     other._note(f"{names} has {rows} rows, too, but carries no samples: for {few} rows {problem}")
                     traced, signature = other.run()
                     return dataclasses.replace(traced, whole=tuple(sorted(numbers))), signature
-        other = _FrontEnd(self._model, fixed, self._leaves, self._assumed)
+        other = _FrontEnd(self._model, fixed, self._leaves, self._assumed, self._opaque)
         other._note(
             f"for {few} rows {problem}; traced for {rows} rows, other sizes of the batch need a graph of their own"
         )
@@ -294,7 +307,7 @@ class _FrontEnd:
 
     def _runs_with(self, signature: Signature, sizes: Iterable[int]) -> bool:
         """Whether the model runs with (at least) some numbers of rows under another signature."""
-        other = _FrontEnd(self._model, signature, self._leaves, self._assumed)
+        other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
         try:
             with preserved(self._model):
                 for size in sizes:

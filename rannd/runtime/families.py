@@ -20,6 +20,7 @@ from rannd.graph.plain import Broken
 from rannd.graph.pystate import State
 from rannd.graph.signature import Signature
 from rannd.runtime.cache import Cache
+from rannd.runtime.stored_trace import StoredTrace, pack, unpack
 from rannd.runtime.world import World
 
 
@@ -30,12 +31,25 @@ class _Family:
     open: tuple[tuple[int, int], ...] = ()
     data: bytes = b""
     hopeless: bool = False
+    checked: str | None = None
+    """See StoredTrace."""
+    key: Key | None = None
+    """Under which the template is to be kept, on rank 0; None where it is kept already, or cannot be."""
 
 
 class Families:
     """The templates of one model. Collective."""
 
-    def __init__(self, world: World, cache: Cache, model: nn.Module, key_of: Callable[[Signature], Key | None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        cache: Cache,
+        model: nn.Module,
+        key_of: Callable[[Signature], Key | None],
+        *,
+        check: bool,
+    ) -> None:
+        self._check = check
         self._world = world
         self._cache = cache
         self._model = model
@@ -70,6 +84,23 @@ class Families:
             family.hopeless |= self._anywhere(bool(broken))
         return None if self._anywhere(graph is None) else graph
 
+    def checked(self, signature: Signature) -> str | None:
+        """What is known about the template of a call's family, see StoredTrace."""
+        return self._known[signature.family()].checked
+
+    def keep(self, signature: Signature, checked: str | None) -> None:
+        """The template of a call's family can be used; keep it in the cache."""
+        family = self._known[signature.family()]
+        family.checked = checked
+        if family.key is not None and self._cache.client is not None:
+            self._cache.client.put(family.key, pack(StoredTrace("", checked, family.data)))
+        family.key = None
+
+    def drop(self, signature: Signature) -> None:
+        """The template of a call's family is wrong: every size is traced on its own."""
+        family = self._known[signature.family()]
+        family.hopeless, family.data, family.key = True, b"", None
+
     def _anywhere(self, here: bool) -> bool:
         return any(each for (each,) in self._world.gather_numbers([int(here)]))
 
@@ -86,6 +117,7 @@ class Families:
             tensors[tensor] = replace(tensors[tensor], shape=tuple(shape))
         key = self._key_of(replace(signature, tensors=tuple(tensors)))
         found = b""
+        family.key, family.checked = None, None
         if self._world.rank == 0:
             logger = log.get("RaNNCModule")
             if key is not None and self._cache.client is not None:
@@ -93,19 +125,32 @@ class Families:
                     logger.warning("The cached trace %s cannot be used: %s", key.short, broken)
                     self._cache.client.discard(key, broken)
                 else:
-                    found = self._cache.client.get(key) or b""
+                    found = self._usable(self._cache.client.get(key) or b"")
             if found and key is not None:
                 logger.info("Using trace %s for any size of %s from the cache", key.short, sizes)
             else:
                 try:
                     logger.info("Tracing model for any size of %s ...", sizes)
-                    found = template(self._model, signature, leaves)
-                    if key is not None and self._cache.client is not None:
-                        self._cache.client.put(key, found)
+                    found = pack(StoredTrace("", None, template(self._model, signature, leaves)))
+                    family.key = key
                 except NoTemplate as exc:
                     logger.info("Every size of %s is traced on its own: %s", sizes, exc)
-        family.data = self._world.broadcast_bytes(found)
+        found = self._world.broadcast_bytes(found)
+        if found:
+            stored = unpack(found)
+            family.data, family.checked = stored.data, stored.checked
+        else:
+            family.data = b""
         family.hopeless = not family.data
+
+    def _usable(self, found: bytes) -> bytes:
+        """A template from the cache; nothing where it is none, or was never compared with the model and is to be."""
+        try:
+            known = not found or unpack(found).checked is not None
+        except Broken as exc:
+            log.get("RaNNCModule").warning("The cached trace cannot be used: %s", exc)
+            return b""
+        return found if known or not self._check else b""
 
     def _instance(self, data: bytes, signature: Signature, leaves: list[torch.Tensor]) -> tuple[ModelGraph | None, str]:
         """The graph of a call, or else what is wrong with the template, if it is to blame."""

@@ -8,7 +8,7 @@ parameters, which share their memory; gradients gather there until they are redu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -147,14 +147,19 @@ class Parameters:
         ]
 
     @contextlib.contextmanager
-    def hollow(self) -> Iterator[None]:
-        """While a graph is traced: every tensor on the CPU and contiguous, as in a whole model, without its memory."""
+    def hollow(self) -> Iterator[Sequence[torch.Tensor]]:
+        """While a graph is traced: every tensor on the CPU and contiguous, as in a whole model, without its memory.
+
+        Gives those whose memory holds nothing.
+        """
         before = {name: tensor.data for name, tensor in self.tensors.items()}
+        empty = []
         try:
             for tensor in self.tensors.values():
                 if not tensor.is_contiguous() or tensor.device.type != "cpu":
                     tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
-            yield
+                    empty.append(tensor)
+            yield empty
         finally:
             for name, tensor in self.tensors.items():
                 tensor.data = before[name]

@@ -75,7 +75,7 @@ class Session:
         self.values = Values(world, model, checkpoint, sync=sync)
         self._graphs = Graphs(world, model)
         self._cache = Cache(world, config)
-        self._tracer = Tracer(world, self._cache, model)
+        self._tracer = Tracer(world, self._cache, model, check=config.verify_trace)
         self._deployer = Deployer(
             world,
             config,
@@ -379,13 +379,13 @@ class Session:
 
     def _trace(self, signature: Signature, call: Call) -> ModelGraph:
         """The graph of a call, from the cache or traced now; checked against the model where that is wanted."""
-        with self._whole_model(), traced_with(self._model, signature.mode):
-            graph, cached = self._tracer.graph(signature, call.tensors, self._graphs.state())
+        with self._whole_model() as empty, traced_with(self._model, signature.mode):
+            graph, cached = self._tracer.graph(signature, call.tensors, self._graphs.state(), empty)
             if cached and self._config.verify_partitioning and self.deployment is None:
                 wrong = self._verified(graph, call)
                 if wrong:
                     self._tracer.distrust(wrong)
-                    graph, _ = self._tracer.graph(signature, call.tensors, self._graphs.state())
+                    graph, _ = self._tracer.graph(signature, call.tensors, self._graphs.state(), empty)
         if not self._config.partitioning_dry_run_np:
             self.values.check_leaves(graph.traced.leaf_paths)
         if self.world.rank == 0 and self.deployment is None:
@@ -409,8 +409,11 @@ class Session:
                 "verify_partitioning: not done, because no rank has the whole model (meta device)"
             )
 
-    def _whole_model(self) -> AbstractContextManager[None]:
-        """The model as a tracer wants to see it, where ranks hold parts of it, or nobody has values."""
+    def _whole_model(self) -> AbstractContextManager[Sequence[torch.Tensor] | None]:
+        """The model as a tracer wants to see it, where ranks hold parts of it, or nobody has values.
+
+        Gives the tensors whose memory holds nothing here; None where no rank has values.
+        """
         if self._deployed is not None:
             return self._deployed.parameters.hollow()
         return self.values.readable(planned_only=bool(self._config.partitioning_dry_run_np))

@@ -26,10 +26,9 @@ from rannd.graph.pystate import State
 from rannd.graph.signature import Signature
 from rannd.runtime.cache import Cache
 from rannd.runtime.families import Families
+from rannd.runtime.stored_trace import StoredTrace, pack, unpack
+from rannd.runtime.trace_checking import TraceChecker
 from rannd.runtime.world import World
-
-_DIGEST = 64
-"""Letters of the graph hash before a stored trace."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ class _Made:
     data: bytes = b""
     """For the cache."""
     cached: bool = False
+    checked: str | None = None
+    """What is known from when it was made, see StoredTrace."""
     broken: str = ""
     """Why the stored trace cannot be used by anybody."""
     error: RanndError | None = None
@@ -63,11 +64,12 @@ def other_branches(rank: int) -> str:
 class Tracer:
     """Finds the graphs of one model. Collective."""
 
-    def __init__(self, world: World, cache: Cache, model: nn.Module) -> None:
+    def __init__(self, world: World, cache: Cache, model: nn.Module, *, check: bool) -> None:
         self._world = world
+        self._checker = TraceChecker(world, model) if check else None
         self._cache = cache
         self._model = model
-        self._families = Families(world, cache, model, self._key)
+        self._families = Families(world, cache, model, self._key, check=check)
         self._distrusted = False
         self._used: Key | None = None
         """Of the latest trace that came from the cache."""
@@ -82,22 +84,30 @@ class Tracer:
         if self._used is not None:
             self._discard(self._used, why)
 
-    def graph(self, signature: Signature, tensors: Sequence[torch.Tensor], state: State) -> tuple[ModelGraph, bool]:
+    def graph(
+        self,
+        signature: Signature,
+        tensors: Sequence[torch.Tensor],
+        state: State,
+        empty: Sequence[torch.Tensor] | None,
+    ) -> tuple[ModelGraph, bool]:
         """The graph of calls with `signature`, and whether it came from the cache.
 
-        `state` is the Python state of the model's modules. An error on one rank, and graphs that differ, are errors on
-        all.
+        `state` is the Python state of the model's modules; `empty` are the tensors of the model whose memory holds
+        nothing here, None where no rank has any values. An error on one rank, and graphs that differ, are errors on
+        all. A new graph is compared with the model.
         """
         home = next((p.device for p in self._model.parameters()), self._world.device)
         leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in tensors]
         other = self._families.graph(signature, leaves, state)
         if other is not None:
             self._agree(_Made(other), signature)
-            return other, False
+            if self._template_holds(other, signature, leaves, empty):
+                return other, False
         self.traced += 1
         key = self._key(signature)
-        stored = self._find(key) if key is not None else b""
-        made = _Made()
+        stored = self._usable(self._find(key)) if key is not None else b""
+        made, assumed = _Made(), None
         rows = [count for (count,) in self._world.gather_numbers([signature.rows(leaves)])]
         follows = any(rows) and not rows[self._world.rank]  # a mini-batch without rows decides as the others do
         if not follows:
@@ -106,19 +116,88 @@ class Tracer:
             told = self._world.gather_bytes(bytes(made.decided))
             if follows:
                 first = next(rank for rank, count in enumerate(rows) if count)
-                made = self._make(stored, signature, leaves, tuple(map(bool, told[first])), key)
+                assumed = tuple(map(bool, told[first]))
+                made = self._make(stored, signature, leaves, assumed, key)
         self._agree(made, signature)
-        graph = made.graph
-        assert graph is not None
         if key is not None and made.broken:
             self._discard(key, made.broken)
+        made, checked = self._compared(made, signature, leaves, assumed, key, empty)
+        graph = made.graph
+        assert graph is not None
         if key is not None and made.data:
-            self._keep(key, graph.task.graph_hash.encode() + made.data)
+            self._keep(key, pack(StoredTrace(graph.task.graph_hash, checked, made.data)))
         self._tell(graph)
         # Only some ranks may have been able to use the cached trace.
         cached = bool(stored) and all(each for (each,) in self._world.gather_numbers([int(made.cached)]))
         self._used = key if cached else None
         return graph, cached
+
+    # -- checking ---------------------------------------------------------------------------------------------
+
+    def _compared(
+        self,
+        made: _Made,
+        signature: Signature,
+        leaves: list[torch.Tensor],
+        assumed: tuple[bool, ...] | None,
+        key: Key | None,
+        empty: Sequence[torch.Tensor] | None,
+    ) -> tuple[_Made, str | None]:
+        """A graph that computes what the model computes, and what to store about it. Collective."""
+        if self._checker is None or self._from_rank_0(made.cached):
+            return made, made.checked
+
+        def retraced(paths: Sequence[str]) -> ModelGraph:
+            return self._new(signature, leaves, assumed, False, paths)[0]
+
+        opaque: tuple[str, ...] = ()
+        while True:
+            assert made.graph is not None
+            verdict = self._checker.verdict(made.graph, leaves, empty, opaque, retraced)
+            if verdict.checked is not None:
+                self._tell_checked(verdict.checked)
+                return made, verdict.checked
+            opaque = verdict.opaque
+            if self._world.rank == 0:
+                log.get("RaNNCModule").warning(
+                    "The traced graph computes something else than the model (%s), which runs as one operator now. "
+                    "Please report this model",
+                    verdict.line,
+                )
+            made = self._make(b"", signature, leaves, assumed, key, opaque)
+            self._agree(made, signature)
+
+    def _template_holds(
+        self,
+        graph: ModelGraph,
+        signature: Signature,
+        leaves: list[torch.Tensor],
+        empty: Sequence[torch.Tensor] | None,
+    ) -> bool:
+        """Whether the graph that was made from a family's template is right. Collective."""
+        checked = self._families.checked(signature)
+        if self._checker is not None and checked is None:
+            verdict = self._checker.verdict(graph, leaves, empty, (), None)
+            if verdict.checked is None and self._world.rank == 0:
+                log.get("RaNNCModule").warning(
+                    "The graph for any size computes something else than the model (%s): every size is traced on its "
+                    "own. Please report this model",
+                    verdict.line,
+                )
+            if verdict.checked is None:
+                self._families.drop(signature)
+                return False
+            self._tell_checked(verdict.checked)
+            checked = verdict.checked
+        self._families.keep(signature, checked)
+        return True
+
+    def _tell_checked(self, reason: str) -> None:
+        if reason and self._world.rank == 0:
+            log.get("RaNNCModule").info("The new trace was not compared with the model: %s", reason)
+
+    def _from_rank_0(self, flag: bool) -> bool:
+        return bool(self._world.broadcast_bytes(b"1" if flag else b""))
 
     # -- making -----------------------------------------------------------------------------------------------
 
@@ -129,30 +208,37 @@ class Tracer:
         leaves: list[torch.Tensor],
         assumed: tuple[bool, ...] | None,
         key: Key | None,
+        opaque: Sequence[str] = (),
     ) -> _Made:
         """The graph that is stored, or a new one, on this rank alone."""
         broken = ""
         try:
             if stored:
                 try:
-                    graph = self._load(stored, signature, leaves, assumed)
+                    trace = unpack(stored)
+                    graph = self._load(trace, signature, leaves, assumed)
                 except Broken as exc:
                     broken = str(exc)
                     log.get("RaNNCModule").warning("The cached trace cannot be used: %s", exc)
                 else:
                     if graph is not None:
-                        return _Made(graph, cached=True)
+                        return _Made(graph, cached=True, checked=trace.checked)
             keep = key is not None and (not stored or bool(broken)) and self._world.rank == 0
-            graph, data = self._new(signature, leaves, assumed, keep)
+            graph, data = self._new(signature, leaves, assumed, keep, opaque)
             return _Made(graph, data, broken=broken)
         except RanndError as exc:
             return _Made(broken=broken, error=exc)
 
     def _new(
-        self, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None, keep: bool
+        self,
+        signature: Signature,
+        leaves: list[torch.Tensor],
+        assumed: tuple[bool, ...] | None,
+        keep: bool,
+        opaque: Sequence[str],
     ) -> tuple[ModelGraph, bytes]:
         with explained(self._model, signature, leaves):
-            traced, signature = trace(self._model, signature, leaves, assumed)
+            traced, signature = trace(self._model, signature, leaves, assumed, opaque)
         data = b""
         if keep:
             try:
@@ -162,10 +248,10 @@ class Tracer:
         return build(self._model, signature, leaves, self._world.device, traced), data
 
     def _load(
-        self, stored: bytes, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None
+        self, stored: StoredTrace, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None
     ) -> ModelGraph | None:
         """The graph in a cached trace; None where it is for other calls. Broken where it is for none."""
-        traced, rows = decode(stored[_DIGEST:], self._model)
+        traced, rows = decode(stored.data, self._model)
         if (rows is not None and rows != signature.rows(leaves)) or signature.rows(leaves) in traced.holes:
             return None
         made = [traced.placeholders[number].meta["val"].shape for number in traced.whole]
@@ -176,7 +262,7 @@ class Tracer:
             graph = build(self._model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
         except Exception as exc:  # whatever is in it, the model can be traced
             raise Broken(f"no graph can be built from it: {type(exc).__name__}: {exc}") from exc
-        if graph.task.graph_hash.encode() != stored[:_DIGEST]:
+        if graph.task.graph_hash != stored.graph_hash:
             raise Broken("its graph has another hash than the stored one")
         decisions = graph.traced.decisions
         if decisions is not None:
@@ -273,6 +359,18 @@ class Tracer:
         if not found and client is not None and (reason := client.why(key)):
             log.get("RaNNCModule").info("No trace of this call is kept: %s", reason)
         return found
+
+    def _usable(self, stored: bytes) -> bytes:
+        """A stored trace; nothing where it was never compared with the model, and is to be."""
+        if self._checker is None or not stored:
+            return stored
+        try:
+            known = unpack(stored).checked is not None
+        except Broken:
+            return stored  # told where it is read
+        if not known and self._world.rank == 0:
+            log.get("RaNNCModule").info("The trace was kept without being compared with the model; it is made anew")
+        return stored if known else b""
 
     def _discard(self, key: Key, why: str) -> None:
         if self._cache.client is not None:

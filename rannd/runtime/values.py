@@ -258,21 +258,21 @@ class Values:
     # -- without values ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def readable(self, *, planned_only: bool) -> Iterator[None]:
+    def readable(self, *, planned_only: bool) -> Iterator[Sequence[torch.Tensor] | None]:
         """While a graph is traced: what has no values is on the CPU, as in any model, without taking memory.
 
         So are constants without values where a graph is `planned_only`; otherwise they are UsageErrors, where the
-        trace fails, as it does where they are read.
+        trace fails, as it does where they are read. Gives None then, and no tensors otherwise: all have values.
         """
         if not self.bare:
-            yield
+            yield ()
             return
         lost = self._lost()
         tensors = [*_first(self._model)[1].values(), *(lost.values() if planned_only else ())]
         away = [tensor for tensor in tensors if tensor.device.type != "cpu" and tensor.layout is torch.strided]
         try:
             with others(away, unwritten):
-                yield
+                yield None
         except TraceError as exc:
             if planned_only or not lost:
                 raise
