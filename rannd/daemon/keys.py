@@ -34,7 +34,7 @@ class Key(msgspec.Struct, frozen=True):
     """The key of a value that can be made again."""
 
     kind: str
-    """What the value is: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``."""
+    """What the value is: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``."""
     digest: str
     """Forty hex digits."""
     components: dict[str, str]
@@ -150,6 +150,15 @@ def trace_key(components: Mapping[str, Component]) -> Key:
     return make_key("trace", components)
 
 
+def hooks_key(*, tracer: str, versions: Mapping[str, str]) -> Key:
+    """The key of which hooks of the tracer, of these sources, a version of torch runs.
+
+    Raises:
+        ValueError: a required version is missing.
+    """
+    return make_key("hooks", {"tracer": tracer, **_versions(versions)})
+
+
 def link_key(
     *, topology: Sequence[tuple[int, int]], device_model: str, backend: str, versions: Mapping[str, str]
 ) -> Key:
@@ -192,6 +201,7 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "profile": (("block", "block", 8), ("device_model", "on", 32), ("threads", "threads", 8)),
     "trace": (("model", "of", 48), ("call", "for", 72)),
     "limit": (("deployment", "after out of memory in", 12),),
+    "hooks": (("version.torch", "of torch", 24),),
     "links": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),
 }
 

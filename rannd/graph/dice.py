@@ -28,10 +28,13 @@ _State = tuple[Any, ...]
 class _Generator:
     """A source of random numbers."""
 
-    def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+    def __init__(
+        self, name: str, get: Callable[[], Any], put: Callable[[Any], object], draw: Callable[[], object]
+    ) -> None:
         self.name = name
         self.get = get
         self.put = put
+        self.draw = draw
         self.seeded = False
         """The code has seeded it, before it drew: what it draws from then on is always the same."""
 
@@ -49,20 +52,23 @@ def _comparable(state: Any) -> Any:
 def _generators(model: nn.Module, torchs: bool) -> list[_Generator]:
     """The generators of numpy and Python, and those that the modules have in attributes; also `torchs`, if wanted."""
     found = [
-        _Generator("numpy", partial(np.random.get_state, legacy=False), np.random.set_state),
-        _Generator("Python's random", random.getstate, random.setstate),
+        _Generator("numpy", partial(np.random.get_state, legacy=False), np.random.set_state, np.random.random),
+        _Generator("Python's random", random.getstate, random.setstate, random.random),
     ]
     for where, value in Contents(modules_of(model)).generators:
         if isinstance(value, torch.Generator):
             if torchs:
-                found.append(_Generator(where, value.get_state, value.set_state))
+                draw = partial(torch.rand, (), generator=value, device=value.device)
+                found.append(_Generator(where, value.get_state, value.set_state, draw))
         elif isinstance(value, random.Random):
-            found.append(_Generator(where, value.getstate, value.setstate))
+            found.append(_Generator(where, value.getstate, value.setstate, value.random))
         elif isinstance(value, np.random.RandomState):
-            found.append(_Generator(where, partial(value.get_state, legacy=False), value.set_state))
+            get = partial(value.get_state, legacy=False)
+            found.append(_Generator(where, get, value.set_state, value.random_sample))
         else:
             bits = value.bit_generator
-            found.append(_Generator(where, partial(getattr, bits, "state"), partial(setattr, bits, "state")))
+            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+            found.append(_Generator(where, get, put, value.random))
     return found
 
 
@@ -75,6 +81,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for each, state in before:
             each.put(state)
+
+
+def draw_once(model: nn.Module) -> None:
+    """Move all generators on, so that code that draws gets other numbers than it has got before."""
+    for each in _generators(model, True):
+        each.draw()
 
 
 @contextlib.contextmanager

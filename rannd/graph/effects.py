@@ -87,7 +87,7 @@ def is_random(traced: Traced | nn.Module, node: Node) -> bool:
         return any(is_random(nested[0], inner) for inner in nested[0].graph.nodes)
     if operator_name(node.target) == LEAF:
         return True  # nobody knows; it is run with random numbers of its own, once
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if not is_random_operator(node.target):
         return False
     named = arguments(node)
     if "train" in named:
@@ -95,6 +95,11 @@ def is_random(traced: Traced | nn.Module, node: Node) -> bool:
     if "dropout_p" in named:
         return bool(named["dropout_p"] != 0)
     return not (base_name(node) == "rrelu" and not named["training"])
+
+
+def is_random_operator(target: object) -> bool:
+    """Whether an operator may draw from torch's random numbers."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 class Aliases:

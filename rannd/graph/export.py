@@ -132,7 +132,7 @@ def export(
     # Strict export runs no code of the user's, and follows all Python code, hooks as well.
     dice = unchanged(model) if strict else watch_dice(model)
     gradients = watch_gradients(model, table.functions if table is not None else ())
-    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), dice, _unvalidated():
+    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), dice, unvalidated():
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 
@@ -179,7 +179,7 @@ def example_inputs(signature: Signature, leaves: list[torch.Tensor], least: int 
 
 
 @contextlib.contextmanager
-def _unvalidated() -> Iterator[None]:
+def unvalidated() -> Iterator[None]:
     """Let torch.distributions not look at the values of its arguments, as it does unless Python runs with -O.
 
     These are branches on values that raise, or do nothing.

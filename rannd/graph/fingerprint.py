@@ -120,7 +120,7 @@ def _components(model: nn.Module, signature: Signature) -> dict[str, str]:
     kind = type(model)
     return {
         "versions": _versions(inspector.owners),
-        "tracer": _sources(),
+        "tracer": sources_digest(),
         "model": f"{kind.__module__}.{kind.__qualname__}",
         "modules": _digest(lines),
         "tensors": _digest(described),
@@ -253,7 +253,7 @@ def _versions(owners: set[str]) -> str:
 
 
 @functools.cache
-def _sources() -> str:
+def sources_digest() -> str:
     """Digest of the files of this package: they decide what a trace is. Read once, as their code is loaded once."""
     here = Path(__file__).parent
     return _digest([f"{path.relative_to(here)} {file_digest(str(path))}" for path in sorted(here.rglob("*.py"))])

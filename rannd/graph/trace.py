@@ -31,6 +31,7 @@ from rannd.graph.decisions import Undecidable
 from rannd.graph.dice import unchanged
 from rannd.graph.export import Notes, Sample, Shown, example_inputs, export, shown, traced_of
 from rannd.graph.functions import function_path
+from rannd.graph.hook_proofs import failing
 from rannd.graph.leaves import LeafTable
 from rannd.graph.methods import called_methods, method_path, part_of
 from rannd.graph.misuse import numbers_by_row
@@ -116,6 +117,12 @@ class _FrontEnd:
     def run(self) -> tuple[Traced, Signature]:
         """Go through the ways."""
         hooked = [name for name, module in self._model.named_modules() if has_backward_hooks(module)]
+        if lost := failing():
+            self._note(
+                f"torch {torch.__version__} does not run these hooks of the tracer: {', '.join(lost)}; no graph can be "
+                "trusted, and the whole model runs as one operator. Please report it"
+            )
+            return self._whole()
         for name in self._opaque:
             self._note(f"{described(self._model, name)} computes something else in a graph: runs as one operator")
         for name in hooked:
@@ -316,14 +323,17 @@ class _FrontEnd:
             return False
         return True
 
-    def _whole(self, attempt: _Attempt) -> tuple[Traced, Signature]:
+    def _whole(self, attempt: _Attempt | None = None) -> tuple[Traced, Signature]:
         """The whole model as one leaf."""
         whole = self._open(("",))
         if not whole.good:
+            first = f"{self._line(attempt)}: {self._why(attempt)}" if attempt is not None else f": {self._record[-1]}"
             raise TraceError(
-                f"{described(self._model, '')} cannot be traced{self._line(attempt)}: {self._why(attempt)}; nor can it "
-                f"run as one operator: {self._why(whole)}"
-            ) from attempt.problem
+                f"{described(self._model, '')} cannot be traced{first}; nor can it run as one operator: "
+                f"{self._why(whole)}"
+            ) from (attempt.problem if attempt is not None else None)
+        if attempt is None:
+            return self._done(whole)
         self._note(
             f"the whole model runs as one operator, and cannot be cut: {self._why(attempt)}. Move that code into a "
             "submodule of its own to have the rest partitioned"

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannd.graph.containers import plain_output
 from rannd.graph.cut import extract
+from rannd.graph.dice import draw_once
+from rannd.graph.effects import is_random_operator
 from rannd.graph.functions import direct_checkpoints
 from rannd.graph.losses import counted, pieces_weights
 from rannd.graph.model import ModelGraph
@@ -27,12 +29,13 @@ from rannd.graph.sizes import number_at
 MOST_ROWS = 2
 """Rows that a graph is compared with its model on, where it is for any number of them."""
 
-RELATIVE = {torch.float64: 1e-8, torch.float32: 1e-3}
+RELATIVE = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Largest difference of a value, by the type of the computation, relative to the largest element of its tensor."""
 RELATIVE_HALF = 0.05
-NOISE = 64
-"""A gradient's largest difference, in the computation's smallest steps from one of the size of the largest gradient:
-sums that are zero but for rounding differ by all that they are."""
+NOISE = {torch.float64: 1e-12, torch.float32: 1e-6}
+"""What a gradient may differ by besides, relative to the largest of all gradients: sums that are zero but for rounding
+differ by all that they are."""
+NOISE_HALF = 2e-3
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 """Namespaces of operators that wait for other ranks."""
@@ -60,6 +63,8 @@ class _Outcome:
     outputs: list[Any]
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    half: bool
+    """Computed in half precision, wherever autocast found it fit."""
 
 
 def compare(
@@ -128,7 +133,7 @@ class _EqualDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
             raise NotComparable("its code waits for other ranks")
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if is_random_operator(func):
             given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             seed = zlib.crc32(repr((str(func), [tuple(each.shape) for each in given])).encode())
             generator = kwargs.get("generator")
@@ -155,8 +160,10 @@ def _alike(model: nn.Module) -> Iterator[None]:
     torch.clear_autocast_cache()  # weights that were cast for another run belong to its autograd graph
     torch.manual_seed(0)
     draws: Any = _EqualDraws
-    with preserved(model), direct_checkpoints(), draws():
-        yield
+    with preserved(model):
+        draw_once(model)  # what was drawn while the model was traced must not be a constant of the graph
+        with direct_checkpoints(), draws():
+            yield
 
 
 def _of_model(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> _Outcome:
@@ -213,7 +220,7 @@ def _outcome(
         found = {name: each for name, each in zip(wanted, made, strict=True) if each is not None}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     plain = [each.detach() if isinstance(each, torch.Tensor) else each for each in outputs]
-    return _Outcome(plain, found, buffers)
+    return _Outcome(plain, found, buffers, bool(graph.signature.mode.autocast))
 
 
 def _weights(output: torch.Tensor) -> torch.Tensor:
@@ -230,10 +237,11 @@ def _finite(outcome: _Outcome) -> bool:
 
 def _difference(expected: _Outcome, found: _Outcome) -> Difference | None:
     """What differs: the gradients from the last parameter on, since a wrong one is carried to all before it."""
+    half = expected.half
     if len(expected.outputs) != len(found.outputs):
         return Difference("the number of outputs", _MUCH)
     for place, (value, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
-        by = _apart_by(value, other, 0.0)
+        by = _apart_by(value, other, 0.0, half)
         if by is not None:
             return Difference(f"output {place}", by)
     largest = max((_largest(each) for each in expected.gradients.values()), default=0.0)
@@ -242,19 +250,19 @@ def _difference(expected: _Outcome, found: _Outcome) -> Difference | None:
         if value is None or other is None:  # in graphs, what is not used may have a gradient of zero
             only = value if value is not None else other
             assert only is not None
-            by = _apart_by(torch.zeros_like(only), only, largest)
+            by = _apart_by(torch.zeros_like(only), only, largest, half)
         else:
-            by = _apart_by(value, other, largest)
+            by = _apart_by(value, other, largest, half)
         if by is not None:
             return Difference(f"the gradient of {name}", by)
     for name, buffer in expected.buffers.items():
-        by = _apart_by(buffer, found.buffers[name], 0.0)
+        by = _apart_by(buffer, found.buffers[name], 0.0, half)
         if by is not None:
             return Difference(f"buffer {name}", by)
     return None
 
 
-def _apart_by(value: Any, other: Any, largest: float) -> float | None:
+def _apart_by(value: Any, other: Any, largest: float, half: bool) -> float | None:
     """By how much two values differ, relative to the first; None where it is not more than rounding explains.
 
     `largest` is the size of the largest of all values of this kind.
@@ -277,9 +285,11 @@ def _apart_by(value: Any, other: Any, largest: float) -> float | None:
         return None
     wide = torch.complex128 if value.is_complex() else torch.float64
     by, size = float((one.to(wide) - two.to(wide)).abs().max()), float(one.to(wide).abs().max())
-    step = torch.finfo(value.dtype).eps
-    allowed = RELATIVE.get(value.dtype, RELATIVE_HALF) * size + NOISE * step * largest
-    return None if by <= allowed else by / max(size, step * largest, 1e-300)
+    real = value.real.dtype if value.is_complex() else value.dtype
+    relative, noise = RELATIVE.get(real, RELATIVE_HALF), NOISE.get(real, NOISE_HALF)
+    if half:
+        relative, noise = RELATIVE_HALF, NOISE_HALF
+    return None if by <= relative * size + noise * largest else by / max(size, noise * largest, 1e-300)
 
 
 def _largest(value: torch.Tensor) -> float:

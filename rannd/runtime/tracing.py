@@ -7,18 +7,22 @@ otherwise every rank traces. A loaded graph has to have the hash that the stored
 
 from __future__ import annotations
 
+import contextlib
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
 from rannd import log
-from rannd.daemon.keys import Key, trace_key
+from rannd.daemon.keys import Key, hooks_key, trace_key
+from rannd.daemon.version import version
 from rannd.errors import RanndError, StepError
 from rannd.graph.codec import decode, encode
-from rannd.graph.fingerprint import Unseen, fingerprint
+from rannd.graph.fingerprint import Unseen, fingerprint, sources_digest
 from rannd.graph.misuse import explained
 from rannd.graph.model import ModelGraph, build, trace
 from rannd.graph.plain import Broken, Uncodable
@@ -71,6 +75,7 @@ class Tracer:
         self._model = model
         self._families = Families(world, cache, model, self._key, check=check)
         self._distrusted = False
+        self._proven = False
         self._used: Key | None = None
         """Of the latest trace that came from the cache."""
         self.traced = 0
@@ -107,6 +112,8 @@ class Tracer:
         self.traced += 1
         key = self._key(signature)
         stored = self._usable(self._find(key)) if key is not None else b""
+        if not stored:
+            self._prove_hooks()
         made, assumed = _Made(), None
         rows = [count for (count,) in self._world.gather_numbers([signature.rows(leaves)])]
         follows = any(rows) and not rows[self._world.rank]  # a mini-batch without rows decides as the others do
@@ -191,6 +198,30 @@ class Tracer:
             checked = verdict.checked
         self._families.keep(signature, checked)
         return True
+
+    def _prove_hooks(self) -> None:
+        """Know which hooks of the tracer torch runs, from an earlier run if it is kept. Collective."""
+        if self._proven:
+            return
+        self._proven = True
+        from rannd.graph import hook_proofs  # it is of no use where traces come from the cache
+
+        client, kept = self._cache.client, b""
+        versions = {
+            "python": platform.python_version(),
+            "torch": f"{torch.__version__} {torch.version.git_version}",
+            "numpy": np.__version__,
+            "rannd": version(),
+        }
+        key = hooks_key(tracer=sources_digest(), versions=versions)
+        if client is not None:
+            kept = client.get(key) or b""
+        kept = self._world.broadcast_bytes(kept)
+        if kept:
+            with contextlib.suppress(msgspec.DecodeError):
+                hook_proofs.assume(msgspec.msgpack.decode(kept, type=tuple[str, ...]))
+        elif client is not None:
+            client.put(key, msgspec.msgpack.encode(hook_proofs.failing()))
 
     def _tell_checked(self, reason: str) -> None:
         if reason and self._world.rank == 0:

@@ -490,15 +490,15 @@ def test_the_sources_of_the_tracer_count(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for path in real.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(module, "__file__", str(tmp_path / "fingerprint.py"))
-    module._sources.cache_clear()
+    module.sources_digest.cache_clear()
     before = seen(Net())
     assert before == seen(Net())
     with (tmp_path / "export.py").open("a") as file:
         file.write("\n")
     assert seen(Net()) == before  # what is loaded stays as it is
-    module._sources.cache_clear()
+    module.sources_digest.cache_clear()
     assert differences(seen(Net()), before) == {"tracer"}
-    module._sources.cache_clear()
+    module.sources_digest.cache_clear()
 
 
 def test_files_are_read_again_when_they_change(tmp_path: Path) -> None:
