@@ -41,6 +41,7 @@ from rannd.graph.signature import Signature
 from rannd.graph.simplify import simplify
 from rannd.graph.traced import Decisions, OutputSpec, Traced, attribute, operator_name
 from rannd.graph.values import Number, abstract
+from rannd.torch_differences import tracing
 
 DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
            "aten::sym_constrain_range", "aten::_assert_async.msg")  # fmt: skip
@@ -132,7 +133,7 @@ def export(
     # Strict export runs no code of the user's, and follows all Python code, hooks as well.
     dice = unchanged(model) if strict else watch_dice(model)
     gradients = watch_gradients(model, table.functions if table is not None else ())
-    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), dice, unvalidated():
+    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), tracing(), dice, unvalidated():
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 

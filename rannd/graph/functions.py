@@ -24,6 +24,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils.checkpoint import CheckpointFunction
 
+from rannd.torch_differences import no_kept_inputs
+
 _PREFIX = "..function "
 
 _seen: weakref.WeakValueDictionary[str, type[Function]] = weakref.WeakValueDictionary()
@@ -201,18 +203,6 @@ def direct_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_checkpoints() -> Iterator[None]:
-    """Run what the user checkpoints, in either way, without it, while a model is traced.
-
-    The other way needs, in some versions of torch, the autograd graph of real tensors, which traced ones do not have.
-    """
-    before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-
-    def directly(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Run what the user checkpoints without it, while a model is traced: in either way, where torch needs that."""
+    with no_kept_inputs(), direct_checkpoints():
         yield
-
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = directly
-    try:
-        with direct_checkpoints():
-            yield
-    finally:
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = before

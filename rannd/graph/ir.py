@@ -76,6 +76,9 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     dtype: str = ""
     """The floating-point type it computes in, as 'float32': that of what it makes, or else of what it reads; '' for
     none (indices, masks). Under autocast the type that the operator was cast to."""
+    opaque: str = ""
+    """In words, the user's code that runs as this one operator, so that nothing of it can be placed apart; '' for
+    operators of torch."""
 
 
 class TaskGraph(msgspec.Struct, frozen=True):

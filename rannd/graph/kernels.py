@@ -1,4 +1,4 @@
-"""Shapes of operators that torch can run but not trace: it has no kernel for fake tensors of them.
+"""Shapes of operators that torch can run but not trace: it has no kernel for fake tensors of them, or a wrong one.
 
 Importing this file tells torch.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from rannd.torch_differences import mend_kernels, override_fake
 
 
 def _ctc_loss(
@@ -25,6 +27,5 @@ def _ctc_loss(
 
 
 for _name in ("aten::_ctc_loss", "aten::_ctc_loss.Tensor"):
-    torch.library.register_fake(
-        _name, _ctc_loss, allow_override=True
-    )  # torch 2.11 refuses without; later is the default
+    override_fake(_name, _ctc_loss)
+mend_kernels()

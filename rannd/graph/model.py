@@ -10,11 +10,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from rannd.graph import losses
+from rannd.graph.blame import described
 from rannd.graph.cut_point import Segments, segments
 from rannd.graph.dropout import switch as switch_dropout
 from rannd.graph.flops import computing_type, forward_flops
 from rannd.graph.hashing import graph_hash, structures
 from rannd.graph.ir import Op, Param, Size, TaskGraph, Value
+from rannd.graph.leaves import NAME as LEAF
+from rannd.graph.leaves import call_of
 from rannd.graph.misuse import explained
 from rannd.graph.placement import Placement, place
 from rannd.graph.rows import RowAnalysis, analyse
@@ -163,6 +166,7 @@ def _task_graph(
                 module=node.meta.get("module", ""),
                 segment=segment[node],
                 dtype=computing_type(node),
+                opaque=described(model, call_of(node.args[0])[1].path) if operator_name(node.target) == LEAF else "",
             )
         )
     used = {param for op in ops for param in op.params}

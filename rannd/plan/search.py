@@ -38,6 +38,7 @@ __all__ = [
 
 _GIB = 1024**3
 _MOST_PASSED = 8
+_MOST_NAMED = 3
 """Plans that the search has met on its way and that are simulated."""
 
 
@@ -72,9 +73,12 @@ def plan(
         raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
     machine = Machine(slots, costs.link, costs.between)
     places = np.array(cut_places(graph, [block.ops for block in blocks]))
-    stages, replicas = _demands(options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph))
+    stages, replicas = _demands(
+        options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=_opaque(graph)
+    )
     allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
-    counts = microbatch_counts(options, rows_per_rank=math.ceil(batch_rows / world), coupled=graph.rows_coupled)
+    rows_per_rank = math.ceil(batch_rows / world)
+    counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=_opaque(graph))
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
     intervals = Intervals(graph, blocks, costs.blocks)
     reductions = Reductions(intervals, machine)
@@ -118,7 +122,7 @@ def plan(
     raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, next(later, None))
 
 
-def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool) -> list[int]:
+def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool, why: str = "") -> list[int]:
     """The numbers of microbatches to try: min_pipeline, doubled up to max_pipeline, or pipeline_num alone.
 
     No piece may have fewer rows than min_pipeline_bs, and a graph that couples rows takes whole mini-batches.
@@ -133,7 +137,7 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
     if coupled and wanted[0] > 1:
         raise PlanError(
             f"{asked}, but the model couples the rows of a batch (as BatchNorm does in training), so each mini-batch "
-            "has to run whole; set pipeline_num=1"
+            f"has to run whole; set pipeline_num=1{why}"
         )
     # Pieces without rows do not run, so the smallest that does has one row at least.
     smallest = {count: max(rows_per_rank // count, 1) for count in wanted}
@@ -174,10 +178,25 @@ def _modules(graph: TaskGraph, block: Block) -> str:
     return ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
 
 
-def _demands(options: PlanOptions, *, world: int, blocks: int, marked: bool) -> tuple[int, npt.NDArray[np.bool_]]:
+def _opaque(graph: TaskGraph) -> str:
+    """The code that cannot be cut because it runs as one operator, as an addition to an error; '' where there is none."""
+    code = list(dict.fromkeys(op.opaque for op in graph.ops if op.opaque))
+    if not code:
+        return ""
+    some = ", ".join(code[:_MOST_NAMED]) + (f" and {len(code) - _MOST_NAMED} more" if len(code) > _MOST_NAMED else "")
+    return (
+        f". Nothing inside of {some} can be placed apart: that code cannot be traced and runs as one operator (the log "
+        "says why, in the lines 'Tracing:')"
+    )
+
+
+def _demands(
+    options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str
+) -> tuple[int, npt.NDArray[np.bool_]]:
     """The number of stages (0: free), and by number of replicas (from 1) whether a stage may have so many.
 
-    `blocks`: parts that may be stages of their own; `marked`: CutPoints divide them.
+    `blocks`: parts that may be stages of their own; `marked`: CutPoints divide them; `why`: what is told where these
+    are too few.
     """
     stages, replicas = options.partition_num, options.replica_num
     if replicas:
@@ -203,7 +222,7 @@ def _demands(options: PlanOptions, *, world: int, blocks: int, marked: bool) -> 
     if stages > blocks:
         raise PlanError(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "
-            f"into {blocks} blocks only; use at most {blocks} stages"
+            f"into {blocks} blocks only; use at most {blocks} stages{why}"
         )
     counts = np.arange(1, world + 1)
     allowed = counts > 0
@@ -281,6 +300,7 @@ def _does_not_fit(
         f"({_modules(graph, blocks[block])}) needs most. Use devices with more memory, more ranks, a smaller batch, "
         f"or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
         + (f". {would.name} would fit, which can be planned and not run yet" if would is not None else "")
+        + _opaque(graph)
     )
 
 

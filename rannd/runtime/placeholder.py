@@ -5,11 +5,14 @@ It always has a gradient, of zeros, and appears neither in ``optimizer.state_dic
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from rannd.torch_differences import ADAGRAD_BEGINS_AT_ONCE
 
 _MARK = "_rannd_placeholder"
 
@@ -65,11 +68,25 @@ def add_placeholder(optimizer: torch.optim.Optimizer, device: torch.device) -> N
         optimizer.__dict__[_MARK] = True
         optimizer.register_state_dict_post_hook(_hide)
         optimizer.register_load_state_dict_pre_hook(_make_room)
+        if ADAGRAD_BEGINS_AT_ONCE and isinstance(optimizer, torch.optim.Adagrad):
+            optimizer.register_step_pre_hook(_begin)
 
 
 def _there(optimizer: torch.optim.Optimizer) -> bool:
     held = optimizer.param_groups[0]["params"]
     return bool(held) and isinstance(held[-1], Placeholder)
+
+
+def _begin(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give the placeholder the state that Adagrad gives others when it is made."""
+    if not _there(optimizer):
+        return
+    group = optimizer.param_groups[0]
+    placeholder = group["params"][-1]
+    if not optimizer.state[placeholder]:
+        known = inspect.signature(torch.optim.Adagrad).parameters.keys() - {"params"}
+        made = torch.optim.Adagrad([placeholder], **{key: group[key] for key in known & group.keys()})
+        optimizer.state[placeholder] = made.state[placeholder]
 
 
 def _hide(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -236,7 +236,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*")
 @pytest.mark.filterwarnings("ignore:.*Lazy modules.*")
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_attributes_that_cannot_be_seen(name: str) -> None:
