@@ -25,4 +25,4 @@ def _ctc_loss(
 
 
 for _name in ("aten::_ctc_loss", "aten::_ctc_loss.Tensor"):
-    torch.library.register_fake(_name, _ctc_loss, allow_override=True)  # torch 2.11 refuses without; later is the default
+    torch.library.register_fake(_name, _ctc_loss, allow_override=True)  # torch 2.11 refuses without it
