@@ -237,6 +237,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")  # a FutureWarning in torch 2.15
 @pytest.mark.filterwarnings("ignore:.*Lazy modules.*")
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_attributes_that_cannot_be_seen(name: str) -> None:
