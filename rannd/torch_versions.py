@@ -73,9 +73,9 @@ def doubt(version: str) -> str | None:
             f"are not all there. Install torch {_text(OLDEST)} or later"
         )
     return (
-        f"rannd was tried with {tried}, this is torch {version}, which is newer. It may well work: what rannd changes "
-        "in torch is looked for first, and values are compared with what was traced. If something fails, report it "
-        f"with this version, and use torch {_text(NEWEST)} meanwhile"
+        f"rannd was tried with {tried}, this is torch {version}, which is newer. It may well work: rannd still "
+        "checks each of its hooks in torch and each new trace. If something fails, report it with this version, and "
+        f"use torch {_text(NEWEST)} meanwhile"
     )
 
 
