@@ -3,33 +3,44 @@
 # the small CPU build of torch.
 
 PYTHON ?= python3
-PY := .venv/bin/python
-STAMP := .venv/.set-up
-LAUNCHERS := .venv/launchers/.set-up
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.set-up
+LAUNCHERS := $(VENV)/launchers/.set-up
+# The version of torch that VENV is made with; empty: what PYTHON has, or that of constraints.txt.
+PIN :=
 
-.PHONY: help setup demo test test-full bench lint clean
+# What test-torch runs: the newest torch that was tried, in a folder of environments (5 GB each), and the tests in which
+# torch matters.
+TORCH ?= 2.15.0
+TORCH_ENVS ?= .torch
+TESTS ?= tests/test_torch_versions.py tests/e2e tests/parity tests/runtime tests/profile tests/graph tests/plan
+
+.PHONY: help setup demo test test-full test-torch test-chosen bench lint clean
 
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
 	@echo "make test       set up, lint, check types and layers, run the tests (minutes)"
 	@echo "make test-full  the tests with the long matrix as well, and with new random examples"
+	@echo "make test-torch TORCH=2.11.0 PYTHON=python3.12"
+	@echo "                the tests on another torch (5 GB) or Python, in an environment of its own below .torch"
 	@echo "make bench      side-by-side measurements"
 	@echo "make lint       lint, types and layers only"
-	@echo "make clean      remove .venv and what tools left behind"
+	@echo "make clean      remove .venv, .torch and what tools left behind"
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@PYTHON="$(PYTHON)" .ci/setup
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(PIN)" .ci/setup
 	@touch $@
 
-# Other launchers than .venv's, for tests alone.
+# Other launchers than the environment's own, for tests alone.
 $(LAUNCHERS): $(STAMP) .ci/launchers
-	@.ci/launchers
+	@VENV="$(VENV)" .ci/launchers
 	@touch $@
 
 demo: $(STAMP)
-	@.ci/demo
+	@VENV="$(VENV)" .ci/demo
 
 lint: $(STAMP)
 	$(PY) -m ruff check
@@ -47,11 +58,20 @@ test: lint $(LAUNCHERS)
 test-full: lint $(LAUNCHERS)
 	TEST_SEED=random $(PYTEST)
 
+# A folder for each pair of torch and Python. PYTHON's version is unknown where there is no PYTHON; set-up says so.
+test-torch:
+	@$(MAKE) --no-print-directory test-chosen PIN="$(TORCH)" VENV="$(TORCH_ENVS)/$(TORCH)-py$$( \
+	  "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo unknown)"
+
+test-chosen: $(STAMP)
+	@$(PY) -c 'import platform, torch; print(f"torch {torch.__version__}, Python {platform.python_version()}")'
+	$(PYTEST) -m "not full" $(TESTS)
+
 bench: $(STAMP)
 	@set -e; found=; for script in bench/[!_]*.py; do \
 	  [ -e "$$script" ] || continue; found=1; echo "== $$script"; $(PY) "$$script"; \
 	done; [ -n "$$found" ] || echo "bench/ holds no measurement yet"
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .torch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,8 +9,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rannd import config as _configuration
+import torch as _torch
+
 from rannd import log as _log
+from rannd import torch_versions as _torch_versions
+
+# First of all, since what follows may not even be imported with another torch; of several ranks by rank 0 alone.
+if _log.rank_of(os.environ) in ("", "0"):
+    _torch_versions.warn_if_untried(_torch.__version__, stacklevel=2)
+
+from rannd import config as _configuration
 from rannd.graph.cut_point import CutPoint
 from rannd.plan.deployment import decode as _decode
 from rannd.plan.show import show as _show

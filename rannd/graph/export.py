@@ -41,7 +41,7 @@ from rannd.graph.signature import Signature
 from rannd.graph.simplify import simplify
 from rannd.graph.traced import Decisions, OutputSpec, Traced, attribute, operator_name
 from rannd.graph.values import Number, abstract
-from rannd.torch_differences import tracing
+from rannd.torch_versions import tracing
 
 DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
            "aten::sym_constrain_range", "aten::_assert_async.msg")  # fmt: skip

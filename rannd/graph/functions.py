@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils.checkpoint import CheckpointFunction
 
-from rannd.torch_differences import no_kept_inputs
+from rannd.torch_versions import no_kept_inputs
 
 _PREFIX = "..function "
 

@@ -166,7 +166,9 @@ def _task_graph(
                 module=node.meta.get("module", ""),
                 segment=segment[node],
                 dtype=computing_type(node),
-                opaque=described(model, call_of(node.args[0])[1].path) if operator_name(node.target) == LEAF else "",
+                opaque=described(model, call_of(str(node.args[0]))[1].path)
+                if operator_name(node.target) == LEAF
+                else "",
             )
         )
     used = {param for op in ops for param in op.params}

@@ -5,8 +5,8 @@ hands each to the sinks that logging.toml gives its logger, and then go on to Py
 caplog and the handlers of the user find them; none of ours is there. Importing this does nothing.
 """
 
-from rannd.log.door import LOG_FILE, LOGGERS, get, setup
+from rannd.log.door import LOG_FILE, LOGGERS, get, rank_of, setup
 from rannd.log.progress import Progress
 from rannd.log.settings import TRACE
 
-__all__ = ["LOGGERS", "LOG_FILE", "TRACE", "Progress", "get", "setup"]
+__all__ = ["LOGGERS", "LOG_FILE", "TRACE", "Progress", "get", "rank_of", "setup"]

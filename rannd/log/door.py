@@ -94,13 +94,15 @@ def _flush() -> None:
         _handler.flush()
 
 
+def rank_of(environ: Mapping[str, str]) -> str:
+    """The rank's number as the launcher left it, empty where there is none."""
+    return next((environ[name] for name in _RANK_VARIABLES if environ.get(name, "").isdigit()), "")
+
+
 def _label(role: str, environ: Mapping[str, str]) -> str:
     if role:
         return f"{role}-p{os.getpid()}"
-    for name in _RANK_VARIABLES:
-        if environ.get(name, "").isdigit():
-            return environ[name]
-    return f"p{os.getpid()}"
+    return rank_of(environ) or f"p{os.getpid()}"
 
 
 class SinkHandler(logging.Handler):

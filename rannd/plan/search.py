@@ -38,8 +38,9 @@ __all__ = [
 
 _GIB = 1024**3
 _MOST_PASSED = 8
-_MOST_NAMED = 3
 """Plans that the search has met on its way and that are simulated."""
+_MOST_NAMED = 3
+"""Opaque parts of the model that an error names."""
 
 
 def plan(
@@ -179,7 +180,7 @@ def _modules(graph: TaskGraph, block: Block) -> str:
 
 
 def _opaque(graph: TaskGraph) -> str:
-    """The code that cannot be cut because it runs as one operator, as an addition to an error; '' where there is none."""
+    """The code that cannot be cut because it runs as one operator, to add to an error; '' where there is none."""
     code = list(dict.fromkeys(op.opaque for op in graph.ops if op.opaque))
     if not code:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_no_command_hides_in_an_untagged_block() -> None:
 
 @pytest.mark.full  # its commands are README's
 def test_demo_of_the_makefile(job: Job) -> None:
-    assert "took the plan from the cache" in job.run("bash", ".ci/demo")
+    assert "took the plan from the cache" in job.run("bash", ".ci/demo", VENV=sys.prefix)
 
 
 def test_pages_that_readme_names_exist() -> None:

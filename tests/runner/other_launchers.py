@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transcript import Shell, a_shell
 
-FOLDER = Path(__file__).parents[2] / ".venv" / "launchers"
+FOLDER = Path(sys.prefix) / "launchers"
 NAMES = {"mpich": "MPICH", "impi-rt": "Intel MPI"}
 COMMAND = "from rannd.runner.run import main; main(prog_name='rannc-run')"
 

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rannd.graph.kernels  # noqa: F401  (mends what is at fault)
-from rannd import torch_differences
-from rannd.torch_differences import no_kept_inputs, tracing
+from rannd import torch_versions
+from rannd.torch_versions import no_kept_inputs, tracing
 
 
 def numbers(*shape: int) -> Tensor:
@@ -34,23 +34,23 @@ def test_cross_entropy_with_probabilities(
 ) -> None:
     scores, target = numbers(*shape), numbers(*shape).cos().softmax(-1)
     weight = numbers(5).exp() if weighted else None
-    found = torch_differences._cross_entropy_loss(scores, target, weight, REDUCTIONS[reduction], -100, smoothing)
+    found = torch_versions._cross_entropy_loss(scores, target, weight, REDUCTIONS[reduction], -100, smoothing)
     torch.testing.assert_close(
         found, F.cross_entropy(scores, target, weight, reduction=reduction, label_smoothing=smoothing)
     )
 
 
 def test_cross_entropy_of_no_samples_and_of_classes() -> None:
-    assert torch_differences._cross_entropy_loss(numbers(0, 5), numbers(0, 5)).isnan()
+    assert torch_versions._cross_entropy_loss(numbers(0, 5), numbers(0, 5)).isnan()
     scores, classes = numbers(4, 5), torch.tensor([0, 1, 4, 2])
-    if torch_differences.VERSION < (2, 13):
-        assert torch_differences._cross_entropy_loss(scores, classes) == F.cross_entropy(scores, classes)
+    if torch_versions.VERSION < (2, 13):
+        assert torch_versions._cross_entropy_loss(scores, classes) == F.cross_entropy(scores, classes)
 
 
 @pytest.mark.parametrize("interpolation", ["linear", "lower", "higher", "midpoint", "nearest"])
 @pytest.mark.parametrize("name", ["quantile", "nanquantile"])
 def test_quantiles(name: str, interpolation: str) -> None:
-    own, torchs = getattr(torch_differences, f"_{name}"), getattr(torch, name)
+    own, torchs = getattr(torch_versions, f"_{name}"), getattr(torch, name)
     gaps = numbers(3, 6, 4)
     gaps[0, 1, 2] = gaps[2, :, 3] = torch.nan
     wanted = (0.3, 1.0, torch.tensor(0.7).double(), torch.tensor([0.0, 0.11, 0.5, 0.93]).double())
