@@ -3,10 +3,15 @@
 A private name (with a component that begins with one underscore) may change in any release of torch; public ones keep
 what they do. So each is a line of `PRIVATE_NAMES`: what it is for, why no public name serves, and which versions have
 it. tests/test_torch_versions.py finds uses that have no line, lines without a use, and names that the installed torch
-does not have. All were looked up in the packages of torch 2.11, 2.13 and 2.15, which agree.
+does not have. It passes with 2.11, 2.13, 2.14 and 2.15.
 
-Of public functions that rannd uses, one differs: `torch.library.register_fake` replaces a kernel that torch has by
-default in 2.13 and 2.15, and refuses in 2.11; `allow_override=True` (rannd.graph.kernels) is understood by all.
+What public functions that rannd uses do differs in two places:
+
+- `torch.library.register_fake` replaces a kernel that torch has by default in 2.13 and 2.15, and refuses in 2.11;
+  `allow_override=True` (rannd.graph.kernels) is understood by all.
+- `torch.autograd.Function.apply` is a function of Python in 2.11 and 2.13, which begins with a call of
+  `torch._C._are_functorch_transforms_active`; in 2.15 it is written in C, and asks nothing in Python
+  (rannd.graph.blame).
 
 Importing this file imports no torch, and does nothing.
 """
@@ -162,7 +167,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch._C._are_functorch_transforms_active",
-        "autograd.Function.apply asks it first: there a custom backward, which export would forget, is seen.",
+        "autograd.Function.apply asks it first (not in 2.15): so a custom backward, which export forgets, is seen.",
     ),
     PrivateName(
         "torch._C._functorch.is_functorch_wrapped_tensor",
