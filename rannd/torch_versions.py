@@ -3,11 +3,12 @@
 A private name (with a component that begins with one underscore) may change in any release of torch; public ones keep
 what they do. So each is a line of `PRIVATE_NAMES`: what it is for, why no public name serves, and which versions have
 it. tests/test_torch_versions.py finds uses that have no line, lines without a use, and names that the installed torch
-does not have. All were looked up in the packages of torch 2.11, 2.13 and 2.15, which agree.
+does not have. It passes with 2.11, 2.13, 2.14 and 2.15.
 
 Behind the table stands what differs between the versions: each function and constant says from which version on, or
 until which, torch is at fault, and how. What it does is right with later versions, too: there it is not needed.
-Everything else of rannd reads the same in all of them.
+Everything else of rannd reads the same in all of them. (`torch.autograd.Function.apply` is written in C since 2.15, and
+asks nothing in Python; so rannd.graph.functions watches the nodes that it makes, which all versions do alike.)
 """
 
 from __future__ import annotations
@@ -166,10 +167,6 @@ PRIVATE_NAMES = (
         "torch._C.DisableTorchFunctionSubclass", "Reads a subclass's own sizes inside of its __torch_function__."
     ),
     PrivateName(
-        "torch._C._are_functorch_transforms_active",
-        "autograd.Function.apply asks it first: there a custom backward, which export would forget, is seen.",
-    ),
-    PrivateName(
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "Tensors inside of vmap and grad have no values that could be looked at.",
     ),
@@ -184,6 +181,30 @@ PRIVATE_NAMES = (
         "Attributes that export leaves at the user's tensors begin so; how long its import takes is measured.",
     ),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "Tells tensors without values, which export traces with."),
+    PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "Makes such tensors, to prove hooks with."),
+    PrivateName(
+        "torch.autograd.Function._backward_cls._forward_cls",
+        "The custom Function that a node of the autograd graph belongs to: so each call of one is seen.",
+    ),
+    # Mends of older versions, below.
+    PrivateName(
+        "torch._C.DispatchKey.CompositeImplicitAutograd", "Names the kernels that export traces through, to mend some."
+    ),
+    PrivateName("torch._decomp.decompositions", "Has the LSTM that is traced through, which 2.12 gets wrong."),
+    PrivateName("torch._ops.OpOverload._op_dk", "Calls the kernel that was there before one of ours."),
+    PrivateName("torch._subclasses.fake_impls", "Has the shapes of unique numbers, whose types 2.11 gets wrong."),
+    PrivateName("torch._subclasses.fake_impls.op_implementations_dict", "The table of those."),
+    PrivateName("torch.nn.functional._infer_size", "A shape in binary_cross_entropy, computed in C++.", until="2.12"),
+    PrivateName("torch.ops.aten._unique2.default", "torch.unique, whose types 2.11 gets wrong."),
+    PrivateName(
+        "torch.utils.checkpoint._NoopSaveInputs",
+        "Tells that checkpoints keep inputs in a way that no trace can.",
+        until="2.11",
+    ),
+    PrivateName(
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "What checkpoints of that kind run in, replaced where the line before this one holds.",
+    ),
     PrivateName("torch._tensor", "Searched for functions of the user's that are torch's, by name."),
     PrivateName(
         "torch.distributions.Distribution._validate_args",
@@ -374,7 +395,15 @@ PRIVATE_NAMES = (
 )
 """Each private name of torch that the project uses, a line each."""
 
-VERSION = minor(torch.__version__)
+
+def _running() -> tuple[int, int]:
+    try:
+        return minor(torch.__version__)
+    except ValueError:  # told at import; a build of one's own is likely to be a new one
+        return NEWEST
+
+
+VERSION = _running()
 """Of the torch that runs."""
 
 ADAGRAD_BEGINS_AT_ONCE = VERSION < (2, 12)

@@ -61,8 +61,9 @@ def uses() -> list[Use]:
     files = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(files)}
     table = str(Path(torch_versions.__file__).relative_to(ROOT))
-    before, _, behind = sources[table].partition("PRIVATE_NAMES = (")
-    sources[table] = before + behind.partition('"""Each private name of torch')[2].partition('"""')[2]
+    before, begin, behind = sources[table].partition("PRIVATE_NAMES = (")
+    lines, mark, behind = behind.partition('"""Each private name of torch')
+    sources[table] = before + begin + ")" + "\n" * lines.count("\n") + mark + behind  # the uses below count, too
     return Project(sources, OTHERS).uses()
 
 

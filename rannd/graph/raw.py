@@ -47,8 +47,14 @@ def vars_of(cls: type) -> Mapping[str, Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object whose class has a place for them."""
-    found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    """The attributes of an object whose class has a place for them; none where Python shows none.
+
+    Since 3.12 type variables have a place for attributes, and no ``__dict__``.
+    """
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
     return found
 
 
