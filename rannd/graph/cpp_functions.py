@@ -15,63 +15,85 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from rannd.graph.blame import Offence, Place
+from rannd.graph.blame import Offence, Place, here
 from rannd.graph.suspects import ancestors
 
 _KIND = "CppFunction"
 """Name of the Python class of such nodes."""
 
 
-class _Known(TorchFunctionMode):
-    """Takes down the nodes that torch's own functions and registered operators make."""
+class _Watch(TorchFunctionMode):
+    """Looks at the nodes behind what torch's functions take; those that they make themselves are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.nodes: set[Any] = set()
+        self._model = model
+        self._known: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _nodes((args, kwargs))
+        self.look(given, None)
         result = func(*args, **(kwargs or {}))
         if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            made = _behind(_nodes(result), set(_nodes((args, kwargs))))
+            made = _behind(_nodes(result), set(given))
         else:
             made = iter(_nodes(result) if isinstance(result, (torch.Tensor, tuple, list)) else ())
-        self.nodes.update(node for node in made if type(node).__name__ == _KIND)
+        self._known.update(node for node in made if type(node).__name__ == _KIND)
         return result
+
+    def look(self, nodes: Iterable[Any], place: Place | None) -> None:
+        """Raise Offence where a node is one that no function of torch's has made, at `place` or where the code runs."""
+        for node in nodes:
+            if type(node).__name__ == _KIND and node not in self._known:
+                raise Offence(
+                    f"calls the autograd function {node.name()} of a C++ extension past torch's dispatcher",
+                    place or here(self._model),
+                    "whose backward would be lost in a graph (registered by TORCH_LIBRARY, it would be an operator)",
+                )
 
 
 @contextlib.contextmanager
 def watch_cpp_functions(model: nn.Module) -> Iterator[None]:
-    """Raise Offence at the end of a module that has called one, while the model is traced."""
+    """Raise Offence where a module has called one, while the model is traced.
+
+    That is when it hands to another module what it has made, when it ends, or when torch is called with it.
+    """
     names = {id(module): name for name, module in model.named_modules()}
-    known = _Known()
-    seen: set[Any] = set()
+    watch = _Watch(model)
+    running: list[str] = [""]
+
+    def look(made: object) -> None:
+        name = running[-1]
+        watch.look(_nodes(made), Place((name, *ancestors(name)) if name else ("",), ""))
+
+    def entered(module: nn.Module, args: Any) -> None:
+        if id(module) in names:
+            look(args)
+            running.append(names[id(module)])
 
     def left(module: nn.Module, _: Any, result: Any) -> None:
-        if id(module) not in names:
-            return
-        for node in _behind(_nodes(result), seen):
-            if type(node).__name__ == _KIND and node not in known.nodes:
-                name = names[id(module)]
-                place = Place((name, *ancestors(name)) if name else ("",), "")
-                what = f"calls the autograd function {node.name()} of a C++ extension past torch's dispatcher"
-                raise Offence(what, place)
+        if id(module) in names:
+            look(result)
+            while len(running) > 1 and running.pop() != names[id(module)]:
+                pass  # nobody tells of a module that has raised
 
-    with known, contextlib.ExitStack() as stack:
+    with watch, contextlib.ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(entered).remove)
         stack.callback(register_module_forward_hook(left).remove)
         yield
 
 
-def _nodes(result: object) -> list[Any]:
+def _nodes(values: object) -> list[Any]:
     with torch._C.DisableTorchFunction():  # what watches the user's code is not to see this
-        found = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        found = [leaf.grad_fn for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return [node for node in found if node is not None]
 
 
 def _behind(nodes: Iterable[Any], seen: set[Any]) -> Iterator[Any]:
-    """The nodes of the autograd graph behind some, but for those `seen`; they are added there."""
+    """The nodes of the autograd graph behind some, but for those `seen`."""
     stack = list(nodes)
     while stack:
         node = stack.pop()
