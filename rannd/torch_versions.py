@@ -197,13 +197,8 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.functional._infer_size", "A shape in binary_cross_entropy, computed in C++.", until="2.12"),
     PrivateName("torch.ops.aten._unique2.default", "torch.unique, whose types 2.11 gets wrong."),
     PrivateName(
-        "torch.utils.checkpoint._NoopSaveInputs",
-        "Tells that checkpoints keep inputs in a way that no trace can.",
-        until="2.11",
-    ),
-    PrivateName(
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
-        "What checkpoints of that kind run in, replaced where the line before this one holds.",
+        "What checkpoints that are not reentrant run in; replaced while tracing with 2.11 and 2.12.",
     ),
     PrivateName("torch._tensor", "Searched for functions of the user's that are torch's, by name."),
     PrivateName(
@@ -443,21 +438,23 @@ def tracing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_kept_inputs() -> Iterator[None]:
+def no_recomputing() -> Iterator[None]:
     """Run what the user checkpoints (not reentrant) without it, where torch could not trace it otherwise.
 
     2.11 keeps the inputs of a checkpoint by an autograd.Function of its own, and looks for them in the autograd graph
-    of real tensors, which traced ones do not have. Later versions trace through a checkpoint.
+    of real tensors, which traced ones do not have. Until 2.12 the hooks of a checkpoint stay in place where an
+    exception leaves it, as in a trace that fails: what the model saves for backward later would be recomputed from
+    traced tensors. Later versions trace through a checkpoint.
     """
-    checkpoint: Any = torch.utils.checkpoint
-    if not hasattr(checkpoint, "_NoopSaveInputs"):
+    if VERSION >= (2, 13):
         yield
         return
+    checkpoint: Any = torch.utils.checkpoint
     before = getattr(checkpoint, "_checkpoint_without_reentrant_generator", None)
     if before is None:
         raise RuntimeError(
-            f"torch {torch.__version__} keeps the inputs of a checkpoint in a way that cannot be traced, and "
-            "torch.utils.checkpoint has no _checkpoint_without_reentrant_generator; use torch 2.11 to 2.15"
+            f"torch {torch.__version__} cannot trace through a checkpoint, and torch.utils.checkpoint has no "
+            "_checkpoint_without_reentrant_generator to leave it out by; use torch 2.13 or later"
         )
 
     def directly(*args: Any, **kwargs: Any) -> Iterator[None]:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils.checkpoint import CheckpointFunction
 
-from rannd.torch_versions import no_kept_inputs
+from rannd.torch_versions import no_recomputing
 
 _PREFIX = "..function "
 
@@ -204,5 +204,5 @@ def direct_checkpoints() -> Iterator[None]:
 @contextlib.contextmanager
 def no_checkpoints() -> Iterator[None]:
     """Run what the user checkpoints without it, while a model is traced: in either way, where torch needs that."""
-    with no_kept_inputs(), direct_checkpoints():
+    with no_recomputing(), direct_checkpoints():
         yield

@@ -95,7 +95,10 @@ def buffers_kept(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def run_stages(graph: ModelGraph, model: nn.Module, parts: tuple[Part, ...], tensors: list[Tensor]) -> Outcome:
-    """Outputs and gradients, stage by stage, with a new autograd graph in each."""
+    """Outputs and gradients, stage by stage, with a new autograd graph in each.
+
+    What one gets from another lies without gaps in memory, as a message does.
+    """
     model.zero_grad(set_to_none=True)
     rows = graph.signature.rows(tensors)
     state = state_of(graph, model)
@@ -107,7 +110,7 @@ def run_stages(graph: ModelGraph, model: nn.Module, parts: tuple[Part, ...], ten
     for part in parts:
         inputs = {}
         for node in part.inputs:
-            value = values[node].detach()
+            value = values[node].detach().contiguous()
             inputs[node] = value.requires_grad_() if node in graph.placement.requires_grad else value
         found = part.module(*inputs.values(), *(state[name] for name in part.tensors), *part.numbers_at(rows))
         outputs = dict(zip(part.outputs, found, strict=True))
