@@ -162,8 +162,21 @@ def _alike(model: nn.Module) -> Iterator[None]:
     draws: Any = _EqualDraws
     with preserved(model):
         draw_once(model)  # what was drawn while the model was traced must not be a constant of the graph
-        with direct_checkpoints(), draws():
+        with _unhooked(model), direct_checkpoints(), draws():
             yield
+
+
+@contextlib.contextmanager
+def _unhooked(model: nn.Module) -> Iterator[None]:
+    """The script's hooks of parameters do not run: they may count, or write down what they see."""
+    hooks = [(each, dict(each)) for p in model.parameters() if (each := p._backward_hooks)]
+    for each, _ in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in hooks:
+            each.update(before)
 
 
 def _of_model(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> _Outcome:

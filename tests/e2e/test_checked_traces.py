@@ -1,0 +1,38 @@
+"""On real ranks: custom Functions under any name train in stages, and a new trace is compared with the model once."""
+
+from __future__ import annotations
+
+import pytest
+from job import Job
+
+pytestmark = pytest.mark.ranks
+
+PROGRAM = "tests/e2e/programs/aliased.py"
+CHECKED = "The new trace computes what the model computes"
+
+
+def test_functions_in_two_stages_and_from_the_cache(job: Job) -> None:
+    first = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
+    assert first.count(": equal") == 2
+    assert "the autograd.Function __main__.Triple runs as one operator" in first
+    assert first.count(CHECKED) == 2  # training; evaluation, on values of which rank 0 holds a half
+    assert "hooks" in job.run("rannc-cache", "ls")
+    second = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
+    assert second.count(": equal") == 2
+    assert second.count("Using trace") == 2
+    assert CHECKED not in second
+
+
+def test_a_trace_that_was_kept_unseen_is_made_anew(job: Job) -> None:
+    unseen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", RANNC_VERIFY_TRACE="false")
+    assert CHECKED not in unseen
+    seen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
+    assert "The trace was kept without being compared with the model; it is made anew" in seen
+    assert seen.count(CHECKED) == 2
+    assert CHECKED not in job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
+
+
+def test_too_many_stages_name_the_code_that_cannot_be_cut(job: Job) -> None:
+    told = job.train(2, "tests/e2e/programs/one_block.py", code=1, RANNC_PARTITION_NUM="2")
+    assert "the model divides into 1 blocks only" in told
+    assert "Nothing inside of the model (Net) can be placed apart" in told
