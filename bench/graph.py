@@ -39,6 +39,7 @@ def main() -> None:
 
     print(f"torch {torch.__version__}, one thread, {datetime.now(UTC):%Y-%m-%d}")
     stored(options.layers, options.rounds)
+    compared(options.rounds)
     for name in () if options.no_large else LARGE:
         subprocess.run([sys.executable, __file__, "--only", name], check=True)
 
@@ -115,6 +116,50 @@ def stored(layers: int, rounds: int) -> None:
     home = tensors[0].device
     _, text = _times(lambda: build(model, signature, tensors, home, decode(data, model)[0]), rounds)
     print(f"  decode, find rows and stages' rules, task graph {text}")
+
+
+def compared(rounds: int) -> None:
+    """verify_trace, beside tracing and beside a training step: a GPT-2 of 4 layers, 128 wide, sequences of 64."""
+    import torch
+    import transformers
+
+    from rannd.graph import hook_proofs
+    from rannd.graph.model import build
+    from rannd.graph.trace_check import compare, rows_to_compare
+
+    config = transformers.GPT2Config(
+        vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=1
+    )
+    model = transformers.GPT2LMHeadModel(config).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def prove() -> None:
+        hook_proofs._known.clear()
+        assert not hook_proofs.failing()
+
+    print("GPT-2 of 4 layers, 128 wide, sequences of 64: verify_trace")
+    for rows in (1, 2, 4, 16):
+        signature, tensors = _call(model, rows, 64)
+        begun = time.perf_counter()
+        graph = build(model, signature, tensors, tensors[0].device)
+        tracing = time.perf_counter() - begun
+
+        def step(tensors: list[Any] = tensors) -> None:
+            optimizer.zero_grad()
+            model(input_ids=tensors[0], labels=tensors[1]).loss.backward()
+            optimizer.step()
+
+        def check(graph: Any = graph, tensors: list[Any] = tensors) -> None:
+            assert compare(model, graph, rows_to_compare(graph, tensors)) is None
+
+        stepping, text = _times(step, rounds)
+        checking, found = _times(check, rounds)
+        print(f"  {rows:2d} rows: step {text}")
+        print(
+            f"  {rows:2d} rows: compare {found}: {checking / stepping:.2f} steps, {checking / tracing / 10:.1f} % of tracing"
+        )
+    _, text = _times(prove, rounds)
+    print(f"  all hooks prove themselves {text}")
 
 
 def _peak_kib() -> int:

@@ -40,6 +40,7 @@ class GraphBuilder:
         output: bool = False,
         target: str = "aten::linear",
         module: str = "",
+        opaque: str = "",
     ) -> int:
         """The value the new op makes; `size` bytes and `flops` for each row."""
         index = len(self.ops)
@@ -56,6 +57,7 @@ class GraphBuilder:
                 Size(0, flops),
                 own,
                 module,
+                opaque=opaque,
             )
         )
         return value

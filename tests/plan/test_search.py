@@ -129,6 +129,27 @@ def test_what_does_not_fit_names_the_memory_that_would_do_and_the_block() -> Non
     assert deploy(builder.build(), 2, memory=int(0.233 * 1024**3)).stages
 
 
+def opaque_graph() -> TaskGraph:
+    builder = GraphBuilder()
+    value = builder.op([builder.input()], params=[builder.param(1000)])
+    value = builder.op([value], opaque="module inner (Deciding)")
+    builder.op([value], params=[builder.param(50_000_000)], opaque="the autograd.Function net.Triple", output=True)
+    return builder.build(rows_coupled=True)
+
+
+@pytest.mark.parametrize(
+    ("world", "items"),
+    [(8, {"partition_num": 8}), (2, {"pipeline_num": 2}), (2, {"mem_limit": 1000})],
+    ids=["stages", "microbatches", "memory"],
+)
+def test_code_that_cannot_be_cut_is_named(world: int, items: dict[str, Any]) -> None:
+    memory = {"memory": items.pop("mem_limit")} if "mem_limit" in items else {}
+    with pytest.raises((PlanError, DoesNotFitError)) as caught:
+        deploy(opaque_graph(), world, **memory, **items)
+    told = "Nothing inside of module inner (Deciding), the autograd.Function net.Triple can be placed apart"
+    assert told in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("world", "items", "message"),
     [
