@@ -155,9 +155,8 @@ def compared(rounds: int) -> None:
         stepping, text = _times(step, rounds)
         checking, found = _times(check, rounds)
         print(f"  {rows:2d} rows: step {text}")
-        print(
-            f"  {rows:2d} rows: compare {found}: {checking / stepping:.2f} steps, {checking / tracing / 10:.1f} % of tracing"
-        )
+        share = checking / tracing / 10
+        print(f"  {rows:2d} rows: compare {found}: {checking / stepping:.2f} steps, {share:.1f} % of tracing")
     _, text = _times(prove, rounds)
     print(f"  all hooks prove themselves {text}")
 

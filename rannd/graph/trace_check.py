@@ -140,7 +140,7 @@ class _EqualDraws(TorchDispatchMode):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             else:
-                torch.manual_seed(seed)
+                _seed(seed)
         return func(*args, **kwargs)
 
 
@@ -155,10 +155,17 @@ def _apart() -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+def _seed(seed: int) -> None:
+    """As torch.manual_seed, which takes a stack trace each time for devices that are not there yet."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 @contextlib.contextmanager
 def _alike(model: nn.Module) -> Iterator[None]:
     torch.clear_autocast_cache()  # weights that were cast for another run belong to its autograd graph
-    torch.manual_seed(0)
+    _seed(0)
     draws: Any = _EqualDraws
     with preserved(model):
         draw_once(model)  # what was drawn while the model was traced must not be a constant of the graph

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -139,13 +140,12 @@ def opaque_graph() -> TaskGraph:
 
 @pytest.mark.parametrize(
     ("world", "items"),
-    [(8, {"partition_num": 8}), (2, {"pipeline_num": 2}), (2, {"mem_limit": 1000})],
+    [(8, {"partition_num": 8}), (2, {"pipeline_num": 2}), (2, {"memory": 1000})],
     ids=["stages", "microbatches", "memory"],
 )
 def test_code_that_cannot_be_cut_is_named(world: int, items: dict[str, Any]) -> None:
-    memory = {"memory": items.pop("mem_limit")} if "mem_limit" in items else {}
     with pytest.raises((PlanError, DoesNotFitError)) as caught:
-        deploy(opaque_graph(), world, **memory, **items)
+        deploy(opaque_graph(), world, **items)
     told = "Nothing inside of module inner (Deciding), the autograd.Function net.Triple can be placed apart"
     assert told in str(caught.value)
 
