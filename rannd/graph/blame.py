@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Collection, Iterator
@@ -56,6 +57,9 @@ class Offence(BaseException):
         """The class whose calls may be operators instead."""
 
 
+_OWN = ("rannd.graph", "rannd.runtime")
+"""Packages whose frames are not the user's code."""
+
 HARMLESS_HOOKS = (save_on_cpu,)
 """Hooks of saved tensors that only decide where these are kept."""
 
@@ -70,6 +74,10 @@ def watch_gradients(model: nn.Module, opaque: Collection[type[torch.autograd.Fun
     hook = torch.Tensor.register_hook
     enter = saved_tensors_hooks.__enter__
     inference = torch.inference_mode.__enter__
+    thread = threading.get_ident()
+
+    def traces() -> bool:
+        return threading.get_ident() == thread  # data loaders and evaluations go on in others
 
     def applied(cls: type[torch.autograd.Function]) -> None:
         generated = cls.__name__.startswith("GeneratedBackwardFor_")  # torch.library's; the graph has the operator
@@ -78,18 +86,24 @@ def watch_gradients(model: nn.Module, opaque: Collection[type[torch.autograd.Fun
             raise Offence(what, here(model), function=cls)
 
     def hooked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not traces():
+            return hook(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
         raise Offence("registers a hook for the gradient of a tensor", here(model))
 
     def entered(hooks: saved_tensors_hooks) -> None:
         own = sys.modules["torch"].__path__[0]
         users = not type(hooks).__module__.startswith("torch.")
         users = users or not sys._getframe(1).f_code.co_filename.startswith(own)
-        if users and type(hooks) not in HARMLESS_HOOKS:
+        if traces() and users and type(hooks) not in HARMLESS_HOOKS:
             raise Offence("has hooks for the tensors that are saved for the backward", here(model))
         enter(hooks)
 
     def inferring(mode: torch.inference_mode) -> None:
-        if mode.mode and not sys._getframe(1).f_code.co_filename.startswith(sys.modules["torch"].__path__[0]):
+        if (
+            traces()
+            and mode.mode
+            and not sys._getframe(1).f_code.co_filename.startswith(sys.modules["torch"].__path__[0])
+        ):
             raise Offence("enters inference_mode", here(model), "which a graph forgets")
         inference(mode)
 
@@ -148,7 +162,7 @@ def of_torch(filename: str) -> bool:
 def place_of(model: nn.Module, frames: list[types.FrameType]) -> Place:
     """The user's code in a stack, innermost frame first."""
     names = {id(module): name for name, module in model.named_modules()}
-    own = (sys.modules["torch"].__path__[0], sys.modules["rannd.graph"].__path__[0])
+    own = (sys.modules["torch"].__path__[0], *(sys.modules[name].__path__[0] for name in _OWN if name in sys.modules))
     modules: list[str] = []
     line = ""
     innermost: bool | None = None

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -93,9 +94,11 @@ def _by_name(path: str) -> type[Function] | None:
 def watched_nodes(called: Callable[[type[Function]], None]) -> Iterator[None]:
     """Call `called` with the class of each Function that is applied, before its forward runs."""
     before = BackwardCFunction.__dict__.get("__init__")
+    thread = threading.get_ident()
 
     def made(node: Any, *args: Any, **kwargs: Any) -> None:
-        called(type(node)._forward_cls)
+        if threading.get_ident() == thread:  # others do not trace
+            called(type(node)._forward_cls)
         if before is not None:
             before(node, *args, **kwargs)
 
@@ -115,11 +118,34 @@ def observed_forward(part: FunctionPart, observer: Callable[..., Any]) -> Iterat
     with_context = _takes_context(part.function)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = args[1:] if with_context else args
-        return observer(functools.partial(part.own_forward, *args, **kwargs), given, kwargs)
+        own = functools.partial(part.own_forward, *args, **kwargs)
+        return observer(own, args[1:] if with_context else args, kwargs)
 
-    with _replaced(part.function, {"forward": staticmethod(_with_parameters(part.own_forward, forward))}):
-        yield
+    with _applied(part) as applied:
+        wrapped = _with_parameters(part.own_forward, _if(applied, forward, part.own_forward))
+        with _replaced(part.function, {"forward": staticmethod(wrapped)}):
+            yield
+
+
+@contextlib.contextmanager
+def _applied(part: FunctionPart) -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells, once for each, whether the class's forward is called by ``apply``, in this thread.
+
+    The user's code, or another class, may call it as any other function.
+    """
+    waiting: list[bool] = []
+    thread = threading.get_ident()
+
+    def called(function: type[Function]) -> None:
+        if function is part.function:
+            waiting.append(True)
+
+    with watched_nodes(called):
+        yield lambda: threading.get_ident() == thread and bool(waiting) and waiting.pop()
+
+
+def _if(condition: Callable[[], bool], function: Callable[..., Any], otherwise: Callable[..., Any]) -> Any:
+    return lambda *args, **kwargs: (function if condition() else otherwise)(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -129,7 +155,9 @@ def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterat
     It returns the results and, of these, the tensors that have no gradient.
     """
     cls = part.function
+    own_setup = cls.setup_context
     constants: list[torch.Tensor] = []
+    replaced: list[bool] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if with_context:
@@ -138,18 +166,26 @@ def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterat
             context.mark_non_differentiable(*found)
             return result
         result, constants[:] = function(*args, **kwargs)
+        replaced.append(True)
         return result
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        if threading.get_ident() != thread or not replaced:
+            own_setup(ctx, inputs, output)
+            return
+        replaced.pop()
         ctx.mark_non_differentiable(*constants)
         constants.clear()
 
+    thread = threading.get_ident()
     with_context = _takes_context(cls)
-    replacement: dict[str, Any] = {"forward": staticmethod(_with_parameters(part.own_forward, forward))}
-    if not with_context:
-        replacement["setup_context"] = staticmethod(setup_context)
-    with _replaced(cls, replacement):
-        yield
+    with _applied(part) as applied:
+        wrapped = _with_parameters(part.own_forward, _if(applied, forward, part.own_forward))
+        replacement: dict[str, Any] = {"forward": staticmethod(wrapped)}
+        if not with_context:
+            replacement["setup_context"] = staticmethod(setup_context)
+        with _replaced(cls, replacement):
+            yield
 
 
 def _takes_context(function: type[Function]) -> bool:
@@ -197,7 +233,14 @@ def _replaced(function: type[Function], values: Mapping[str, Any]) -> Iterator[N
 def direct_checkpoints() -> Iterator[None]:
     """Run what the user checkpoints (reentrant) without it: recomputing is the plan's business, its forward records no
     gradients, and its backward would run a module as it then is."""
-    with _replaced(CheckpointFunction, {"apply": classmethod(lambda cls, function, _, *inputs: function(*inputs))}):
+    thread, before = threading.get_ident(), CheckpointFunction.apply
+
+    def apply(cls: type[Function], function: Callable[..., Any], preserve: bool, *inputs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return before(function, preserve, *inputs)  # type: ignore[no-untyped-call]
+        return function(*inputs)
+
+    with _replaced(CheckpointFunction, {"apply": classmethod(apply)}):
         yield
 
 

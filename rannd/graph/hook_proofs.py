@@ -252,7 +252,13 @@ def _tried() -> tuple[str, ...]:
     found = []
     for name, holds in _PROOFS.items():
         try:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            # Whatever the script has around its call is not what is tried.
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.device("cpu"),
+                torch.random.fork_rng(devices=[]),
+            ):
                 if not holds():
                     found.append(name)
         except (Exception, Offence) as exc:

@@ -21,6 +21,7 @@ from rannd.graph.containers import register_containers
 from rannd.graph.contents import Contents, modules_of, same_values, write_back
 from rannd.graph.dice import unchanged
 from rannd.graph.functions import FunctionPart, direct_checkpoints, observed_forward, replaced_forward
+from rannd.graph.kept_parameters import kept_parameters
 from rannd.graph.leaves import LeafCall, LeafTable, Made
 from rannd.graph.methods import ForeignUse, Method, own_state_only, part_of, replaced
 from rannd.graph.pystate import HOOKS, hooks_of
@@ -109,6 +110,7 @@ def record(model: nn.Module, paths: Sequence[str], runs: Sequence[tuple[int, Cal
         running: list[str] = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserved(model))
+            stack.enter_context(kept_parameters(model))
             stack.enter_context(direct_checkpoints())
             for path, part in parts.items():
                 stack.enter_context(_watched(model, path, part, found[path], running))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from rannd.graph.cut import extract
 from rannd.graph.dice import draw_once
 from rannd.graph.effects import is_random_operator
 from rannd.graph.functions import direct_checkpoints
+from rannd.graph.kept_parameters import kept_parameters
 from rannd.graph.losses import counted, pieces_weights
 from rannd.graph.model import ModelGraph
 from rannd.graph.opaque import preserved
@@ -58,6 +59,10 @@ class NotComparable(Exception):
     """A graph and its model cannot be compared; says why."""
 
 
+class _Waits(BaseException):
+    """The model's code waits for other ranks. It must not be able to catch this and go another way."""
+
+
 @dataclass(frozen=True)
 class _Outcome:
     outputs: list[Any]
@@ -77,28 +82,36 @@ def compare(
     is not the same twice, or where it gives nothing that could be compared.
     """
     wanted = gradients and graph.signature.mode.grad
-    with _apart():
-        try:
-            expected = _of_model(model, graph, tensors, wanted)
-        except Exception as exc:
-            raise NotComparable(f"{type(exc).__name__}: {_first_line(exc)}") from exc
-        if not _finite(expected):
-            raise NotComparable("what the model computes is not finite")
-        try:
-            found = _of_graph(model, graph, tensors, wanted)
-        except NotComparable:
-            raise
-        except torch.OutOfMemoryError as exc:
-            raise NotComparable(_first_line(exc)) from exc
-        except Exception as exc:
-            return Difference(f"the graph fails ({type(exc).__name__}: {_first_line(exc)}), and so", _MUCH)
-        difference = _difference(expected, found)
-        if difference is None:
-            return None
-        again = _difference(expected, _of_model(model, graph, tensors, wanted))
-        if again is not None:
-            raise NotComparable(f"the model is not the same twice: {again}")
-        return difference
+    try:
+        with _apart():
+            return _compared(model, graph, tensors, wanted)
+    except _Waits:
+        raise NotComparable("its code waits for other ranks") from None
+    except NotComparable:
+        raise
+    except Exception as exc:
+        raise NotComparable(f"{type(exc).__name__}: {_first_line(exc)}") from exc
+
+
+def _compared(
+    model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool
+) -> Difference | None:
+    expected = _of_model(model, graph, tensors, gradients)
+    if not _finite(expected):
+        raise NotComparable("what the model computes is not finite")
+    try:
+        found = _of_graph(model, graph, tensors, gradients)
+    except torch.OutOfMemoryError as exc:
+        raise NotComparable(_first_line(exc)) from exc
+    except Exception as exc:
+        return Difference(f"the graph fails ({type(exc).__name__}: {_first_line(exc)}), and so", _MUCH)
+    difference = _difference(expected, found)
+    if difference is None:
+        return None
+    again = _difference(expected, _of_model(model, graph, tensors, gradients))
+    if again is not None:
+        raise NotComparable(f"the model is not the same twice: {again}")
+    return difference
 
 
 _MUCH = float("inf")
@@ -129,15 +142,21 @@ class _EqualDraws(TorchDispatchMode):
     A graph may draw in another order than its model does, or more: a branch on a random number is computed both ways.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met: dict[torch.Generator, torch.Tensor] = {}
+        """Generators of the script's, and their states before."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
-            raise NotComparable("its code waits for other ranks")
+            raise _Waits
         if is_random_operator(func):
             given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             seed = zlib.crc32(repr((str(func), [tuple(each.shape) for each in given])).encode())
             generator = kwargs.get("generator")
             if isinstance(generator, torch.Generator):
+                self.met.setdefault(generator, generator.get_state())
                 generator.manual_seed(seed)
             else:
                 _seed(seed)
@@ -163,14 +182,20 @@ def _seed(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _alike(model: nn.Module) -> Iterator[None]:
+def _alike(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.Tensor]]]:
+    """Gives the parameters that the code has written into."""
     torch.clear_autocast_cache()  # weights that were cast for another run belong to its autograd graph
     _seed(0)
     draws: Any = _EqualDraws
-    with preserved(model):
-        draw_once(model)  # what was drawn while the model was traced must not be a constant of the graph
-        with _unhooked(model), direct_checkpoints(), draws():
-            yield
+    equal = draws()
+    try:
+        with preserved(model), kept_parameters(model) as written:
+            draw_once(model)  # what was drawn while the model was traced must not be a constant of the graph
+            with _unhooked(model), direct_checkpoints(), equal:
+                yield written
+    finally:
+        for generator, state in equal.met.items():
+            generator.set_state(state)
 
 
 @contextlib.contextmanager
@@ -189,9 +214,9 @@ def _unhooked(model: nn.Module) -> Iterator[None]:
 def _of_model(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> _Outcome:
     leaves = _fresh(tensors, graph)
     args, kwargs = graph.signature.unflatten(leaves)
-    with _alike(model):
+    with _alike(model) as written:
         outputs = pytree.tree_leaves(plain_output(model(*args, **kwargs), []))
-        return _outcome(model, graph, outputs, leaves, gradients)
+        return _outcome(model, graph, outputs, leaves, gradients, written)
 
 
 def _of_graph(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> _Outcome:
@@ -202,7 +227,7 @@ def _of_graph(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tenso
     given = [*leaves, *(torch.tensor(weight, dtype=torch.float64, device=leaves[0].device) for weight in weights)]
     values = dict(zip(graph.traced.placeholders, given, strict=True))
     part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
-    with _alike(model):
+    with _alike(model) as written:
         state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.traced.constants}
         made = part.module(
             *(values[node] for node in part.inputs), *(state[name] for name in part.tensors), *part.numbers_at(rows)
@@ -212,7 +237,7 @@ def _of_graph(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tenso
             computed[node] if node in computed else number_at(node.meta["val"], rows) for node in graph.traced.results
         ]
         outputs = pytree.tree_leaves(graph.traced.outputs.unflatten(ordered))
-        return _outcome(model, graph, outputs, leaves, gradients)
+        return _outcome(model, graph, outputs, leaves, gradients, written)
 
 
 def _fresh(tensors: Sequence[torch.Tensor], graph: ModelGraph) -> list[torch.Tensor]:
@@ -223,7 +248,12 @@ def _fresh(tensors: Sequence[torch.Tensor], graph: ModelGraph) -> list[torch.Ten
 
 
 def _outcome(
-    model: nn.Module, graph: ModelGraph, outputs: list[Any], leaves: Sequence[torch.Tensor], gradients: bool
+    model: nn.Module,
+    graph: ModelGraph,
+    outputs: list[Any],
+    leaves: Sequence[torch.Tensor],
+    gradients: bool,
+    written: Mapping[str, tuple[nn.Parameter, torch.Tensor]],
 ) -> _Outcome:
     found: dict[str, torch.Tensor] = {}
     differentiable = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -239,6 +269,7 @@ def _outcome(
         made = torch.autograd.grad(differentiable, list(wanted.values()), given, allow_unused=True)
         found = {name: each for name, each in zip(wanted, made, strict=True) if each is not None}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers |= {name: parameter.detach().clone() for name, (parameter, _) in written.items()}
     plain = [each.detach() if isinstance(each, torch.Tensor) else each for each in outputs]
     return _Outcome(plain, found, buffers, bool(graph.signature.mode.autocast))
 
@@ -250,9 +281,14 @@ def _weights(output: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(outcome: _Outcome) -> bool:
+    """Whether there is something to compare among the outputs."""
     tensors = [each for each in outcome.outputs if isinstance(each, torch.Tensor)]
-    tensors = [each for each in [*tensors, *outcome.gradients.values()] if each.is_floating_point()]
-    return any(bool(each.isfinite().any()) for each in tensors if each.numel()) or not tensors
+    return any(bool(_dense(each).isfinite().any()) for each in tensors if each.numel())
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """A gradient of an embedding may be sparse."""
+    return value if value.layout is torch.strided else value.to_dense()
 
 
 def _difference(expected: _Outcome, found: _Outcome) -> Difference | None:
@@ -275,10 +311,12 @@ def _difference(expected: _Outcome, found: _Outcome) -> Difference | None:
             by = _apart_by(value, other, largest, half)
         if by is not None:
             return Difference(f"the gradient of {name}", by)
-    for name, buffer in expected.buffers.items():
-        by = _apart_by(buffer, found.buffers[name], 0.0, half)
+    for name in dict.fromkeys([*expected.buffers, *found.buffers]):
+        if name not in expected.buffers or name not in found.buffers:
+            return Difference(f"what is written into {name}", _MUCH)
+        by = _apart_by(expected.buffers[name], found.buffers[name], 0.0, half)
         if by is not None:
-            return Difference(f"buffer {name}", by)
+            return Difference(f"what is written into {name}", by)
     return None
 
 
@@ -292,6 +330,7 @@ def _apart_by(value: Any, other: Any, largest: float, half: bool) -> float | Non
         return None if same else _MUCH
     if value.shape != other.shape or value.dtype != other.dtype:
         return _MUCH
+    value, other = _dense(value), _dense(other)
     if not value.numel() or torch.equal(value, other):
         return None
     if value.dtype == torch.bool or not (value.is_floating_point() or value.is_complex()):
@@ -313,6 +352,7 @@ def _apart_by(value: Any, other: Any, largest: float, half: bool) -> float | Non
 
 
 def _largest(value: torch.Tensor) -> float:
+    value = _dense(value)
     finite = value[value.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 

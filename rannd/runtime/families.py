@@ -33,8 +33,12 @@ class _Family:
     hopeless: bool = False
     checked: str | None = None
     """See StoredTrace."""
+    tried: bool = False
+    """It was compared in this run."""
     key: Key | None = None
-    """Under which the template is to be kept, on rank 0; None where it is kept already, or cannot be."""
+    """Under which the template is kept, or is to be, until it was compared; None where it cannot be kept."""
+    new: bool = False
+    """It was made now."""
 
 
 class Families:
@@ -46,10 +50,7 @@ class Families:
         cache: Cache,
         model: nn.Module,
         key_of: Callable[[Signature], Key | None],
-        *,
-        check: bool,
     ) -> None:
-        self._check = check
         self._world = world
         self._cache = cache
         self._model = model
@@ -91,14 +92,15 @@ class Families:
     def keep(self, signature: Signature, checked: str | None) -> None:
         """The template of a call's family can be used; keep it in the cache."""
         family = self._known[signature.family()]
-        family.checked = checked
-        if family.key is not None and self._cache.client is not None:
+        if family.key is not None and self._cache.client is not None and (family.new or checked != family.checked):
             self._cache.client.put(family.key, pack(StoredTrace("", checked, family.data)))
-        family.key = None
+        family.checked, family.tried, family.key = checked, True, None
 
     def drop(self, signature: Signature) -> None:
         """The template of a call's family is wrong: every size is traced on its own."""
         family = self._known[signature.family()]
+        if family.key is not None and not family.new and self._cache.client is not None:
+            self._cache.client.discard(family.key, "it computes something else than the model")
         family.hopeless, family.data, family.key = True, b"", None
 
     def _anywhere(self, here: bool) -> bool:
@@ -117,7 +119,7 @@ class Families:
             tensors[tensor] = replace(tensors[tensor], shape=tuple(shape))
         key = self._key_of(replace(signature, tensors=tuple(tensors)))
         found = b""
-        family.key, family.checked = None, None
+        family.key, family.checked, family.tried, family.new = key, None, False, False
         if self._world.rank == 0:
             logger = log.get("RaNNCModule")
             if key is not None and self._cache.client is not None:
@@ -125,14 +127,14 @@ class Families:
                     logger.warning("The cached trace %s cannot be used: %s", key.short, broken)
                     self._cache.client.discard(key, broken)
                 else:
-                    found = self._usable(self._cache.client.get(key) or b"")
+                    found = self._readable(self._cache.client.get(key) or b"")
             if found and key is not None:
                 logger.info("Using trace %s for any size of %s from the cache", key.short, sizes)
             else:
                 try:
                     logger.info("Tracing model for any size of %s ...", sizes)
                     found = pack(StoredTrace("", None, template(self._model, signature, leaves)))
-                    family.key = key
+                    family.new = True
                 except NoTemplate as exc:
                     logger.info("Every size of %s is traced on its own: %s", sizes, exc)
         found = self._world.broadcast_bytes(found)
@@ -143,14 +145,19 @@ class Families:
             family.data = b""
         family.hopeless = not family.data
 
-    def _usable(self, found: bytes) -> bytes:
-        """A template from the cache; nothing where it is none, or was never compared with the model and is to be."""
+    def _readable(self, found: bytes) -> bytes:
+        """A template from the cache; nothing where it is none."""
         try:
-            known = not found or unpack(found).checked is not None
+            if found:
+                unpack(found)
         except Broken as exc:
             log.get("RaNNCModule").warning("The cached trace cannot be used: %s", exc)
             return b""
-        return found if known or not self._check else b""
+        return found
+
+    def tried(self, signature: Signature) -> bool:
+        """Whether this run has compared the template of a call's family."""
+        return self._known[signature.family()].tried
 
     def _instance(self, data: bytes, signature: Signature, leaves: list[torch.Tensor]) -> tuple[ModelGraph | None, str]:
         """The graph of a call, or else what is wrong with the template, if it is to blame."""

@@ -94,7 +94,7 @@ class TraceChecker:
                 difference = self._difference(graph, tensors)
                 if difference is None:
                     log.get("RaNNCModule").info(
-                        "The new trace computes what the model computes. (checked in %.2f s)", time.monotonic() - begun
+                        "The trace computes what the model computes. (compared in %.2f s)", time.monotonic() - begun
                     )
                     return Verdict("")
                 if "" in opaque or retraced is None:
@@ -102,6 +102,8 @@ class TraceChecker:
                 return self._wrong(difference, tensors, opaque, retraced)
         except NotComparable as exc:
             return Verdict(str(exc))
+        except Exception as exc:  # a comparison that fails must not end a job that would train
+            return Verdict(f"{type(exc).__name__}: {exc}")
 
     def _wrong(
         self,
@@ -125,7 +127,13 @@ class TraceChecker:
     def _difference(self, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> Difference | None:
         with _on(self._world.device, self._model):
             given = [tensor.to(self._world.device) for tensor in tensors]
-            return compare(self._model, graph, rows_to_compare(graph, given))
+            few = rows_to_compare(graph, given)
+            try:
+                return compare(self._model, graph, few)
+            except NotComparable:
+                if graph.signature.rows(few) == graph.signature.rows(given):
+                    raise
+                return compare(self._model, graph, given)  # some models need more rows, as BatchNorm does
 
     def _impossible(self, graph: ModelGraph, tensors: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]) -> str:
         """Why a comparison cannot be, '' where nothing speaks against it."""

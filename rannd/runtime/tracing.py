@@ -7,7 +7,6 @@ otherwise every rank traces. A loaded graph has to have the hash that the stored
 
 from __future__ import annotations
 
-import contextlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +44,8 @@ class _Made:
     cached: bool = False
     checked: str | None = None
     """What is known from when it was made, see StoredTrace."""
+    stored: StoredTrace | None = None
+    """As it was found in the cache."""
     broken: str = ""
     """Why the stored trace cannot be used by anybody."""
     error: RanndError | None = None
@@ -73,7 +74,7 @@ class Tracer:
         self._checker = TraceChecker(world, model) if check else None
         self._cache = cache
         self._model = model
-        self._families = Families(world, cache, model, self._key, check=check)
+        self._families = Families(world, cache, model, self._key)
         self._distrusted = False
         self._proven = False
         self._used: Key | None = None
@@ -111,7 +112,7 @@ class Tracer:
                 return other, False
         self.traced += 1
         key = self._key(signature)
-        stored = self._usable(self._find(key)) if key is not None else b""
+        stored = self._find(key) if key is not None else b""
         if not stored:
             self._prove_hooks()
         made, assumed = _Made(), None
@@ -151,7 +152,7 @@ class Tracer:
         empty: Sequence[torch.Tensor] | None,
     ) -> tuple[_Made, str | None]:
         """A graph that computes what the model computes, and what to store about it. Collective."""
-        if self._checker is None or self._from_rank_0(made.cached):
+        if self._checker is None or self._from_rank_0(made.checked == ""):
             return made, made.checked
 
         def retraced(paths: Sequence[str]) -> ModelGraph:
@@ -163,6 +164,8 @@ class Tracer:
             verdict = self._checker.verdict(made.graph, leaves, empty, opaque, retraced)
             if verdict.checked is not None:
                 self._tell_checked(verdict.checked)
+                if made.stored is not None and key is not None and verdict.checked != made.checked:
+                    self._keep(key, pack(msgspec.structs.replace(made.stored, checked=verdict.checked)))
                 return made, verdict.checked
             opaque = verdict.opaque
             if self._world.rank == 0:
@@ -183,7 +186,7 @@ class Tracer:
     ) -> bool:
         """Whether the graph that was made from a family's template is right. Collective."""
         checked = self._families.checked(signature)
-        if self._checker is not None and checked is None:
+        if self._checker is not None and checked != "" and not self._families.tried(signature):
             verdict = self._checker.verdict(graph, leaves, empty, (), None)
             if verdict.checked is None and self._world.rank == 0:
                 log.get("RaNNCModule").warning(
@@ -217,15 +220,14 @@ class Tracer:
         if client is not None:
             kept = client.get(key) or b""
         kept = self._world.broadcast_bytes(kept)
-        if kept:
-            with contextlib.suppress(msgspec.DecodeError):
-                hook_proofs.assume(msgspec.msgpack.decode(kept, type=tuple[str, ...]))
-        elif client is not None:
-            client.put(key, msgspec.msgpack.encode(hook_proofs.failing()))
+        if kept == b"all":
+            hook_proofs.assume(())
+        elif client is not None and not hook_proofs.failing():  # what fails is tried again in each run
+            client.put(key, b"all")
 
     def _tell_checked(self, reason: str) -> None:
         if reason and self._world.rank == 0:
-            log.get("RaNNCModule").info("The new trace was not compared with the model: %s", reason)
+            log.get("RaNNCModule").info("The trace was not compared with the model: %s", reason)
 
     def _from_rank_0(self, flag: bool) -> bool:
         return bool(self._world.broadcast_bytes(b"1" if flag else b""))
@@ -253,7 +255,7 @@ class Tracer:
                     log.get("RaNNCModule").warning("The cached trace cannot be used: %s", exc)
                 else:
                     if graph is not None:
-                        return _Made(graph, cached=True, checked=trace.checked)
+                        return _Made(graph, cached=True, checked=trace.checked, stored=trace)
             keep = key is not None and (not stored or bool(broken)) and self._world.rank == 0
             graph, data = self._new(signature, leaves, assumed, keep, opaque)
             return _Made(graph, data, broken=broken)
@@ -390,18 +392,6 @@ class Tracer:
         if not found and client is not None and (reason := client.why(key)):
             log.get("RaNNCModule").info("No trace of this call is kept: %s", reason)
         return found
-
-    def _usable(self, stored: bytes) -> bytes:
-        """A stored trace; nothing where it was never compared with the model, and is to be."""
-        if self._checker is None or not stored:
-            return stored
-        try:
-            known = unpack(stored).checked is not None
-        except Broken:
-            return stored  # told where it is read
-        if not known and self._world.rank == 0:
-            log.get("RaNNCModule").info("The trace was kept without being compared with the model; it is made anew")
-        return stored if known else b""
 
     def _discard(self, key: Key, why: str) -> None:
         if self._cache.client is not None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
-from specimens import Specimen, specimen_of
+from pieces import signature_of
+from specimens import TRACED_ROWS, Specimen, specimen_of
 from stages import balanced_stages, random_stages
-from zoo import ZOO
+from zoo import ZOO, Entry
+
+from rannd.errors import TraceError
+from rannd.graph.model import build
+from rannd.graph.trace_check import compare, rows_to_compare
 
 MOST_IN_LEAVES = 0.2
 """A model counts as traced with at most this share of its parameters in leaves."""
@@ -41,6 +47,42 @@ def test_whole_and_in_three_stages(specimen: Specimen) -> None:
     for rows in (1, 3, 4):
         torch.manual_seed(rows)
         specimen.compare(specimen.entry.batch(rows), whole, three)
+
+
+def test_comparing_the_trace_raises_no_false_alarm(specimen: Specimen) -> None:
+    torch.manual_seed(0)
+    batch = specimen.entry.batch(TRACED_ROWS)
+    _, tensors = signature_of(specimen.model, **dict(sorted(batch.items())))
+    assert compare(specimen.model, specimen.graph, rows_to_compare(specimen.graph, tensors)) is None
+
+
+OWN_LIMITS = {
+    "rwkv": "writes into a parameter in evaluation while it is trained",
+    "deberta": "fills with the smallest float, which bfloat16 does not have",
+    "big bird": "scatters values of another type under autocast",
+}
+"""Models that do not run themselves in some of the modes below."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["evaluation", "float32", "bfloat16", "bfloat16 in evaluation"])
+@pytest.mark.parametrize("entry", ZOO, ids=str)
+def test_no_false_alarm_in_other_modes(entry: Entry, mode: str) -> None:
+    with contextlib.ExitStack() as stack:
+        if mode == "evaluation":
+            stack.enter_context(entry.precision())
+        torch.manual_seed(0)
+        model = entry.build().train("evaluation" not in mode)
+        batch = entry.batch(TRACED_ROWS)
+        if mode.startswith("bfloat16"):
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        signature, tensors = signature_of(model, **dict(sorted(batch.items())))
+        try:
+            graph = build(model, signature, tensors, torch.device("cpu"))
+        except (TraceError, RuntimeError):
+            assert entry.name in OWN_LIMITS
+            return
+        assert compare(model, graph, rows_to_compare(graph, tensors)) is None
 
 
 def test_cut_at_random_places(specimen: Specimen) -> None:

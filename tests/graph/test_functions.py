@@ -344,3 +344,19 @@ def test_the_function_in_the_place_of_a_forward_has_its_parameters() -> None:
 
     assert _with_parameters(bare, lambda **kwargs: kwargs)(only=1) == {"only": 1}
     assert inspect.signature(made) == inspect.signature(own)
+
+
+class Plain(nn.Module):
+    """Calls a class's forward as any function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, a: Tensor) -> Any:
+        return self.function(self.layer(a))
+
+
+def test_a_forward_that_is_called_directly_is_no_apply() -> None:
+    check(Plain(lambda a: Later.apply(a) + 0.1 * Later.forward(a)), (LATER,))
+    check(Plain(lambda a: 0.1 * Later.forward(a) + Later.apply(a)), (LATER,))

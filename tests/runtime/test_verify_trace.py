@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -300,7 +301,7 @@ def test_what_is_not_the_same_twice_is_told(monkeypatch: pytest.MonkeyPatch, cap
     model = pyrannc.RaNNCModule(Model(counted, True).double(), None)
     with caplog.at_level(logging.INFO):
         model(torch.randn(4, WIDTH, dtype=torch.float64))
-    assert "The new trace was not compared with the model: the model is not the same twice" in caplog.text
+    assert "The trace was not compared with the model: the model is not the same twice" in caplog.text
 
 
 def test_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -344,3 +345,99 @@ def test_functions_are_replaced_at_their_class_only_while_tracing() -> None:
     trains_like_the_model(lambda a: alias(a), True)
     assert dict(vars(Triple)) == before
     assert functions.function_path(Triple).endswith("test_verify_trace:Triple")
+
+
+class Momentum(nn.Module):
+    """Writes into a parameter that nobody trains, and gives a parameter other memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.center = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        b = self.layer(a)
+        with torch.no_grad():
+            self.center.lerp_(b.mean(0), 0.1)
+        return b - self.center
+
+
+def test_parameters_that_the_model_writes_are_put_back() -> None:
+    torch.manual_seed(0)
+    plain = Momentum().double()
+    model = wrapped(plain)
+    for _ in range(2):
+        a = torch.randn(4, WIDTH, dtype=torch.float64)
+        torch.testing.assert_close(model(a), plain(a))
+        torch.testing.assert_close(model.get_param("center"), plain.center.detach())
+
+
+GENERATOR = torch.Generator()
+
+
+def test_generators_that_the_model_knows_are_put_back() -> None:
+    GENERATOR.manual_seed(3)
+    model = wrapped(Model(lambda a: a * torch.rand(a.shape, generator=GENERATOR, dtype=a.dtype), True).double())
+    model(torch.randn(4, WIDTH, dtype=torch.float64))
+    assert GENERATOR.initial_seed() == 3
+
+
+def test_hooks_of_parameters_do_not_run() -> None:
+    net = Model(torch.sin, True).double()
+    seen: list[str] = []
+    net.after.weight.register_hook(lambda gradient: seen.append("hook"))
+    out = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))(torch.randn(4, WIDTH).double())
+    assert seen == []
+    out.sum().backward()
+    assert seen == ["hook"]
+
+
+def test_sparse_gradients(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+    net = nn.Sequential(nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
+    model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with caplog.at_level(logging.INFO):
+        model(torch.randint(0, 10, (4,))).sum().backward()
+    assert "The trace computes what the model computes" in caplog.text
+
+
+def test_a_model_that_needs_two_rows_gets_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+    with caplog.at_level(logging.INFO):
+        model = wrapped(Model(torch.sin, True).double())
+        model(torch.randn(2, WIDTH, dtype=torch.float64))
+    assert "The trace computes what the model computes" in caplog.text
+
+
+def test_under_inference_mode_and_another_default_device(caplog: pytest.LogCaptureFixture) -> None:
+    hook_proofs._known.clear()
+    with torch.inference_mode(), torch.device("meta"):
+        assert hook_proofs.failing() == ()
+
+
+def test_other_threads_go_on_while_a_model_is_traced() -> None:
+    problems: list[BaseException] = []
+    ended = threading.Event()
+
+    def background() -> None:
+        a = torch.ones(2, requires_grad=True)
+        while not ended.is_set():
+            try:
+                with torch.inference_mode():
+                    a.detach() * 2
+                alias(a).sum().backward()
+                (a * 2).register_hook(lambda gradient: gradient)
+            except BaseException as exc:
+                problems.append(exc)
+                return
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    try:
+        trains_like_the_model(lambda a: alias(a), True)
+    finally:
+        ended.set()
+        thread.join()
+    assert problems == []
