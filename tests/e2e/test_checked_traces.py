@@ -24,7 +24,7 @@ def test_functions_in_two_stages_and_from_the_cache(job: Job) -> None:
 
 
 def test_a_trace_that_was_kept_unseen_is_compared_by_the_next_run(job: Job) -> None:
-    unseen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", RANNC_VERIFY_TRACE="false")
+    unseen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", RANNC_VERIFY_TRACE="false", RANNC_CACHE="refresh")
     assert CHECKED not in unseen
     seen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
     assert seen.count("Using trace") == 2
