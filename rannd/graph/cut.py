@@ -17,6 +17,7 @@ from rannd.graph.names import graph_module
 from rannd.graph.placement import Placement
 from rannd.graph.sizes import is_number, number_at, shape_at
 from rannd.graph.traced import Traced
+from rannd.graph.views import reshape
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def extract(traced: Traced, placement: Placement, members: Set[Node], name: str)
     for node in traced.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copy)
+            if node not in placement.writers:
+                reshape(copies[node])
             if is_number(node.meta.get("val")):
                 continue  # known everywhere from the number of rows
             if node in members and (node in results or any(user not in needed for user in node.users)):

@@ -41,6 +41,7 @@ from rannd.graph.signature import Signature
 from rannd.graph.simplify import simplify
 from rannd.graph.traced import Decisions, OutputSpec, Traced, attribute, operator_name
 from rannd.graph.values import Number, abstract
+from rannd.graph.views import reshape_in_regions
 from rannd.torch_versions import tracing
 
 DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
@@ -230,6 +231,7 @@ def shown(
     graph, spec = root.graph, program.call_spec.out_spec
     _make_plain(root, lengths)
     simplify(root)
+    reshape_in_regions(root)
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue

@@ -6,7 +6,9 @@ and grouped by the rules that keep a cut graph right:
 
 1. a node that makes several values, or one whose size is not known beforehand, stays with its readers;
 2. a node that writes into a value stays with all that shared its memory or read it before;
-3. readers and writers of a buffer (or argument) that is written stay together.
+3. readers and writers of a buffer (or argument) that is written stay together;
+4. a node that reads memory by strides (``as_strided``) stays with all that decides how its operand lies: what a stage
+   gets from another lies without gaps, and would be read in the wrong order.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from rannd.graph.values import TensorValue
 
 CHEAP_FLOPS_PER_ELEMENT = 16
 """A recomputed node may cost this many operations for each element it makes; a matrix product costs more."""
+
+_WITHOUT_GAPS = ("linear", "embedding", "addmm", "mm", "bmm")
+"""Operators whose results lie without gaps, in the order of their dimensions, however their operands lie."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +252,10 @@ def _groups(
         if not is_plain_tensor(node):
             join([node, *(user for user in node.users if user in members)])
 
+    for node in placed:
+        if _reads_by_strides(traced, node):
+            join([node, *(other for other in _deciding_strides(node) if other in members)])
+
     sets: dict[Node, list[Node]] = {}
     for node in traced.graph.nodes:
         if node.op != "output" and sharing.find(node) in touched:
@@ -263,3 +272,27 @@ def _groups(
         join(list(dict.fromkeys([*writers, *together])))
     numbers: dict[Node, int] = {}
     return {node: numbers.setdefault(find(node), len(numbers)) for node in placed}
+
+
+def _reads_by_strides(traced: Traced, node: Node) -> bool:
+    nested = nested_graph(traced, node)
+    if nested is not None:
+        return any(_reads_by_strides(traced, inner) for inner in nested[0].graph.nodes if inner.op == "call_function")
+    return base_name(node).startswith("as_strided")
+
+
+def _deciding_strides(node: Node) -> set[Node]:
+    """Operators above a node that decide how what it reads lies in memory."""
+    found: set[Node] = set()
+    stack = [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if (
+                source.op == "call_function"
+                and source not in found
+                and not is_number(source.meta.get("val"))
+                and base_name(source) not in _WITHOUT_GAPS
+            ):
+                found.add(source)
+                stack.append(source)
+    return found

@@ -1,9 +1,4 @@
-"""Take work out of a graph that changes nothing of what it computes, and let parts of it run alone.
-
-A trace leaves a copy out (``contiguous()``) where the values it saw already lay without gaps, and a view of them
-follows. How a value lies may depend on all that came before (attention lays its result as it is given the query), and
-what a part gets from another lies without gaps in its own order of dimensions. So views become reshapes, which copy
-where a view cannot be. Only where somebody writes into the memory they stay: a copy would not show it.
+"""Take work out of a graph that changes nothing of what it computes.
 
 Two things that language models do to their logits, the largest values that they have: `logits[:, :-1]` leaves a slice
 of all samples behind, and computes rows that it drops at once. The backward of each such slice fills a tensor of the
@@ -18,43 +13,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from rannd.graph.effects import Aliases, nested_graph, written
 from rannd.graph.traced import attribute
 from rannd.graph.values import TensorValue
 
 _SLICE = torch.ops.aten.slice.Tensor
 _LINEAR = torch.ops.aten.linear.default
-_RESHAPES: dict[Any, Any] = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten.view_as.default: torch.ops.aten.reshape_as.default,
-}
 
 
 def simplify(root: GraphModule) -> None:
     """Simplify a graph of ATen operators and those of its regions, in place. Values are plain data already."""
-    _reshape(root)
-    _take_out(root)
-
-
-def _reshape(root: GraphModule) -> None:
-    """Make reshapes of views that share no memory with anything that is written into."""
-    sharing = Aliases(root)
-    touched = {sharing.find(target) for node in root.graph.nodes for target in written(root, node)}
-    for node in root.graph.nodes:
-        nested = nested_graph(root, node) if node.op == "call_function" else None
-        if nested is not None:
-            if not any(sharing.find(each) in touched for each in (node, *node.all_input_nodes)):
-                _reshape(nested[0])
-        elif node.target in _RESHAPES and not node.kwargs and sharing.find(node) not in touched:
-            node.target = _RESHAPES[node.target]
-
-
-def _take_out(root: GraphModule) -> None:
     for node in list(root.graph.nodes):
         if node.op == "get_attr":
             inner = attribute(root, str(node.target))
             if isinstance(inner, GraphModule):
-                _take_out(inner)
+                simplify(inner)
         elif node.target is _SLICE and not node.kwargs:
             if _takes_all(node):
                 node.replace_all_uses_with(node.args[0])

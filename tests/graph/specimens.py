@@ -21,6 +21,8 @@ from rannd.graph.model import ModelGraph
 
 TRACED_ROWS = 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+PARTLY_SINGLE = {"gpt-j": 1e-5}
+"""Double models that compute something in single precision, which is rounded as values lie in memory."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Specimen:
     def compare(self, batch: Batch, *stagings: Mapping[Node, int]) -> None:
         """The graph, cut in the ways of `stagings`, gives the outputs, gradients and buffers of the model."""
         tensors = [leaf for leaf in pytree.tree_leaves(dict(sorted(batch.items()))) if isinstance(leaf, Tensor)]
-        within = TOLERANCE[self.entry.dtype]
+        within = max(TOLERANCE[self.entry.dtype], PARTLY_SINGLE.get(self.entry.name, 0))
         with buffers_kept(self.model) as expected_buffers:
             expected = self._seeded(0, run_eager, tensors)
         for number, staging in enumerate(stagings, 1):

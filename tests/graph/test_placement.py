@@ -177,3 +177,13 @@ def test_the_task_graph_says_the_same() -> None:
     unused = {task.params[number].name for number in task.unused_params}
     assert {"b", "running", "lstm.weight_ih_l0"} <= unused
     assert not unused & {"w", "norm.weight", "norm.bias"}
+
+
+def test_what_decides_how_memory_lies_stays_with_what_reads_it_by_strides() -> None:
+    def windows(model: Small, a: Tensor) -> Tensor:
+        turned = (a @ model.w).transpose(1, 2).cos()  # lies as the product does
+        return turned.as_strided((len(a), 2, 6, 3), (turned.stride(0), 6, 1, 6)).sin()
+
+    graph = graph_of(Small(windows), torch.randn(4, 5, 6))
+    group = {node.name: number for node, number in graph.placement.group.items()}
+    assert group["transpose"] == group["cos"] == group["as_strided"] == group["matmul"] != group["sin"]

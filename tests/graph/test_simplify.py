@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pieces import eager, graph_of, in_pieces, signature_of
-from stages import parts_of, run_eager, run_stages
 from torch import Tensor, nn
 
 from rannd.graph.model import ModelGraph
@@ -114,43 +113,3 @@ def test_lengths_may_change(batch: tuple[Tensor, Tensor]) -> None:
     x, labels = batch
     for length in (5, 3, 2):
         same(model, x[:, :length], labels[:, :length])
-
-
-class Attention(nn.Module):
-    """As nn.MultiheadAttention has it until torch 2.12: the result of attention lies as the query does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = [
-            part.transpose(0, 1).contiguous().view(5, -1, 8).transpose(0, 1) for part in self.layer(x).split(16, 2)
-        ]
-        found = F.scaled_dot_product_attention(*(part.view(-1, 2, 5, 8) for part in heads))
-        return found.permute(2, 0, 1, 3).contiguous().view(-1, 16).view_as(x.flatten(0, 1)).cos().view(5, -1, 16).sum(0)
-
-
-def test_views_of_what_lies_otherwise_in_another_part() -> None:
-    model, x = Attention().double(), torch.randn(4, 5, 16).double()
-    graph = graph_of(model, x)
-    attention = next(node for node in graph.placement.placed if "scaled_dot" in node.name)
-    for cut in (attention, attention.next):  # before, and behind it
-        order = list(graph.traced.graph.nodes)
-        stage = {node: int(order.index(node) >= order.index(cut)) for node in graph.placement.placed}
-        _, tensors = signature_of(model, x)
-        found = run_stages(graph, model, parts_of(graph, stage), tensors)
-        torch.testing.assert_close(found, run_eager(graph, model, tensors))
-    assert count(graph, "view") == count(graph, "view_as") == 0
-
-
-def test_views_of_what_is_written_into_stay(batch: tuple[Tensor, Tensor]) -> None:
-    def use(logits: Tensor, labels: Tensor) -> Tensor:
-        flat = logits.view(-1)
-        with torch.no_grad():
-            again = labels.view(-1)
-        logits.mul_(2)
-        return flat.square().sum() + again.sum()
-
-    graph = same(Head(use), *batch)
-    assert count(graph, "view") == 1

@@ -1,0 +1,89 @@
+"""Parts of a graph run on values that lie otherwise in memory than those that were traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pieces import graph_of, signature_of
+from stages import parts_of, run_eager, run_stages
+from torch import Tensor, nn
+
+from rannd.graph.model import ModelGraph
+from rannd.graph.traced import operator_name
+
+
+class Attention(nn.Module):
+    """As nn.MultiheadAttention has it until torch 2.12: the result of attention lies as the query does."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 48)
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            part.transpose(0, 1).contiguous().view(5, -1, 8).transpose(0, 1) for part in self.layer(x).split(16, 2)
+        ]
+        found = F.scaled_dot_product_attention(*(part.view(-1, 2, 5, 8) for part in heads))
+        return self.last(found.permute(2, 0, 1, 3)).view(5, -1, 16).sum(0)
+
+
+def plain(found: Tensor) -> Tensor:
+    return found.contiguous().view(-1, 16).view_as(torch.empty(found.numel() // 4, 4)).cos()
+
+
+def region(found: Tensor) -> Tensor:
+    with torch.no_grad():
+        positive = found.contiguous().view(-1, 16).cos() > 0
+    return found.reshape(-1, 16) * positive
+
+
+def cut_at(graph: ModelGraph, place: int) -> list[list[str]]:
+    """Operators of both parts of a graph that is cut there."""
+    stage = {node: int(number >= place) for number, node in enumerate(graph.placement.placed)}
+    return [[operator_name(node.target) for node in part.module.graph.nodes] for part in parts_of(graph, stage)]
+
+
+@pytest.mark.parametrize("last", [plain, region])
+def test_a_part_views_what_lies_otherwise(last: Callable[[Tensor], Tensor]) -> None:
+    model, x = Attention(last).double(), torch.randn(4, 5, 16).double()
+    graph = graph_of(model, x)
+    assert graph.traced.leaf_paths == ()
+    _, tensors = signature_of(model, x)
+    placed = graph.placement.placed
+    attention = next(number for number, node in enumerate(placed) if "scaled_dot" in node.name)
+    for place in range(attention, len(placed)):
+        stage = {node: int(number >= place) for number, node in enumerate(placed)}
+        if all(stage[node] == stage[other] for node in placed for other in placed
+               if graph.placement.group[node] == graph.placement.group[other]):  # fmt: skip
+            found = run_stages(graph, model, parts_of(graph, stage), tensors)
+            torch.testing.assert_close(found, run_eager(graph, model, tensors))
+    assert not {"aten::view", "aten::view_as"} & {name for names in cut_at(graph, attention) for name in names}
+
+
+class Written(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        flat = y.view(-1)
+        with torch.no_grad():
+            again = y.view(-1).cos()
+        y.mul_(2)
+        return (flat.square() + again).view(-1, 6)
+
+
+def test_views_of_what_is_written_into_stay() -> None:
+    model, x = Written().double(), torch.randn(4, 6).double()
+    graph = graph_of(model, x)
+    _, tensors = signature_of(model, x)
+    stage = dict.fromkeys(graph.placement.placed, 0)
+    parts = parts_of(graph, stage)
+    torch.testing.assert_close(run_stages(graph, model, parts, tensors), run_eager(graph, model, tensors))
+    names = [operator_name(node.target) for node in parts[0].module.graph.nodes]
+    assert (names.count("aten::view"), names.count("aten::reshape")) == (1, 1)
