@@ -59,6 +59,10 @@ class NotComparable(Exception):
     """A graph and its model cannot be compared; says why."""
 
 
+class NotRepeatable(NotComparable):
+    """The model itself differs from one call to the next."""
+
+
 class _Waits(BaseException):
     """The model's code waits for other ranks. It must not be able to catch this and go another way."""
 
@@ -110,7 +114,7 @@ def _compared(
         return None
     again = _difference(expected, _of_model(model, graph, tensors, gradients))
     if again is not None:
-        raise NotComparable(f"the model is not the same twice: {again}")
+        raise NotRepeatable(f"the model is not the same twice: {again}")
     return difference
 
 
@@ -188,14 +192,14 @@ def _alike(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.
     _seed(0)
     draws: Any = _EqualDraws
     equal = draws()
-    try:
-        with preserved(model), kept_parameters(model) as written:
+    with preserved(model), kept_parameters(model) as written:  # generators in attributes are put back by the first
+        try:
             draw_once(model)  # what was drawn while the model was traced must not be a constant of the graph
             with _unhooked(model), direct_checkpoints(), equal:
                 yield written
-    finally:
-        for generator, state in equal.met.items():
-            generator.set_state(state)
+        finally:
+            for generator, state in equal.met.items():
+                generator.set_state(state)
 
 
 @contextlib.contextmanager

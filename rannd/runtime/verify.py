@@ -10,7 +10,7 @@ from torch import nn
 from rannd import log
 from rannd.errors import TraceError
 from rannd.graph.model import ModelGraph
-from rannd.graph.trace_check import NotComparable, compare
+from rannd.graph.trace_check import NotComparable, NotRepeatable, compare
 
 
 def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> None:
@@ -24,6 +24,11 @@ def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor])
     try:
         with torch.no_grad():
             difference = compare(model, graph, [tensor.detach().to(device) for tensor in tensors], gradients=False)
+    except NotRepeatable as exc:
+        raise TraceError(
+            f"verify_partitioning: {exc}: it differs from one call to the next by what its modules do not hold, which no "
+            "graph can show (a global variable, a file, the time)"
+        ) from exc
     except NotComparable as exc:
         log.get("RaNNCModule").warning("verify_partitioning: not done: %s", exc)
         return

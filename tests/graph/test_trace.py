@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rannd.errors import TraceError
 from rannd.graph.cut import extract
 from rannd.graph.export import DROPPED
+from rannd.graph.functions import function_path
 from rannd.graph.trace import trace
 from rannd.graph.traced import Traced, operator_name
 
@@ -168,7 +169,7 @@ class Doubling(nn.Module):
 
 def test_modules_with_custom_functions_are_named_and_become_leaves() -> None:
     found = traced(Outer(Doubling()), torch.randn(3, 6))
-    assert found.leaf_paths == ("blocks.1",)
+    assert found.leaf_paths == (function_path(Doubled),)
     assert "module blocks.1 (Doubling)" in found.record[0]
     assert "Doubled" in found.record[0]
     assert f"{__file__}:{_line('the call that is named')}" in found.record[0]
