@@ -36,7 +36,7 @@ dump_graph dump_graph_prefix validate_comm display_comm_value display_act_value 
 verify_recomp verify_partitioning dump_dp_node_profiles dump_dp_cache enable_kineto
 """
 UPSTREAM = _UPSTREAM.split()
-OWN = ["device", "cache", "cache_max_gb", "daemon_idle_s", "daemon_timeout_s", "log_level"]
+OWN = ["device", "verify_trace", "cache", "cache_max_gb", "daemon_idle_s", "daemon_timeout_s", "log_level"]
 OWN += ["partitioning_dry_run_cluster", "schedule", "interleave_loss", "watchdog_timeout_s", "check_nan"]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 
@@ -81,6 +81,7 @@ NOT_PLAN_AFFECTING = {
     "watchdog_timeout_s",
     "check_nan",
     "verify_partitioning",
+    "verify_trace",
     "dump_graph",
     "dump_graph_prefix",
     "cache",
