@@ -26,8 +26,8 @@ def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor])
             difference = compare(model, graph, [tensor.detach().to(device) for tensor in tensors], gradients=False)
     except NotRepeatable as exc:
         raise TraceError(
-            f"verify_partitioning: {exc}: it differs from one call to the next by what its modules do not hold (a global "
-            "variable, a file, the time), which no graph can show"
+            f"verify_partitioning: {exc}: it differs from one call to the next by what its modules do not hold (a "
+            "global variable, a file, the time), which no graph can show"
         ) from exc
     except NotComparable as exc:
         log.get("RaNNCModule").warning("verify_partitioning: not done: %s", exc)
