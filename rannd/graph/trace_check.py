@@ -1,6 +1,7 @@
 """Does a graph compute what its model computes? Both run on the same rows, with the same random numbers.
 
-Compared are the outputs, the gradients of parameters and arguments (of a sum of all outputs), and the buffers.
+Compared are the outputs, the gradients of parameters and arguments (of a weighted sum of all outputs), the buffers, and
+the parameters that the code writes into.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ NOISE = {torch.float64: 1e-12, torch.float32: 1e-6}
 """What a gradient may differ by besides, relative to the largest of all gradients: sums that are zero but for rounding
 differ by all that they are."""
 NOISE_HALF = 2e-3
+
+_MUCH = float("inf")
+"""The difference of what has no number: another type or shape, or nothing at all."""
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 """Namespaces of operators that wait for other ranks."""
@@ -116,9 +120,6 @@ def _compared(
     if again is not None:
         raise NotRepeatable(f"the model is not the same twice: {again}")
     return difference
-
-
-_MUCH = float("inf")
 
 
 def rows_to_compare(graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
