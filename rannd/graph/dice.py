@@ -117,8 +117,8 @@ def watch_dice(model: nn.Module) -> Iterator[None]:
     with unchanged(model), contextlib.ExitStack() as stack:
         stack.enter_context(_seeding(generators[0], np.random))
         stack.enter_context(_seeding(generators[1], random))
-        for handle in (register_module_forward_pre_hook(entered), register_module_forward_hook(left)):
-            stack.callback(handle.remove)
+        stack.callback(register_module_forward_pre_hook(entered).remove)
+        stack.callback(register_module_forward_hook(left).remove)
         yield
 
 

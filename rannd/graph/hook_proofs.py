@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Bernoulli, Distribution
 from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
@@ -187,8 +188,13 @@ def _checkpoints(reentrant: bool) -> bool:
 
 
 def _validated() -> bool:
-    with unvalidated():
-        torch.distributions.Bernoulli(probs=torch.tensor(2.0))
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)  # torch.compile switches it off for the whole process
+    try:
+        with unvalidated():
+            Bernoulli(probs=torch.tensor(2.0))
+    finally:
+        Distribution.set_default_validate_args(before)
     return True
 
 

@@ -17,7 +17,7 @@ from rannd.errors import RanndError, TraceError
 from rannd.graph.blame import described
 from rannd.graph.model import ModelGraph
 from rannd.graph.suspects import first_wrong, outermost, twins
-from rannd.graph.trace_check import Difference, NotComparable, compare, rows_to_compare
+from rannd.graph.trace_check import Difference, NotComparable, compare_few, rows_to_compare
 from rannd.runtime.fit import room
 from rannd.runtime.memory import amount
 from rannd.runtime.world import World
@@ -126,14 +126,7 @@ class TraceChecker:
 
     def _difference(self, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> Difference | None:
         with _on(self._world.device, self._model):
-            given = [tensor.to(self._world.device) for tensor in tensors]
-            few = rows_to_compare(graph, given)
-            try:
-                return compare(self._model, graph, few)
-            except NotComparable:
-                if graph.signature.rows(few) == graph.signature.rows(given):
-                    raise
-                return compare(self._model, graph, given)  # some models need more rows, as BatchNorm does
+            return compare_few(self._model, graph, [tensor.to(self._world.device) for tensor in tensors])
 
     def _impossible(self, graph: ModelGraph, tensors: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]) -> str:
         """Why a comparison cannot be, '' where nothing speaks against it."""

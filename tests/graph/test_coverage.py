@@ -15,7 +15,7 @@ from zoo import ZOO, Entry
 
 from rannd.errors import TraceError
 from rannd.graph.model import build
-from rannd.graph.trace_check import compare, rows_to_compare
+from rannd.graph.trace_check import NotComparable, compare_few
 
 MOST_IN_LEAVES = 0.2
 """A model counts as traced with at most this share of its parameters in leaves."""
@@ -53,13 +53,14 @@ def test_comparing_the_trace_raises_no_false_alarm(specimen: Specimen) -> None:
     torch.manual_seed(0)
     batch = specimen.entry.batch(TRACED_ROWS)
     _, tensors = signature_of(specimen.model, **dict(sorted(batch.items())))
-    assert compare(specimen.model, specimen.graph, rows_to_compare(specimen.graph, tensors)) is None
+    assert compare_few(specimen.model, specimen.graph, tensors) is None
 
 
 OWN_LIMITS = {
     "rwkv": "writes into a parameter in evaluation while it is trained",
     "deberta": "fills with the smallest float, which bfloat16 does not have",
     "big bird": "scatters values of another type under autocast",
+    "graph network": "adds values of another type under autocast",
 }
 """Models that do not run themselves in some of the modes below."""
 
@@ -79,10 +80,11 @@ def test_no_false_alarm_in_other_modes(entry: Entry, mode: str) -> None:
         signature, tensors = signature_of(model, **dict(sorted(batch.items())))
         try:
             graph = build(model, signature, tensors, torch.device("cpu"))
-        except (TraceError, RuntimeError):
+            difference = compare_few(model, graph, tensors)
+        except (TraceError, RuntimeError, NotComparable):
             assert entry.name in OWN_LIMITS
             return
-        assert compare(model, graph, rows_to_compare(graph, tensors)) is None
+        assert difference is None
 
 
 def test_cut_at_random_places(specimen: Specimen) -> None:

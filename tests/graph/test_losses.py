@@ -35,6 +35,7 @@ def function_over_ranks(
     tensors = [make() for make in arguments]
     graph = graph_of(model, *tensors)
     assert graph.results == (Result("global"),)
+    assert graph.signature.fixed_rows is None, graph.traced.record
     part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
     state = state_of(graph, model)
     total = sum(sum(pieces) for pieces in ranks)
