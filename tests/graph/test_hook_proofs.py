@@ -22,7 +22,8 @@ def forgotten() -> Iterator[None]:
     hook_proofs._known.clear()
     yield
     hook_proofs._known.clear()
-    assert not global_hooks._global_forward_pre_hooks and not global_hooks._global_forward_hooks, "left behind"
+    assert not global_hooks._global_forward_pre_hooks
+    assert not global_hooks._global_forward_hooks
 
 
 def test_this_torch_runs_all_hooks() -> None:

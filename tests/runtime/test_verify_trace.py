@@ -314,10 +314,10 @@ def test_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 def test_whole_model_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not even the model as a single operator is right, it does not train."""
-    right = trace_checking.compare
+    right = trace_checking.compare_few
     monkeypatch.setattr(
         trace_checking,
-        "compare",
+        "compare_few",
         lambda *args, **kwargs: right(*args, **kwargs) or trace_checking.Difference("it", 1.0),
     )
     with pytest.raises(TraceError, match="the model runs as one operator"):
@@ -326,13 +326,13 @@ def test_whole_model_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_evaluation_after_training_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
-    compare = trace_checking.compare
+    compare = trace_checking.compare_few
 
     def noted(model: Any, graph: Any, tensors: Any) -> Any:
         found.append(graph.signature.mode.training)
         return compare(model, graph, tensors)
 
-    monkeypatch.setattr(trace_checking, "compare", noted)
+    monkeypatch.setattr(trace_checking, "compare_few", noted)
     model = trains_like_the_model(torch.sin, True)
     model.eval()
     with torch.no_grad():
