@@ -41,7 +41,7 @@ from rannd.graph.signature import Signature
 from rannd.graph.simplify import simplify
 from rannd.graph.traced import Decisions, OutputSpec, Traced, attribute, operator_name
 from rannd.graph.values import Number, abstract
-from rannd.graph.views import reshape_in_regions
+from rannd.graph.views import keep_without_gaps, reshape_in_regions, without_gaps
 from rannd.torch_versions import tracing
 
 DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
@@ -229,7 +229,9 @@ def shown(
     with quiet(), any_name():
         root = program.module(check_guards=False)
     graph, spec = root.graph, program.call_spec.out_spec
+    dense = without_gaps(root)
     _make_plain(root, lengths)
+    keep_without_gaps(root, dense)
     simplify(root)
     reshape_in_regions(root)
     for node in reversed(list(graph.nodes)):

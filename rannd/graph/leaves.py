@@ -111,6 +111,11 @@ def call_name(key: str) -> str:
     return key.split("|", 1)[1]
 
 
+def is_whole_model(key: str) -> bool:
+    """Whether the operator with this key runs the model itself, and not a part of it."""
+    return call_name(key).startswith("#")
+
+
 def call_of(key: str) -> tuple[LeafTable, LeafCall]:
     """The table and the call behind an operator's key."""
     token, name = key.split("|", 1)

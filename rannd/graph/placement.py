@@ -30,7 +30,8 @@ CHEAP_FLOPS_PER_ELEMENT = 16
 """A recomputed node may cost this many operations for each element it makes; a matrix product costs more."""
 
 _WITHOUT_GAPS = ("linear", "embedding", "addmm", "mm", "bmm")
-"""Operators whose results lie without gaps, in the order of their dimensions, however their operands lie."""
+"""Operators whose results lie without gaps, in the order of their dimensions, however their operands lie.
+``contiguous`` is another, unless it asks for another order."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,7 @@ def _deciding_strides(node: Node) -> set[Node]:
                 and source not in found
                 and not is_number(source.meta.get("val"))
                 and base_name(source) not in _WITHOUT_GAPS
+                and not (base_name(source) == "contiguous" and len(source.args) == 1 and not source.kwargs)
             ):
                 found.add(source)
                 stack.append(source)

@@ -88,3 +88,57 @@ def test_views_of_what_is_written_into_stay() -> None:
     names = [operator_name(node.target) for node in parts[0].module.graph.nodes]
     assert "aten::view" in names  # `flat`; a look at its node in the autograd graph may have traced it a second time
     assert names.count("aten::reshape") == 1
+
+
+@torch.library.custom_op("rannd_test_views::rows_of_memory", mutates_args=())
+def rows_of_memory(a: Tensor) -> Tensor:
+    """Reads memory from its first element on, row by row, as a kernel of one's own does."""
+    return a.as_strided(a.shape, torch.empty(a.shape, device="meta").stride()) * 2
+
+
+@rows_of_memory.register_fake
+def _(a: Tensor) -> Tensor:
+    return torch.empty(a.shape, dtype=a.dtype)
+
+
+rows_of_memory.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+def strided(a: Tensor) -> Tensor:
+    return a.as_strided(a.shape, a.stride()) * 2
+
+
+class Unseen(nn.Module):
+    """Runs as one operator, for the sake of its branch."""
+
+    def forward(self, a: Tensor) -> Tensor:
+        positive = int((a > 0).sum()) > 3
+        return rows_of_memory(a) if positive or len(a) else a  # type: ignore[no-any-return]
+
+
+class Kernel(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor], *, asks: bool) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.function, self.asks = function, asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.asks or not x.is_contiguous():
+            x = x.contiguous()
+        y = self.function(x) + self.before(x)
+        return self.after(self.function(y.contiguous()).sin())
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("function", [rows_of_memory, Unseen(), strided], ids=["operator", "module", "as_strided"])
+def test_code_that_reads_memory_gets_it_without_gaps_as_traced(
+    function: Callable[[Tensor], Tensor], asks: bool
+) -> None:
+    """contiguous() is not traced where there is nothing to do, and later calls may lie otherwise."""
+    model, x = Kernel(function, asks=asks).double(), torch.randn(4, 5, 5).double()
+    graph = graph_of(model, x)
+    stage = {node: int(number > 2) for number, node in enumerate(graph.placement.placed)}
+    for other in (x, x.transpose(1, 2), x.permute(2, 1, 0).contiguous().permute(2, 1, 0)):
+        _, tensors = signature_of(model, other)
+        found = run_stages(graph, model, parts_of(graph, stage), tensors)
+        torch.testing.assert_close(found, run_eager(graph, model, tensors))
