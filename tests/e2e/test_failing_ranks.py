@@ -225,7 +225,7 @@ def test_a_loss_that_is_nan(job: Job, tmp_path: Path) -> None:
     for stages in ("1", "2"):
         output = job.train(2, str(script), "sqrt", code=1, RANNC_PARTITION_NUM=stages)
         found = r"rank (\d) .*failed in step 2, stage \d, piece \d, action F\d .*NotANumberError: the operator sqrt"
-        assert re.search(rf"\[error\] {found} .*of float32\(4, 8\) from -1e\+06 to", output), output
+        assert re.search(rf"\[error\] {found} .*of float32\(\d, 8\) from -1e\+06 to", output), output
         assert re.search(rf"RankFailedError: {found}", output), output
         assert re.search(r"NotANumberError: the operator sqrt", output), output
     output = job.train(2, str(script), "input", code=1)
