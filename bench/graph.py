@@ -39,7 +39,8 @@ def main() -> None:
 
     print(f"torch {torch.__version__}, one thread, {datetime.now(UTC):%Y-%m-%d}")
     stored(options.layers, options.rounds)
-    compared(options.rounds)
+    for width, sequence in ((128, 64), (768, 128)):
+        compared(options.rounds, width, sequence)
     for name in () if options.no_large else LARGE:
         subprocess.run([sys.executable, __file__, "--only", name], check=True)
 
@@ -118,8 +119,8 @@ def stored(layers: int, rounds: int) -> None:
     print(f"  decode, find rows and stages' rules, task graph {text}")
 
 
-def compared(rounds: int) -> None:
-    """verify_trace, beside tracing and beside a training step: a GPT-2 of 4 layers, 128 wide, sequences of 64."""
+def compared(rounds: int, width: int, sequence: int) -> None:
+    """verify_trace, beside tracing and beside a training step: a GPT-2 of 4 layers."""
     import torch
     import transformers
 
@@ -128,7 +129,14 @@ def compared(rounds: int) -> None:
     from rannd.graph.trace_check import compare, rows_to_compare
 
     config = transformers.GPT2Config(
-        vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=1
+        vocab_size=512,
+        n_positions=sequence,
+        n_embd=width,
+        n_layer=4,
+        n_head=4,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=1,
     )
     model = transformers.GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -137,9 +145,9 @@ def compared(rounds: int) -> None:
         hook_proofs._known.clear()
         assert not hook_proofs.failing()
 
-    print("GPT-2 of 4 layers, 128 wide, sequences of 64: verify_trace")
+    print(f"GPT-2 of 4 layers, {width} wide, sequences of {sequence}: verify_trace")
     for rows in (1, 2, 4, 16):
-        signature, tensors = _call(model, rows, 64)
+        signature, tensors = _call(model, rows, sequence)
         begun = time.perf_counter()
         graph = build(model, signature, tensors, tensors[0].device)
         tracing = time.perf_counter() - begun

@@ -7,6 +7,7 @@ the parameters that the code writes into.
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -354,15 +355,16 @@ def _apart_by(value: Any, other: Any, largest: float, half: bool) -> float | Non
         return None
     if value.dtype == torch.bool or not (value.is_floating_point() or value.is_complex()):
         return _MUCH
-    bad = value.isfinite() != other.isfinite()
-    if bool(bad.any()):
-        return _MUCH
-    same = value.isfinite()
-    one, two = value[same], other[same]
-    if not one.numel():
-        return None
-    wide = torch.complex128 if value.is_complex() else torch.float64
-    by, size = float((one.to(wide) - two.to(wide)).abs().max()), float(one.to(wide).abs().max())
+    by, size = float((value - other).abs().max()), float(value.abs().max())
+    if not (math.isfinite(by) and math.isfinite(size)):
+        same = value.isfinite()
+        if bool((same != other.isfinite()).any()):
+            return _MUCH
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        one, two = value[same].to(wide), other[same].to(wide)
+        if not one.numel():
+            return None
+        by, size = float((one - two).abs().max()), float(one.abs().max())
     real = value.real.dtype if value.is_complex() else value.dtype
     relative, noise = RELATIVE.get(real, RELATIVE_HALF), NOISE.get(real, NOISE_HALF)
     if half:
@@ -372,6 +374,11 @@ def _apart_by(value: Any, other: Any, largest: float, half: bool) -> float | Non
 
 def _largest(value: torch.Tensor) -> float:
     value = _dense(value)
+    if not value.numel():
+        return 0.0
+    found = float(value.abs().max())
+    if math.isfinite(found):
+        return found
     finite = value[value.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 

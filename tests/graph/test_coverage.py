@@ -61,6 +61,8 @@ OWN_LIMITS = {
     "deberta": "fills with the smallest float, which bfloat16 does not have",
     "big bird": "scatters values of another type under autocast",
     "graph network": "adds values of another type under autocast",
+    "codebook": "moves its codes by values of another type under autocast",
+    "experts, looped": "puts in values of another type under autocast",
 }
 """Models that do not run themselves in some of the modes below."""
 
