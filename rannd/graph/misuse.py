@@ -3,54 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rannd.errors import TraceError, UsageError
-
-if TYPE_CHECKING:
-    from rannd.graph.signature import Signature
+from rannd.graph.signature import Signature
 
 MOST_NOTES = 3
-
-
-def refusal(name: str, value: Any) -> str:
-    """Why an argument cannot be given to a model that ranks share."""
-    if isinstance(value, torch.Tensor):
-        kind = "nested" if value.is_nested else f"sparse ({value.layout})"
-        return (
-            f"{name} of the model is a {kind} tensor, whose samples cannot be told apart and sent to ranks; pass "
-            f"{'a padded tensor and a mask' if value.is_nested else 'a dense one, x.to_dense()'}"
-        )
-    return f"{name} of the model is a {type(value).__module__}.{type(value).__qualname__}; {_advice(value)}"
-
-
-def _advice(value: Any) -> str:
-    if type(value).__module__ == "numpy":
-        return "make a tensor of it, torch.as_tensor(x), or x.item() where it is a single number"
-    if isinstance(value, nn.Module):
-        return "make it an attribute of the model, so that its parameters are the model's"
-    if isinstance(value, Iterator):
-        return "it can be read only once; pass a list of what it gives"
-    if isinstance(value, Set):
-        return "it has no order; pass a sorted list"
-    if isinstance(value, enum.Enum):
-        return "pass its value"
-    if isinstance(value, Mapping):
-        return "pass a dict of it"
-    if isinstance(value, range):
-        return "pass a tuple of it"
-    if isinstance(value, Callable):  # type: ignore[arg-type]
-        return "make it an attribute of the model"
-    return (
-        "the model takes tensors, None, numbers, strings and containers of them: lists, tuples, dicts, dataclasses, "
-        "and types that are registered with torch.utils._pytree.register_pytree_node"
-    )
 
 
 def check_ready(model: nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 
 from rannd.errors import UsageError
 from rannd.graph.containers import register_containers
-from rannd.graph.misuse import refusal
+from rannd.graph.refusal import refusal
 
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 

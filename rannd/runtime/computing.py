@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.runtime.bound import BoundGraph
-from rannd.runtime.exchange import finish
 from rannd.runtime.step import Saved, Step
-from rannd.runtime.world import World
+from rannd.runtime.world import World, finish
 
 
 class Computing:

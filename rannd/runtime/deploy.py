@@ -42,9 +42,10 @@ from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.bound import planned_stages
 from rannd.runtime.cache import GIB, Cache, holder, understood
 from rannd.runtime.deployment_file import named, read_file
+from rannd.runtime.device_memory import amount
 from rannd.runtime.fit import lower_limit, short
 from rannd.runtime.measuring import Measuring
-from rannd.runtime.memory import Promise, amount
+from rannd.runtime.memory import Promise
 from rannd.runtime.profile_file import ProfileFile
 from rannd.runtime.world import World, device_memory, device_model
 

@@ -29,9 +29,9 @@ from rannd.runtime.deployment_file import save_file
 from rannd.runtime.dump import dump
 from rannd.runtime.executor import Executor
 from rannd.runtime.frozen import Frozen
+from rannd.runtime.global_optimizer import whole_optimizer
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.memory import Promise
-from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.overflow import Overflow
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.placeholder import placeholder_gradient
@@ -158,7 +158,7 @@ class Deployer:
         parameters = Parameters(world, model, owners, deployment, values=self._values, sync=self._sync)
         clip_watch: ClipWatch | None = None
         if optimizer is not None:
-            WholeOptimizer.of(optimizer, world).keep_own(parameters)
+            whole_optimizer(optimizer, world).keep_own(parameters)
             clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         self._values.finish()
         overflow = Overflow(world, lambda: placeholder_gradient(optimizer))

@@ -6,17 +6,110 @@ it must have arrived: the message that answers it has come, or the step is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.errors import StepError
+from rannd.graph.cut import crossing_shape
 from rannd.plan.program import Action
-from rannd.runtime.message_buffers import MessageBuffers
-from rannd.runtime.parcels import Parcel
-from rannd.runtime.world import World
+from rannd.runtime.world import World, finish
+
+ALIGNMENT = 64
+"""Bytes: a value begins at a multiple of this."""
+
+
+class Parcel:
+    """Layout of a message that carries the values of some nodes for a piece of `rows` rows.
+
+    One value travels as it is; several are copied one behind the other into a message of bytes.
+    """
+
+    def __init__(self, nodes: Sequence[Node], rows: int) -> None:
+        self.rows = rows
+        self.nodes = tuple(nodes)
+        self._shapes = [crossing_shape(node, rows) for node in nodes]
+        self._types: list[torch.dtype] = [node.meta["val"].dtype for node in nodes]
+        self._sizes = [
+            math.prod(shape) * dtype.itemsize for shape, dtype in zip(self._shapes, self._types, strict=True)
+        ]
+        self._starts: list[int] = []
+        end = 0
+        for size in self._sizes:
+            self._starts.append(end)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        self.bytes = end if sum(map(bool, self._sizes)) > 1 else sum(self._sizes)
+        """Bytes of the message; none is sent where there are none."""
+
+    def pack(self, values: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
+        """The message; None where there is nothing to send. StepError for a value that is not as it was traced."""
+        message: torch.Tensor | None = None
+        alone = sum(map(bool, self._sizes)) == 1
+        for node, shape, dtype, size, start in zip(
+            self.nodes, self._shapes, self._types, self._sizes, self._starts, strict=True
+        ):
+            value = values[node]
+            if value.dtype != dtype or tuple(value.shape) != shape:
+                raise StepError(
+                    f"value {node.name} is {value.dtype} {tuple(value.shape)}, but was traced as {dtype} {shape} for "
+                    f"{self.rows} rows; the model gives other shapes than when it was traced, or runs under another "
+                    "autocast or default dtype"
+                )
+            if size and alone:
+                return value.detach().contiguous()
+            if size:
+                if message is None:
+                    message = torch.empty(self.bytes, dtype=torch.uint8, device=value.device)
+                message[start : start + size].view(dtype).view(shape).copy_(value.detach())
+        return message
+
+    def unpack(self, message: torch.Tensor | None, device: torch.device) -> dict[Node, torch.Tensor]:
+        """The values in a message of bytes, which share its memory."""
+        values: dict[Node, torch.Tensor] = {}
+        for node, shape, dtype, size, start in zip(
+            self.nodes, self._shapes, self._types, self._sizes, self._starts, strict=True
+        ):
+            if size:
+                assert message is not None
+                start = 0 if self.bytes == size else start
+                values[node] = message[start : start + size].view(dtype).view(shape)
+            else:
+                values[node] = torch.empty(shape, dtype=dtype, device=device)
+        return values
+
+
+UNUSED = 2
+"""References to a storage that only its own tensor has, while it is looked at: the tensor's and ours."""
+
+MOST_FREE = 8
+"""Free buffers kept of each size."""
+
+
+class MessageBuffers:
+    """Buffers of bytes by size.
+
+    A buffer that is given back is handed out again only if nothing else shares its memory: what a module keeps of its
+    inputs (an opaque operator may keep what it likes) stays as it was.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, size: int) -> torch.Tensor:
+        """A buffer of `size` bytes."""
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        free = self._free.setdefault(buffer.numel(), [])
+        storage = buffer.untyped_storage()
+        if len(free) < MOST_FREE and torch._C._storage_Use_Count(storage._cdata) <= UNUSED:
+            free.append(buffer)
 
 
 class Exchange:
@@ -62,10 +155,3 @@ class Exchange:
         """Wait until all that was sent has left."""
         for action in list(self._sent):
             self.settle(action)
-
-
-def finish(work: dist.Work | None) -> None:
-    """Wait for a transfer. torch gives none to ranks outside of the group, which is a mistake of the caller."""
-    if work is None:
-        raise StepError("a transfer was asked for outside of its group; please report this")
-    work.wait()

@@ -29,12 +29,10 @@ from rannd.runtime.agreement import (
 from rannd.runtime.asked import NOTHING, Anchor, Asked
 from rannd.runtime.bound import BoundGraph, Traffic
 from rannd.runtime.computing import Computing
-from rannd.runtime.exchange import Exchange
+from rannd.runtime.exchange import Exchange, MessageBuffers, Parcel
 from rannd.runtime.gradients import Reducer
 from rannd.runtime.instructions import Instruction, instructions
-from rannd.runtime.message_buffers import MessageBuffers
 from rannd.runtime.mini_batch import MiniBatch
-from rannd.runtime.parcels import Parcel
 from rannd.runtime.pieces import Pieces
 from rannd.runtime.results import join
 from rannd.runtime.step import Step

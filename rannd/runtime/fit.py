@@ -8,7 +8,7 @@ import psutil
 from torch import nn
 
 from rannd.plan.deployment import Deployment
-from rannd.runtime.memory import free_memory
+from rannd.runtime.device_memory import free_memory
 from rannd.runtime.world import World
 
 BITS = 4

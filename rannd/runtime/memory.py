@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-import psutil
 import torch
 
 from rannd import log
@@ -15,10 +14,9 @@ from rannd.config import Config
 from rannd.daemon.keys import Key, limit_key
 from rannd.errors import text_of
 from rannd.plan.deployment import Deployment
+from rannd.runtime.cache import Cache
+from rannd.runtime.device_memory import amount, free_memory
 from rannd.runtime.failure import Failure
-
-if TYPE_CHECKING:  # the cache knows the world, which knows this
-    from rannd.runtime.cache import Cache
 
 GIB = 1024**3
 
@@ -26,15 +24,6 @@ LOWER = 0.9
 """Part of what was promised that the next plan may use."""
 
 _ASKED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? ?(?:bytes|[KMGT]iB))")
-
-
-def free_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of a device's memory, as they are now; of the machine's for the CPU."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
 
 
 @dataclass(frozen=True)
@@ -109,11 +98,3 @@ class Promise:
                     reason,
                     amount(failure.limit),
                 )
-
-
-def amount(count: float) -> str:
-    """Bytes in words."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{int(count)} bytes"

@@ -1,8 +1,7 @@
 """An optimizer reduced to the parameters that this rank holds, that remembers what it was made of.
 
 Its groups keep their order and their settings, and lose other ranks' parameters in place, so that schedulers and
-gradient scalers go on with it. The instance's `state_dict` and `load_state_dict` take one argument more,
-`from_global`; without it they are the class's own, about this rank's part.
+gradient scalers go on with it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _HOME = "_rannd_whole"
 
 
 class WholeOptimizer:
-    """What an optimizer was before it was reduced. Made once for each optimizer, by `of`."""
+    """What an optimizer was before it was reduced. One for each optimizer, made by `whole_optimizer`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
         self.optimizer = optimizer
@@ -39,16 +38,8 @@ class WholeOptimizer:
         self.own_state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
         self.own_load_state_dict: Callable[[dict[str, Any]], None] = optimizer.load_state_dict
         self._own_add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
-        optimizer.state_dict = self._state_dict  # type: ignore[method-assign]
-        optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
         optimizer.__dict__[_HOME] = self
-
-    @staticmethod
-    def of(optimizer: torch.optim.Optimizer, world: World) -> WholeOptimizer:
-        """The one of an optimizer, made now if there is none."""
-        found = optimizer.__dict__.get(_HOME)
-        return found if isinstance(found, WholeOptimizer) else WholeOptimizer(optimizer, world)
 
     @staticmethod
     def find(optimizer: torch.optim.Optimizer) -> WholeOptimizer | None:
@@ -165,21 +156,6 @@ class WholeOptimizer:
                 del optimizer.state[parameter]
 
     # -- what the instance does in place of the class ---------------------------------------------------------
-
-    def _state_dict(self, *, from_global: bool = False) -> dict[str, Any]:
-        """The class's own, or with `from_global` the state of a single process's optimizer, on rank 0. Collective."""
-        from rannd.runtime.optimizer_state import gather_optimizer
-
-        return gather_optimizer(self, everywhere=False) if from_global else self.own_state_dict()
-
-    def _load_state_dict(self, state_dict: Mapping[str, Any], *, from_global: bool = False) -> None:
-        """The class's own, or with `from_global` from such a state, given on every rank. Collective."""
-        from rannd.runtime.optimizer_state import load_optimizer
-
-        if from_global:
-            load_optimizer(self, state_dict)
-        else:
-            self.own_load_state_dict(dict(state_dict))
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """The class's own; a rank keeps those of the new parameters that it holds. On every rank, alike."""

@@ -16,10 +16,9 @@ from torch import nn
 
 from rannd.errors import StepError
 from rannd.plan.deployment import Deployment
-from rannd.runtime.exchange import finish
 from rannd.runtime.swap import give, hollow
 from rannd.runtime.values import Values
-from rannd.runtime.world import World
+from rannd.runtime.world import World, finish
 
 
 class Parameters:

@@ -28,9 +28,9 @@ from rannd.runtime.bridge import attach
 from rannd.runtime.cache import Cache
 from rannd.runtime.deployed import Deployed, Deployer
 from rannd.runtime.executor import Executor
+from rannd.runtime.global_optimizer import whole_optimizer
 from rannd.runtime.graphs import UNKNOWN, Graphs
 from rannd.runtime.memory import Promise
-from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.pieces import split_rows
 from rannd.runtime.results import NotSent
@@ -93,7 +93,7 @@ class Session:
         self.dropout: bool | None = None
         """What `RaNNCModule.enable_dropout` says; None: as the modules' training flags do."""
         if optimizer is not None:
-            WholeOptimizer.of(optimizer, world)
+            whole_optimizer(optimizer, world)
         self._deployed: Deployed | None = None
 
     @property

@@ -18,8 +18,8 @@ from rannd.graph.blame import described
 from rannd.graph.model import ModelGraph
 from rannd.graph.suspects import first_wrong, outermost, twins
 from rannd.graph.trace_check import Difference, NotComparable, compare_few, rows_to_compare
+from rannd.runtime.device_memory import amount
 from rannd.runtime.fit import room
-from rannd.runtime.memory import amount
 from rannd.runtime.world import World
 
 SLACK = 1.5

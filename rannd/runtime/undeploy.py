@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rannd.errors import StepError
-from rannd.runtime.optimizer import WholeOptimizer
+from rannd.runtime.global_optimizer import whole_optimizer
 from rannd.runtime.optimizer_state import gather_states
 from rannd.runtime.parameters import Parameters
 from rannd.runtime.state import gather_tensor
@@ -39,12 +39,12 @@ def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: to
     agree_on_errors(world, f"model.undeploy(): {error}" if waits else "", StepError)
     states: dict[str, Any] = {}
     if optimizer is not None:
-        states = gather_states(WholeOptimizer.of(optimizer, world), parameters)
+        states = gather_states(whole_optimizer(optimizer, world), parameters)
     for name, tensor in parameters.tensors.items():
         _restore(world, parameters, origin, name, tensor)
     _gradients(world, parameters)
     if optimizer is not None:
-        whole = WholeOptimizer.of(optimizer, world)
+        whole = whole_optimizer(optimizer, world)
         whole.forget(parameters)
         whole.give({parameters.tensors[name]: state for name, state in states.items()})
 

@@ -25,14 +25,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from rannd import log
 from rannd.errors import RankFailedError, StepError
 from rannd.profile.out_of_memory import is_out_of_memory
-from rannd.runtime import memory, stacks
+from rannd.runtime import stacks
 from rannd.runtime.channel import (
     Ask,
     Channel,
@@ -70,15 +70,28 @@ MOST_CHECK_S = 5.0
 ANEW = "the ranks are no longer in step; start the job anew"
 
 
+class PromisedMemory(Protocol):
+    """What a plan promised about memory, see `rannd.runtime.memory`."""
+
+    def marks(self, stage: int | None) -> dict[str, Any]:
+        """The fields of a Failure that name the deployment and the next limit."""
+
+    def text(self, exc: BaseException, stage: int | None) -> str:
+        """What was promised, asked for and there, and what to do."""
+
+    def mark(self, failure: Failure) -> None:
+        """Set the cached deployment aside, and let the next run plan for less memory."""
+
+
 class Watch:
     """The watch of this process. One for each world; without other ranks it only writes notes on errors."""
 
     def __init__(self, connections: Connections | None = None) -> None:
         self.where = Where()
         self.connections = connections if connections is not None else Connections()
-        self.promises: dict[str, memory.Promise] = {}
+        self.promises: dict[str, PromisedMemory] = {}
         """What plans promised, by `Promise.digest`."""
-        self.promise: memory.Promise | None = None
+        self.promise: PromisedMemory | None = None
         """That of the model that is being called."""
         self.stages: dict[int, int] = {}
         """Stage of each rank in the last deployment."""

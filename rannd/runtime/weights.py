@@ -106,7 +106,7 @@ def open_weights(path: Path) -> Weights:
         if (path / METADATA).is_file():
             # Only here: importing torch.distributed.checkpoint takes as long as a fifth of torch.
             from rannd.runtime.checkpoint.index import read_index
-            from rannd.runtime.checkpoint.tensors import Distributed
+            from rannd.runtime.checkpoint.shards import Distributed
 
             return Distributed(path, read_index(path))
     what = "is not there" if not path.exists() else "is none of them"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from rannd import log
 from rannd.config import Config
-from rannd.errors import LaunchError
+from rannd.errors import LaunchError, StepError
 from rannd.plan.deployment import Slot
 from rannd.runtime import interface
 from rannd.runtime.finite import Finite
@@ -229,6 +229,13 @@ class World:
                 self.groups[slots] = dist.new_group(ranks, backend=_backend(self.device), timeout=TIMEOUT)
             self.watch.connections.add(self.groups[slots] if self.rank in ranks else None)
         return self.groups[slots]
+
+
+def finish(work: dist.Work | None) -> None:
+    """Wait for a transfer. torch gives none to ranks outside of the group, which is a mistake of the caller."""
+    if work is None:
+        raise StepError("a transfer was asked for outside of its group; please report this")
+    work.wait()
 
 
 _world: World | None = None

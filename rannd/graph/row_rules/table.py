@@ -5,11 +5,8 @@ from __future__ import annotations
 from rannd.graph.row_rules import elementwise as elementwise
 from rannd.graph.row_rules import indexing as indexing
 from rannd.graph.row_rules import layers as layers
-from rannd.graph.row_rules import linalg as linalg
-from rannd.graph.row_rules import lookups as lookups
 from rannd.graph.row_rules import losses as losses
 from rannd.graph.row_rules import parts as parts
-from rannd.graph.row_rules import planes as planes
 from rannd.graph.row_rules import products as products
 from rannd.graph.row_rules import reductions as reductions
 from rannd.graph.row_rules import routing as routing

@@ -21,8 +21,7 @@ from rannd.runtime.checkpoint.pending import settle
 from rannd.runtime.checkpoint.randomness import set_random_state
 from rannd.runtime.checkpoint.record import MANIFEST, SCRIPT, Manifest
 from rannd.runtime.checkpoint.saving import Subject
-from rannd.runtime.checkpoint.shards import facts, read_values
-from rannd.runtime.checkpoint.tensors import Distributed
+from rannd.runtime.checkpoint.shards import Distributed, facts, read_values
 from rannd.runtime.optimizer import WholeOptimizer
 from rannd.runtime.optimizer_state import filled
 from rannd.runtime.placeholder import without_placeholder

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from rannd.errors import CheckpointError
 from rannd.runtime.transfer import unseal
 
 CHUNK = 16 << 20
@@ -137,3 +138,26 @@ def facts(path: Path) -> FileFacts:
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
     return FileFacts(size, crc)
+
+
+class Distributed:
+    """The tensors of a folder that torch.distributed.checkpoint, or `pyrannc.save_checkpoint`, wrote."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        self.where = str(folder)
+        self._folder = folder
+        self._index = index
+        self._tensors = {
+            name: each for name, each in index.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
+        }
+        self.shapes = {name: tuple(each.size) for name, each in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """As of any Weights; only the parts of the files that belong to the tensor are read."""
+        each = self._tensors[name]
+        made = torch.empty(each.size, dtype=each.properties.dtype)
+        try:
+            read_values(self._folder, self._index, {name: made})
+        except Exception as exc:  # torch and pickle raise all kinds of errors for a damaged file
+            raise CheckpointError(f"{name} cannot be read from {self.where}: {type(exc).__name__}: {exc}") from exc
+        return made
