@@ -3,8 +3,8 @@
 Nothing is measured here: measurements are counted. One is a part of the model with one number of rows, and takes some
 runs of the part. A run is one of its forward, most with a backward behind it.
 
-ours         different grains (by structural hash) times numbers of rows, as rannd/runtime/measuring.py asks for them,
-             shared among ranks as rannd/profile/blocks.py does
+ours         different grains (by structural hash) times numbers of rows, as rannd/runtime/planning/profiler.py asks
+             for them, shared among ranks as rannd/profile/block_costs.py does
 stage phase  upstream's: different merged graphs of consecutive blocks times rows times whether the stage recomputes,
              in the loops of its search (see `upstream`); all on one rank. Its blocks are taken to be ours, and what
              fits into a device is by formula
@@ -21,15 +21,15 @@ from collections.abc import Mapping
 
 from rannd.config import Config
 from rannd.config.cluster import Cluster, load_cluster
-from rannd.graph.ir import TaskGraph
-from rannd.graph.structure import block_hashes
-from rannd.plan.atoms import make_atoms
-from rannd.plan.blocks import make_blocks
-from rannd.plan.grains import make_grains
-from rannd.plan.intervals import Intervals, at
-from rannd.plan.options import PlanOptions
+from rannd.graph.fx.ir import TaskGraph
+from rannd.graph.partition.block_hash import block_hashes
+from rannd.plan.blocks.atoms import make_atoms
+from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.grains import make_grains
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.search.intervals import Intervals, at
 from rannd.profile.analytic import analytic_costs
-from rannd.profile.blocks import TURNS
+from rannd.profile.block_costs import TURNS
 from rannd.profile.measure import RUNS
 from rannd.profile.points import Measured, Point, lacking
 
@@ -98,8 +98,8 @@ def gpt(layers: int, width: int) -> TaskGraph:
     import torch
     import transformers
 
+    from rannd.graph.call.signature import Mode, classify, flatten_call
     from rannd.graph.model import build
-    from rannd.graph.signature import Mode, classify, flatten_call
 
     class Loss(torch.nn.Module):
         def __init__(self) -> None:

@@ -26,21 +26,21 @@ import transformers
 from msgspec.structs import replace
 
 from rannd.config.cluster import Cluster, Efficiency, Link, Links, Tflops, load_cluster
-from rannd.graph.ir import TaskGraph
+from rannd.graph.call.signature import Mode, classify, flatten_call
+from rannd.graph.fx.ir import TaskGraph
 from rannd.graph.model import ModelGraph, build
-from rannd.graph.signature import Mode, classify, flatten_call
-from rannd.graph.structure import block_hashes
-from rannd.plan.blocks import make_blocks
+from rannd.graph.partition.block_hash import block_hashes
+from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.deployment import Slot
-from rannd.plan.layout import layout_of, loss_layout, piece_rows, step_costs
-from rannd.plan.options import PlanOptions
-from rannd.plan.search import plan
-from rannd.plan.simulate import predict
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.search.planner import plan
+from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
+from rannd.plan.simulate.simulator import predict
 from rannd.profile.analytic import analytic_costs, link_cost
-from rannd.profile.blocks import block_part
+from rannd.profile.block_costs import block_part
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
-from rannd.profile.measure import Sample, measure
-from rannd.runner.environment import MALLOC_SETTINGS
+from rannd.profile.measure import ProfileInputs, measure
+from rannd.runner.resources.rank_environment import MALLOC_SETTINGS
 
 CPU = torch.device("cpu")
 VOCABULARY = 8192
@@ -177,7 +177,7 @@ def gpt2(layers: int, width: int, sequence: int) -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def graph_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[ModelGraph, Sample]:
+def graph_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[ModelGraph, ProfileInputs]:
     call = flatten_call((), {"input_ids": ids, "labels": ids})
     signature = classify(call, Mode.current(True), [call.shapes()])
     graph = build(model, signature, list(call.tensors), CPU)
@@ -186,11 +186,11 @@ def graph_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[ModelGraph, Sam
         for node, leaf, spec in zip(graph.traced.placeholders, call.tensors, signature.tensors, strict=False)
     }
     state = {**graph.traced.constants, **dict(model.named_buffers()), **dict(model.named_parameters())}
-    return graph, Sample(arguments, frozenset(graph.placement.requires_grad), state, CPU)
+    return graph, ProfileInputs(arguments, frozenset(graph.placement.requires_grad), state, CPU)
 
 
 def machine_and_blocks(
-    graph: ModelGraph, blocks: list[tuple[int, ...]], sample: Sample, rows: tuple[int, int], rounds: int
+    graph: ModelGraph, blocks: list[tuple[int, ...]], sample: ProfileInputs, rows: tuple[int, int], rounds: int
 ) -> tuple[Cluster, list[BlockCost]]:
     """Rates and blocks in turns, of each the best round; equal blocks are measured once."""
     hashes = block_hashes(graph.task, blocks)

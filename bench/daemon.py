@@ -2,7 +2,7 @@
 
     python bench/daemon.py [--clients 1 8 64] [--lookups 2000] [--entries 1000 10000] [--deployments 500] [--starts 15]
 
-Everything goes through `rannd.daemon.client.Client`, as a job's requests do: over a connection that is kept, from
+Everything goes through `rannd.daemon.client.cache.Client`, as a job's requests do: over a connection that is kept, from
 processes that have asked before. Entries have 1 kB of noise under keys of profiles.
 
 in turn   each client asks again as soon as it has its answer: what the daemon can do. With 64 clients a look-up
@@ -30,10 +30,10 @@ import psutil
 import zmq
 
 from rannd.config import Config
-from rannd.daemon import spawn
-from rannd.daemon.client import Client, connect
-from rannd.daemon.keys import Key, deployment_key, profile_key
-from rannd.daemon.places import places
+from rannd.daemon.client import spawn
+from rannd.daemon.client.cache import Client, connect
+from rannd.daemon.common.keys import Key, deployment_key, profile_key
+from rannd.daemon.common.paths import places
 
 KB, MIB = 1000, 1 << 20
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "rannd": "0.1.0"}

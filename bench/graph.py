@@ -60,7 +60,7 @@ def _call(model: Any, rows: int, sequence: int) -> tuple[Any, list[Any]]:
     """Signature and tensors of a training call."""
     import torch
 
-    from rannd.graph.signature import Mode, classify, flatten_call
+    from rannd.graph.call.signature import Mode, classify, flatten_call
 
     ids = torch.randint(3, 50, (rows, sequence))
     call = flatten_call((), {"input_ids": ids, "labels": ids})
@@ -81,11 +81,11 @@ def _times(action: Callable[[], Any], rounds: int) -> tuple[float, str]:
 
 def stored(layers: int, rounds: int) -> None:
     """A deep GPT-2: traced, stored, loaded."""
-    from rannd.graph.codec import decode, encode
-    from rannd.graph.fingerprint import fingerprint
-    from rannd.graph.hashing import graph_hash
+    from rannd.graph.fingerprint.fingerprint import fingerprint
+    from rannd.graph.fx.codec import decode, encode
     from rannd.graph.model import build
-    from rannd.graph.trace import trace
+    from rannd.graph.partition.graph_hash import graph_hash
+    from rannd.graph.tracing.frontend import trace
 
     model = _gpt2(layers).train()
     signature, tensors = _call(model, 4, 16)
@@ -124,9 +124,9 @@ def compared(rounds: int, width: int, sequence: int) -> None:
     import torch
     import transformers
 
-    from rannd.graph import hook_proofs
+    from rannd.graph.comparison import compare, rows_to_compare
     from rannd.graph.model import build
-    from rannd.graph.trace_check import compare, rows_to_compare
+    from rannd.graph.tracing import hook_proofs
 
     config = transformers.GPT2Config(
         vocab_size=512,
@@ -181,7 +181,7 @@ def large(name: str) -> None:
     import transformers
 
     from rannd.graph.model import build
-    from rannd.graph.trace import trace
+    from rannd.graph.tracing.frontend import trace
 
     before = _peak_kib()
     with torch.device("meta"):

@@ -43,16 +43,16 @@ from torch import Tensor, nn
 from rannd.config import Config
 from rannd.config.cluster import Cluster, load_cluster
 from rannd.errors import DoesNotFitError
-from rannd.graph.ir import TaskGraph
+from rannd.graph.call.signature import Mode, classify, flatten_call
+from rannd.graph.fx.ir import TaskGraph
 from rannd.graph.model import build
-from rannd.graph.signature import Mode, classify, flatten_call
-from rannd.graph.trace import trace
-from rannd.plan.blocks import make_blocks
+from rannd.graph.tracing.frontend import trace
+from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.deployment import Deployment, Slot
-from rannd.plan.options import PlanOptions
-from rannd.plan.search import plan
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.search.planner import plan
 from rannd.profile.analytic import analytic_costs
-from rannd.runtime.swap import others, unwritten
+from rannd.runtime.parameters.tensor_swap import others, unwritten
 
 GIB = 2**30
 VOCABULARY = 30522

@@ -6,7 +6,7 @@ times   the stage phase with profiles given: 32 blocks of a transformer, all num
         orders of slots and recomputing; 8, 64 and 512 devices, 8 a node; and with other plans, simulated
 blocks  the phases before it, for graphs of 1,000 and 10,000 operators
 regret  simulated time beside E, for the plans with the least E of 400 random models on up to five devices: those of
-        tests/plan/test_stages.py with seeds 0 to 399, memory unlimited, not ranked
+        tests/plan/plan_instances.py with seeds 0 to 399, memory unlimited, not ranked
 value   models of tests/zoo, costs by formula on cluster cpu, 8 devices on two nodes, with much memory and with a part
         of what one stage would need: simulated step of the plan, of RaNNC's rule and of stages of equally many
         operators. Nothing of it is measured on devices. A ratio above 1.0 says that our plan is faster. With --by-e
@@ -36,16 +36,16 @@ import numpy as np
 
 from rannd.config.cluster import load_cluster
 from rannd.errors import DoesNotFitError
-from rannd.graph.ir import Size, TaskGraph
-from rannd.plan.blocks import Block, make_blocks
+from rannd.graph.fx.ir import Size, TaskGraph
+from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.deployment import Deployment, Slot, Stage
-from rannd.plan.estimate import Reductions, StageTables, Variant
-from rannd.plan.intervals import Intervals
-from rannd.plan.layout import layout_of, loss_layout, piece_rows, step_costs
-from rannd.plan.machine import Machine, place
-from rannd.plan.options import PlanOptions
-from rannd.plan.search import plan
-from rannd.plan.simulate import predict
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.search.estimate import Reductions, StageTables, Variant
+from rannd.plan.search.intervals import Intervals
+from rannd.plan.search.planner import plan
+from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
+from rannd.plan.simulate.simulator import predict
+from rannd.plan.topology import Machine, place
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
@@ -135,8 +135,7 @@ def layered(count: int) -> CostTable:
 
 
 def regret(instances: int = 400) -> None:
-    from test_regret import played
-    from test_stages import Instance
+    from plan_instances import Instance, played
 
     found: dict[str, list[float]] = {"one stage": [], "equal": [], "unequal": []}
     for seed in range(instances):
@@ -352,8 +351,8 @@ def zoo_graphs() -> Iterator[tuple[str, TaskGraph]]:
     import torch
     from zoo import ZOO
 
+    from rannd.graph.call.signature import Mode, classify, flatten_call
     from rannd.graph.model import build
-    from rannd.graph.signature import Mode, classify, flatten_call
 
     for entry in ZOO:
         torch.manual_seed(0)

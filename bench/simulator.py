@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import msgspec
 
-from rannd.plan.check import check
-from rannd.plan.program import Layout
-from rannd.plan.schedule import ALL_SCHEDULES, planned_program
-from rannd.plan.simulate import predict, simulate
-from rannd.plan.step_costs import StepCosts
+from rannd.plan.schedule.program import Layout
+from rannd.plan.schedule.program_checker import check
+from rannd.plan.schedule.schedules import ALL_SCHEDULES, planned_program
+from rannd.plan.simulate.simulator import predict, simulate
+from rannd.plan.simulate.step_costs import StepCosts
 
 Result = TypeVar("Result")
 UNIT = 1000.0

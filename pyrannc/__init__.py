@@ -19,22 +19,22 @@ if _log.rank_of(os.environ) in ("", "0"):
     _torch_versions.warn_if_untried(_torch.__version__, stacklevel=2)
 
 from rannd import config as _configuration
-from rannd.graph.cut_point import CutPoint
+from rannd.graph.partition.cut_point import CutPoint
 from rannd.plan.deployment import decode as _decode
-from rannd.plan.show import show as _show
-from rannd.runtime.agreement import Phase as _Phase
-from rannd.runtime.agreement import meet as _meet
-from rannd.runtime.deployment_file import named as _named
-from rannd.runtime.deployment_file import read_file as _read_file
-from rannd.runtime.distribute import DistributeModelParams
+from rannd.plan.plan_text import show as _show
+from rannd.runtime.comm.lockstep import Phase as _Phase
+from rannd.runtime.comm.lockstep import meet as _meet
+from rannd.runtime.comm.process_flags import delay_grad_allreduce, keep_graph, sync_params_on_init
+from rannd.runtime.comm.world import current as _current
+from rannd.runtime.comm.world import find_place as _find_place
 from rannd.runtime.module import RaNNCModule, clear
+from rannd.runtime.parameters.deferred_init import DistributeModelParams
+from rannd.runtime.planning.deployment_file import named as _named
+from rannd.runtime.planning.deployment_file import read_file as _read_file
 from rannd.runtime.profiling import profile
-from rannd.runtime.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
-from rannd.runtime.world import current as _current
-from rannd.runtime.world import find_place as _find_place
 
 if TYPE_CHECKING:
-    from rannd.runtime.checkpoint.door import load_checkpoint, save_checkpoint
+    from rannd.runtime.checkpoint.checkpoint_api import load_checkpoint, save_checkpoint
 
 __all__ = [
     "CutPoint",
@@ -57,9 +57,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What is imported at its first use: torch.distributed.checkpoint takes as long as a fifth of torch."""
     if name in ("load_checkpoint", "save_checkpoint"):
-        from rannd.runtime.checkpoint import door
+        from rannd.runtime.checkpoint import checkpoint_api
 
-        return getattr(door, name)
+        return getattr(checkpoint_api, name)
     raise AttributeError(f"module 'pyrannc' has no attribute {name!r}")
 
 

@@ -8,7 +8,8 @@ does not have. It passes with 2.11, 2.13, 2.14 and 2.15.
 Behind the table stands what differs between the versions: each function and constant says from which version on, or
 until which, torch is at fault, and how. What it does is right with later versions, too: there it is not needed.
 Everything else of rannd reads the same in all of them. (`torch.autograd.Function.apply` is written in C since 2.15, and
-asks nothing in Python; so rannd.graph.functions watches the nodes that it makes, which all versions do alike.)
+asks nothing in Python; so rannd.graph.modules.autograd_functions watches the nodes that it makes, which all versions
+do alike.)
 """
 
 from __future__ import annotations

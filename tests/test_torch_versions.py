@@ -27,12 +27,12 @@ OTHERS = {
     "_abc_impl": "of Python's abstract classes",
     "_graphs": "of rannd's Deployed, which bench/runtime.py reads",
     "_init_weights": "of transformers' models",
-    "_inner": "of RaNNCModule, which rannd.runtime.checkpoint.door reads",
+    "_inner": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
     "_is_hf_initialized": "of tensors in transformers' models",
     "_keys_to_ignore_on_load_missing": "of transformers' models",
     "_keys_to_ignore_on_load_unexpected": "of transformers' models",
     "_rannd_told": "of errors that rannd has told other ranks of",
-    "_session": "of RaNNCModule, which rannd.runtime.checkpoint.door reads",
+    "_session": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
 }
 """Private attributes that are used in another file than the one that defines them, and are not torch's."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import rannd.graph.kernels  # noqa: F401  (mends what is at fault)
+import rannd.graph.fx.fake_kernels  # noqa: F401  (mends what is at fault)
 from rannd import torch_versions
 from rannd.torch_versions import no_recomputing, tracing
 

@@ -9,14 +9,17 @@ import time
 
 import click
 
-from rannd.daemon import boot, protocol, service, spawn
-from rannd.daemon.command import Commands, configured_session, print_json
-from rannd.daemon.listening import answers
-from rannd.daemon.metrics import exposition
-from rannd.daemon.places import places
-from rannd.daemon.session import Session
-from rannd.daemon.status import lines
-from rannd.daemon.version import version
+from rannd.daemon import systemd_units
+from rannd.daemon.cli_common import Commands, configured_session, print_json
+from rannd.daemon.client import spawn
+from rannd.daemon.client.requests import DaemonSession
+from rannd.daemon.common import protocol
+from rannd.daemon.common.listening import answers
+from rannd.daemon.common.paths import places
+from rannd.daemon.common.versions import version
+from rannd.daemon.prometheus import exposition
+from rannd.daemon.server import boot
+from rannd.daemon.status_text import lines
 from rannd.errors import DaemonError, UsageError
 
 NOT_RUNNING = 3
@@ -98,13 +101,13 @@ def run(idle: float | None) -> None:
 def install_service(only_print: bool, force: bool) -> None:
     """Write units for systemd, so that it listens for the daemon and starts it. Enables nothing."""
     where = places()
-    made, folder = service.units(where, service.executable()), service.directory()
+    made, folder = systemd_units.units(where, systemd_units.executable()), systemd_units.directory()
     if only_print:
         for name, text in made.files().items():
             click.echo(f"# {folder / name}\n{text}")
         return
     where.secure_cache()  # the service may write there, but could not make it
-    files = service.install(made, folder, force=force)
+    files = systemd_units.install(made, folder, force=force)
     for file, written in files.items():
         click.echo(f"wrote {file}" if written else f"{file} is there already")
     click.echo(_HOW_TO.format(files=" ".join(map(shlex.quote, map(str, files)))))
@@ -122,7 +125,7 @@ To undo it:
   systemctl --user daemon-reload"""
 
 
-def _stop(session: Session, reason: str) -> bool:
+def _stop(session: DaemonSession, reason: str) -> bool:
     return spawn.stop(session.places, reason, time.monotonic() + session.timeout_s)
 
 

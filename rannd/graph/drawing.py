@@ -17,14 +17,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rannd.graph.ir import Size, TaskGraph
+from rannd.graph.fx.ir import Size, TaskGraph
 
 _LEAF = "orange"
 _RECOMPUTED = "grey80"
 _STAGES = ("lightblue1", "palegreen1", "lightyellow1", "mistyrose1", "lavender", "honeydew2")
 
 
-class Stage(msgspec.Struct, frozen=True):
+class DrawnStage(msgspec.Struct, frozen=True):
     """Ops that run together."""
 
     name: str
@@ -33,7 +33,7 @@ class Stage(msgspec.Struct, frozen=True):
     ops: tuple[int, ...]
 
 
-class Block(msgspec.Struct, frozen=True):
+class DrawnBlock(msgspec.Struct, frozen=True):
     """Ops that the planner places together."""
 
     hash: str
@@ -66,7 +66,7 @@ class Argument(msgspec.Struct, frozen=True):
     """None where no op reads it."""
 
 
-class Output(msgspec.Struct, frozen=True):
+class DrawnOutput(msgspec.Struct, frozen=True):
     """A tensor or number that the user gets."""
 
     position: int
@@ -85,10 +85,10 @@ class Drawing(msgspec.Struct, frozen=True):
     task: TaskGraph
     coupled: str | None
     """Why rows depend on each other; None where they do not."""
-    stages: tuple[Stage, ...]
-    blocks: tuple[Block, ...]
+    stages: tuple[DrawnStage, ...]
+    blocks: tuple[DrawnBlock, ...]
     arguments: tuple[Argument, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[DrawnOutput, ...]
     recomputed: tuple[Recomputed, ...]
     leaves: tuple[str, ...]
     """Dotted paths of modules that run as one operator; '' is the whole model."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from torch.fx import Node
 
 from rannd.errors import UsageError
-from rannd.graph.drawing import Argument, Block, Drawing, Output, Recomputed, Stage, as_dot, as_json
-from rannd.graph.leaves import NAME as LEAF
+from rannd.graph.drawing import Argument, Drawing, DrawnBlock, DrawnOutput, DrawnStage, Recomputed, as_dot, as_json
+from rannd.graph.fx.leaf_op import NAME as LEAF
+from rannd.graph.fx.sizes import is_number
+from rannd.graph.fx.traced import operator_name
 from rannd.graph.model import ModelGraph
-from rannd.graph.sizes import is_number
-from rannd.graph.structure import block_hashes
-from rannd.graph.traced import operator_name
+from rannd.graph.partition.block_hash import block_hashes
 
 
 def drawing(
@@ -45,14 +45,16 @@ def drawing(
         call=graph.signature.describe(),
         task=task,
         coupled=graph.coupled,
-        stages=tuple(Stage(*stage, tuple(ops)) for stage, ops in zip(stages, members, strict=True)),
-        blocks=tuple(Block(digest, tuple(ops)) for digest, ops in zip(block_hashes(task, blocks), blocks, strict=True)),
+        stages=tuple(DrawnStage(*stage, tuple(ops)) for stage, ops in zip(stages, members, strict=True)),
+        blocks=tuple(
+            DrawnBlock(digest, tuple(ops)) for digest, ops in zip(block_hashes(task, blocks), blocks, strict=True)
+        ),
         arguments=tuple(
             Argument(spec.name, str(spec.dtype).removeprefix("torch."), spec.shape, spec.batch, value_of.get(node.name))
             for spec, node in zip(graph.signature.tensors, traced.placeholders, strict=False)
         ),
         outputs=tuple(
-            Output(position, result.kind, value_of.get(node.name))
+            DrawnOutput(position, result.kind, value_of.get(node.name))
             for position, result, node in zip(traced.outputs.positions, graph.results, traced.results, strict=True)
         ),
         recomputed=tuple(

@@ -9,21 +9,21 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from rannd.graph import losses
-from rannd.graph.blame import described
-from rannd.graph.cut_point import Segments, segments
-from rannd.graph.dropout import switch as switch_dropout
-from rannd.graph.flops import computing_type, forward_flops
-from rannd.graph.hashing import graph_hash, structures
-from rannd.graph.ir import Op, Param, Size, TaskGraph, Value
-from rannd.graph.leaves import NAME as LEAF
-from rannd.graph.leaves import call_of
-from rannd.graph.misuse import explained
-from rannd.graph.placement import Placement, place
-from rannd.graph.rows import RowAnalysis, analyse
-from rannd.graph.signature import Signature
-from rannd.graph.sizes import is_plain_tensor, polynomial, tensor_bytes
-from rannd.graph.traced import Traced, operator_name, retarget
+from rannd.graph.call.call_errors import explained
+from rannd.graph.call.signature import Signature
+from rannd.graph.fx.flops import computing_type, forward_flops
+from rannd.graph.fx.ir import Op, Param, Size, TaskGraph, Value
+from rannd.graph.fx.leaf_op import NAME as LEAF
+from rannd.graph.fx.leaf_op import call_of
+from rannd.graph.fx.sizes import is_plain_tensor, polynomial, tensor_bytes
+from rannd.graph.fx.traced import Traced, operator_name, retarget
+from rannd.graph.modules.source_location import described
+from rannd.graph.partition.cut_point import Segments, segments
+from rannd.graph.partition.graph_hash import graph_hash, structures
+from rannd.graph.partition.placement import Placement, place
+from rannd.graph.rows import loss_weights
+from rannd.graph.rows.analysis import RowAnalysis, analyse
+from rannd.graph.tracing.dropout import switch as switch_dropout
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ModelGraph:
     task: TaskGraph
     nodes: Mapping[str, Node]
     """Node of each op of the task graph, by its name."""
-    results: tuple[losses.Result, ...]
+    results: tuple[loss_weights.Result, ...]
     weights: tuple[str, ...]
     """Names of the arguments that carry the weights of losses, behind the tensors of the signature."""
     label_counts: GraphModule | None
@@ -70,10 +70,10 @@ def trace(
     assumed: Sequence[bool] | None = None,
     opaque: Sequence[str] = (),
 ) -> tuple[Traced, Signature]:
-    """`rannd.graph.trace.trace`, imported when a model is traced: a run from the cache has no use for it."""
-    from rannd.graph import trace as front_end
+    """`rannd.graph.tracing.frontend.trace`, imported when a model is traced: a run from the cache has no use for it."""
+    from rannd.graph.tracing import frontend
 
-    return front_end.trace(model, signature, leaves, assumed, opaque)
+    return frontend.trace(model, signature, leaves, assumed, opaque)
 
 
 def build(
@@ -97,10 +97,10 @@ def build(
     digest = cuts.hash(graph_hash(traced, signature), traced.graph)
     placement = place(traced, signature)
     analysis = analyse(traced, signature, placement.early)
-    results = losses.results(traced, analysis)
-    counts = losses.label_counts(traced, analysis.masked)
-    weights = losses.weigh(traced, analysis)
-    losses.keep_single_rows(analysis)
+    results = loss_weights.results(traced, analysis)
+    counts = loss_weights.label_counts(traced, analysis.masked)
+    weights = loss_weights.weigh(traced, analysis)
+    loss_weights.keep_single_rows(analysis)
     placement = place(traced, signature)
     nodes = {f"{number}:{_short(node)}": node for number, node in enumerate(placement.placed)}
     coupled = analysis.coupled is not None

@@ -83,7 +83,7 @@ class Alternative(msgspec.Struct, frozen=True):
     """False where the runtime cannot run it yet (ways.py)."""
 
 
-class Made(msgspec.Struct, frozen=True):
+class Provenance(msgspec.Struct, frozen=True):
     """With what a deployment was made: it tells a user that another one may be better."""
 
     device: str
@@ -124,7 +124,7 @@ class Deployment(msgspec.Struct, frozen=True):
     """What the plan may use of each device, margin taken off; 0 where it is not known."""
     alternatives: tuple[Alternative, ...] = ()
     """The best of what was not chosen, the fastest first, those that do not fit last."""
-    made: Made | None = None
+    made: Provenance | None = None
     """With what it was made; None where nobody said."""
     zero: int = 0
     """Stage of ZeRO."""

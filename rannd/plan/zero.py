@@ -17,7 +17,7 @@ import numpy.typing as npt
 Table = npt.NDArray[np.float64]
 
 
-class Held(NamedTuple):
+class ReplicaBytes(NamedTuple):
     """Bytes of a replica, all the time but for `working`. Tables of any shape."""
 
     params: Table
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 def held(
     zero: int, replicas: npt.ArrayLike, *, params: Table, trainable: Table, shared: Table, unit: Table, factor: float
-) -> Held:
+) -> ReplicaBytes:
     """What a stage holds, of tables that broadcast against `replicas`.
 
     `params`: bytes of parameters and buffers; `trainable`: of them; `shared`: of these, read by other stages too;
@@ -43,7 +43,7 @@ def held(
     count = np.asarray(replicas, dtype=float)
     parts = shared + (trainable - shared) / count
     unit = unit * (count > 1)
-    return Held(
+    return ReplicaBytes(
         params - trainable + parts if zero >= 3 else params,
         2.0 * (parts if zero >= 2 else trainable),
         factor * (parts if zero >= 1 else trainable),

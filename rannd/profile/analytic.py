@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rannd.config.cluster import Cluster, Link
-from rannd.graph.ir import Op, Size, TaskGraph
+from rannd.graph.fx.ir import Op, Size, TaskGraph
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
-from rannd.profile.kept import ATTENTION, LOOKUPS, PRODUCTS, SUMS, Memory, name_of
+from rannd.profile.kept_values import ATTENTION, LOOKUPS, PRODUCTS, SUMS, Memory, name_of
 
 ATTENTION_BACKWARD = 2.5
 """Five products of matrices instead of two (Dao: FlashAttention-2, 2023, section 3)."""

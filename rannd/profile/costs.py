@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from rannd.graph.ir import Size
+from rannd.graph.fx.ir import Size
 
 Latency: TypeAlias = Annotated[float, Meta(ge=0)]
 Bandwidth: TypeAlias = Annotated[float, Meta(gt=0)]

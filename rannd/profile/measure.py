@@ -20,8 +20,8 @@ import torch
 from torch.fx import Interpreter, Node
 
 from rannd.errors import ProfileError
-from rannd.graph.cut import Part, crossing_shape
-from rannd.graph.traced import operator_name
+from rannd.graph.fx.traced import operator_name
+from rannd.graph.partition.cut import Part, crossing_shape
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.profile.points import Measured, Point
 
@@ -31,7 +31,7 @@ CACHES = 32 << 20
 """Bytes that drive out what a run left in caches."""
 
 
-class Sample:
+class ProfileInputs:
     """What to measure parts with: real rows of the arguments, and which values get gradients."""
 
     def __init__(
@@ -73,7 +73,7 @@ _ZEROED = {
 
 
 def measure(
-    part: Part, sample: Sample, rows: Sequence[int], crossing: Sequence[str] = (), *, again: bool = False
+    part: Part, sample: ProfileInputs, rows: Sequence[int], crossing: Sequence[str] = (), *, again: bool = False
 ) -> Measured:
     """Times and activation bytes of a part with each number of rows, the part is changed.
 
@@ -121,7 +121,9 @@ def measure(
     return Measured(tuple(found[count] for count in sorted(found)), too_many, places, adding)
 
 
-def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, exc: Exception) -> ProfileError:
+def _cannot(
+    part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, exc: Exception
+) -> ProfileError:
     """What is told where a part does not run."""
     if is_out_of_memory(exc):
         where, advice = "", "; this part of the model alone needs more than the device has: use smaller mini-batches"
@@ -137,7 +139,9 @@ def _cannot(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], row
     )
 
 
-def _turn(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float, float]:
+def _turn(
+    part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int
+) -> tuple[float, float, float]:
     """Microseconds of a forward, of its backward, and of the part of that which makes gradients of parameters.
 
     A run that is not timed comes first: in a job the memory that a part needs is there, as it had it in the last step.
@@ -148,7 +152,7 @@ def _turn(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows:
     return forward, backward, _weight(part, sample, tensors, rows, backward)
 
 
-def _run(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float]:
+def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float]:
     """Microseconds of a forward and its backward."""
     inputs = _inputs(part, sample, rows)
     start = _now(sample.device)
@@ -164,7 +168,7 @@ def _run(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: 
     return (middle - start) * 1e6, (end - begin) * 1e6 if roots else 0.0
 
 
-def _inputs(part: Part, sample: Sample, rows: int) -> list[torch.Tensor]:
+def _inputs(part: Part, sample: ProfileInputs, rows: int) -> list[torch.Tensor]:
     """Inputs that were written just before, and parameters that were not, as in a job."""
     _evict(sample.device)
     return [sample.value(node, rows) for node in part.inputs]
@@ -203,7 +207,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _kept(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, set[str]]:
+def _kept(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, set[str]]:
     """Bytes that autograd keeps of a forward, parameters aside, and names of what comes in or goes out among it."""
     storages: dict[int, int] = {}
 
@@ -227,7 +231,7 @@ def _kept(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows:
     return found, names
 
 
-def _weight(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int, whole: float) -> float:
+def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, whole: float) -> float:
     """How much of a backward of `whole` microseconds makes gradients of parameters."""
     if not any(tensor.requires_grad for tensor in tensors.values()):
         return 0.0
@@ -244,7 +248,7 @@ def _weight(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], row
     return max(whole - (_now(sample.device) - start) * 1e6, 0.0)
 
 
-def _failing(part: Part, sample: Sample, tensors: Mapping[str, torch.Tensor], rows: int) -> str:
+def _failing(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> str:
     """'aten::embedding in module e: ' where that op fails, '' where all run."""
     steps = _Steps(part.module)
     inputs = [sample.value(node, rows) for node in part.inputs]

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import msgspec
 
-from rannd.graph.ir import Size
+from rannd.graph.fx.ir import Size
 from rannd.profile.costs import BlockCost
-from rannd.profile.kept import Memory
+from rannd.profile.kept_values import Memory
 
 STEP = 4
 """Between one measured number of rows and the next, for a line between them."""

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
-from rannd.runner import hosts as placing
-from rannd.runner.allocation import expand_nodelist
-from rannd.runner.environment import LOWEST_PORT, tuning
-from rannd.runner.inherited import Rank
-from rannd.runner.options import FLAGS, Options, rank_command
+from rannd.runner.resources import host_list
+from rannd.runner.resources.allocation import expand_nodelist
+from rannd.runner.resources.inherited import Rank
+from rannd.runner.resources.rank_environment import LOWEST_PORT, tuning
+from rannd.runner.run_options import FLAGS, Options, rank_command
 
 #: Flags that are for ranks which rannc-run starts itself.
 _OWN_RANKS = ("log_dir", "show_ranks", "grace_period", "timeout_start")
@@ -60,7 +60,7 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
     if idle:
         lines.append(f"{', '.join(idle)} have no effect there: they are for ranks that rannc-run starts itself")
     if options.tune:
-        gpus = placing.gpu_count(environ)
+        gpus = host_list.gpu_count(environ)
         if here.local_size is None:
             # How many ranks share these cores is not known: threads stay as they are.
             tuned = tuning({**environ, "OMP_NUM_THREADS": ""}, cores=1, local_ranks=1, gpus=gpus)
@@ -93,7 +93,7 @@ def _cores(environ: Mapping[str, str], local_ranks: int) -> int:
     if environ.get("SLURM_CPUS_PER_TASK", "").isdecimal():
         return int(environ["SLURM_CPUS_PER_TASK"]) * local_ranks
     pinned = len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
-    return placing.core_count() * (local_ranks if pinned else 1)
+    return host_list.core_count() * (local_ranks if pinned else 1)
 
 
 def _meeting_point(environ: Mapping[str, str], here: Rank) -> dict[str, str]:

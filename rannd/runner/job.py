@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 import rannd
 from rannd.errors import LaunchError, UsageError
-from rannd.runner import hosts as placing
-from rannd.runner.channel import address_towards
-from rannd.runner.environment import forwarded_names, meeting_point, tuning
-from rannd.runner.inherited import without_rank
-from rannd.runner.mpi import Kind, Launcher, command_line, find_launcher, launcher_variables, search_path
-from rannd.runner.options import Options, rank_command
-from rannd.runner.placement import decide
-from rannd.runner.rank import SETTINGS_VARIABLE, shielded
+from rannd.runner.launch.mpi import Launcher, LauncherKind, command_line, find_launcher, launcher_variables, search_path
+from rannd.runner.rank_placement import decide
+from rannd.runner.resources import host_list
+from rannd.runner.resources.inherited import without_rank
+from rannd.runner.resources.rank_environment import forwarded_names, meeting_point, tuning
+from rannd.runner.run_options import Options, rank_command
+from rannd.runner.watch.line_channel import address_towards
+from rannd.runner.watch.watcher import SETTINGS_VARIABLE, shielded
 
 if TYPE_CHECKING:  # imported where a cluster is named: it brings msgspec along
     from rannd.config.cluster import Cluster
 
 #: -I and -S: neither the user's directory nor site-packages can change or slow the watcher.
-_WATCHER = "import sys; sys.path.append(sys.argv.pop(1)); from rannd.runner.rank import main; main()"
+_WATCHER = "import sys; sys.path.append(sys.argv.pop(1)); from rannd.runner.watch.watcher import main; main()"
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Job:
     """What is to be started."""
 
     launcher: Launcher
-    places: list[placing.Place]
-    hosts: list[placing.Host]
+    places: list[host_list.RankHost]
+    hosts: list[host_list.Host]
     """Empty where all ranks run on this machine, and no batch system could put them elsewhere."""
     hosts_from: str
     """Who named them: a flag, a variable, a line of the configuration, the batch system; empty: nobody."""
@@ -58,7 +58,7 @@ class Job:
     @property
     def remote_host(self) -> str | None:
         """One of the other machines, None where there is none."""
-        return next((host.name for host in self.hosts if not placing.is_local(host.name)), None)
+        return next((host.name for host in self.hosts if not host_list.is_local(host.name)), None)
 
     def launcher_command(self) -> list[str]:
         """The command line of the MPI launcher, with the watcher around each rank."""
@@ -104,21 +104,21 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     except OSError as error:
         raise UsageError(f"the working directory cannot be used: {error}; change to one that is there") from None
     command = rank_command(options)
-    gpus = placing.gpu_count(environ)
-    cores = placing.core_count()
+    gpus = host_list.gpu_count(environ)
+    cores = host_list.core_count()
     cluster = _cluster(options)
     launcher = find_launcher(environ)
     placement = decide(
         options,
         environ,
-        default=placing.default_size(gpus, cores),
+        default=host_list.default_size(gpus, cores),
         devices=cluster.devices_per_node if cluster is not None else 0,
-        srun=launcher.kind is Kind.SRUN,
+        srun=launcher.kind is LauncherKind.SRUN,
     )
     size, places = placement.size, placement.places
     environ = without_rank(environ)
     added = launcher_variables(launcher.kind, environ, root=os.geteuid() == 0)
-    if launcher.kind is Kind.INTEL:
+    if launcher.kind is LauncherKind.INTEL:
         added["PATH"] = search_path(launcher.path, environ)
     added |= meeting_point(environ, _first_address(places[0].host, placement.hosts))
     if "PYTHONUNBUFFERED" not in environ:
@@ -176,12 +176,12 @@ def _cluster(options: Options) -> Cluster | None:
     return load_cluster(options.cluster)
 
 
-def _first_address(first: str, hosts: list[placing.Host]) -> str | None:
+def _first_address(first: str, hosts: list[host_list.Host]) -> str | None:
     """Where the host of rank 0 is reached, None where all ranks are on this machine."""
     if not hosts:
         return None
-    remote = next((host.name for host in hosts if not placing.is_local(host.name)), None)
-    if remote is None or not placing.is_local(first):
+    remote = next((host.name for host in hosts if not host_list.is_local(host.name)), None)
+    if remote is None or not host_list.is_local(first):
         return first
     try:
         return address_towards(remote)  # this machine's name may lead others astray: localhost, 127.0.1.1

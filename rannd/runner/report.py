@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from rannd.errors import LaunchError
-from rannd.runner.monitor import JobResult, RankEnd
+from rannd.runner.watch.monitor import JobResult, RankEnd
 
 _SIGNAL_WORDS = {
     signal.SIGKILL: "out of memory is likely, unless someone killed it",

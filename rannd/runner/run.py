@@ -17,15 +17,16 @@ import rannd.config
 from rannd import planned
 from rannd.config import ITEMS, Config
 from rannd.errors import ConfigError, LaunchError, PlanError, RanndError, UsageError
-from rannd.runner import processes, session_folder
 from rannd.runner.adoption import Adopted, adopt
-from rannd.runner.channel import Listener
-from rannd.runner.inherited import rank_here
 from rannd.runner.job import Job, prepare
-from rannd.runner.monitor import Monitor
-from rannd.runner.options import Options, with_flags
-from rannd.runner.rank import SETTINGS_VARIABLE
+from rannd.runner.launch import session_folder
 from rannd.runner.report import exit_code, report
+from rannd.runner.resources.inherited import rank_here
+from rannd.runner.run_options import Options, with_flags
+from rannd.runner.watch import processes
+from rannd.runner.watch.line_channel import Listener
+from rannd.runner.watch.monitor import Monitor
+from rannd.runner.watch.watcher import SETTINGS_VARIABLE
 
 
 class _Command(click.Command):
@@ -131,7 +132,7 @@ def main(
     if here is None or here.rank == 0:
         _tell_unread(config)
     if check:
-        from rannd.runner import check as doctor  # takes as long to import as a third of all the rest
+        from rannd.runner import doctor  # takes as long to import as a third of all the rest
 
         ctx.exit(doctor.tell(doctor.check(config, os.environ), click.echo))
     items = with_flags(rannd.config.load(file=config), flags)
@@ -246,7 +247,7 @@ def _ready(job: Job, items: Config, script: str) -> Job:
     """The job, where every host is ready for it. LaunchError with a table of what is wrong where one is not."""
     if not job.hosts and not job.gpus and {"MASTER_ADDR", "MASTER_PORT"} <= job.added.keys():
         return job  # there is nothing to ask
-    from rannd.runner import preflight  # takes as long to import as much of the rest
+    from rannd.runner.launch import preflight  # takes as long to import as much of the rest
 
     environ = job.environment(os.environ)
     plan = preflight.Plan(
@@ -279,15 +280,15 @@ def _planned(job: Job) -> int:
 
 def _have_daemon(config: Config) -> None:
     """Starts the node's daemon where it does not run; without it the job runs uncached."""
-    from rannd.daemon.listening import answers
-    from rannd.daemon.places import places
+    from rannd.daemon.common.listening import answers
+    from rannd.daemon.common.paths import places
 
     try:
         if answers(places().socket):
             return  # ranks greet it, and put a newer one in the place of an older one
     except RanndError:
         pass  # told below, where it is started
-    from rannd.daemon import spawn  # imports zmq and psutil: only where it is used
+    from rannd.daemon.client import spawn  # imports zmq and psutil: only where it is used
 
     max_bytes = int(config.cache_max_gb * 2**30)
     try:

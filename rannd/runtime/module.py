@@ -13,13 +13,15 @@ from torch import nn
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import StepError, UsageError
-from rannd.graph.signature import flatten_call
+from rannd.graph.call.signature import flatten_call
 from rannd.plan.deployment import Deployment
-from rannd.runtime import asked, clipping, switches, wrapping
-from rannd.runtime.deployment_file import save_file
+from rannd.runtime import registry
+from rannd.runtime.comm import process_flags
+from rannd.runtime.comm.world import current, made
+from rannd.runtime.gradients import autograd_inputs, grad_norm
+from rannd.runtime.parameters.state_dict import copy_of, gather_state, load_later, load_state, own_state
+from rannd.runtime.planning.deployment_file import save_file
 from rannd.runtime.session import Session
-from rannd.runtime.state import copy_of, gather_state, load_later, load_state, own_state
-from rannd.runtime.world import current, made
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
 
@@ -87,7 +89,7 @@ class RaNNCModule(nn.Module):
         if outputs not in ("auto", "all"):
             raise UsageError(f'outputs={outputs!r}; use "auto" or "all"')
         if isinstance(model, nn.Module):
-            wrapping.ensure_free(model)
+            registry.ensure_free(model)
         if isinstance(model, torch.jit.ScriptModule):
             raise UsageError(
                 "RaNNCModule traces a model's Python code; wrap the module that the ScriptModule was made of"
@@ -121,16 +123,16 @@ class RaNNCModule(nn.Module):
             optimizer,
             load_deployment=file,
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
-            sync=switches.sync_params,
+            sync=process_flags.sync_params,
             all_outputs=outputs == "all",
             scaler=scaler,
             shared=not gather_inputs,
         )
         self.training = model.training
         _wrapped.add(self)
-        wrapping.enter(self, model)
-        clipping.install()
-        asked.install()
+        registry.enter(self, model)
+        grad_norm.install()
+        autograd_inputs.install()
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class RaNNCModule(nn.Module):
         """The model's output for this rank's mini-batch. Collective."""
         planned = self._session.deployment is not None
         with self._session.world.watch.inside("forward"):
-            output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: switches.delayed)
+            output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: process_flags.delayed)
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
             self.save_deployment(self._config.deployment_file)
         return output
@@ -417,7 +419,7 @@ class RaNNCModule(nn.Module):
     def drop(self) -> None:
         """Forget deployment and graphs; see `pyrannc.clear`."""
         self._session.close()
-        wrapping.leave(self)
+        registry.leave(self)
         self._session = _Dropped()  # type: ignore[assignment]
 
 
@@ -447,10 +449,10 @@ def clear() -> None:
     for module in list(_wrapped):
         module.drop()
     _wrapped.clear()
-    clipping.remove()
-    asked.remove()
+    grad_norm.remove()
+    autograd_inputs.remove()
     world = made()
     if world is not None:
         world.uncompared.clear()
-    switches.delayed = False
-    switches.keeps_graph = False
+    process_flags.delayed = False
+    process_flags.keeps_graph = False

@@ -10,11 +10,11 @@ from torch import nn
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import UsageError
-from rannd.graph.signature import flatten_call
+from rannd.graph.call.signature import flatten_call
 from rannd.profile.graph_profile import GraphProfile
-from rannd.runtime import wrapping
+from rannd.runtime import registry
+from rannd.runtime.comm.world import current
 from rannd.runtime.session import Session
-from rannd.runtime.world import current
 
 
 def profile(model: nn.Module, inputs: Any) -> GraphProfile:
@@ -39,7 +39,7 @@ def profile(model: nn.Module, inputs: Any) -> GraphProfile:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"profile measures a torch.nn.Module, not a {type(model).__qualname__}")
-    wrapping.ensure_free(model)
+    registry.ensure_free(model)
     config = configuration.load()
     log.setup(level=config.log_level)
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (inputs, {})

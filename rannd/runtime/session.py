@@ -15,32 +15,32 @@ from torch import nn
 from rannd import log
 from rannd.config import Config
 from rannd.errors import StepError, TraceError
-from rannd.graph.alike import difference, of_call
-from rannd.graph.dropout import traced_with
-from rannd.graph.misuse import check_ready
+from rannd.graph.call.call_diff import difference, of_call
+from rannd.graph.call.call_errors import check_ready
+from rannd.graph.call.signature import Call, Mode, Signature, classify
 from rannd.graph.model import ModelGraph
-from rannd.graph.pystate import State
-from rannd.graph.signature import Call, Mode, Signature, classify
+from rannd.graph.modules.guards import PythonState
+from rannd.graph.tracing.dropout import traced_with
 from rannd.plan.deployment import Deployment
 from rannd.profile.graph_profile import GraphProfile
-from rannd.runtime.agreement import Phase, agree, meet
-from rannd.runtime.bridge import attach
-from rannd.runtime.cache import Cache
-from rannd.runtime.deployed import Deployed, Deployer
-from rannd.runtime.executor import Executor
-from rannd.runtime.global_optimizer import whole_optimizer
-from rannd.runtime.graphs import UNKNOWN, Graphs
-from rannd.runtime.memory import Promise
-from rannd.runtime.parameters import Parameters
-from rannd.runtime.pieces import split_rows
-from rannd.runtime.results import NotSent
-from rannd.runtime.shared_inputs import Share, from_rank_0, rows_by_slot
-from rannd.runtime.step import Step
-from rannd.runtime.tracing import Tracer
-from rannd.runtime.undeploy import gather_gradient, undeploy
-from rannd.runtime.values import Values
-from rannd.runtime.verify import verify
-from rannd.runtime.world import World
+from rannd.runtime.comm.cache_client import Cache
+from rannd.runtime.comm.lockstep import Phase, agree, meet
+from rannd.runtime.comm.world import World
+from rannd.runtime.deployment.deployer import Deployed, Deployer
+from rannd.runtime.deployment.graph_table import UNKNOWN, Graphs
+from rannd.runtime.deployment.undeploy import gather_gradient, undeploy
+from rannd.runtime.deployment.verify import verify
+from rannd.runtime.execution.autograd_bridge import attach
+from rannd.runtime.execution.executor import Executor
+from rannd.runtime.execution.microbatches import split_rows
+from rannd.runtime.execution.outputs import NotSent
+from rannd.runtime.execution.shared_batch import Share, from_rank_0, rows_by_slot
+from rannd.runtime.execution.step import Step
+from rannd.runtime.optim.global_optimizer import whole_optimizer
+from rannd.runtime.parameters.initial_values import InitialValues
+from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.planning.memory_promise import MemoryPromise
+from rannd.runtime.traces.trace_provider import Tracer
 
 MANY_GRAPHS = 16
 """So many graphs of one model are probably a mistake of the script."""
@@ -72,7 +72,7 @@ class Session:
         """All ranks run rank 0's mini-batch."""
         meet(world, Phase.WRAP)
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
-        self.values = Values(world, model, checkpoint, sync=sync)
+        self.values = InitialValues(world, model, checkpoint, sync=sync)
         self._graphs = Graphs(world, model)
         self._cache = Cache(world, config)
         self._tracer = Tracer(world, self._cache, model, check=config.verify_trace)
@@ -107,7 +107,7 @@ class Session:
         return self._deployed.parameters if self._deployed is not None else None
 
     @property
-    def _promise(self) -> Promise | None:
+    def _promise(self) -> MemoryPromise | None:
         """What the plan promised."""
         return self._deployed.promise if self._deployed is not None else None
 
@@ -297,7 +297,7 @@ class Session:
 
     # -- graphs -----------------------------------------------------------------------------------------------
 
-    def _prepare(self, call: Call, mode: Mode, state: State) -> int:
+    def _prepare(self, call: Call, mode: Mode, state: PythonState) -> int:
         """Trace and bind the graph of a call not seen before; deploy at the first. Returns its number."""
         logger = log.get("RaNNCModule")
         deployed = self._deployed

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_metrics import parse
+from test_prometheus import parse
 
-from rannd.daemon import channel, keys, protocol
-from rannd.daemon.client import Lease, connect
-from rannd.daemon.places import places
+from rannd.daemon.client import request_channel
+from rannd.daemon.client.cache import Lease, connect
+from rannd.daemon.common import keys, protocol
+from rannd.daemon.common.paths import places
 
 RANND = str(Path(sys.executable).parent / "rannd")
 
@@ -103,7 +104,7 @@ def used(daemon_home) -> Iterator[int]:
         assert client.put(found, b"x")
         client.get_many([found, missed, missed])
         client.get(keys.make_key("limit", {"x": 1}))
-        channel.ask(places().socket, protocol.Put("1", [_wrong(found, missed)]), time.monotonic() + 60)
+        request_channel.ask(places().socket, protocol.Put("1", [_wrong(found, missed)]), time.monotonic() + 60)
         lease = client.lease(made, 0, who="rank 0 of job 4711\x1b[1m")
         assert isinstance(lease, Lease)
         with lease:

@@ -15,10 +15,11 @@ import pytest
 import zmq
 from job import ROOT, Job
 
-from rannd.daemon import channel, protocol
-from rannd.daemon.places import Places, places
-from rannd.daemon.rows import FORMAT
-from rannd.daemon.store import Store
+from rannd.daemon.client import request_channel
+from rannd.daemon.common import protocol
+from rannd.daemon.common.paths import DaemonPaths, places
+from rannd.daemon.store.entry_rows import FORMAT
+from rannd.daemon.store.store import Store
 
 pytestmark = pytest.mark.ranks
 
@@ -37,14 +38,14 @@ def uncached(job: Job) -> list[str]:
 
 
 @pytest.fixture
-def fresh(job: Job) -> Places:
+def fresh(job: Job) -> DaemonPaths:
     """The places of the job's daemon, which runs and has nothing."""
     job.run("rannd", "start")
     job.run("rannc-cache", "clear")
     return where(job)
 
 
-def where(job: Job) -> Places:
+def where(job: Job) -> DaemonPaths:
     return places(job.environment)
 
 
@@ -101,7 +102,7 @@ MOMENTS = ["reached first", "Running profiler", "reached second"]
 
 
 @pytest.mark.parametrize("moment", [pytest.param(MOMENTS[0], marks=pytest.mark.full), *MOMENTS[1:]])
-def test_a_frozen_daemon_costs_one_warning(job: Job, uncached: list[str], fresh: Places, moment: str) -> None:
+def test_a_frozen_daemon_costs_one_warning(job: Job, uncached: list[str], fresh: DaemonPaths, moment: str) -> None:
     pid = daemon(job)
     try:
         output = fire(job, moment, lambda: os.kill(pid, signal.SIGSTOP))
@@ -112,7 +113,7 @@ def test_a_frozen_daemon_costs_one_warning(job: Job, uncached: list[str], fresh:
     assert "did not answer in time" in told
 
 
-def test_a_daemon_frozen_before_the_start_costs_one_warning(job: Job, uncached: list[str], fresh: Places) -> None:
+def test_a_daemon_frozen_before_the_start_costs_one_warning(job: Job, uncached: list[str], fresh: DaemonPaths) -> None:
     pid = daemon(job)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -127,7 +128,9 @@ def test_a_daemon_frozen_before_the_start_costs_one_warning(job: Job, uncached: 
 @pytest.mark.parametrize(
     "moment", [pytest.param(each, marks=pytest.mark.full if "reached" in each else ()) for each in MOMENTS]
 )
-def test_a_killed_daemon_is_replaced_without_a_word(job: Job, uncached: list[str], fresh: Places, moment: str) -> None:
+def test_a_killed_daemon_is_replaced_without_a_word(
+    job: Job, uncached: list[str], fresh: DaemonPaths, moment: str
+) -> None:
     pid = daemon(job)
     output = fire(job, moment, lambda: os.kill(pid, signal.SIGKILL))
     assert losses(output) == uncached
@@ -137,7 +140,7 @@ def test_a_killed_daemon_is_replaced_without_a_word(job: Job, uncached: list[str
     assert again.count("Using deployment") == 2, "what was made is kept by the next one"
 
 
-def garbage(here: Places) -> None:
+def garbage(here: DaemonPaths) -> None:
     """Messages of every wrong kind, and a store file of nothing but noise."""
     chance = random.Random(7)
     with zmq.Context() as context:
@@ -155,7 +158,9 @@ def garbage(here: Places) -> None:
 @pytest.mark.parametrize(
     "moment", [pytest.param(each, marks=pytest.mark.full if "profiler" in each else ()) for each in MOMENTS[1:]]
 )
-def test_a_daemon_full_of_garbage_is_no_hindrance(job: Job, uncached: list[str], fresh: Places, moment: str) -> None:
+def test_a_daemon_full_of_garbage_is_no_hindrance(
+    job: Job, uncached: list[str], fresh: DaemonPaths, moment: str
+) -> None:
     pid = daemon(job)
     output = fire(job, moment, lambda: garbage(fresh))
     assert losses(output) == uncached
@@ -163,13 +168,13 @@ def test_a_daemon_full_of_garbage_is_no_hindrance(job: Job, uncached: list[str],
     assert len(warnings(output)) == 0
 
 
-def test_garbage_under_the_very_keys_is_set_aside_and_healed(job: Job, uncached: list[str], fresh: Places) -> None:
+def test_garbage_under_the_very_keys_is_set_aside_and_healed(job: Job, uncached: list[str], fresh: DaemonPaths) -> None:
     """A writer with a fault of its own, whose checksums hold: values of every kind that say nothing."""
     fire(job, "nowhere", lambda: None)
     chance = random.Random(5)
 
     def ask(request: protocol.Request) -> protocol.Reply:
-        return channel.ask(fresh.socket, request, time.monotonic() + 60)
+        return request_channel.ask(fresh.socket, request, time.monotonic() + 60)
 
     listed = ask(protocol.List())
     assert isinstance(listed, protocol.Entries)

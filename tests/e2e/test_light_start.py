@@ -10,7 +10,7 @@ from job import Job
 
 pytestmark = pytest.mark.ranks
 
-TRACING = {"torch._dynamo", "torch._inductor", "torch.export._trace", "rannd.graph.export"}
+TRACING = {"torch._dynamo", "torch._inductor", "torch.export._trace", "rannd.graph.tracing.export"}
 NEVER = {"mpi4py.MPI", "torch.distributed.fsdp", "torch.testing", "triton"}
 PROGRAM = str(Path(__file__).parent / "programs" / "cached_imports.py")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from rannd.graph.fx.traced import attribute
 from rannd.graph.model import ModelGraph
-from rannd.graph.traced import attribute
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from rannd.graph.cut import extract
-from rannd.graph.losses import counted, pieces_weights
+from rannd.graph.call.signature import Mode, Signature, classify, flatten_call
+from rannd.graph.fx.sizes import number_at
 from rannd.graph.model import ModelGraph, build
-from rannd.graph.signature import Mode, Signature, classify, flatten_call
-from rannd.graph.sizes import number_at
+from rannd.graph.partition.cut import extract
+from rannd.graph.rows.loss_weights import counted, pieces_weights
 
 CPU = torch.device("cpu")
 WIDTH = 6

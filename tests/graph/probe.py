@@ -23,9 +23,9 @@ from pieces import state_of, weights_of
 from torch import Tensor, nn
 from torch.fx import Graph, Interpreter, Node
 
-from rannd.graph.effects import nested_graph
+from rannd.graph.fx.aliasing import nested_graph
 from rannd.graph.model import ModelGraph
-from rannd.graph.row_states import COUNT, FIXED, WHOLE, Places, Reduction, RowIndex, Rows, Scalar, Sorted, State
+from rannd.graph.rows.rules.states import COUNT, FIXED, WHOLE, Arange, Reduction, RowIndex, Rows, Scalar, Sorted, State
 
 WITHIN = {torch.float64: 1e-9, torch.complex128: 1e-9}
 """Relative differences that are rounding; 2e-4 for other types."""
@@ -171,7 +171,7 @@ def _unchanged(state: State, value: Any, other: Any, row: int, rows: int) -> Non
         expected = (torch.arange(rows) * state.step).reshape(shape).expand(value.shape)
         assert torch.equal(value.long(), expected)
         assert torch.equal(other, value)
-    elif isinstance(state, Places):
+    elif isinstance(state, Arange):
         assert torch.equal(value, torch.arange(rows * state.inner))
         assert torch.equal(other, value)
     elif state is FIXED and isinstance(value, Tensor):

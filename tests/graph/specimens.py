@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 from zoo import Batch, Entry
 
-from rannd.graph.methods import part_of
 from rannd.graph.model import ModelGraph
+from rannd.graph.modules.methods import part_of
 
 TRACED_ROWS = 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}

@@ -13,9 +13,9 @@ from pieces import Outcome, state_of, weights_of
 from torch import Tensor, nn
 from torch.fx import Node
 
-from rannd.graph.cut import Part, cut
+from rannd.graph.fx.sizes import number_at
 from rannd.graph.model import ModelGraph
-from rannd.graph.sizes import number_at
+from rannd.graph.partition.cut import Part, cut
 
 
 def random_stages(graph: ModelGraph, stages: int, generator: random.Random) -> dict[Node, int]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rannd.errors import UsageError
 from rannd.graph.drawing import Drawing, as_dot, as_json, size_text
 from rannd.graph.dump import drawing, write
-from rannd.graph.ir import Size
+from rannd.graph.fx.ir import Size
 from rannd.graph.model import ModelGraph
 
 

@@ -13,7 +13,7 @@ import torch
 from pieces import signature_of
 from torch import nn
 
-from rannd.graph.fingerprint import Fingerprint, Unseen, fingerprint
+from rannd.graph.fingerprint.fingerprint import Fingerprint, Unseen, fingerprint
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from rannd.runner.processes import die_with_parent
+from rannd.runner.watch.processes import die_with_parent
 
 NETWORK = "10.213.47"
 #: Enters a node as ssh would: with a login's few variables, in the home directory.
@@ -169,7 +169,7 @@ class Node:
         found = []
         for process in self.processes():
             try:
-                if "rannd/daemon/boot.py" not in " ".join(process.cmdline()):
+                if "rannd/daemon/server/boot.py" not in " ".join(process.cmdline()):
                     found.append(process)
             except psutil.Error:
                 continue

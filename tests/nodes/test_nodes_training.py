@@ -33,7 +33,7 @@ def trained(node: Node, hosts: str) -> str:
 
 
 def daemons(node: Node) -> list[int]:
-    return [each.pid for each in node.processes() if "rannd/daemon/boot.py" in " ".join(each.cmdline())]
+    return [each.pid for each in node.processes() if "rannd/daemon/server/boot.py" in " ".join(each.cmdline())]
 
 
 def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network]) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
-from rannd.graph.ir import TaskGraph
-from rannd.plan.blocks import Block
+from rannd.graph.fx.ir import TaskGraph
+from rannd.plan.blocks.blocks import Block
 from rannd.plan.deployment import Slot
-from rannd.plan.options import PlanOptions
+from rannd.plan.plan_options import PlanOptions
 from rannd.profile.costs import CostTable
 
 

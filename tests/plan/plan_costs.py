@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rannd.plan.program import Layout
-from rannd.plan.step_costs import StepCosts
+from rannd.plan.schedule.program import Layout
+from rannd.plan.simulate.step_costs import StepCosts
 
 
 def chain(stages: int, microbatches: int, **changes: object) -> Layout:

@@ -7,7 +7,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from rannd.graph.ir import Op, Param, Size, TaskGraph, Value
+from rannd.graph.fx.ir import Op, Param, Size, TaskGraph, Value
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
 LINK = LinkCost(p2p_latency_us=10, p2p_bytes_per_us=1000, allreduce_latency_us=20, allreduce_bytes_per_us=500)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from rannd.plan.program import Layout
+from rannd.plan.schedule.program import Layout
 
 
 @st.composite

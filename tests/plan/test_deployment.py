@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_graphs import chain
-from test_search import deploy
+from plan_instances import deploy
 
 from rannd.errors import DeploymentError
-from rannd.plan.belongs import check_belongs, differences, plain
-from rannd.plan.deployment import FORMAT, MAX_BYTES, Alternative, Deployment, Made, Slot, decode, encode
+from rannd.plan.compatibility import check_belongs, differences, plain
+from rannd.plan.deployment import FORMAT, MAX_BYTES, Alternative, Deployment, Provenance, Slot, decode, encode
 
-MADE = Made("Box", "measured", "0.1.0", "2.13.0")
+MADE = Provenance("Box", "measured", "0.1.0", "2.13.0")
 
 
 def some() -> Deployment:
@@ -138,15 +138,15 @@ def test_what_makes_it_slow_is_told() -> None:
     uneven = [Slot(0, 0), Slot(1, 0), Slot(1, 1), Slot(1, 2)]
     assert told(slots=uneven) == ["it was planned for 4 ranks on one node, this job has 2 nodes of 1 to 3 ranks"]
     assert told(rows=9) == ["it was planned for a global batch of 64 rows, this call has 9"]
-    assert told(here=Made("H100", "measured", "0.2.0", "2.14.0")) == [
+    assert told(here=Provenance("H100", "measured", "0.2.0", "2.14.0")) == [
         "it was planned for the device 'Box', this job has 'H100'",
         "it was planned with rannd 0.1.0, this is 0.2.0",
         "it was planned with torch 2.13.0, this is 2.14.0",
     ]
-    mine = msgspec.structs.replace(mine, made=Made("Box", "cluster a100x8", "0.1.0", "2.13.0"))
+    mine = msgspec.structs.replace(mine, made=Provenance("Box", "cluster a100x8", "0.1.0", "2.13.0"))
     assert told() == ["its times are from cluster a100x8, not measured"]
     mine = msgspec.structs.replace(mine, made=None)
-    assert told(here=Made("H100", "measured", "9", "9")) == []
+    assert told(here=Provenance("H100", "measured", "9", "9")) == []
 
 
 def test_text_of_a_file_is_printed_plainly() -> None:

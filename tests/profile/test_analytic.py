@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 from rannd.config.cluster import Cluster, Efficiency, Link, Links, Tflops, load_cluster
-from rannd.graph.cut import extract
-from rannd.graph.ir import Size, TaskGraph
+from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.graph.model import ModelGraph
+from rannd.graph.partition.cut import extract
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
-from rannd.profile.kept import Memory
+from rannd.profile.kept_values import Memory
 
 #: 1000 operations, or 100 bytes, in a microsecond.
 BOX = Cluster(

@@ -14,13 +14,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import ZOO
 
 from rannd.graph.model import ModelGraph
-from rannd.graph.structure import block_hashes, crossing
-from rannd.plan.atoms import make_atoms
-from rannd.plan.blocks import make_blocks
-from rannd.plan.grains import MOST, make_grains
-from rannd.plan.options import PlanOptions
-from rannd.profile.blocks import block_part
-from rannd.profile.kept import Memory
+from rannd.graph.partition.block_hash import block_hashes, crossing
+from rannd.plan.blocks.atoms import make_atoms
+from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.grains import MOST, make_grains
+from rannd.plan.plan_options import PlanOptions
+from rannd.profile.block_costs import block_part
+from rannd.profile.kept_values import Memory
 from rannd.profile.measure import measure
 from rannd.profile.points import total
 

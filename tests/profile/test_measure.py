@@ -15,13 +15,13 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from rannd.errors import ProfileError
-from rannd.graph.cut import Part, extract
+from rannd.graph.call.signature import Mode, classify, flatten_call
 from rannd.graph.model import ModelGraph, build
-from rannd.graph.signature import Mode, classify, flatten_call
-from rannd.graph.structure import block_hashes, crossing
-from rannd.profile.blocks import block_part, measure_missing
+from rannd.graph.partition.block_hash import block_hashes, crossing
+from rannd.graph.partition.cut import Part, extract
+from rannd.profile.block_costs import block_part, measure_missing
 from rannd.profile.costs import BlockCost
-from rannd.profile.measure import CACHES, Sample, measure
+from rannd.profile.measure import CACHES, ProfileInputs, measure
 from rannd.profile.points import Measured
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class Model(nn.Module):
         return a
 
 
-def graph_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[ModelGraph, Sample]:
+def graph_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[ModelGraph, ProfileInputs]:
     call = flatten_call(args, kwargs)
     signature = classify(call, Mode.current(model.training), [call.shapes()])
     graph = build(model, signature, list(call.tensors), CPU)
@@ -56,14 +56,14 @@ def graph_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[ModelGraph, S
         **dict(model.named_buffers()),
         **dict(model.named_parameters()),
     }
-    return graph, Sample(arguments, frozenset(graph.placement.requires_grad), state, CPU)
+    return graph, ProfileInputs(arguments, frozenset(graph.placement.requires_grad), state, CPU)
 
 
 def whole(graph: ModelGraph) -> Part:
     return extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
 
 
-def small_graph(rows: int = 4) -> tuple[Model, ModelGraph, Sample]:
+def small_graph(rows: int = 4) -> tuple[Model, ModelGraph, ProfileInputs]:
     model = Model()
     return model, *graph_of(model, torch.randint(0, 7, (rows,)), torch.rand(rows))
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from plan_graphs import GraphBuilder
 
 from rannd.errors import ProfileError
-from rannd.graph.ir import Size
+from rannd.graph.fx.ir import Size
 from rannd.profile.costs import BlockCost
 from rannd.profile.graph_profile import FORMAT, GraphProfile, decode, encode
-from rannd.profile.kept import Memory
+from rannd.profile.kept_values import Memory
 from rannd.profile.points import Measured, Point, lacking, ladder, middle, total
 
 

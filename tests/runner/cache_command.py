@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rannd.daemon import keys
-from rannd.daemon.client import Client, connect
+from rannd.daemon.client.cache import Client, connect
+from rannd.daemon.common import keys
 
 BIN = Path(sys.executable).parent
 

@@ -10,7 +10,7 @@ from transcript import Shell, program
 
 from rannd.config import ITEMS, load
 from rannd.errors import UsageError
-from rannd.runner.options import FLAGS, Options, with_flags
+from rannd.runner.run_options import FLAGS, Options, with_flags
 
 #: Of each item a flag with its value, and another value as a variable and in the file.
 VALUES = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import pyrannc
-from rannd.runtime.world import made
+from rannd.runtime.comm.world import made
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from rannd.errors import UsageError
-from rannd.runtime.optimizer import WholeOptimizer
-from rannd.runtime.optimizer_state import MARK, copied, hollowed
-from rannd.runtime.parameters import Parameters
-from rannd.runtime.placeholder import without_placeholder
-from rannd.runtime.state import persistent_names
-from rannd.runtime.transfer import seal
-from rannd.runtime.world import World
+from rannd.runtime.comm.gather_objects import seal
+from rannd.runtime.comm.world import World
+from rannd.runtime.optim.local_optimizer import WholeOptimizer
+from rannd.runtime.optim.optimizer_state import MARK, copied, hollowed
+from rannd.runtime.optim.placeholder import without_placeholder
+from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.parameters.state_dict import persistent_names
 
 MODEL = "model."
 OPTIMIZER = "optimizer."

@@ -13,20 +13,20 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from rannd import log
 from rannd.errors import CheckpointError, RanndError
-from rannd.runtime.agreement import Phase, meet
+from rannd.runtime.checkpoint.async_save import settle
 from rannd.runtime.checkpoint.content import extra_states, labels, state_names, state_tensors
-from rannd.runtime.checkpoint.folder import recover
-from rannd.runtime.checkpoint.index import read_index
-from rannd.runtime.checkpoint.pending import settle
-from rannd.runtime.checkpoint.randomness import set_random_state
-from rannd.runtime.checkpoint.record import MANIFEST, SCRIPT, Manifest
+from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, Manifest
+from rannd.runtime.checkpoint.rng_state import set_random_state
 from rannd.runtime.checkpoint.saving import Subject
-from rannd.runtime.checkpoint.shards import Distributed, facts, read_values
-from rannd.runtime.optimizer import WholeOptimizer
-from rannd.runtime.optimizer_state import filled
-from rannd.runtime.placeholder import without_placeholder
-from rannd.runtime.transfer import agree_on_errors, unseal
-from rannd.runtime.world import World
+from rannd.runtime.comm.gather_objects import agree_on_errors, unseal
+from rannd.runtime.comm.lockstep import Phase, meet
+from rannd.runtime.comm.world import World
+from rannd.runtime.optim.local_optimizer import WholeOptimizer
+from rannd.runtime.optim.optimizer_state import filled
+from rannd.runtime.optim.placeholder import without_placeholder
+from rannd.runtime.storage.atomic_folder import recover
+from rannd.runtime.storage.dcp_files import Distributed, facts, read_values
+from rannd.runtime.storage.dcp_metadata import read_index
 
 
 @dataclass(frozen=True)

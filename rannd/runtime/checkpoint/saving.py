@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from rannd.errors import CheckpointError, RanndError, UsageError
-from rannd.runtime.agreement import Phase, meet
+from rannd.runtime.checkpoint.async_save import PendingSave, settle, start
 from rannd.runtime.checkpoint.content import Content, put_model, put_optimizer
-from rannd.runtime.checkpoint.folder import TOKEN, Draft, sync_folder, write_file
-from rannd.runtime.checkpoint.pending import PendingSave, settle, start
-from rannd.runtime.checkpoint.randomness import random_state
-from rannd.runtime.checkpoint.record import MANIFEST, SCRIPT, check_plain, manifest
-from rannd.runtime.checkpoint.shards import Entry, FileFacts, facts, write_index, write_shard
-from rannd.runtime.optimizer import WholeOptimizer
-from rannd.runtime.optimizer_state import merge_groups
-from rannd.runtime.parameters import Parameters
-from rannd.runtime.transfer import agree_on_errors, seal, unseal
-from rannd.runtime.values import Values
-from rannd.runtime.world import TIMEOUT, World
+from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, check_plain, manifest
+from rannd.runtime.checkpoint.rng_state import random_state
+from rannd.runtime.comm.gather_objects import agree_on_errors, seal, unseal
+from rannd.runtime.comm.lockstep import Phase, meet
+from rannd.runtime.comm.world import TIMEOUT, World
+from rannd.runtime.optim.local_optimizer import WholeOptimizer
+from rannd.runtime.optim.optimizer_state import merge_groups
+from rannd.runtime.parameters.initial_values import InitialValues
+from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.storage.atomic_folder import TOKEN, Draft, sync_folder, write_file
+from rannd.runtime.storage.dcp_files import Entry, FileFacts, facts, write_index, write_shard
 
 _storage: dict[int, dist.ProcessGroup] = {}
 """For each world's control group, another one for the thread that saves."""
@@ -43,7 +43,7 @@ class Subject:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
     scaler: Any = None
-    values: Values | None = None
+    values: InitialValues | None = None
     """Of a model that waits for its values (meta device): what is loaded is read when it is deployed."""
 
     def check(self) -> None:

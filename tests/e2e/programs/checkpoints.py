@@ -17,7 +17,8 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import CheckpointError, StepError, UsageError
-from rannd.runtime.checkpoint import saving, shards
+from rannd.runtime.checkpoint import saving
+from rannd.runtime.storage import dcp_files
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK, RANKS = pyrannc.get_rank(), pyrannc.get_world_size()
@@ -229,7 +230,7 @@ def save(run: Run, **options: object) -> None:
 
 
 def full(*args: object) -> None:
-    shards.write_shard(*args)  # type: ignore[arg-type]
+    dcp_files.write_shard(*args)  # type: ignore[arg-type]
     raise OSError(28, "No space left on device")
 
 
@@ -264,7 +265,7 @@ def kill() -> None:
     place = FOLDER / "killed"
     pyrannc.save_checkpoint(place, run.model, run.optimizer, step=run.steps)
     run.step()
-    real, at = shards.write_shard, sys.argv[3]
+    real, at = dcp_files.write_shard, sys.argv[3]
 
     def dying(*args: object) -> object:
         if at == "all" or (at == "last" and RANK == RANKS - 1):

@@ -11,7 +11,8 @@ from yardstick import RANK, Plain, network, train_alike
 import pyrannc
 from rannd.profile.costs import LinkCost
 from rannd.profile.links import measure_links
-from rannd.runtime import measuring, world
+from rannd.runtime.comm import world
+from rannd.runtime.planning import profiler
 
 
 def told(group: dist.ProcessGroup, device: torch.device, pair: tuple[int, int] = (0, 1)) -> LinkCost:
@@ -24,7 +25,7 @@ def told(group: dist.ProcessGroup, device: torch.device, pair: tuple[int, int] =
     return found
 
 
-measuring.measure_links = told
+profiler.measure_links = told
 world._node_identity = lambda: f"node{0 if RANK < 2 else 1}"
 
 os.environ["RANNC_PARTITION_NUM"] = "2"

@@ -1,0 +1,65 @@
+"""What the commands `rannd` and `rannc-cache` share: configuration, errors, and words for numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+import rannd.config
+from rannd.config import Config
+from rannd.daemon.client.requests import DaemonSession
+from rannd.daemon.common.paths import places
+from rannd.daemon.common.versions import version
+from rannd.daemon.server.server import Settings
+from rannd.errors import RanndError
+
+
+class Commands(click.Group):
+    """A group of commands; an error of rannd becomes one line and its exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command named on the command line."""
+        try:
+            return super().invoke(ctx)
+        except RanndError as exc:
+            click.echo(f"{ctx.info_name}: {exc}", err=True)
+            ctx.exit(exc.exit_code)
+
+
+def configured_session(config: Config | None = None, *, pinned: bool = False) -> DaemonSession:
+    """A session with the limits of a configuration, by default the user's own. Touches no daemon yet.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+    config = config if config is not None else rannd.config.load()
+    max_bytes = int(config.cache_max_gb * 2**30)
+    return DaemonSession(
+        places(), Settings(config.daemon_idle_s, max_bytes, version(), pinned), config.daemon_timeout_s
+    )
+
+
+def print_json(value: object) -> None:
+    """Print `value` as indented JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def size_text(number: int) -> str:
+    """Bytes in words: ``512 B``, ``1.5 KiB``."""
+    amount = float(number)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def duration_text(seconds: float) -> str:
+    """A time span in words, in its largest unit: ``45 s``, ``3 min``, ``2 h``, ``9 d``."""
+    seconds = max(0.0, seconds)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,262 @@
+"""Start the daemon just in time, whoever needs it first.
+
+::
+
+    a rank                              boot.py                        the daemon
+    probe: nobody listens
+    take `spawn` lock
+    probe again ── Popen, own session ──► fork ───────────────────────► take `life` lock
+    reap          ◄────────────── exit ───┘                             bind, listen, open the store
+    readable pipe ◄──────────────────────────────────── "ready" ─────── answer
+    free `spawn` lock
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+import zmq
+
+import rannd
+from rannd.daemon.client import request_channel
+from rannd.daemon.common import file_locks, protocol
+from rannd.daemon.common.listening import answers
+from rannd.daemon.common.paths import DaemonPaths
+from rannd.daemon.common.paths import places as default_places
+from rannd.daemon.common.versions import is_older, version
+from rannd.daemon.server import boot
+from rannd.daemon.server.server import Settings
+from rannd.errors import DaemonError, ProtocolError
+
+KEPT = frozenset(
+    ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME")
+)
+"""Variables a daemon keeps, LC_* besides: nothing of a rank, of MPI, of CUDA or of a batch system."""
+MOST_REPLACED = 2
+"""Older daemons that are stopped for one greeting: systemd may start the next one, of its unit, at once."""
+MAX_LOG = 256 << 10
+"""Bytes after which the log is begun anew when a daemon starts; the old one is kept once."""
+
+
+class Daemon(msgspec.Struct, frozen=True):
+    """The daemon that answers."""
+
+    pid: int
+    version: str
+    started: bool
+    """It was not there before."""
+
+
+def ensure(*, idle_s: float, max_bytes: int, timeout_s: float, places: DaemonPaths | None = None) -> Daemon:
+    """Have a daemon that is not older than this process; start it where there is none.
+
+    Args:
+        idle_s: It exits after so many seconds without a request; 0: never.
+        max_bytes: Bytes of values it keeps.
+        timeout_s: How long to wait for all of it.
+        places: Where; by default what the environment says.
+
+    Raises:
+        DaemonError: it cannot be started, or does not answer. The message says why, with the daemon's last words.
+    """
+    where = places if places is not None else default_places()
+    settings = Settings(idle_s, max_bytes, version())
+    deadline = time.monotonic() + timeout_s
+    where.secure_runtime()
+    with file_locks.held(where.use, deadline, shared=True):
+        return greet(where, settings, deadline)
+
+
+def greet(places: DaemonPaths, settings: Settings, deadline: float) -> Daemon:
+    """Start the daemon if need be, replace an older one, shake hands. The caller holds `use` shared."""
+    started, replaced = False, 0
+    while True:
+        started = start_if_down(places, settings, deadline) or started
+        try:
+            try:
+                welcome = _hello(places, settings, deadline)
+                if not is_older(welcome.version, settings.version) or replaced == MOST_REPLACED:
+                    return Daemon(welcome.pid, welcome.version, started)
+            except protocol.VersionError as exc:
+                if exc.version > protocol.PROTOCOL:
+                    raise
+                if replaced == MOST_REPLACED:
+                    raise DaemonError(
+                        f"an older rannd, of protocol version {exc.version}, is started again whenever it is stopped; "
+                        "where systemd does so, run `rannd install-service --force` of the newer one and what it says"
+                    ) from None
+            _replace(places, settings, deadline)
+            started, replaced = True, replaced + 1
+        except request_channel.GoneError:
+            if time.monotonic() >= deadline:
+                raise DaemonError(f"the daemon starts but does not stay; its log is {places.log}") from None
+
+
+def start_if_down(places: DaemonPaths, settings: Settings, deadline: float) -> bool:
+    """Start a daemon where none listens; whether it was started. The caller holds `use` shared.
+
+    Raises:
+        DaemonError: it cannot be started.
+    """
+    if answers(places.socket):
+        return False
+    places.secure_runtime()
+    with file_locks.held(places.spawn, deadline):
+        if answers(places.socket):
+            return False
+        _start(places, settings, deadline)
+    return True
+
+
+def stop(places: DaemonPaths, reason: str, deadline: float) -> bool:
+    """Let the daemon answer what is queued and end, and wait for its end; False where none runs.
+
+    Raises:
+        DaemonError: it does not end in time.
+    """
+    places.secure_runtime()
+    if not boot.lives(places) or not answers(places.socket):  # to connect would start one under systemd
+        return False
+    try:
+        try:
+            request_channel.ask(places.socket, protocol.Stop(reason), deadline)
+        except protocol.VersionError as exc:
+            request_channel.ask(places.socket, protocol.Stop(reason), deadline, exc.version)
+    except request_channel.GoneError:
+        pass
+    except ProtocolError:
+        raise
+    except DaemonError as exc:
+        pid = Path(places.life).read_text(encoding="ascii", errors="replace").strip()
+        raise DaemonError(
+            f"the daemon, process {pid}, does not answer; end it by `kill -9 {pid}`, which loses nothing that it has "
+            "acknowledged"
+        ) from exc
+    _await_end(places, deadline)
+    return True
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a daemon keeps of a rank's environment."""
+    return {name: value for name, value in environ.items() if name in KEPT or name.startswith("LC_")}
+
+
+def _hello(places: DaemonPaths, settings: Settings, deadline: float) -> protocol.Welcome:
+    hello = protocol.Hello(settings.version, settings.idle_s, settings.max_bytes)
+    reply = request_channel.ask(places.socket, hello, deadline)
+    if not isinstance(reply, protocol.Welcome):
+        raise DaemonError(f"the daemon at {places.socket} answers {reply} to a greeting; `rannd restart`")
+    return reply
+
+
+def _replace(places: DaemonPaths, settings: Settings, deadline: float) -> None:
+    """Put a daemon of this version in the place of an older one."""
+    with file_locks.held(places.spawn, deadline):
+        version, older = protocol.PROTOCOL, "one of protocol version {}"
+        try:
+            welcome = _hello(places, settings, deadline)
+            if not is_older(welcome.version, settings.version):
+                return  # another process was faster
+            older = welcome.version
+        except protocol.VersionError as exc:
+            if exc.version > protocol.PROTOCOL:
+                raise
+            version, older = exc.version, older.format(exc.version)
+        request_channel.ask(
+            places.socket, protocol.Stop(f"rannd {settings.version} replaces {older}"), deadline, version
+        )
+        _await_end(places, deadline)
+        if not answers(places.socket):
+            _start(places, settings, deadline)
+
+
+def _await_end(places: DaemonPaths, deadline: float) -> None:
+    life = file_locks.open_lock(places.life)
+    try:
+        # A successor may hold the lock by now: then the one that was told to stop has ended too.
+        pid = os.pread(life, 32, 0)
+        while not file_locks.wait_lock(life, min(deadline, time.monotonic() + 0.05), shared=True):
+            if os.pread(life, 32, 0) != pid:
+                return
+            if time.monotonic() >= deadline:
+                raise DaemonError(f"the daemon, process {pid.decode().strip()}, does not end; see {places.log}")
+    finally:
+        os.close(life)
+
+
+def _start(places: DaemonPaths, settings: Settings, deadline: float) -> None:
+    """Start and wait for readiness. The caller holds the spawn lock."""
+    log = _open_log(places.log)
+    ready, ready_end = os.pipe()
+    try:
+        offset = os.fstat(log).st_size
+        orders = boot.Orders(_roots(), ready_end, places, settings)
+        program = [sys.executable, "-I", "-S", boot.__file__, msgspec.json.encode(orders).decode()]
+        try:
+            child = subprocess.Popen(
+                program,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=(ready_end,),
+                cwd="/",
+                env=clean_environment(os.environ),
+                start_new_session=True,
+            )
+        finally:
+            os.close(ready_end)
+        said = _read_line(ready, deadline)
+        try:
+            child.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        if said != "ready":
+            words = said or f"it did not get ready; its log {places.log} ends with:\n{_tail(log, offset)}"
+            raise DaemonError(f"the daemon cannot be started: {words}")
+    finally:
+        os.close(ready)
+        os.close(log)
+
+
+def _read_line(fd: int, deadline: float) -> str:
+    """What was written to the pipe until its end; what is there where time is up."""
+    said = b""
+    while not said.endswith(b"\n"):
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            break
+        part = os.read(fd, 4096)
+        if not part:
+            break
+        said += part
+    return said.decode("utf-8", "replace").strip()
+
+
+def _roots() -> list[str]:
+    """Where this process has rannd and the packages it needs: the daemon imports the same ones."""
+    files = [rannd.__file__, zmq.__file__, msgspec.__file__, psutil.__file__]
+    return list(dict.fromkeys(str(Path(file).resolve().parent.parent) for file in files if file is not None))
+
+
+def _open_log(path: str) -> int:
+    try:
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_size > MAX_LOG:
+                os.replace(path, path + ".1")
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as exc:
+        raise DaemonError(f"the log {path} cannot be opened: {exc.strerror}; look at what is there") from exc
+
+
+def _tail(log: int, offset: int) -> str:
+    text = os.pread(log, 16384, max(offset, os.fstat(log).st_size - 16384)).decode("utf-8", "replace")
+    return "\n".join(text.splitlines()[-10:]) or "(nothing)"

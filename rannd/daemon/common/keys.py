@@ -1,0 +1,236 @@
+"""Keys of cache entries: everything that can change a value is in its key.
+
+A key is a kind and named components. Each component is kept as canonical JSON, readable and exact about
+types: ``1``, ``1.0``, ``"1"`` and ``true`` are four different texts. The digest is BLAKE2b-160 over::
+
+    ["rannd-key", 1, kind, [[name, text], ...]]        as JSON in ASCII without spaces, sorted by name
+
+Mappings inside a component are sorted by name as well, sequences keep their order. A wrong key silently hands a
+user somebody else's plan: every builder below takes each component by name, without defaults, and
+tests/daemon/common/test_keys.py changes each one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from rannd.daemon.common.printable import plain
+
+Scalar: TypeAlias = bool | int | float | str | None
+Component: TypeAlias = Scalar | Sequence["Component"] | Mapping[str, "Component"]
+
+KEY_FORMAT = 1
+REQUIRED_VERSIONS = frozenset({"python", "torch", "rannd"})
+_KIND = re.compile(r"[a-z][a-z_]{0,31}")
+
+
+class Key(msgspec.Struct, frozen=True):
+    """The key of a value that can be made again."""
+
+    kind: str
+    """What the value is: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``."""
+    digest: str
+    """Forty hex digits."""
+    components: dict[str, str]
+    """Canonical JSON text of each component, by name."""
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def short(self) -> str:
+        """Enough of the digest for a person."""
+        return self.digest[:12]
+
+
+def make_key(kind: str, components: Mapping[str, Component]) -> Key:
+    """The key of `kind` with these components.
+
+    Raises:
+        ValueError: `kind` is not a lower-case word, or there are no components.
+        TypeError: a component is not made of None, bool, int, float, str, sequences and mappings with str names.
+    """
+    if not _KIND.fullmatch(kind):
+        raise ValueError(f"the kind of a key is a lower-case word of at most 32 letters, not {kind!r}")
+    if not components:
+        raise ValueError(f"a key of kind {kind!r} without components would be shared by everything")
+    texts = {name: _canonical(value, name) for name, value in sorted(components.items())}
+    return Key(kind, digest_of(kind, texts), texts)
+
+
+def digest_of(kind: str, texts: Mapping[str, str]) -> str:
+    """The digest over a kind and the canonical texts of its components."""
+    grammar = ["rannd-key", KEY_FORMAT, kind, sorted(texts.items())]
+    text = json.dumps(grammar, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode("ascii"), digest_size=20).hexdigest()
+
+
+def deployment_key(
+    *,
+    graph_hash: str,
+    inputs: Sequence[tuple[str, str, tuple[int, ...]]],
+    global_batch: int,
+    world_size: int,
+    topology: Sequence[tuple[int, int]],
+    device_model: str,
+    device_memory: int,
+    backend: str,
+    versions: Mapping[str, str],
+    plan_items: Mapping[str, Scalar],
+    optimizer: str,
+) -> Key:
+    """The key of a deployment.
+
+    Args:
+        graph_hash: Hash of the traced graph.
+        inputs: Name, dtype and global shape of each input, in the order of the call.
+        global_batch: Rows of all ranks' mini-batches together.
+        world_size: Number of ranks.
+        topology: Node and device ordinal of each slot.
+        device_model: Name of the devices, as the driver gives it.
+        device_memory: Bytes of one device that a plan may use.
+        backend: ``nccl`` or ``gloo``.
+        versions: At least python, torch and rannd.
+        plan_items: Every configuration item that can change a plan, with its value.
+        optimizer: What decides the optimizer's memory, as text.
+
+    Raises:
+        ValueError: a required version is missing, or topology and world size do not agree.
+    """
+    if len(topology) != world_size:
+        raise ValueError(f"a topology of {len(topology)} slots does not describe {world_size} ranks")
+    return make_key(
+        "deployment",
+        {
+            "graph": graph_hash,
+            "inputs": [[name, dtype, list(shape)] for name, dtype, shape in inputs],
+            "global_batch": global_batch,
+            "world_size": world_size,
+            "topology": [list(slot) for slot in topology],
+            "device_model": device_model,
+            "device_memory": device_memory,
+            "backend": backend,
+            "optimizer": optimizer,
+            **_versions(versions),
+            **{f"plan.{name}": value for name, value in plan_items.items()},
+        },
+    )
+
+
+def profile_key(*, block_hash: str, device_model: str, threads: int, versions: Mapping[str, str]) -> Key:
+    """The key of a block's measured times.
+
+    Raises:
+        ValueError: a required version is missing.
+    """
+    return make_key(
+        "profile",
+        {
+            "block": block_hash,
+            "device_model": device_model,
+            "threads": threads,
+            **_versions(versions),
+        },
+    )
+
+
+def limit_key(deployment: Key) -> Key:
+    """The key of the bytes that a plan may use of a device, after the `deployment` ran out of memory."""
+    return make_key("limit", {"deployment": deployment.digest})
+
+
+def trace_key(components: Mapping[str, Component]) -> Key:
+    """The key of a traced graph: the fingerprint of the model and its inputs before tracing."""
+    return make_key("trace", components)
+
+
+def hooks_key(*, tracer: str, versions: Mapping[str, str]) -> Key:
+    """The key of which hooks of the tracer, of these sources, a version of torch runs.
+
+    Raises:
+        ValueError: a required version is missing.
+    """
+    return make_key("hooks", {"tracer": tracer, **_versions(versions)})
+
+
+def link_key(
+    *, topology: Sequence[tuple[int, int]], device_model: str, backend: str, versions: Mapping[str, str]
+) -> Key:
+    """The key of measured link speeds between the slots of `topology`.
+
+    Raises:
+        ValueError: a required version is missing.
+    """
+    return make_key(
+        "links",
+        {
+            "topology": [list(slot) for slot in topology],
+            "device_model": device_model,
+            "backend": backend,
+            **_versions(versions),
+        },
+    )
+
+
+def summary(kind: str, components: Mapping[str, str]) -> str:
+    """What a person wants to know about an entry, on one line."""
+    found: list[str] = []
+    for name, label, length in _ESSENTIALS.get(kind, ()):
+        if name in components:
+            text = components[name]
+            found.append(f"{label} {(text[1:-1] if text.startswith(chr(34)) else text)[:length]}")
+    if not found:
+        found = [f"{name} {text[:16]}" for name, text in sorted(components.items())[:3]]
+    return plain(", ".join(found))  # an imported entry's texts may be anything
+
+
+_ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
+    "deployment": (
+        ("graph", "graph", 8),
+        ("world_size", "ranks", 8),
+        ("global_batch", "batch", 10),
+        ("device_model", "on", 32),
+        ("backend", "over", 8),
+    ),
+    "profile": (("block", "block", 8), ("device_model", "on", 32), ("threads", "threads", 8)),
+    "trace": (("model", "of", 48), ("call", "for", 72)),
+    "limit": (("deployment", "after out of memory in", 12),),
+    "hooks": (("version.torch", "of torch", 24),),
+    "links": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),
+}
+
+
+def _versions(versions: Mapping[str, str]) -> dict[str, str]:
+    missing = sorted(REQUIRED_VERSIONS - versions.keys())
+    if missing:
+        raise ValueError(
+            f"the versions of a key lack {', '.join(missing)}; it has {', '.join(sorted(versions)) or 'none'}"
+        )
+    return {f"version.{name}": text for name, text in versions.items()}
+
+
+def _canonical(value: Component, name: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"a component's name is a text, not {name!r}")
+    return json.dumps(_plain(value, name), ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Component, name: str) -> Component:
+    """The value with lists for sequences; refuses what JSON would blur, as a mapping's names that are no texts."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if any(not isinstance(inner, str) for inner in value):
+            raise TypeError(f"the names inside component {name!r} are not all texts: {sorted(map(repr, value))}")
+        return {inner: _plain(item, name) for inner, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_plain(item, name) for item in value]
+    raise TypeError(
+        f"component {name!r} contains a {type(value).__name__}: {value!r}; give numbers, texts, lists, mappings"
+    )

@@ -1,0 +1,451 @@
+"""The store: one SQLite file of entries that tell what they are.
+
+Grammar (counted by `FORMAT`, in the file's name and in its ``user_version``)::
+
+    entries     key kind format rannd created used hits components length checksum size value
+    set_aside   at key kind reason components head       the last 16 entries that were corrupt or discarded
+    misses      miss                                     the last 32 that somebody wondered about, as JSON
+    statistics  name count
+
+``length`` is that of the value as it is kept, ``size`` what it was before it was compressed (0: it is not).
+``checksum`` is BLAKE2b-128 over key, kind, format, components, size and value. An entry whose checksum does not hold
+is a miss: it is set aside, counted, and healed by the next write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Collection, Generator, Sequence
+from typing import Any
+
+import msgspec
+
+from rannd.daemon.common.compression import PackedValue
+from rannd.daemon.common.keys import digest_of
+from rannd.daemon.common.near_misses import nearest
+from rannd.daemon.common.protocol import MAX_BATCH_BYTES, EntryInfo, KindCount, Miss, Nearest, NewEntry, Statistics
+from rannd.daemon.store.database import Database
+from rannd.daemon.store.entry_rows import FORMAT, INFO, description, fault, new_row
+from rannd.errors import DaemonError
+
+KEEP_ASIDE = 16
+KEEP_MISSES = 32
+NEAR = 512
+"""Entries, the latest used, among which the one nearest to a miss is looked for."""
+MAX_UNWRITTEN = 1000
+"""Last-use times that may wait for the next write."""
+HEAD_BYTES = 64 << 10
+"""Bytes kept of a value that is set aside."""
+PAGE = 64
+"""Entries in one page of a listing, at most."""
+JUMP_S = 1.0
+"""The clock has been set back, not adjusted, where it lost so much."""
+DATED_S = 60.0
+"""Entries of a clock that was set back are dated so long ago: before any refresh that begins now."""
+VERIFY_PAGE = 8
+"""Entries checked at once, few, so that other requests are answered in between."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    key TEXT PRIMARY KEY, kind TEXT NOT NULL, format INTEGER NOT NULL, rannd TEXT NOT NULL,
+    created REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL, components TEXT NOT NULL,
+    length INTEGER NOT NULL, checksum TEXT NOT NULL, size INTEGER NOT NULL, value BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_use ON entries (used, length);
+CREATE INDEX IF NOT EXISTS by_kind ON entries (kind, used);
+CREATE TABLE IF NOT EXISTS misses (miss TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS set_aside (
+    at REAL NOT NULL, key TEXT, kind TEXT, reason TEXT NOT NULL, components TEXT, head BLOB
+);
+CREATE TABLE IF NOT EXISTS statistics (name TEXT PRIMARY KEY, count INTEGER NOT NULL);
+"""
+
+
+class Store:
+    """Entries in a file. Used by one thread of one process."""
+
+    def __init__(self, path: str, *, max_bytes: int, busy_s: float = 2.0) -> None:
+        """Open or make the store.
+
+        Args:
+            path: The SQLite file; its directory exists.
+            max_bytes: Sum of the values' lengths above which the least recently used go.
+            busy_s: How long to wait for a predecessor that is still closing the file.
+
+        Raises:
+            DaemonError: another process holds the store, or it cannot be written.
+        """
+        self.path = path
+        self.max_bytes = max_bytes
+        self._log = logging.getLogger("rannd.Daemon")
+        self._used: dict[str, tuple[float, int]] = {}
+        self._counted: dict[str, int] = {}
+        self._closed = False
+        self._offset = time.time() - time.monotonic()
+        """By it the clock's being set back is noticed."""
+        self._db = Database(path, schema=_SCHEMA, number=FORMAT, busy_s=busy_s, begun_anew=self._lost)
+        with self._db.errors("opened"):
+            self._date_again(time.time())
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, kind: str, *, peek: bool = False) -> PackedValue | None:
+        """The value of `key`, None where there is none that is sound: then a miss of `kind` is counted.
+
+        `peek`: to look is no use, and is not counted.
+        """
+        with self._db.errors("read"), self._db.healing():
+            row = self._db.sql.execute(f"SELECT {INFO}, value FROM entries WHERE key = ?", (key,)).fetchone()
+            if row is not None and (reason := fault(row)) is not None:
+                self._set_aside(key, reason)
+                self.count("corrupt")
+                row = None
+            value = PackedValue(bytes(row[-1]), row[-2]) if row is not None else None
+            if peek:
+                return value
+            if value is None:
+                self.missed(kind)
+                return None
+            self.count("hits")
+            self.count(f"hits/{row[1]}")
+            self._used[key] = (self._now(), self._used.get(key, (0.0, 0))[1] + 1)
+            if len(self._used) >= MAX_UNWRITTEN:
+                self.flush()
+            return value
+        return None
+
+    def stored_since(self, key: str, moment: float) -> bool:
+        """Whether `key` has a value stored at or after `moment` (seconds since the epoch)."""
+        with self._db.errors("read"), self._db.healing():
+            self._now()
+            found = self._db.sql.execute("SELECT 1 FROM entries WHERE key = ? AND created >= ?", (key, moment))
+            return found.fetchone() is not None
+        return False
+
+    def page(self, *, after: str = "", prefix: str | None = None) -> tuple[list[EntryInfo], bool]:
+        """Up to PAGE entries whose key follows `after`, and whether others follow them."""
+        self.flush()
+        with self._db.errors("read"), self._db.healing():
+            rows, more = _first(
+                self._db.sql.execute(
+                    f"SELECT {INFO} FROM entries WHERE key > ? AND key LIKE ? || '%' ORDER BY key",
+                    (after, prefix or ""),
+                )
+            )
+            return self._infos(rows), more
+        return [], False
+
+    def size(self) -> tuple[int, int]:
+        """Number of entries and bytes of all values."""
+        with self._db.errors("read"), self._db.healing():
+            number, length = self._db.sql.execute("SELECT count(*), total(length) FROM entries").fetchone()
+            return int(number), int(length)
+        return 0, 0
+
+    def verify(self, after: str = "") -> tuple[int, list[str], str | None]:
+        """Check up to VERIFY_PAGE entries that follow `after`: number of sound ones, keys set aside, where to go on."""
+        with self._db.errors("read"), self._db.healing():
+            rows = self._db.sql.execute(
+                f"SELECT {INFO}, value FROM entries WHERE key > ? ORDER BY key LIMIT ?", (after, VERIFY_PAGE)
+            ).fetchall()
+            corrupt: list[str] = []
+            for row in rows:
+                if (reason := fault(row)) is not None:
+                    corrupt.append(str(row[0]))
+                    self._set_aside(row[0], reason)
+                    self.count("corrupt")
+            return len(rows) - len(corrupt), corrupt, str(rows[-1][0]) if len(rows) == VERIFY_PAGE else None
+        return 0, [], None
+
+    def statistics(self) -> Statistics:
+        """Everything counted since the store was made."""
+        self.flush()
+        with self._db.errors("read"), self._db.healing():
+            rows = dict(self._db.sql.execute("SELECT name, count FROM statistics").fetchall())
+            return Statistics(**{name: int(rows.get(name, 0)) for name in Statistics.__struct_fields__})
+        return Statistics()
+
+    def kinds(self) -> dict[str, KindCount]:
+        """Hits and misses of each kind, counted since the store was made."""
+        self.flush()
+        found: dict[str, dict[str, int]] = {}
+        with self._db.errors("read"), self._db.healing():
+            rows = self._db.sql.execute(
+                "SELECT name, count FROM statistics WHERE name LIKE '%/%' ORDER BY name"
+            ).fetchall()
+            for name, count in rows:
+                what, _, kind = name.partition("/")
+                found.setdefault(kind, {})[what] = int(count)
+        return {kind: KindCount(counts.get("hits", 0), counts.get("misses", 0)) for kind, counts in found.items()}
+
+    def misses(self) -> list[Miss]:
+        """The latest misses that somebody wondered about, the last one first."""
+        with self._db.errors("read"), self._db.healing():
+            rows = self._db.sql.execute("SELECT miss FROM misses ORDER BY rowid DESC").fetchall()
+            return [msgspec.json.decode(text, type=Miss) for (text,) in rows]
+        return []
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def put(self, entries: Sequence[NewEntry], rannd: str, *, keep: Collection[str] = ()) -> None:
+        """Store `entries`, written by version `rannd`; evict others, but none of `keep`, down to the size limit.
+
+        On return they survive the death of this process.
+
+        Raises:
+            DaemonError: a key that does not belong to its components, a value above the size limit, a full disk.
+        """
+        for entry in entries:
+            if entry.key != digest_of(entry.kind, entry.components):
+                raise DaemonError(f"key {entry.key[:12]} is not that of its components; it is not stored")
+            if len(entry.value) > self.max_bytes:
+                raise DaemonError(
+                    f"a value of {len(entry.value)} bytes is above the cache's limit of {self.max_bytes}; "
+                    "raise cache_max_gb to keep it"
+                )
+        now = self._now()
+        rows = [new_row(entry, rannd, now) for entry in entries]
+        self.flush()
+        with self._db.errors("written"), self._db.healing():
+            with self._db.transaction():
+                self._db.sql.executemany(
+                    f"INSERT OR REPLACE INTO entries ({INFO}, value) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", rows
+                )
+                self.count("stored", len(rows))
+                evicted = self._evict({entry.key for entry in entries}.union(keep))
+            if evicted:
+                self._db.shrink()
+            return
+        raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
+
+    def nearest(self, kind: str, components: dict[str, str], pid: int = 0, *, remember: bool = True) -> Nearest:
+        """The entry of `kind` that differs least from one with these components, which process `pid` (0: unknown) has
+        missed; `remember`: for `misses`.
+        """
+        key = digest_of(kind, components)
+        with self._db.errors("written"), self._db.healing():
+            rows, _ = _first(
+                self._db.sql.execute(
+                    f"SELECT {INFO} FROM entries WHERE kind = ? AND key != ? ORDER BY used DESC", (kind, key)
+                ),
+                NEAR,
+            )
+            entry, found = nearest(components, self._infos(rows))
+            if not remember:
+                return Nearest(entry, found)
+            miss = Miss(time.time(), kind, key, components, entry.key if entry is not None else "", found, pid)
+            with self._db.transaction():
+                self._db.sql.execute("INSERT INTO misses VALUES (?)", (msgspec.json.encode(miss).decode(),))
+                self._db.sql.execute(
+                    "DELETE FROM misses WHERE rowid NOT IN (SELECT rowid FROM misses ORDER BY rowid DESC LIMIT ?)",
+                    (KEEP_MISSES,),
+                )
+            return Nearest(entry, found)
+        return Nearest(None, [])
+
+    def prune(self, max_bytes: int, *, keep: Collection[str] = ()) -> tuple[list[EntryInfo], bool]:
+        """Remove the least recently used entries, but none of `keep`, until values take `max_bytes`.
+
+        Up to PAGE of them, those removed; and whether to call again.
+        """
+        self.flush()
+        with self._db.errors("written"), self._db.healing():
+            total = int(self._db.sql.execute("SELECT total(length) FROM entries").fetchone()[0])
+
+            def excess() -> Generator[Any, None, None]:
+                left = total
+                for row in self._db.sql.execute(f"SELECT {INFO} FROM entries ORDER BY used, key"):
+                    if left <= max_bytes:
+                        break
+                    if row[0] not in keep:
+                        left -= row[7]
+                        yield row
+
+            rows, more = _first(excess())
+            with self._db.transaction():
+                self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in rows])
+            self._db.shrink()
+            self.count("removed", len(rows))
+            return [found for row in rows if (found := description(row)) is not None], more
+        return [], False
+
+    def zero(self) -> None:
+        """Begin to count anew."""
+        self.flush()
+        with self._db.errors("written"), self._db.healing():
+            self._db.sql.execute("DELETE FROM statistics")
+
+    def missed(self, kind: str) -> None:
+        """Count a look-up that found nothing."""
+        self.count("misses")
+        self.count(f"misses/{kind}")
+
+    def discard(self, key: str, reason: str) -> bool:
+        """Set the entry `key` aside because it proved wrong; whether there was one."""
+        with self._db.errors("written"), self._db.healing():
+            found = self._set_aside(key, reason)
+            self.count("discarded", int(found))
+            return found
+        return False
+
+    def clear(
+        self, *, kind: str | None = None, older_than_s: float | None = None, keys: Collection[str] | None = None
+    ) -> tuple[list[EntryInfo], bool]:
+        """Remove up to PAGE entries that match everything given; them, as far as described, and whether to call again.
+
+        Args:
+            kind: Entries of this kind.
+            older_than_s: Entries not used for so many seconds.
+            keys: Entries whose key starts with one of these.
+        """
+        self.flush()
+        wanted, values = ["1"], list[object]()
+        if kind is not None:
+            wanted.append("kind = ?")
+            values.append(kind)
+        if older_than_s is not None:
+            wanted.append("used <= ?")
+            values.append(self._now() - older_than_s)
+        if keys is not None:
+            wanted.append("(0" + " OR key LIKE ? || '%'" * len(keys) + ")")
+            values += keys
+        with self._db.errors("written"), self._db.healing():
+            where = " AND ".join(wanted)
+            found, more = _first(self._db.sql.execute(f"SELECT {INFO} FROM entries WHERE {where} ORDER BY key", values))
+            with self._db.transaction():
+                self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
+            self._db.shrink()
+            self.count("removed", len(found))
+            return [info for row in found if (info := description(row)) is not None], more
+        return [], False
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a statistic; written with the next flush."""
+        if by:
+            self._counted[name] = self._counted.get(name, 0) + by
+
+    def flush(self) -> None:
+        """Write down last-use times and statistics. Without a disk to write to they are lost, with a line in the log,
+        and nothing else is.
+        """
+        if not (self._used or self._counted):
+            return
+        try:
+            with self._db.healing(), self._db.transaction():
+                self._write_counts()
+        except (sqlite3.Error, OSError, DaemonError) as exc:
+            self._log.warning("last-use times and statistics are not written: %s", exc)
+        self._used.clear()
+        self._counted.clear()
+
+    def close(self) -> None:
+        """Flush and close."""
+        if not self._closed:
+            self.flush()
+            self._closed = True
+            self._db.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _lost(self) -> None:
+        """The file was corrupt."""
+        self._used.clear()
+        self.count("corrupt")
+
+    def _now(self) -> float:
+        """Seconds since the epoch. Where the clock has been set back, entries are dated again before that."""
+        now = time.time()
+        offset = now - time.monotonic()
+        back, self._offset = self._offset - offset, offset
+        if back > JUMP_S:
+            self._date_again(now)
+        return now
+
+    def _date_again(self, now: float) -> None:
+        """Date entries that claim a use in the future: else they would be the latest used for ever, and of no age."""
+        self.flush()  # what waits to be written has such times too
+        late: list[Any] = []
+        try:
+            with self._db.healing(), self._db.transaction():
+                late = self._db.sql.execute(
+                    "SELECT key FROM entries WHERE used > ? ORDER BY used, key", (now,)
+                ).fetchall()
+                first = now - DATED_S - len(late) * 1e-6  # a microsecond each keeps their order
+                self._db.sql.executemany(
+                    "UPDATE entries SET used = ?, created = min(created, ?) WHERE key = ?",
+                    [(first + place * 1e-6, first, key) for place, (key,) in enumerate(late)],
+                )
+        except (sqlite3.Error, OSError, DaemonError) as exc:
+            self._log.warning("entries used in the future are not dated again: %s", exc)
+            return
+        if late:
+            self._log.info("the clock was set back: %d entries used later than now are dated again", len(late))
+
+    def _infos(self, rows: Sequence[Sequence[Any]]) -> list[EntryInfo]:
+        found = []
+        for row in rows:
+            info = description(row)
+            if info is None:
+                self._set_aside(row[0], "its description is unreadable")
+                self.count("corrupt")
+            else:
+                found.append(info)
+        return found
+
+    def _set_aside(self, key: object, reason: str) -> bool:
+        with self._db.transaction():
+            moved = self._db.sql.execute(
+                "INSERT INTO set_aside SELECT ?, key, kind, ?, components, substr(value, 1, ?) "
+                "FROM entries WHERE key = ?",
+                (time.time(), reason, HEAD_BYTES, key),
+            ).rowcount
+            self._db.sql.execute("DELETE FROM entries WHERE key = ?", (key,))
+            self._db.sql.execute(
+                "DELETE FROM set_aside WHERE rowid NOT IN (SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT ?)",
+                (KEEP_ASIDE,),
+            )
+        if moved:
+            self._log.warning("entry %.12s is set aside: %s", key, reason)
+        return bool(moved)
+
+    def _evict(self, keep: Collection[str]) -> int:
+        """Remove the least recently used down to the size limit; how many."""
+        total = int(self._db.sql.execute("SELECT total(length) FROM entries").fetchone()[0])
+        if total <= self.max_bytes:
+            return 0
+        evicted = 0
+        for key, length in self._db.sql.execute("SELECT key, length FROM entries ORDER BY used, key").fetchall():
+            if total <= self.max_bytes:
+                break
+            if key not in keep:
+                self._db.sql.execute("DELETE FROM entries WHERE key = ?", (key,))
+                total -= length
+                evicted += 1
+        self.count("evicted", evicted)
+        return evicted
+
+    def _write_counts(self) -> None:
+        self._db.sql.executemany(
+            "UPDATE entries SET used = max(used, ?), hits = hits + ? WHERE key = ?",
+            [(used, hits, key) for key, (used, hits) in self._used.items()],
+        )
+        self._db.sql.executemany(
+            "INSERT INTO statistics VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count",
+            list(self._counted.items()),
+        )
+
+
+def _first(rows: sqlite3.Cursor | Generator[Any, None, None], most: int = PAGE) -> tuple[list[Any], bool]:
+    """As many rows (INFO) as one message holds, `most` or fewer with long components; and whether others follow."""
+    found: list[Any] = []
+    size = 0
+    with contextlib.closing(rows):
+        for row in rows:
+            size += len(str(row[9]))  # of a corrupt row it may be anything
+            if len(found) == most or (found and size > MAX_BATCH_BYTES):
+                return found, True
+            found.append(row)
+    return found, False

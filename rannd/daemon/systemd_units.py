@@ -1,0 +1,201 @@
+"""Units with which systemd's user manager listens for the daemon and starts it when somebody asks.
+
+A socket that systemd holds is there before the daemon and after it. The daemon finds it by `LISTEN_FDS` (boot.py) and
+refuses one that is not where clients look: hence the units name the very paths of this environment.
+
+The service may do what the daemon needs and nothing else. All of it works for user units; what needs namespaces
+(`ProtectSystem`, `PrivateNetwork`) is ignored by systemd before version 253, and where the kernel refuses user
+namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from rannd.daemon.common.paths import DaemonPaths
+from rannd.errors import DaemonError, UsageError
+from rannd.plain_file import PlainFile
+
+SOCKET = "rannd.socket"
+SERVICE = "rannd.service"
+
+_FILE = PlainFile("unit", "rannd install-service", DaemonError, 1 << 20)
+
+_SOCKET = """\
+# {origin}
+[Unit]
+Description=Socket of rannd, the cache of deployments and profiles
+
+[Socket]
+ListenStream={socket}
+SocketMode=0600
+DirectoryMode=0700
+RemoveOnStop=yes
+
+[Install]
+WantedBy=sockets.target
+"""
+
+_SERVICE = """\
+# {origin}
+[Unit]
+Description=rannd, the cache of deployments and profiles
+Requires=rannd.socket
+After=rannd.socket
+
+[Service]
+ExecStart={executable} run
+{places}
+UMask=0077
+KillMode=mixed
+MemoryMax=2G
+TasksMax=64
+NoNewPrivileges=yes
+LockPersonality=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RestrictNamespaces=yes
+RestrictAddressFamilies=AF_UNIX
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+PrivateNetwork=yes
+ProtectSystem=strict
+"""
+
+
+class Units(msgspec.Struct, frozen=True):
+    """The texts of the two files."""
+
+    socket: str
+    service: str
+
+    def files(self) -> dict[str, str]:
+        """Text of each file by its name."""
+        return {SOCKET: self.socket, SERVICE: self.service}
+
+
+def sample() -> Units:
+    """Units for the default cache directory and a `rannd` in ~/.local/bin: those in the folder systemd/ of the source.
+
+    Systemd itself fills in the directories: %t is $XDG_RUNTIME_DIR, %h the home directory.
+    """
+    origin = "A sample; `rannd install-service` writes one for your environment (docs/daemon.md)."
+    lines = "CacheDirectory=rannd\nCacheDirectoryMode=0700\nReadWritePaths=%t/rannd"
+    return Units(
+        _SOCKET.format(origin=origin, socket="%t/rannd/v1.sock"),
+        _SERVICE.format(origin=origin, executable="%h/.local/bin/rannd", places=lines),
+    )
+
+
+def units(places: DaemonPaths, executable: str) -> Units:
+    """Units for the daemon of `places`.
+
+    Args:
+        places: Where clients of this environment look.
+        executable: Absolute path of `rannd`.
+
+    Raises:
+        DaemonError: there is no $XDG_RUNTIME_DIR, or a path holds what a unit cannot express.
+    """
+    runtime, name = os.path.split(places.runtime)
+    if name != "rannd":
+        raise DaemonError(
+            f"XDG_RUNTIME_DIR is not a directory of yours, clients look at {places.socket}, and systemd's user manager "
+            "would look elsewhere; log in as this user (not by su or sudo) and try again"
+        )
+    if set(executable) & set("\"'\\"):
+        raise DaemonError(f"systemd starts no program with quotes or backslashes in its path: {executable}")
+    cache = os.path.dirname(places.cache)
+    home = os.path.dirname(cache)
+    environment = (f"XDG_RUNTIME_DIR={runtime}", f"XDG_CACHE_HOME={home}")
+    writable = (places.runtime, *filter(None, (places.short,)), cache)
+    lines = f"Environment={' '.join(map(_word, environment))}\nReadWritePaths={' '.join(map(_word, writable))}"
+    origin = "Written by `rannd install-service`."
+    return Units(
+        _SOCKET.format(origin=origin, socket=_plain(places.socket)),
+        _SERVICE.format(origin=origin, executable=_word(executable), places=lines),
+    )
+
+
+def executable() -> str:
+    """Absolute path of this environment's `rannd`.
+
+    Raises:
+        DaemonError: it is not installed.
+    """
+    # The command that runs is best: there are several folders of scripts, as that of `pip install --user`.
+    running = Path(sys.argv[0]).absolute()
+    candidates = [running] if running.name == "rannd" else []
+    candidates.append(Path(sysconfig.get_path("scripts"), "rannd"))
+    for candidate in candidates:
+        if os.access(candidate, os.X_OK) and candidate.is_file():
+            return str(candidate)
+    raise DaemonError(f"there is no rannd in {candidates[-1].parent}; install rannd into this environment")
+
+
+def directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the user's own units are (systemd.unit(5)).
+
+    Raises:
+        DaemonError: there is neither a usable XDG_CONFIG_HOME nor a usable HOME.
+    """
+    env = os.environ if environ is None else environ
+    for name, below in (("XDG_CONFIG_HOME", ""), ("HOME", ".config")):
+        if os.path.isabs(env.get(name, "")):
+            return Path(env[name], below, "systemd", "user")
+    raise DaemonError("neither XDG_CONFIG_HOME nor HOME is an absolute path; set HOME to your home directory")
+
+
+def install(made: Units, folder: Path, *, force: bool) -> dict[Path, bool]:
+    """Write units, each whole or not at all; of each file whether it was written: one that is there already is left.
+
+    Args:
+        made: The units.
+        folder: Where; made if need be.
+        force: Replace files that say something else.
+
+    Raises:
+        UsageError: a file says something else; nothing is written.
+        DaemonError: a file is a symbolic link, or cannot be read or written.
+    """
+    wanted = {folder / name: text.encode() for name, text in made.files().items()}
+    there = {file: _FILE.read(file) for file in wanted if os.path.lexists(file)}
+    for file, text in there.items():
+        if text != wanted[file] and not force:
+            raise UsageError(
+                f"{file} is there and says something else; look at it, then write yours over it by "
+                "`rannd install-service --force`. Nothing is written"
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise DaemonError(
+            f"the folder {folder} cannot be made: {exc.strerror}; make it, or set XDG_CONFIG_HOME"
+        ) from exc
+    for file, text in wanted.items():
+        if there.get(file) != text:
+            _FILE.write(text, file)
+    return {file: there.get(file) != text for file, text in wanted.items()}
+
+
+def _plain(path: str) -> str:
+    """A path as a unit's value, where only % is special.
+
+    Raises:
+        DaemonError: it cannot be written there.
+    """
+    if not path.isprintable():  # line feeds and the like, and bytes that are not UTF-8
+        raise DaemonError(f"a unit of systemd cannot express the path {path!r}; name a directory in plain letters")
+    return path.replace("%", "%%")
+
+
+def _word(text: str) -> str:
+    """A text as one of a unit's words, quoted."""
+    return '"{}"'.format(_plain(text).replace("\\", "\\\\").replace('"', '\\"'))

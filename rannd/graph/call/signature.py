@@ -1,0 +1,250 @@
+"""What a call of the model looks like: which arguments are tensors, which of them carry the batch.
+
+Arguments may be nested (tuples, lists, dicts, registered dataclasses). Tensors become inputs of the graph:
+*batch* tensors have the samples in dimension 0 and are sliced, *whole* tensors go unsliced with every piece.
+Everything else (None, numbers, strings) is part of the graph itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from rannd.errors import UsageError
+from rannd.graph.call.containers import register_containers
+from rannd.graph.call.refusal import refusal
+
+CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor argument: `shape` without the batch dimension for batch tensors, whole otherwise."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    batch: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What decides, beside the inputs, which graph a call runs."""
+
+    training: bool
+    grad: bool
+    autocast: str
+    dropout: bool | None = None
+    """On or off whatever the training flags say; None: as they say."""
+
+    @staticmethod
+    def current(training: bool, dropout: bool | None = None) -> Mode:
+        """The mode of a call made now. `autocast` names the enabled autocast regions and their dtypes."""
+        regions = [
+            f"{device}:{torch.get_autocast_dtype(device)}"
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ]
+        return Mode(training, torch.is_grad_enabled(), ",".join(regions), dropout)
+
+    @property
+    def float16(self) -> bool:
+        """Whether autocast computes in a type whose gradients may overflow."""
+        return "torch.float16" in self.autocast
+
+    @contextlib.contextmanager
+    def autocasting(self) -> Iterator[None]:
+        """The autocast regions of the mode, whatever the ones around are: a backward runs outside of the user's."""
+        wanted = dict(region.split(":") for region in self.autocast.split(",") if region)
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                enabled = device in wanted
+                dtype = getattr(torch, wanted[device].removeprefix("torch.")) if enabled else None
+                here = torch.is_autocast_enabled(device)
+                if here != enabled or (enabled and torch.get_autocast_dtype(device) != dtype):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A class of calls that run the same graph, whatever their number of rows."""
+
+    spec: pytree.TreeSpec
+    tensors: tuple[TensorSpec, ...]
+    positions: tuple[int, ...]
+    """Leaf number of each tensor."""
+    constants: tuple[tuple[int, Any], ...]
+    """(leaf number, value) of all other leaves."""
+    mode: Mode
+    fixed_rows: int | None = None
+    """The only number of rows that the graph is for, where the model's code does not leave it open."""
+    open: tuple[tuple[int, int], ...] = ()
+    """(tensor, dimension of its `shape`) of further dimensions to be left open when the model is traced."""
+
+    def open_dims(self, tensor: int) -> list[int]:
+        """Dimensions of a tensor, with the batch, that are left open when the model is traced."""
+        batch = self.tensors[tensor].batch
+        found = [0] if batch and self.fixed_rows is None else []
+        return found + [dim + batch for number, dim in self.open if number == tensor]
+
+    def family(self) -> str:
+        """A text that is equal for signatures that differ in nothing but sizes."""
+        tensors = [replace(spec, shape=(0,) * len(spec.shape)) for spec in self.tensors]
+        return replace(self, tensors=tuple(tensors)).key()
+
+    def key(self) -> str:
+        """A short text that is equal on ranks that run the same graph."""
+        text = repr(
+            (
+                str(self.spec),
+                self.tensors,
+                self.positions,
+                [(i, repr(c)) for i, c in self.constants],
+                self.mode,
+                self.fixed_rows,
+                self.open,
+            )
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """The call in words, for messages: tensors with their types and shapes (B: the batch), and the mode."""
+        batch = "B" if self.fixed_rows is None else str(self.fixed_rows)
+        tensors = ", ".join(
+            f"{spec.name} {str(spec.dtype).removeprefix('torch.')}"
+            f"({', '.join([batch, *map(str, spec.shape)] if spec.batch else map(str, spec.shape))})"
+            for spec in self.tensors
+        )
+        mode = "in training" if self.mode.training else "in evaluation"
+        return f"{tensors} {mode}{'' if self.mode.grad else ' without gradients'} {self.mode.autocast}".rstrip()
+
+    def rows(self, leaves: Sequence[torch.Tensor]) -> int:
+        """Rows of a call's tensors, or 1 where none of them carries the batch."""
+        for spec, leaf in zip(self.tensors, leaves, strict=True):
+            if spec.batch:
+                return leaf.shape[0]
+        return 1
+
+    def whole(self, numbers: Collection[int], rows: int) -> Signature:
+        """The same, but that some tensors, as long as the batch of `rows` rows, do not carry it."""
+        tensors = [
+            replace(spec, batch=False, shape=(rows, *spec.shape)) if number in numbers else spec
+            for number, spec in enumerate(self.tensors)
+        ]
+        return replace(self, tensors=tuple(tensors))
+
+    def matches(self, call: Call, mode: Mode) -> bool:
+        """Whether `call` runs the same graph."""
+        if mode != self.mode or call.spec != self.spec or call.positions != self.positions:
+            return False
+        if [(i, type(c), c) for i, c in call.constants] != [(i, type(c), c) for i, c in self.constants]:
+            return False
+        rows = {
+            leaf.shape[0] if leaf.ndim else -1 for s, leaf in zip(self.tensors, call.tensors, strict=True) if s.batch
+        }
+        if len(rows) > 1 or -1 in rows or (self.fixed_rows is not None and rows != {self.fixed_rows}):
+            return False
+        return all(
+            leaf.dtype == s.dtype
+            and not leaf.is_meta
+            and leaf.requires_grad == s.requires_grad
+            and tuple(leaf.shape[1:] if s.batch else leaf.shape) == s.shape
+            for s, leaf in zip(self.tensors, call.tensors, strict=True)
+        )
+
+    def unflatten(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with `tensors` in the places of the tensor leaves."""
+        leaves: list[Any] = [None] * (len(self.positions) + len(self.constants))
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        for position, value in self.constants:
+            leaves[position] = value
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, flattened."""
+
+    spec: pytree.TreeSpec
+    names: tuple[str, ...]
+    """Readable names of the tensors, for messages."""
+    tensors: tuple[torch.Tensor, ...]
+    positions: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+
+    def shapes(self) -> list[list[int]]:
+        """Shape of every tensor, for the other ranks."""
+        return [list(t.shape) for t in self.tensors]
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Flatten a call's arguments; UsageError for what is neither a container, a dense tensor, nor a plain value."""
+    ordered = {name: kwargs[name] for name in sorted(kwargs)}
+    register_containers((args, ordered))
+    paths, spec = pytree.tree_flatten_with_path((tuple(args), ordered))
+    names, tensors, positions, constants = [], [], [], []
+    for position, (path, leaf) in enumerate(paths):
+        name = argument_name(path)
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                raise UsageError(refusal(name, leaf))
+            names.append(name)
+            tensors.append(leaf)
+            positions.append(position)
+        elif isinstance(leaf, CONSTANT_TYPES):
+            constants.append((position, leaf))
+        else:
+            raise UsageError(refusal(name, leaf))
+    return Call(spec, tuple(names), tuple(tensors), tuple(positions), tuple(constants))
+
+
+def classify(call: Call, mode: Mode, shapes: Sequence[Sequence[Sequence[int]]]) -> Signature:
+    """Decide which tensors carry the batch.
+
+    `shapes[rank][i]` is the shape of tensor i on each rank, so that all ranks decide alike. The batch size of
+    a rank is the most frequent first dimension of its tensors (the first one among equals); a tensor carries
+    the batch when its first dimension is that size on every rank.
+    """
+    if not call.tensors:
+        given = ", ".join([*(repr(value) for _, value in call.constants[:3]), *(["..."] if call.constants[3:] else [])])
+        raise UsageError(
+            f"the model is called without any tensor{f' (with {given})' if given else ''}; it needs at least one batch "
+            "of samples. Make tensors of lists of numbers: torch.tensor(x)"
+        )
+    for rank, other in enumerate(shapes):
+        if len(other) != len(call.tensors):
+            raise UsageError(
+                f"rank {rank} calls the model with {len(other)} tensors, this rank with {len(call.tensors)}; "
+                "all ranks have to make the same call"
+            )
+    rows = []
+    for other in shapes:
+        sizes = [shape[0] for shape in other if shape]
+        rows.append(Counter(sizes).most_common(1)[0][0] if sizes else 0)
+    specs = []
+    for index, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
+        batch = all(bool(other[index]) and other[index][0] == count for other, count in zip(shapes, rows, strict=True))
+        shape = tuple(tensor.shape[1:] if batch else tensor.shape)
+        specs.append(TensorSpec(name, tensor.dtype, shape, batch, tensor.requires_grad))
+    if not any(spec.batch for spec in specs):
+        described = ", ".join(f"{n}: {tuple(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True))
+        raise UsageError(f"no argument carries the batch in its first dimension ({described})")
+    return Signature(call.spec, tuple(specs), call.positions, call.constants, mode)
+
+
+def argument_name(path: tuple[Any, ...]) -> str:
+    """'x[0]' for a leaf of a keyword argument x, 'argument 1' for a positional one."""
+    kind, first, *rest = path
+    head = f"argument {first.idx}" if kind.idx == 0 else str(first.key)
+    return head + pytree.keystr(tuple(rest))

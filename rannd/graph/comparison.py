@@ -1,0 +1,385 @@
+"""Does a graph compute what its model computes? Both run on the same rows, with the same random numbers.
+
+Compared are the outputs, the gradients of parameters and arguments (of a weighted sum of all outputs), the buffers, and
+the parameters that the code writes into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rannd.graph.call.containers import plain_output
+from rannd.graph.fx.aliasing import is_random_operator
+from rannd.graph.fx.sizes import number_at
+from rannd.graph.model import ModelGraph
+from rannd.graph.modules.autograd_functions import direct_checkpoints
+from rannd.graph.modules.foreign_rng import draw_once
+from rannd.graph.modules.parameter_undo import kept_parameters
+from rannd.graph.partition.cut import extract
+from rannd.graph.rows.loss_weights import counted, pieces_weights
+from rannd.graph.tracing.leaf_recorder import preserved
+
+MOST_ROWS = 2
+"""Rows that a graph is compared with its model on, where it is for any number of them."""
+
+RELATIVE = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""Largest difference of a value, by the type of the computation, relative to the largest element of its tensor."""
+RELATIVE_HALF = 0.05
+NOISE = {torch.float64: 1e-12, torch.float32: 1e-6}
+"""What a gradient may differ by besides, relative to the largest of all gradients: sums that are zero but for rounding
+differ by all that they are."""
+NOISE_HALF = 2e-3
+
+_MUCH = float("inf")
+"""The difference of what has no number: another type or shape, or nothing at all."""
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+"""Namespaces of operators that wait for other ranks."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What a graph computes otherwise than its model."""
+
+    what: str
+    """'output 0', 'the gradient of layers.0.weight' .."""
+    by: float
+    """Relative to the model's; infinite where it is not there at all, or of another shape."""
+
+    def __str__(self) -> str:
+        return f"{self.what} differs by {self.by:.3g} (relative)" if self.by < float("inf") else f"{self.what} differs"
+
+
+class NotComparable(Exception):
+    """A graph and its model cannot be compared; says why."""
+
+
+class NotRepeatable(NotComparable):
+    """The model itself differs from one call to the next."""
+
+
+class _Waits(BaseException):
+    """The model's code waits for other ranks. It must not be able to catch this and go another way."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    outputs: list[Any]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    half: bool
+    """Computed in half precision, wherever autocast found it fit."""
+
+
+def compare_few(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
+    """As compare, on the first rows of a call where these are enough.
+
+    Some models need more than two: BatchNorm, or a graph network, whose edges go to rows that are not there.
+    """
+    few = rows_to_compare(graph, tensors)
+    try:
+        return compare(model, graph, few)
+    except NotComparable:
+        if graph.signature.rows(few) == graph.signature.rows(tensors):
+            raise
+        return compare(model, graph, tensors)
+
+
+def compare(
+    model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], *, gradients: bool = True
+) -> Mismatch | None:
+    """The first difference between a graph and its model; None where they compute the same.
+
+    `tensors` are those of a call of the graph, on the model's device. What running the model changes (buffers,
+    attributes, random number generators) is left as it was. NotComparable where the model cannot be run here, where it
+    is not the same twice, or where it gives nothing that could be compared.
+    """
+    wanted = gradients and graph.signature.mode.grad
+    try:
+        with _apart():
+            return _compared(model, graph, tensors, wanted)
+    except _Waits:
+        raise NotComparable("its code waits for other ranks") from None
+    except NotComparable:
+        raise
+    except Exception as exc:
+        raise NotComparable(f"{type(exc).__name__}: {_first_line(exc)}") from exc
+
+
+def _compared(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> Mismatch | None:
+    expected = _of_model(model, graph, tensors, gradients)
+    if not _finite(expected):
+        raise NotComparable("what the model computes is not finite")
+    try:
+        found = _of_graph(model, graph, tensors, gradients)
+    except torch.OutOfMemoryError as exc:
+        raise NotComparable(_first_line(exc)) from exc
+    except Exception as exc:
+        return Mismatch(f"the graph fails ({type(exc).__name__}: {_first_line(exc)}), and so", _MUCH)
+    difference = _difference(expected, found)
+    if difference is None:
+        return None
+    again = _difference(expected, _of_model(model, graph, tensors, gradients))
+    if again is not None:
+        raise NotRepeatable(f"the model is not the same twice: {again}")
+    return difference
+
+
+def rows_to_compare(graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The first rows of a call, as few as tell enough; all where the graph is for the call's number of rows alone.
+
+    Two are enough, and half of a small mini-batch: both sides run, and together they should take no longer than a
+    step does.
+    """
+    rows = graph.signature.rows(tensors)
+    count = max(1, min(MOST_ROWS, rows // 2))
+    few = [
+        tensor[:count] if spec.batch else tensor for spec, tensor in zip(graph.signature.tensors, tensors, strict=True)
+    ]
+    if graph.signature.fixed_rows is not None or count in graph.traced.holes:
+        return list(tensors)
+    decisions = graph.traced.decisions
+    if decisions is not None and not decisions.hold(few):
+        return list(tensors)
+    return few
+
+
+class _EqualDraws(TorchDispatchMode):
+    """Gives random operators numbers that depend on the operator and its shapes alone, not on what was drawn before.
+
+    A graph may draw in another order than its model does, or more: a branch on a random number is computed both ways.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met: dict[torch.Generator, torch.Tensor] = {}
+        """Generators of the script's, and their states before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in _COLLECTIVES:
+            raise _Waits
+        if is_random_operator(func):
+            given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            seed = zlib.crc32(repr((str(func), [tuple(each.shape) for each in given])).encode())
+            generator = kwargs.get("generator")
+            if isinstance(generator, torch.Generator):
+                self.met.setdefault(generator, generator.get_state())
+                generator.manual_seed(seed)
+            else:
+                _seed(seed)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Leave torch's random numbers, and what autocast keeps, as they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+def _seed(seed: int) -> None:
+    """As torch.manual_seed, which takes a stack trace each time for devices that are not there yet."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+@contextlib.contextmanager
+def _alike(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.Tensor]]]:
+    """Gives the parameters that the code has written into."""
+    torch.clear_autocast_cache()  # weights that were cast for another run belong to its autograd graph
+    _seed(0)
+    draws: Any = _EqualDraws
+    equal = draws()
+    with preserved(model), kept_parameters(model) as written:  # generators in attributes are put back by the first
+        try:
+            draw_once(model)  # what was drawn while the model was traced must not be a constant of the graph
+            with _unhooked(model), direct_checkpoints(), equal:
+                yield written
+        finally:
+            for generator, state in equal.met.items():
+                generator.set_state(state)
+
+
+@contextlib.contextmanager
+def _unhooked(model: nn.Module) -> Iterator[None]:
+    """The script's hooks of parameters do not run: they may count, or write down what they see."""
+    hooks = [(each, dict(each)) for p in model.parameters() if (each := p._backward_hooks)]
+    for each, _ in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in hooks:
+            each.update(before)
+
+
+def _of_model(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> _Outcome:
+    leaves = _fresh(tensors, graph)
+    args, kwargs = graph.signature.unflatten(leaves)
+    with _alike(model) as written:
+        outputs = pytree.tree_leaves(plain_output(model(*args, **kwargs), []))
+        return _outcome(model, graph, outputs, leaves, gradients, written)
+
+
+def _of_graph(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> _Outcome:
+    leaves = _fresh(tensors, graph)
+    rows = graph.signature.rows(tensors)
+    counts = counted(graph.label_counts, leaves)
+    weights = pieces_weights(graph.weights, world=1, rows=rows, rank_rows=rows, total_rows=rows, counts=counts)
+    given = [*leaves, *(torch.tensor(weight, dtype=torch.float64, device=leaves[0].device) for weight in weights)]
+    values = dict(zip(graph.traced.placeholders, given, strict=True))
+    part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
+    with _alike(model) as written:
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.traced.constants}
+        made = part.module(
+            *(values[node] for node in part.inputs), *(state[name] for name in part.tensors), *part.numbers_at(rows)
+        )
+        computed = dict(zip(part.outputs, made, strict=True))
+        ordered = [
+            computed[node] if node in computed else number_at(node.meta["val"], rows) for node in graph.traced.results
+        ]
+        outputs = pytree.tree_leaves(graph.traced.outputs.unflatten(ordered))
+        return _outcome(model, graph, outputs, leaves, gradients, written)
+
+
+def _fresh(tensors: Sequence[torch.Tensor], graph: ModelGraph) -> list[torch.Tensor]:
+    return [
+        tensor.detach().clone().requires_grad_(spec.requires_grad)
+        for spec, tensor in zip(graph.signature.tensors, tensors, strict=True)
+    ]
+
+
+def _outcome(
+    model: nn.Module,
+    graph: ModelGraph,
+    outputs: list[Any],
+    leaves: Sequence[torch.Tensor],
+    gradients: bool,
+    written: Mapping[str, tuple[nn.Parameter, torch.Tensor]],
+) -> _Outcome:
+    found: dict[str, torch.Tensor] = {}
+    differentiable = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
+    if gradients and differentiable:
+        wanted: dict[str, torch.Tensor] = {}
+        for name, each in model.named_parameters():
+            if each.requires_grad:
+                wanted[f"parameter {name}"] = each
+        for spec, leaf in zip(graph.signature.tensors, leaves, strict=True):
+            if leaf.requires_grad:
+                wanted[f"argument {spec.name}"] = leaf
+        given = [_weights(each) for each in differentiable]
+        made = torch.autograd.grad(differentiable, list(wanted.values()), given, allow_unused=True)
+        found = {name: each for name, each in zip(wanted, made, strict=True) if each is not None}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers |= {name: parameter.detach().clone() for name, (parameter, _) in written.items()}
+    plain = [each.detach() if isinstance(each, torch.Tensor) else each for each in outputs]
+    return _Outcome(plain, found, buffers, bool(graph.signature.mode.autocast))
+
+
+def _weights(output: torch.Tensor) -> torch.Tensor:
+    """Gradients to begin with: different for each element, so that no sum over them is zero by chance."""
+    count = torch.arange(output.numel(), device=output.device, dtype=torch.float64)
+    return (0.75 + 0.5 * torch.frac(count * 0.6180339887)).to(output.dtype).reshape(output.shape)
+
+
+def _finite(outcome: _Outcome) -> bool:
+    """Whether there is something to compare among the outputs."""
+    tensors = [each for each in outcome.outputs if isinstance(each, torch.Tensor)]
+    return any(bool(_dense(each).isfinite().any()) for each in tensors if each.numel())
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """A gradient of an embedding may be sparse."""
+    return value if value.layout is torch.strided else value.to_dense()
+
+
+def _difference(expected: _Outcome, found: _Outcome) -> Mismatch | None:
+    """What differs: the gradients from the last parameter on, since a wrong one is carried to all before it."""
+    half = expected.half
+    if len(expected.outputs) != len(found.outputs):
+        return Mismatch("the number of outputs", _MUCH)
+    for place, (value, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
+        by = _apart_by(value, other, 0.0, half)
+        if by is not None:
+            return Mismatch(f"output {place}", by)
+    largest = max((_largest(each) for each in expected.gradients.values()), default=0.0)
+    for name in reversed(list(dict.fromkeys([*expected.gradients, *found.gradients]))):
+        value, other = expected.gradients.get(name), found.gradients.get(name)
+        if value is None or other is None:  # in graphs, what is not used may have a gradient of zero
+            only = value if value is not None else other
+            assert only is not None
+            by = _apart_by(torch.zeros_like(only), only, largest, half)
+        else:
+            by = _apart_by(value, other, largest, half)
+        if by is not None:
+            return Mismatch(f"the gradient of {name}", by)
+    for name in dict.fromkeys([*expected.buffers, *found.buffers]):
+        if name not in expected.buffers or name not in found.buffers:
+            return Mismatch(f"what is written into {name}", _MUCH)
+        by = _apart_by(expected.buffers[name], found.buffers[name], 0.0, half)
+        if by is not None:
+            return Mismatch(f"what is written into {name}", by)
+    return None
+
+
+def _apart_by(value: Any, other: Any, largest: float, half: bool) -> float | None:
+    """By how much two values differ, relative to the first; None where it is not more than rounding explains.
+
+    `largest` is the size of the largest of all values of this kind.
+    """
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        same = type(value) is type(other) and (value == other or (value != value and other != other))
+        return None if same else _MUCH
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return _MUCH
+    value, other = _dense(value), _dense(other)
+    if not value.numel() or torch.equal(value, other):
+        return None
+    if value.dtype == torch.bool or not (value.is_floating_point() or value.is_complex()):
+        return _MUCH
+    by, size = float((value - other).abs().max()), float(value.abs().max())
+    if not (math.isfinite(by) and math.isfinite(size)):
+        same = value.isfinite()
+        if bool((same != other.isfinite()).any()):
+            return _MUCH
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        one, two = value[same].to(wide), other[same].to(wide)
+        if not one.numel():
+            return None
+        by, size = float((one - two).abs().max()), float(one.abs().max())
+    real = value.real.dtype if value.is_complex() else value.dtype
+    relative, noise = RELATIVE.get(real, RELATIVE_HALF), NOISE.get(real, NOISE_HALF)
+    if half:
+        relative, noise = RELATIVE_HALF, NOISE_HALF
+    return None if by <= relative * size + noise * largest else by / max(size, noise * largest, 1e-300)
+
+
+def _largest(value: torch.Tensor) -> float:
+    value = _dense(value)
+    if not value.numel():
+        return 0.0
+    found = float(value.abs().max())
+    if math.isfinite(found):
+        return found
+    finite = value[value.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).strip().splitlines() or [""])[0]

@@ -1,0 +1,264 @@
+"""The fingerprint of a model and a call before tracing: equal fingerprints, equal graphs.
+
+A graph that was traced once can be used again in another process where everything that tracing may have read is the
+same. This file writes all of that down, in components that a person can compare:
+
+=========  =====================================================================================================
+versions   of Python, torch, rannd, and of every distribution whose code occurs, with what they require
+tracer     the sources of rannd.graph
+model      the class of the model
+modules    class, attributes and hooks of every module, in order; modules that are used twice by their first name
+tensors    parameters and buffers: type, shape, device type, flags, sharing; not their values
+code       functions and classes that occur, by bytecode; the files of the user's code, by content
+globals    the values of all globals that the user's code refers to
+call       structure, types, shapes and constants of the arguments; not the batch size
+mode       train or eval, gradients, autocast, defaults and switches of torch
+=========  =====================================================================================================
+
+Where something cannot be seen, the answer is Unseen, with the reason, and the model has to be traced.
+
+What stays invisible:
+
+- What libraries do beyond their version and their classes' bytecode: C extensions, a library that reads files,
+  environment variables or the hardware, values that a program puts into a library's globals. Functions and classes of
+  the user's in torch's namespaces, and in the modules around the library classes of the model, are found.
+- Files of libraries that were edited in place without a new version, unless one of the model's classes is in them.
+- Methods of the user's that only a library calls, by a name that neither the user's code nor a base class mentions.
+- Implementations that a program gives to torch's operators, classes that it registers with abstract base classes,
+  torch's private configuration modules.
+- Attributes of tensors such as `grad`; strides of the arguments (a `Signature` has none); annotations.
+- The order of a set of texts, which Python changes from process to process.
+- Names that code reaches by arithmetic on frames or on the garbage collector's lists.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from rannd.graph.call.signature import Signature
+from rannd.graph.fingerprint.code_inspector import Inspector
+from rannd.graph.fingerprint.provenance import PYTHON, file_digest, requirements_of, version_of
+from rannd.graph.fingerprint.value_writer import Hidden
+
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks",
+                 "_global_backward_pre_hooks")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Everything that a trace depends on; `components` are plain texts, by the names in this file's table."""
+
+    components: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """There is no fingerprint, because of something that cannot be seen: `reason` names it."""
+
+    reason: str
+
+
+def fingerprint(model: nn.Module, signature: Signature) -> Fingerprint | Unseen:
+    """The fingerprint of tracing `model` for calls with `signature`, made now.
+
+    Runs no code of the user's and changes nothing. Equal in every process where a trace would be the same, whatever
+    the weights and the batch size; costs milliseconds. Reads at most 16 MiB of tensors that are neither parameters
+    nor buffers of the model.
+    """
+    try:
+        mode = _mode(signature)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return Fingerprint({**_components(model, signature), "mode": mode})
+    except Hidden as exc:
+        return Unseen(str(exc))
+    except RecursionError:
+        return Unseen("values are nested too deeply to be read")
+
+
+def _components(model: nn.Module, signature: Signature) -> dict[str, str]:
+    modules = list(_modules(model))
+    first: dict[int, str] = {}
+    for name, module in modules:
+        first.setdefault(id(module), name)
+    tensors = list(_tensors(modules, first))
+    owners: dict[int, str] = {}
+    for name, tensor, _ in tensors:
+        owners.setdefault(id(tensor), name)
+    inspector = Inspector(owners, first)
+
+    lines = []
+    for name, module in modules:
+        if first[id(module)] == name:
+            lines.append(f"{name!r} {inspector.write_module(module, name)}")
+        else:
+            lines.append(f"{name!r} is {first[id(module)]!r}")
+    for key in _GLOBAL_HOOKS:
+        for hook in getattr(torch_modules, key).values():
+            lines.append(f"{key} {inspector.write(hook, key, 'a hook of all modules')}")
+    described = list(_describe_tensors(inspector, tensors, owners))
+    call = _call(inspector, signature)
+    inspector.finish()
+    inspector.changed_libraries()
+    inspector.finish()
+    files = sorted({file_digest(os.path.abspath(path)) for path in inspector.files})
+    kind = type(model)
+    return {
+        "versions": _versions(inspector.owners),
+        "tracer": sources_digest(),
+        "model": f"{kind.__module__}.{kind.__qualname__}",
+        "modules": _digest(lines),
+        "tensors": _digest(described),
+        "code": _digest([*inspector.code, *files]),
+        "globals": _digest(inspector.globals),
+        "call": call,
+    }
+
+
+def _digest(lines: list[str]) -> str:
+    text = "\n".join(lines)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every place of every module, in the order of named_modules; what is below a module comes once."""
+    waiting = [("", model)]
+    seen: set[int] = set()
+    while waiting:
+        name, module = waiting.pop()
+        yield name, module
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        inside = object.__getattribute__(module, "__dict__").get("_modules", {})
+        prefix = f"{name}." if name else ""
+        waiting += [(prefix + key, child) for key, child in reversed(inside.items()) if child is not None]
+
+
+def _tensors(
+    modules: list[tuple[str, nn.Module]], first: Mapping[int, str]
+) -> Iterator[tuple[str, torch.Tensor | None, str]]:
+    """(name, tensor or None, 'parameter' or 'buffer') of all modules."""
+    for name, module in modules:
+        if first[id(module)] != name:
+            continue
+        prefix = f"{name}." if name else ""
+        state = object.__getattribute__(module, "__dict__")
+        for kind, key in (("parameter", "_parameters"), ("buffer", "_buffers")):
+            for inner, tensor in state.get(key, {}).items():
+                yield prefix + inner, tensor, kind
+
+
+def _describe_tensors(
+    inspector: Inspector, tensors: list[tuple[str, torch.Tensor | None, str]], owners: Mapping[int, str]
+) -> Iterator[str]:
+    storages: dict[int, str] = {}
+    for name, tensor, kind in tensors:
+        if tensor is None:
+            yield f"{name!r} {kind} None"
+            continue
+        owner = owners[id(tensor)]
+        if owner != name:
+            yield f"{name!r} {kind} is {owner!r}"
+            continue
+        text = inspector.write_tensor(tensor, name, f"{kind} {name}")
+        memory = storages.setdefault(tensor.untyped_storage()._cdata, name)
+        shared = f" in the memory of {memory!r} at {tensor.storage_offset()}" if memory != name else ""
+        yield f"{name!r} {kind} {text}{shared}"
+
+
+def _call(inspector: Inspector, signature: Signature) -> str:
+    """The call in words, and a digest of all of it."""
+    lines = [_structure(inspector, signature.spec)]
+    for spec in signature.tensors:
+        shape = ", ".join(map(str, spec.shape))
+        lines.append(f"{spec.name!r} {spec.dtype} ({shape}) {spec.batch:d}{spec.requires_grad:d}")
+    lines.append(f"{signature.positions} {signature.fixed_rows}")
+    for position, value in signature.constants:
+        lines.append(f"{position} {inspector.write(value, f'argument {position}', f'argument {position}')}")
+    return f"{signature.describe()} {_digest(lines)[:32]}"
+
+
+def _structure(inspector: Inspector, spec: pytree.TreeSpec) -> str:
+    """The containers of the arguments, with the functions that take the user's own apart."""
+    if spec.type is None:
+        return "*"
+    where = "the structure of the arguments"
+    parts = [inspector.write(spec.type, where, where), inspector.write(spec._context, where, where)]
+    node = pytree.SUPPORTED_NODES.get(spec.type)
+    if node is not None:
+        parts += [inspector.write(function, where, where) for function in (node.flatten_fn, node.unflatten_fn)]
+    inner = ",".join(_structure(inspector, child) for child in spec._children)
+    return f"({' '.join(parts)} [{inner}])"
+
+
+def _mode(signature: Signature) -> str:
+    """Every switch that decides which operators a model's code becomes."""
+    for stack in (_get_current_function_mode_stack(), _get_current_dispatch_mode_stack()):
+        for mode in stack:
+            if type(mode) is not DeviceContext:
+                raise Hidden(f"the call runs inside a {type(mode).__module__}.{type(mode).__qualname__}")
+    cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
+    einsum = torch.backends.opt_einsum
+    switches: dict[str, Any] = {
+        "training": signature.mode.training,
+        "grad": signature.mode.grad,
+        "autocast": signature.mode.autocast,
+        "dropout": signature.mode.dropout,
+        "autocast dtypes": [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill": torch._C._get_deterministic_fill_uninitialized_memory(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "sdp": [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+                cuda.cudnn_sdp_enabled()],
+        "mkldnn": [mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
+        "cudnn": [torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()],
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "einsum": [einsum.is_available(), einsum.enabled, einsum.strategy],
+        "cuda": [torch.cuda.is_available(), torch.cuda.device_count()],
+        "optimized": sys.flags.optimize,
+    }  # fmt: skip
+    return ", ".join(f"{name} {value}" for name, value in switches.items())
+
+
+def _versions(owners: set[str]) -> str:
+    names = {"rannd", "torch"}
+    for owner in sorted(owners - {PYTHON}):
+        for distribution in owner.split("+"):
+            names |= requirements_of(distribution)
+    names |= requirements_of("torch")
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return ", ".join([python, f"torch {torch.__version__}", *(f"{name} {version_of(name)}" for name in sorted(names))])
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Digest of the files of rannd.graph: they decide what a trace is. Read once, as their code is loaded once."""
+    home = sources_folder()
+    return _digest([f"{path.relative_to(home)} {file_digest(str(path))}" for path in sorted(home.rglob("*.py"))])
+
+
+def sources_folder() -> Path:
+    """The folder of the package rannd.graph, with all of its sub-packages."""
+    return Path(__file__).parents[1]

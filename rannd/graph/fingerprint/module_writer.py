@@ -1,0 +1,128 @@
+"""Tensors and modules as text: the model's own by name, others by what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from rannd.graph.fingerprint import allowlists
+from rannd.graph.fingerprint.bytecode import number
+from rannd.graph.fingerprint.introspect import attributes_of
+from rannd.graph.fingerprint.value_writer import MOST_BYTES, TENSORS, Hidden, ValueWriter
+
+_HOOKS = (("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"), ("_backward_pre_hooks", ""),
+          ("_backward_hooks", ""))  # fmt: skip
+_MODULE_SKIPPED = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
+     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_forward_hooks",
+     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", *(name for pair in _HOOKS for name in pair)}
+)  # fmt: skip
+
+
+class ModuleWriter(ValueWriter):
+    """Writes tensors and modules down. `tensors` and `modules` are the model's own, by identity."""
+
+    def __init__(self, tensors: Mapping[int, str], modules: Mapping[int, str]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._modules = modules
+
+    def write_tensor(self, tensor: torch.Tensor, scope: str, where: str) -> str:
+        """The text of one of the model's own tensors, without its values."""
+        self._scope, self._where, self._tolerant = scope, where, False
+        return self._tensor_text(tensor)
+
+    def write_module(self, module: nn.Module, name: str) -> str:
+        """Class, attributes and hooks of one of the model's own modules; not its parameters, buffers and modules."""
+        self._tolerant = False
+        return self._module_text(module, name)
+
+    def _tensor_text(self, tensor: torch.Tensor) -> str:
+        """What is known of a tensor beside its values."""
+        kind = type(tensor)
+        if kind not in TENSORS:
+            return self._opaque(kind, "is a tensor of another class")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return self._opaque(kind, f"of layout {tensor.layout} is not read")
+        dense = tensor.is_contiguous()
+        layout = "" if dense else f"{tensor.stride()}"
+        flags = f"{tensor.requires_grad:d}{tensor.is_leaf:d}{tensor.is_conj():d}{tensor.is_neg():d}"
+        own = {name: item for name, item in (attributes_of(tensor) or {}).items() if not name.startswith("_dynamo")}
+        extra = "".join(f" {name!r}={self._value(item)}" for name, item in own.items())  # _dynamo: left by export
+        return f"{kind.__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} {flags} {layout}{extra}"
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        """A tensor that occurs in Python: one of the model's by name, another by its contents."""
+        name = self._tensors.get(id(tensor))
+        if name is not None:
+            return f"tensor {name!r}"
+        known = self._seen.get((id(tensor), self._tolerant))
+        if known is not None:
+            return "=" + known
+        self._remember(tensor)
+        text = self._tensor_text(tensor)
+        if tensor.device.type == "meta" or text.startswith("?"):
+            return text
+        size = tensor.numel() * tensor.element_size()
+        if self._bytes + size > MOST_BYTES:
+            raise Hidden(
+                f"{self._where}: a tensor of {size} bytes that is neither parameter nor buffer is too large to read"
+            )
+        values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{text} {self._raw(values.numpy().tobytes())}"
+
+    def _module(self, module: nn.Module) -> str:
+        """A module that occurs in Python: one of the model's by name, another as a whole."""
+        name = self._modules.get(id(module))
+        if name is not None:
+            return f"module {name!r}"
+        self._remember(module)
+        state = attributes_of(module)
+        text = self._module_text(module)
+        tensors = [self._value(dict(state.get(key, ()))) for key in ("_parameters", "_buffers", "_modules")]
+        return f"<{text} {' '.join(tensors)}>"
+
+    def _module_text(self, module: nn.Module, name: str | None = None) -> str:
+        """Class, attributes and hooks of a module; not its parameters, buffers and modules."""
+        kind = type(module)
+        layout = self._layout(kind)
+        if isinstance(layout, str):
+            return self._opaque(kind, layout)
+        parts = [self._class(kind)]
+        state = attributes_of(module)
+        place = self._where if name is None else f"module {name}" if name else "the model"
+        ignored = allowlists.IGNORED.get((kind.__module__, kind.__qualname__), ())
+        for key, item in state.items():
+            if key in _MODULE_SKIPPED or key in ignored:
+                continue
+            simple = type(item)
+            if simple is bool or simple is int or simple is str or item is None:
+                parts.append(f"{key!r}={item!r}")
+            elif simple is float:
+                parts.append(f"{key!r}={number(item)}")
+            elif name is None:
+                parts.append(f"{key!r}={self._value(item)}")
+            else:
+                self._scope, self._where = f"{name}.{key}", f"attribute {key} of {place}"
+                parts.append(f"{key!r}={self._value(item)}")
+        if name is not None:
+            self._scope, self._where = f"{name}.hooks", f"the hooks of {place}"
+        for slot_name, slot in layout[1]:
+            parts.append(f"{slot_name}={self._value(slot.__get__(module))}")
+        forward = state.get("_forward_hooks")
+        if forward:
+            with_arguments = state.get("_forward_hooks_with_kwargs", ())
+            always = state.get("_forward_hooks_always_called", ())
+            for key, hook in forward.items():
+                parts.append(f"hook {key in with_arguments:d}{key in always:d} {self._value(hook)}")
+        for hooks, flags in _HOOKS:
+            for key, hook in (state.get(hooks) or {}).items():
+                parts.append(f"{hooks} {key in state.get(flags, ()):d} {self._value(hook)}")
+        for key, child in state.get("_modules", {}).items():
+            if child is None:
+                parts.append(f"no module {key!r}")
+        if state.get("_non_persistent_buffers_set"):
+            parts.append(f"not persistent {sorted(state['_non_persistent_buffers_set'])}")
+        return " ".join(parts)

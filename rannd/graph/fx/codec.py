@@ -1,0 +1,319 @@
+"""A traced model as data, to be kept in a cache, and back.
+
+The data holds the graph, what is known of its values, constants, leaves, and the names of the parameters and buffers
+that it reads, but none of their values. It is msgpack of lists and plain values, compressed; nothing in it is code:
+operators and classes are looked up by name among those that torch and the running program have. What has no such form
+is not stored (Uncodable).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import sympy
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from rannd.graph.call.containers import spec_from_text, spec_to_text
+from rannd.graph.fx.encoding import (
+    Broken,
+    Uncodable,
+    argument,
+    expression,
+    to_argument,
+    to_expression,
+    to_value,
+    value_data,
+)
+from rannd.graph.fx.fx_names import graph_module
+from rannd.graph.fx.leaf_op import NAME as LEAF
+from rannd.graph.fx.leaf_op import LeafCall, LeafOutput, LeafTable, call_name
+from rannd.graph.fx.symbolic_values import with_lengths
+from rannd.graph.fx.traced import Decisions, OutputSpec, Traced, attribute
+from rannd.graph.modules.autograd_functions import found_by_name, function_name, is_function
+
+FORMAT = 2
+MOST_CONSTANT_BYTES = 64 * 2**20
+"""Models with more constants than this are not stored."""
+
+_PYTHON: Mapping[str, Any] = {"_operator": operator, "operator": operator, "math": math, "torch": torch}
+"""Modules whose functions a graph may call beside the operators."""
+
+
+def encode(traced: Traced, fixed_rows: int | None) -> bytes:
+    """The data of a traced model, for any number of rows or a fixed one. Raises Uncodable."""
+    try:
+        return _encoded(traced, fixed_rows)
+    except ValueError as exc:
+        raise Uncodable(str(exc)) from exc
+
+
+def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
+    held = sum(tensor.numel() * tensor.element_size() for tensor in traced.constants.values())
+    if held > MOST_CONSTANT_BYTES:
+        raise Uncodable(f"constants of {held} bytes")
+    constants = {name: _tensor(tensor) for name, tensor in traced.constants.items()}
+    used = set(traced.attributes.values())
+    data = {
+        "format": FORMAT,
+        "fixed_rows": fixed_rows,
+        "graph": _graph(traced.graph, traced.root),
+        "attributes": {str(node.target): name for node, name in traced.attributes.items()},
+        "constants": {name: value for name, value in constants.items() if name in used},
+        "outputs": [
+            spec_to_text(traced.outputs.spec),
+            [[place, argument(value, {})] for place, value in traced.outputs.constants.items()],
+            list(traced.outputs.positions),
+        ],
+        "changes": list(traced.changes),
+        "record": list(traced.record),
+        "holes": list(traced.holes),
+        "whole": list(traced.whole),
+        "decisions": None if traced.decisions is None else _decisions(traced.decisions),
+        "leaves": None if traced.leaves is None else {n: _leaf_call(c) for n, c in traced.leaves.calls.items()},
+    }
+    return zlib.compress(msgspec.msgpack.encode(data), 1)
+
+
+def decode(
+    data: bytes, model: nn.Module, lengths: Mapping[sympy.Symbol, int] | None = None
+) -> tuple[Traced, int | None]:
+    """The traced model in `data`, reading the tensors of `model`, and the only number of rows it is for, if any.
+
+    `lengths` are put in the place of the symbols of open dimensions (lengths.py). Raises Broken.
+    """
+    try:
+        return _decoded(msgspec.msgpack.decode(zlib.decompress(data)), model, lengths or {})
+    except Broken:
+        raise
+    except Exception as exc:
+        raise Broken(f"{type(exc).__name__}: {exc}") from exc
+
+
+def _decoded(data: dict[str, Any], model: nn.Module, lengths: Mapping[sympy.Symbol, int]) -> tuple[Traced, int | None]:
+    if data["format"] != FORMAT:
+        raise Broken(f"written in format {data['format']}, not {FORMAT}")
+    table = None
+    if data["leaves"] is not None:
+        table = LeafTable(model, {name: _to_leaf_call(call) for name, call in data["leaves"].items()})
+    state: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    state.update(model.named_buffers(remove_duplicate=False))
+    constants = {name: _to_tensor(value) for name, value in data["constants"].items()}
+    root = nn.Module()
+    for target, name in data["attributes"].items():
+        _assign(root, target, constants[name] if name in constants else state[name])
+    graph = _to_graph(data["graph"], root, table, lengths)
+    attributes = {
+        node: data["attributes"][node.target]
+        for node in graph.nodes
+        if node.op == "get_attr" and node.target in data["attributes"]
+    }
+    spec, fixed, positions = data["outputs"]
+    outputs = OutputSpec(
+        spec_from_text(spec), {place: to_argument(value, []) for place, value in fixed}, tuple(positions)
+    )
+    decisions = None if data["decisions"] is None else _to_decisions(data["decisions"])
+    changes, record = tuple(data["changes"]), tuple(data["record"])
+    traced = Traced(
+        graph,
+        root,
+        outputs,
+        attributes,
+        constants,
+        changes,
+        record,
+        table,
+        tuple(data["holes"]),
+        decisions,
+        tuple(data["whole"]),
+    )
+    return traced, data["fixed_rows"]
+
+
+def _decisions(decisions: Decisions) -> list[Any]:
+    module = decisions.module
+    tensors = {
+        str(node.target): _tensor(attribute(module, str(node.target)))
+        for node in module.graph.nodes
+        if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), torch.Tensor)
+    }
+    return [_graph(module.graph, module), tensors, list(decisions.values)]
+
+
+def _to_decisions(data: list[Any]) -> Decisions:
+    graph, tensors, values = data
+    root = nn.Module()
+    for target, tensor in tensors.items():
+        _assign(root, target, _to_tensor(tensor))
+    return Decisions(graph_module(root, _to_graph(graph, root, None, {}), "Decisions"), tuple(values))
+
+
+# -- graphs -------------------------------------------------------------------------------------------------------
+
+
+def _graph(graph: Graph, root: nn.Module) -> dict[str, Any]:
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    values: dict[Any, int] = {}
+    inner: dict[str, Any] = {}
+    nodes = []
+    for node in graph.nodes:
+        value = values.setdefault(node.meta.get("val"), len(values))
+        target: Any = node.target
+        args: Any = node.args
+        if node.op == "call_function":
+            target = _target(target)
+            if target[1] == LEAF:
+                args = (call_name(args[0]), *args[1:])
+        elif node.op == "get_attr":
+            module = attribute(root, str(target))
+            if isinstance(module, GraphModule):
+                inner[str(target)] = _graph(module.graph, module)
+            elif not isinstance(module, torch.Tensor):
+                raise Uncodable(f"attribute {target} is a {type(module).__qualname__}")
+        elif node.op not in ("placeholder", "output"):
+            raise Uncodable(f"a node of kind {node.op}")
+        kwargs = argument(node.kwargs, numbers) if node.kwargs else None
+        nodes.append([node.op, node.name, target, argument(args, numbers), kwargs, value, node.meta.get("module", "")])
+    return {"nodes": nodes, "values": [value_data(value) for value in values], "inner": inner}
+
+
+def _to_graph(
+    data: dict[str, Any], root: nn.Module, table: LeafTable | None, lengths: Mapping[sympy.Symbol, int]
+) -> Graph:
+    for target, inner in data["inner"].items():
+        holder = nn.Module()
+        _assign(root, target, graph_module(holder, _to_graph(inner, holder, table, lengths)))
+    values = [to_value(value) for value in data["values"]]
+    if lengths:
+        values = [with_lengths(value, lengths) for value in values]
+    graph = Graph()
+    nodes: list[Node] = []
+    targets: dict[tuple[str, ...], Any] = {}
+    for op, name, target, args, kwargs, value, module in data["nodes"]:
+        given = to_argument(args, nodes)
+        if op == "call_function":
+            key = tuple(target)
+            if key not in targets:
+                targets[key] = _to_target(key)
+            if target[1] == LEAF:
+                if table is None:
+                    raise Broken("a leaf without a table")
+                given = (table.key(given[0]), *given[1:])
+            target = targets[key]
+        node = graph.create_node(op, target, given, to_argument(kwargs, nodes) if kwargs else {}, name=name)
+        node.meta = {"val": values[value], "module": module}
+        nodes.append(node)
+    return graph
+
+
+def _assign(root: nn.Module, target: str, value: Any) -> None:
+    *path, name = target.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            setattr(root, part, nn.Module())
+        root = getattr(root, part)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        root.register_buffer(name, value)
+    else:
+        setattr(root, name, value)
+
+
+def _target(target: Callable[..., Any]) -> list[str]:
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return ["op", f"{namespace}::{name}", target._overloadname]
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        found = ["hop", target.name(), ""]
+    else:
+        found = ["py", str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))]
+    try:
+        same = _to_target(tuple(found)) is target
+    except (Broken, AttributeError):
+        same = False
+    if not same:
+        raise Uncodable(f"a call of {target!r}")
+    return found
+
+
+def _to_target(target: tuple[str, ...]) -> Any:
+    kind, where, name = target
+    if kind == "op":
+        namespace, base = where.split("::")
+        return getattr(getattr(getattr(torch.ops, namespace), base), name)
+    if kind == "hop":
+        found = getattr(torch.ops.higher_order, where)
+        if not isinstance(found, torch._ops.HigherOrderOperator):
+            raise Broken(f"{where} is no operator")
+        return found
+    if kind != "py" or where not in _PYTHON or not (where != "torch" or name.startswith("sym_")):
+        raise Broken(f"a call of {where}.{name}")
+    return getattr(_PYTHON[where], name)
+
+
+# -- constants and leaves -----------------------------------------------------------------------------------------
+
+
+def _tensor(tensor: torch.Tensor) -> list[Any]:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        raise Uncodable(f"a constant of type {type(tensor).__qualname__} {tensor.layout} on {tensor.device}")
+    if tensor.is_meta:
+        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), None]
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw]
+
+
+def _to_tensor(data: list[Any]) -> torch.Tensor:
+    dtype = getattr(torch, data[0])
+    if data[2] is None:
+        return torch.empty(data[1], dtype=dtype, device="meta")
+    if not data[2]:
+        return torch.empty(data[1], dtype=dtype)
+    return torch.frombuffer(bytearray(data[2]), dtype=torch.uint8).view(dtype).reshape(data[1])
+
+
+def _leaf_call(call: LeafCall) -> list[Any]:
+    if is_function(call.path) and not found_by_name(call.path):
+        raise Uncodable(f"{function_name(call.path)} is defined inside a function, where no other run finds it")
+    made = [
+        [
+            str(each.dtype).removeprefix("torch."),
+            [None if size is None else expression(size) for size in each.shape],
+            each.requires_grad,
+        ]
+        for each in call.made
+    ]
+    return [
+        call.path, spec_to_text(call.spec), list(call.tensors), list(call.written), list(call.numbers),
+        [[place, argument(value, {})] for place, value in call.constants], made, spec_to_text(call.result),
+        list(call.places), [[place, argument(value, {})] for place, value in call.result_constants], call.shares,
+    ]  # fmt: skip
+
+
+def _to_leaf_call(data: list[Any]) -> LeafCall:
+    path, spec, tensors, written, numbers, constants, made, result, places, fixed, shares = data
+    return LeafCall(
+        path,
+        spec_from_text(spec),
+        tuple(tensors),
+        tuple(written),
+        tuple(numbers),
+        tuple((place, to_argument(value, [])) for place, value in constants),
+        tuple(
+            LeafOutput(
+                getattr(torch, dtype),
+                tuple(s if s is None or type(s) is int else to_expression(s) for s in shape),
+                requires_grad,
+            )
+            for dtype, shape, requires_grad in made
+        ),
+        spec_from_text(result),
+        tuple(places),
+        tuple((place, to_argument(value, [])) for place, value in fixed),
+        shares,
+    )

@@ -1,0 +1,163 @@
+"""Arguments, values and sizes as plain data, and back: what `codec` writes graphs with.
+
+list            ["l", item, ...]          node      ["n", number]         dtype     ["dtype", "float32"]
+tuple           ["t", item, ...]          slice     ["s", start, stop, step]
+dict            ["d", key, value, ...]    complex   ["c", real, imaginary]
+tensor value    ["T", dtype, size, ...]   number    ["N", kind, expression]
+expression      integer | ["y", symbol] | ["q", p, q] | ["f", text] | [function, argument, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.utils._sympy import functions
+
+from rannd.graph.fx.symbolic_values import ROWS, Number, TensorValue, length_symbol, unknown_size
+
+_SYMPY = "Add Mul Pow Mod Max Min floor ceiling Eq Ne Lt Le Gt Ge And Or Not Abs"
+_TORCH = (
+    "FloorDiv CleanDiv CeilToInt FloorToInt IntTrueDiv FloatTrueDiv PythonMod ModularIndexing RoundToInt TruncToInt "
+    "TruncToFloat ToFloat FloatPow PowByNatural Where Max Min"
+)
+_FUNCTIONS: dict[str, Any] = {name: getattr(sympy, name) for name in _SYMPY.split()}
+_FUNCTIONS.update({name: getattr(functions, name) for name in _TORCH.split() if hasattr(functions, name)})
+_NAMES = {function: name for name, function in _FUNCTIONS.items()}
+
+_ENUMS = {torch.layout: "layout", torch.memory_format: "memory_format", torch.dtype: "dtype"}
+
+
+class Uncodable(Exception):
+    """Something in a traced model has no form as data."""
+
+
+class Broken(Exception):
+    """The data is not what this version writes, or does not fit the model."""
+
+
+def argument(value: Any, numbers: Mapping[Node, int]) -> Any:
+    """An argument of a node as data; nodes by `numbers`. Raises Uncodable."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        if kind is int and not -(2**63) <= value < 2**63:
+            raise Uncodable(f"the number {value}")
+        return value
+    if isinstance(value, Node):
+        return ["n", numbers[value]]
+    if isinstance(value, list):
+        return ["l", *[argument(item, numbers) for item in value]]
+    if kind is tuple:
+        return ["t", *[argument(item, numbers) for item in value]]
+    if isinstance(value, dict):
+        return ["d", *[argument(each, numbers) for pair in value.items() for each in pair]]
+    if isinstance(value, slice):
+        return ["s", *[argument(each, numbers) for each in (value.start, value.stop, value.step)]]
+    if kind is complex:
+        return ["c", value.real, value.imag]
+    if kind is torch.device:
+        return ["device", str(value)]
+    if kind in _ENUMS:
+        return [_ENUMS[kind], str(value).removeprefix("torch.")]
+    raise Uncodable(f"an argument {value!r} of type {kind.__module__}.{kind.__qualname__}")
+
+
+def to_argument(value: Any, nodes: list[Node]) -> Any:
+    """The argument in `value`."""
+    if type(value) is not list:
+        return value
+    tag = value[0]
+    if tag == "n":
+        return nodes[value[1]]
+    if tag in ("l", "t"):
+        items = [to_argument(item, nodes) if type(item) is list else item for item in value[1:]]
+        return items if tag == "l" else tuple(items)
+    items = [to_argument(item, nodes) for item in value[1:]]
+    if tag == "d":
+        return dict(zip(items[::2], items[1::2], strict=True))
+    if tag == "s":
+        return slice(*items)
+    if tag == "c":
+        return complex(*items)
+    if tag == "device":
+        return torch.device(items[0])
+    for kind, name in _ENUMS.items():
+        if tag == name:
+            found = getattr(torch, items[0])
+            if isinstance(found, kind):
+                return found
+    raise Broken(f"an argument {value}")
+
+
+def value_data(value: Any) -> Any:
+    """What a node makes (values.py) as data. Raises Uncodable."""
+    if isinstance(value, TensorValue):
+        return ["T", str(value.dtype).removeprefix("torch."), *[expression(size) for size in value.shape]]
+    if isinstance(value, Number):
+        return ["N", value.kind, expression(value.expr)]
+    if isinstance(value, tuple):
+        return ["t", *[value_data(item) for item in value]]
+    return argument(value, {})
+
+
+def to_value(value: Any) -> Any:
+    """The value in `value`."""
+    if type(value) is not list:
+        return value
+    tag, *rest = value
+    if tag == "T":
+        dtype = getattr(torch, rest[0])
+        if not isinstance(dtype, torch.dtype):
+            raise Broken(f"a tensor of type {rest[0]}")
+        return TensorValue(dtype, tuple(size if type(size) is int else to_expression(size) for size in rest[1:]))
+    if tag == "N":
+        return Number(rest[0], to_expression(rest[1]))
+    if tag == "t":
+        return tuple(to_value(item) for item in rest)
+    raise Broken(f"a value {value}")
+
+
+def expression(expr: Any) -> Any:
+    """A size, or a condition on sizes, as data. Raises Uncodable."""
+    if type(expr) is int:
+        return expr
+    found = _expression_tree(expr)
+    if to_expression(found) != expr:
+        raise Uncodable(f"the size {expr}")
+    return found
+
+
+def _expression_tree(expr: Any) -> Any:
+    if isinstance(expr, sympy.Integer):
+        return int(expr)
+    if isinstance(expr, sympy.Rational):
+        return ["q", int(expr.p), int(expr.q)]
+    if isinstance(expr, sympy.Float):
+        return ["f", str(expr)]
+    if isinstance(expr, sympy.Symbol):
+        return ["y", expr.name]
+    if expr in (sympy.true, sympy.false):
+        return bool(expr)
+    if type(expr) not in _NAMES:
+        raise Uncodable(f"a size made by {type(expr).__qualname__}")
+    return [_NAMES[type(expr)], *[_expression_tree(argument) for argument in expr.args]]
+
+
+def to_expression(data: Any) -> Any:
+    """The size or condition in `data`."""
+    if type(data) is bool:
+        return sympy.true if data else sympy.false
+    if type(data) is int:
+        return sympy.Integer(data)
+    tag, *rest = data
+    if tag == "y":
+        name = rest[0]
+        return ROWS if name == ROWS.name else length_symbol(name) if name.startswith("n") else unknown_size(name)
+    if tag == "q":
+        return sympy.Rational(*rest)
+    if tag == "f":
+        return sympy.Float(rest[0])
+    return _FUNCTIONS[tag](*[to_expression(item) for item in rest])

@@ -1,0 +1,260 @@
+"""Submodules, methods and custom Functions that no graph can show: each call of one is a single opaque operator.
+
+Such a module's code depends on the values of tensors, or has gradients of its own. The operator ``rannd::leaf`` runs
+the user's module itself, with its hooks and with the tensors that the graph hands in for its parameters and buffers;
+autograd records inside. A table says which module a call belongs to, how its arguments and results are nested, and
+what shapes the results have; `Recorder` finds that out by running the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rannd.graph.fx.symbolic_values import ROWS, Dim, TensorValue
+from rannd.graph.modules.autograd_functions import FunctionPart, direct_checkpoints, function_name, is_function
+from rannd.graph.modules.dropout_override import forced
+from rannd.graph.modules.methods import part_of
+
+NAME = "rannd::leaf"
+
+_LIBRARY = torch.library.Library("rannd", "DEF")
+_LIBRARY.define("leaf(str key, Tensor[] tensors, Tensor(a!)[] written, SymInt[] numbers) -> Tensor[]")
+_tables: weakref.WeakValueDictionary[int, LeafTable] = weakref.WeakValueDictionary()
+_tokens = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class LeafOutput:
+    """One tensor that a leaf makes. `value` has None for sizes that depend on the contents of tensors."""
+
+    dtype: torch.dtype
+    shape: tuple[Dim | None, ...]
+    requires_grad: bool
+
+    @property
+    def value(self) -> TensorValue | None:
+        """What is known of it, None where a size is not known beforehand."""
+        known = tuple(size for size in self.shape if size is not None)
+        return TensorValue(self.dtype, known) if len(known) == len(self.shape) else None
+
+
+@dataclass(frozen=True)
+class LeafCall:
+    """One call of a leaf within a run of the model, as plain data.
+
+    The operator's `tensors` and `written` are, in the order of `sources`, the module's parameters and buffers (str:
+    name within the module) and the tensors among its arguments (int: leaf number); its numbers are the rows of the
+    batch, and then the numbers among the arguments that depend on them (`numbers`: leaf numbers).
+    """
+
+    path: str
+    spec: pytree.TreeSpec
+    """Of (args, kwargs)."""
+    tensors: tuple[str | int, ...]
+    written: tuple[str | int, ...]
+    numbers: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+    """(leaf number, value) of all other arguments."""
+    made: tuple[LeafOutput, ...]
+    result: pytree.TreeSpec
+    places: tuple[int, ...]
+    """Leaf number, in the result, of each tensor made."""
+    result_constants: tuple[tuple[int, Any], ...]
+    shares: bool
+    """Results share memory with each other or with what was given. The operator copies them, which is wrong where
+    somebody writes into them later."""
+
+
+class LeafTable:
+    """The calls of leaves of one traced model."""
+
+    def __init__(self, model: nn.Module, calls: Mapping[str, LeafCall]) -> None:
+        self.calls = dict(calls)
+        """By the key without the model's token: ``path#number of the call``."""
+        self._modules = {call.path: part_of(model, call.path) for call in calls.values()}
+        self.token = next(_tokens)
+        self.dropout: bool | None = None
+        """On or off whatever the flags of the modules say, see dropout.py."""
+        _tables[self.token] = self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the modules, methods and Functions; '' is the whole model."""
+        return tuple(self._modules)
+
+    @property
+    def functions(self) -> frozenset[type[torch.autograd.Function]]:
+        """The custom Functions among the leaves."""
+        return frozenset(each.function for each in self._modules.values() if isinstance(each, FunctionPart))
+
+    def key(self, name: str) -> str:
+        """The operator's key for a call."""
+        return f"{self.token}|{name}"
+
+    def module(self, path: str) -> nn.Module:
+        """The user's module."""
+        return self._modules[path]
+
+
+def call_name(key: str) -> str:
+    """The key without the model's token."""
+    return key.split("|", 1)[1]
+
+
+def is_whole_model(key: str) -> bool:
+    """Whether the operator with this key runs the model itself, and not a part of it."""
+    return call_name(key).startswith("#")
+
+
+def call_of(key: str) -> tuple[LeafTable, LeafCall]:
+    """The table and the call behind an operator's key."""
+    token, name = key.split("|", 1)
+    table = _tables.get(int(token))
+    if table is None:
+        raise RuntimeError(f"the model of leaf {name} is gone; keep the traced model as long as its parts run")
+    return table, table.calls[name]
+
+
+def _leaf(key: str, tensors: list[torch.Tensor], written: list[torch.Tensor], numbers: list[int]) -> list[torch.Tensor]:
+    table, call = call_of(key)
+    if any(isinstance(tensor, FakeTensor) for tensor in (*tensors, *written)):
+        return _fake(call, (*tensors, *written), numbers[0])
+    return _run(table, call, tensors, written, numbers)
+
+
+_LIBRARY.impl("leaf", _leaf, "Autograd")
+_LIBRARY.impl("leaf", _leaf, "CompositeExplicitAutograd")
+
+
+def _fake(call: LeafCall, given: Sequence[torch.Tensor], rows: Any) -> list[torch.Tensor]:
+    """Tensors of the right shapes, while the model is traced."""
+    mode = next(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
+    found = []
+    for made in call.made:
+        shape = [_size(size, rows, mode) for size in made.shape]
+        tensor = torch.empty(shape, dtype=made.dtype, device=given[0].device)
+        if made.requires_grad and torch.is_grad_enabled():
+            tensor = tensor.requires_grad_().clone()  # a copy: code that writes into the result must be able to
+        found.append(tensor)
+    return found
+
+
+def _size(size: Dim | None, rows: Any, mode: Any) -> Any:
+    if size is None:
+        symbol = mode.shape_env.create_unbacked_symint()
+        torch._check(symbol >= 0)
+        return symbol
+    if isinstance(size, int):
+        return size
+    factor = int(size.coeff(ROWS, 1))
+    return factor * rows + int(size.coeff(ROWS, 0))
+
+
+def _run(
+    table: LeafTable,
+    call: LeafCall,
+    tensors: list[torch.Tensor],
+    written: list[torch.Tensor],
+    numbers: Sequence[int],
+) -> list[torch.Tensor]:
+    """Run the user's module."""
+    module = table.module(call.path)
+    state: dict[str, torch.Tensor] = {}
+    leaves: list[Any] = [None] * call.spec.num_leaves
+    for sources, values in ((call.tensors, tensors), (call.written, written)):
+        for source, value in zip(sources, values, strict=True):
+            if isinstance(source, str):
+                state[source] = value
+            else:
+                leaves[source] = value
+    for place, number in zip(call.numbers, numbers[1:], strict=True):
+        leaves[place] = number
+    for place, constant in call.constants:
+        leaves[place] = constant
+    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    with _holding(module, state), direct_checkpoints(), forced(module, table.dropout):
+        result = module(*args, **kwargs)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in state and buffer is not state[name]:  # replaced by another tensor: keep its content
+                    state[name].copy_(buffer)
+    flat, spec = pytree.tree_flatten(result)
+    if (
+        spec != call.result
+        or any(not isinstance(flat[place], torch.Tensor) for place in call.places)
+        or any(type(flat[place]) is not type(value) or flat[place] != value for place, value in call.result_constants)
+    ):
+        raise RuntimeError(
+            f"{_called(call.path)} returned {_outline(result)}, but when the model was traced "
+            f"{_outline(_told(call))}; a module whose code cannot be traced has to return the same kind of result, and "
+            "the same numbers, in every call"
+        )
+    return _own([flat[place] for place in call.places], [*tensors, *written])
+
+
+def _called(path: str) -> str:
+    if is_function(path):
+        return f"autograd.Function {function_name(path)}"
+    return f"module {path}" if path else "the model"
+
+
+def _own(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results that share no memory with what was given, nor with each other, and are contiguous, as traced."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in given if tensor.numel()}
+    found = []
+    for tensor in results:
+        tensor = tensor.contiguous()
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.untyped_storage().data_ptr())
+        found.append(tensor)
+    return found
+
+
+def _told(call: LeafCall) -> Any:
+    """A result as it was when the model was traced, with words for its tensors."""
+    leaves: list[Any] = ["a tensor"] * call.result.num_leaves
+    for place, value in call.result_constants:
+        leaves[place] = value
+    return pytree.tree_unflatten(leaves, call.result)
+
+
+def _outline(result: Any) -> str:
+    """A result in words."""
+    return repr(pytree.tree_map(lambda leaf: "a tensor" if isinstance(leaf, torch.Tensor) else leaf, result))
+
+
+@contextlib.contextmanager
+def _holding(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A module with `state` in the place of its parameters and buffers, under all names that they have in it."""
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    given = {id(named[name]): tensor for name, tensor in state.items()}
+    places = [
+        (held, key, tensor)
+        for each in module.modules()
+        for held in (each._parameters, each._buffers)
+        for key, tensor in held.items()
+        if id(tensor) in given
+    ]
+    flat = [(each, each._flat_weights) for each in module.modules() if isinstance(each, nn.RNNBase)]
+    for held, key, tensor in places:
+        held[key] = given[id(tensor)]  # type: ignore[assignment]
+    for each, weights in flat:  # recurrent layers keep another list of their parameters
+        each._flat_weights = [given.get(id(weight), weight) for weight in weights]
+    try:
+        yield
+    finally:
+        for held, key, tensor in places:
+            held[key] = tensor  # type: ignore[assignment]
+        for each, weights in flat:
+            each._flat_weights = weights

@@ -1,0 +1,104 @@
+"""Autograd functions of C++ extensions (``torch::autograd::Function``) that are called past torch's dispatcher.
+
+Export sees the operators inside of one and forgets its backward, as it does with a Python Function, but nothing of
+Python runs that could be watched. What is left is the node that it makes in the autograd graph of the traced tensors.
+An operator that is registered with torch (``TORCH_LIBRARY``, ``torch.library``) makes such nodes, too, and is right: it
+stands in the graph itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from rannd.graph.modules.bisection import ancestors
+from rannd.graph.modules.source_location import Offence, SourceLocation, here
+
+_KIND = "CppFunction"
+"""Name of the Python class of such nodes."""
+
+
+class _Watch(TorchFunctionMode):
+    """Looks at the nodes behind what torch's functions take; those that they make themselves are known."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._known: set[Any] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _nodes((args, kwargs))
+        self.look(given, None)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            made = _behind(_nodes(result), set(given))
+        else:
+            made = iter(_nodes(result) if isinstance(result, (torch.Tensor, tuple, list)) else ())
+        self._known.update(node for node in made if type(node).__name__ == _KIND)
+        return result
+
+    def look(self, nodes: Iterable[Any], place: SourceLocation | None) -> None:
+        """Raise Offence where a node is one that no function of torch's has made, at `place` or where the code runs."""
+        for node in nodes:
+            if type(node).__name__ == _KIND and node not in self._known:
+                raise Offence(
+                    f"calls the autograd function {node.name()} of a C++ extension past torch's dispatcher",
+                    place or here(self._model),
+                    "whose backward would be lost in a graph (registered by TORCH_LIBRARY, it would be an operator)",
+                )
+
+
+@contextlib.contextmanager
+def watch_cpp_functions(model: nn.Module) -> Iterator[None]:
+    """Raise Offence where a module has called one, while the model is traced.
+
+    That is when it hands to another module what it has made, when it ends, or when torch is called with it.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    watch = _Watch(model)
+    running: list[str] = [""]
+
+    def look(made: object) -> None:
+        name = running[-1]
+        watch.look(_nodes(made), SourceLocation((name, *ancestors(name)) if name else ("",), ""))
+
+    def entered(module: nn.Module, args: Any) -> None:
+        if id(module) in names:
+            look(args)
+            running.append(names[id(module)])
+
+    def left(module: nn.Module, _: Any, result: Any) -> None:
+        if id(module) in names:
+            look(result)
+            while len(running) > 1 and running.pop() != names[id(module)]:
+                pass  # nobody tells of a module that has raised
+
+    with watch, contextlib.ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(entered).remove)
+        stack.callback(register_module_forward_hook(left).remove)
+        yield
+
+
+def _nodes(values: object) -> list[Any]:
+    with torch._C.DisableTorchFunction():  # what watches the user's code is not to see this
+        found = [leaf.grad_fn for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [node for node in found if node is not None]
+
+
+def _behind(nodes: Iterable[Any], seen: set[Any]) -> Iterator[Any]:
+    """The nodes of the autograd graph behind some, but for those `seen`."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [other for other, _ in node.next_functions]
+        yield node

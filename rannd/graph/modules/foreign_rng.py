@@ -1,0 +1,140 @@
+"""Random numbers that torch does not draw: those of numpy and of Python's ``random``.
+
+Code that draws them runs while the model is traced, once, and what it makes of them would be a constant of the graph:
+the same mask in every step. So whatever module draws them is found out, and has to run as it is. Code that seeds the
+generator itself before it draws gets the same numbers in every step anyway. (Strict export puts torch's random
+operators in the place of numpy's; what it cannot, fails.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from rannd.graph.modules.contained_objects import Contents, modules_of
+from rannd.graph.modules.source_location import Offence, here
+
+_State = tuple[Any, ...]
+
+
+class _Generator:
+    """A source of random numbers."""
+
+    def __init__(
+        self, name: str, get: Callable[[], Any], put: Callable[[Any], object], draw: Callable[[], object]
+    ) -> None:
+        self.name = name
+        self.get = get
+        self.put = put
+        self.draw = draw
+        self.seeded = False
+        """The code has seeded it, before it drew: what it draws from then on is always the same."""
+
+    def seen(self) -> Any:
+        """The state in a form that compares, nothing where the numbers are always the same."""
+        return None if self.seeded else _comparable(self.get())
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, dict):
+        return tuple((key, _comparable(value)) for key, value in state.items())
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def _generators(model: nn.Module, torchs: bool) -> list[_Generator]:
+    """The generators of numpy and Python, and those that the modules have in attributes; also `torchs`, if wanted."""
+    found = [
+        _Generator("numpy", partial(np.random.get_state, legacy=False), np.random.set_state, np.random.random),
+        _Generator("Python's random", random.getstate, random.setstate, random.random),
+    ]
+    for where, value in Contents(modules_of(model)).generators:
+        if isinstance(value, torch.Generator):
+            if torchs:
+                draw = partial(torch.rand, (), generator=value, device=value.device)
+                found.append(_Generator(where, value.get_state, value.set_state, draw))
+        elif isinstance(value, random.Random):
+            found.append(_Generator(where, value.getstate, value.setstate, value.random))
+        elif isinstance(value, np.random.RandomState):
+            get = partial(value.get_state, legacy=False)
+            found.append(_Generator(where, get, value.set_state, value.random_sample))
+        else:
+            bits = value.bit_generator
+            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+            found.append(_Generator(where, get, put, value.random))
+    return found
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put the generators back at the end, also torch's where they are in attributes of modules."""
+    before = [(each, each.get()) for each in _generators(model, True)]
+    try:
+        yield
+    finally:
+        for each, state in before:
+            each.put(state)
+
+
+def draw_once(model: nn.Module) -> None:
+    """Move all generators on, so that code that draws gets other numbers than it has got before."""
+    for each in _generators(model, True):
+        each.draw()
+
+
+@contextlib.contextmanager
+def watch_dice(model: nn.Module) -> Iterator[None]:
+    """Raise Offence where a module draws random numbers without torch; put the generators back at the end."""
+    generators = _generators(model, False)
+    running: list[tuple[nn.Module, list[Any]]] = []
+
+    def entered(module: nn.Module, _: Any) -> None:
+        running.append((module, [each.seen() for each in generators]))
+
+    def left(module: nn.Module, _: Any, __: Any) -> None:
+        while running:
+            inner, before = running.pop()
+            if inner is module:
+                break
+        else:
+            return
+        for each, state in zip(generators, before, strict=True):
+            if not each.seeded and each.seen() != state:
+                raise Offence(
+                    f"draws random numbers with {each.name}",
+                    here(model),
+                    "which a graph would repeat in every step",
+                    strict_keeps=each is generators[0],
+                )
+
+    with unchanged(model), contextlib.ExitStack() as stack:
+        stack.enter_context(_seeding(generators[0], np.random))
+        stack.enter_context(_seeding(generators[1], random))
+        stack.callback(register_module_forward_pre_hook(entered).remove)
+        stack.callback(register_module_forward_hook(left).remove)
+        yield
+
+
+@contextlib.contextmanager
+def _seeding(generator: _Generator, home: Any) -> Iterator[None]:
+    """See when code seeds a generator that it has not drawn from before."""
+    seed, first = home.seed, generator.seen()
+
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        fixed = bool(args or kwargs) and (args or tuple(kwargs.values()))[0] is not None
+        if fixed and generator.seen() == first:
+            generator.seeded = True
+        return seed(*args, **kwargs)
+
+    home.seed = seeded
+    try:
+        yield
+    finally:
+        home.seed = seed

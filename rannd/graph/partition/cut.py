@@ -1,0 +1,182 @@
+"""Take parts out of a traced graph: the stages of a plan, the blocks that are measured.
+
+A part is a function of explicit arguments: values of other parts, parameters and buffers, and numbers made
+of the number of rows. Recomputed nodes are copied into every part that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from rannd.errors import CutError
+from rannd.graph.fx.fx_names import graph_module
+from rannd.graph.fx.memory_layout import reshape
+from rannd.graph.fx.sizes import is_number, number_at, shape_at
+from rannd.graph.fx.traced import Traced
+from rannd.graph.partition.placement import Placement
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a graph as a module: ``module(*values, *tensors, *numbers)`` gives the tuple of `outputs`."""
+
+    module: GraphModule
+    inputs: tuple[Node, ...]
+    """Nodes of the traced graph whose values come in from other parts or the user."""
+    tensors: tuple[str, ...]
+    """Names of the parameters, buffers and constants."""
+    numbers: tuple[Node, ...]
+    """Nodes of the traced graph that are numbers made of the number of rows."""
+    outputs: tuple[Node, ...]
+    """Nodes of the traced graph that others read."""
+    random: bool
+    """Draws random numbers."""
+
+    def numbers_at(self, rows: int) -> list[Any]:
+        """The number arguments for a piece of `rows` rows."""
+        return [number_at(node.meta["val"], rows) for node in self.numbers]
+
+
+def extract(traced: Traced, placement: Placement, members: Set[Node], name: str) -> Part:
+    """The part made of the placed nodes `members`, and of the recomputed ones that they read."""
+    results = set(traced.results)
+    needed = _needed(placement, members)
+    inputs: dict[Node, None] = {}
+    tensors: dict[str, list[Node]] = {}
+    numbers: dict[str, list[Node]] = {}
+    for node in traced.graph.nodes:
+        if node not in needed:
+            continue
+        for source in node.all_input_nodes:
+            if is_number(source.meta.get("val")):
+                found = numbers.setdefault(str(source.meta["val"]), [])
+                if source not in found:
+                    found.append(source)
+            elif source in traced.attributes:
+                found = tensors.setdefault(traced.attributes[source], [])
+                if source not in found:
+                    found.append(source)
+            elif source not in needed and source.op != "get_attr":
+                inputs[source] = None
+
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = _placeholder(graph, f"value_{node.name}", node)
+    for index, nodes in enumerate(tensors.values()):
+        copies.update(dict.fromkeys(nodes, _placeholder(graph, f"tensor_{index}", nodes[0])))
+    for index, nodes in enumerate(numbers.values()):
+        copies.update(dict.fromkeys(nodes, _placeholder(graph, f"number_{index}", nodes[0])))
+
+    def copy(source: Node) -> Node:
+        if source not in copies:  # a region of its own (no_grad, autocast)
+            copies[source] = graph.node_copy(source)
+        return copies[source]
+
+    outputs = []
+    for node in traced.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copy)
+            if node not in placement.writers:
+                reshape(copies[node])
+            if is_number(node.meta.get("val")):
+                continue  # known everywhere from the number of rows
+            if node in members and (node in results or any(user not in needed for user in node.users)):
+                outputs.append(node)
+    graph.output(tuple(copies[node] for node in outputs))
+    module = graph_module(traced.root, graph, name)
+    random = any(node in placement.random for node in members)
+    return Part(module, tuple(inputs), tuple(tensors), tuple(n[0] for n in numbers.values()), tuple(outputs), random)
+
+
+def _needed(placement: Placement, members: Set[Node]) -> set[Node]:
+    needed = set(members)
+    stack = list(members)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source in placement.recomputed and source not in needed and not is_number(source.meta.get("val")):
+                needed.add(source)
+                stack.append(source)
+    return needed
+
+
+def _placeholder(graph: Graph, name: str, source: Node) -> Node:
+    node = graph.placeholder(name)
+    node.meta["val"] = source.meta.get("val")
+    node.meta["source"] = source
+    return node
+
+
+def cut(traced: Traced, placement: Placement, stage_of: Mapping[Node, int], names: Sequence[str]) -> tuple[Part, ...]:
+    """Cut a traced graph into stages.
+
+    `stage_of` gives the stage of every placed node. CutError where a stage would read from a later one, or
+    where nodes that have to stay together are apart.
+    """
+    together: dict[int, int] = {}
+    members: list[set[Node]] = [set() for _ in names]
+    for node in placement.placed:
+        stage = stage_of[node]
+        if together.setdefault(placement.group[node], stage) != stage:
+            raise CutError(
+                f"{node.name} is in stage {stage}, but shares memory or belongs together with ops in stage "
+                f"{together[placement.group[node]]}; the plan does not belong to this graph"
+            )
+        for source in placement.reads[node]:
+            if source.op == "call_function" and stage_of[source] > stage:
+                raise CutError(
+                    f"{node.name} in stage {stage} reads {source.name} of stage {stage_of[source]}; "
+                    "the plan does not belong to this graph"
+                )
+        members[stage].add(node)
+    return tuple(extract(traced, placement, nodes, name) for nodes, name in zip(members, names, strict=True))
+
+
+def stages_by_owner(
+    traced: Traced, placement: Placement, owners: Mapping[str, tuple[int, ...]], stages: int
+) -> dict[Node, int]:
+    """Stages for a graph whose parameters are already placed: each op runs where its parameters are.
+
+    `owners` gives the stages that hold a parameter or buffer. Where the order of the graph does not allow that, an
+    op runs in a later stage, which has to borrow what it reads; CutError where it would write into that, or
+    differentiate by it.
+    """
+    gradients = placement.requires_grad
+    stage_of_group: dict[int, int] = dict.fromkeys(placement.group.values(), 0)
+    changed = True
+    while changed:
+        changed = False
+        for node in placement.placed:
+            group = placement.group[node]
+            stage = stage_of_group[group]
+            for source in placement.reads[node]:
+                if source.op == "call_function":
+                    stage = max(stage, stage_of_group[placement.group[source]])
+            for attribute in placement.attributes[node]:
+                name = traced.attributes[attribute]
+                if name not in owners:
+                    continue
+                later = [owner for owner in owners[name] if owner >= stage]
+                if not later and attribute not in gradients and name not in placement.written:
+                    continue  # borrowed
+                if not later:
+                    raise CutError(
+                        f"{node.name} needs {name}, which stages {list(owners[name])} of {stages} hold, but reads "
+                        f"values of stage {stage}: this call of the model uses its layers in another order than the "
+                        "call it was planned for. Call the model first in the way that it is trained, or use one "
+                        "stage (partition_num=1)"
+                    )
+                stage = min(later)
+            if stage != stage_of_group[group]:
+                stage_of_group[group] = stage
+                changed = True
+    return {node: stage_of_group[placement.group[node]] for node in placement.placed}
+
+
+def crossing_shape(node: Node, rows: int) -> tuple[int, ...]:
+    """Shape of a value for a piece of `rows` rows."""
+    return shape_at(node.meta["val"], rows)

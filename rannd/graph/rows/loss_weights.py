@@ -1,0 +1,240 @@
+"""Make what the pieces of a batch compute add up to what the whole batch would have computed.
+
+A number that the model reduces over its samples (a loss) has to be weighted when the samples run in pieces.
+The weights come in as extra arguments of the graph, one number per piece, so that gradients are right, too.
+With W ranks, n_r rows on rank r, N rows in all, and n_p rows in piece p of rank r:
+
+    share of the rows        W n_p / N            for means over rows
+    1 / denominator          W n_r / (N D_r)      for means over the labels that count (D_r of them on rank r), and for
+                                                  other sums that are divided by a number D_r made of the arguments
+    label counts             N h_rc / (W n_r)     for means over labels with class weights (h_rc labels of class c on
+                                                  rank r): times the class weights, they add up to the denominator
+
+The mean over ranks of what the pieces compute is then the global value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from rannd.graph.fx.aliasing import base_name
+from rannd.graph.fx.fx_names import graph_module
+from rannd.graph.fx.sizes import is_number
+from rannd.graph.fx.symbolic_values import TensorValue
+from rannd.graph.fx.traced import Traced, arguments
+from rannd.graph.rows.analysis import RowAnalysis
+from rannd.graph.rows.global_reductions import classes_of
+from rannd.graph.rows.rules.states import FIXED, WHOLE, Reduction, Rows, Scalar
+
+ROWS_WEIGHT = "rannd_share_of_rows"
+LABELS_WEIGHT = "rannd_label_weight_"
+
+Count: TypeAlias = float | list[float]
+"""A denominator, or the labels of each class."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How an output of the whole call is made of the outputs of pieces.
+
+    `kind` is "rows" (joined along dimension `dim`), "global" (a number: summed over all pieces of all ranks,
+    divided by the ranks), "sum" (a whole number: summed over the rank's pieces), "first" (the same for all
+    pieces of a rank), or "number" (made of the number of rows).
+    """
+
+    kind: str
+    dim: int = 0
+
+
+def results(traced: Traced, analysis: RowAnalysis) -> tuple[Result, ...]:
+    """How each output of the model is put together."""
+    found = []
+    for node in traced.results:
+        state = analysis.states[node]
+        value = node.meta["val"]
+        if is_number(value):
+            found.append(Result("number"))
+        elif isinstance(state, Rows):
+            found.append(Result("rows", state.dim))
+        elif state is FIXED or (state is WHOLE and value.ndim > 0):
+            found.append(Result("first"))
+        else:
+            found.append(Result("global" if value.is_floating_point() or value.is_complex() else "sum"))
+    return tuple(found)
+
+
+def keep_single_rows(analysis: RowAnalysis) -> None:
+    """Let operators that drop dimensions of size 1 keep the samples' own where a piece has one row.
+
+    A mini-batch of one row keeps it, too, where the model itself would drop it.
+    """
+    if analysis.coupled is not None:
+        return  # mini-batches run whole, as the model itself does
+    for node in analysis.squeezed:
+        named = arguments(node)
+        shape = named["self"].meta["val"].shape
+        dim = named.get("dim")
+        dims = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+        operator = torch.ops.aten.squeeze_ if base_name(node) == "squeeze_" else torch.ops.aten.squeeze
+        node.target = operator.dims
+        node.args, node.kwargs = (named["self"], [each for each in dims if shape[each] == 1]), {}
+
+
+def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
+    """Insert the weights into the graph; returns the names of the placeholders that were added."""
+    graph = traced.graph
+    weights: dict[str, Node] = {}
+    last = traced.placeholders[-1]
+
+    def weight(name: str, *shape: int) -> Node:
+        nonlocal last
+        if name not in weights:
+            with graph.inserting_after(last):
+                node = graph.placeholder(name)
+            node.meta["val"] = TensorValue(torch.float64, shape)
+            weights[name] = last = node
+        return weights[name]
+
+    def scaled(value: Node | float, name: str, dtype: torch.dtype) -> Node:
+        """`value` times a weight, in the value's own type."""
+        factor = graph.call_function(torch.ops.aten.to.dtype, (weight(name), dtype))
+        factor.meta["val"] = TensorValue(dtype, ())
+        product = graph.call_function(torch.ops.aten.mul.Tensor, (factor, value))
+        shape = value.meta["val"].shape if isinstance(value, Node) else ()
+        product.meta["val"] = TensorValue(dtype, shape)
+        if isinstance(value, Node):
+            product.args = (value, factor)
+        return product
+
+    def divided(loss: Node, name: str, classes: Node) -> Node:
+        """A sum over labels, divided by the sum of the class weights of all labels."""
+        dtype = classes.meta["val"].dtype
+        shape = classes.meta["val"].shape
+        counts = graph.call_function(torch.ops.aten.to.dtype, (weight(name, *shape), dtype))
+        counts.meta["val"] = TensorValue(dtype, shape)
+        weighted = graph.call_function(torch.ops.aten.mul.Tensor, (counts, classes))
+        weighted.meta["val"] = TensorValue(dtype, shape)
+        total = graph.call_function(torch.ops.aten.sum.default, (weighted,))
+        total.meta["val"] = TensorValue(dtype, ())
+        mean = graph.call_function(torch.ops.aten.div.Tensor, (loss, total))
+        mean.meta["val"] = TensorValue(loss.meta["val"].dtype, ())
+        return mean
+
+    for number, node in enumerate(analysis.masked if analysis.coupled is None else ()):
+        if base_name(node) == "div":
+            with graph.inserting_before(node):
+                product = scaled(arguments(node)["self"], f"{LABELS_WEIGHT}{number}", node.meta["val"].dtype)
+            node.replace_all_uses_with(product)
+            graph.erase_node(node)
+            continue
+        _set_argument(node, "reduction", 2)
+        value, classes = node.meta["val"], arguments(node).get("weight")
+        with graph.inserting_before(node.next):
+            if classes is None:
+                mean = scaled(node, f"{LABELS_WEIGHT}{number}", value.dtype)
+            else:
+                mean = divided(node, f"{LABELS_WEIGHT}{number}", classes)
+        node.replace_all_uses_with(mean)
+        mean.update_arg(0, node)
+    for node, name in analysis.weighted:
+        value = node.meta["val"]
+        with graph.inserting_before(node):
+            product = scaled(arguments(node)[name], ROWS_WEIGHT, value.dtype)
+        _set_argument(node, name, product)
+    output = next(iter(reversed(graph.nodes)))
+    outputs = list(traced.results)
+    for place, node in enumerate(outputs):
+        value = node.meta["val"]
+        if analysis.states.get(node) == Scalar(Reduction.MEAN):
+            with graph.inserting_before(output):
+                outputs[place] = scaled(node, ROWS_WEIGHT, value.dtype)
+    output.args = (tuple(outputs),)
+    return tuple(weights)
+
+
+def _set_argument(node: Node, name: str, value: object) -> None:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    place = names.index(name)
+    if place < len(node.args):
+        node.update_arg(place, value)  # type: ignore[arg-type]
+    else:
+        node.update_kwarg(name, value)  # type: ignore[arg-type]
+
+
+def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None:
+    """A module that computes the denominator of each node in `masked`: arguments of the model -> numbers.
+
+    Where there are class weights: how many labels there are of each class. Takes all rows of a rank. Has to be built
+    before the weights are inserted.
+    """
+    if not masked:
+        return None
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in traced.placeholders:
+        copies[node] = graph.placeholder(node.name)
+    needed: set[Node] = set()
+    stack = [arguments(node)["other" if base_name(node) == "div" else "target"] for node in masked]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    for node in traced.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+    counts = []
+    for node in masked:
+        named = arguments(node)
+        if base_name(node) == "div":
+            counts.append(copies[named["other"]])
+            continue
+        target = copies[named["target"]]
+        counted = graph.call_function(torch.ops.aten.ne.Scalar, (target, named["ignore_index"]))
+        if named.get("weight") is None:
+            counts.append(graph.call_function(torch.ops.aten.sum.default, (counted,)))
+            continue
+        classes = classes_of(node)
+        assert classes is not None
+        labels = graph.call_function(torch.ops.aten.masked_select.default, (target, counted))
+        # The loss itself complains of labels that are no classes.
+        labels = graph.call_function(torch.ops.aten.clamp.default, (labels, 0, classes))
+        found = graph.call_function(torch.ops.aten.bincount.default, (labels, None, classes + 1))
+        counts.append(graph.call_function(torch.ops.aten.slice.Tensor, (found, 0, 0, classes)))
+    graph.output(tuple(counts))
+    return graph_module(traced.root, graph, "LabelCounts")
+
+
+def counted(counts: GraphModule | None, tensors: Sequence[torch.Tensor], share: float = 1.0) -> dict[str, Count]:
+    """What `label_counts` finds in the arguments of a rank, by weight; times `share`, its part of what all have."""
+    if counts is None:
+        return {}
+    with torch.no_grad():
+        found = counts(*(tensor.detach() for tensor in tensors))
+    return {f"{LABELS_WEIGHT}{number}": (count.double() * share).tolist() for number, count in enumerate(found)}
+
+
+def pieces_weights(
+    names: tuple[str, ...], *, world: int, rows: int, rank_rows: int, total_rows: int, counts: Mapping[str, Count]
+) -> tuple[float | list[float], ...]:
+    """Values of the weights for a piece of `rows` rows; `counts` has the rank's denominators, by weight.
+
+    A mean over no labels at all is NaN, as torch's.
+    """
+    values: list[float | list[float]] = []
+    share = world * rank_rows / total_rows
+    for name in names:
+        count = counts[name] if name != ROWS_WEIGHT else 0.0
+        if name == ROWS_WEIGHT:
+            values.append(world * rows / total_rows)
+        elif isinstance(count, list):
+            values.append([each / share for each in count])
+        else:
+            values.append(share / count if count else float("nan"))
+    return tuple(values)

@@ -1,0 +1,90 @@
+"""Whether a traced program leaves the size of the batch open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import Graph
+
+from rannd.graph.call.signature import Signature
+from rannd.graph.fx.sizes import PROBE_ROWS, holds, shape_at
+from rannd.graph.fx.symbolic_values import TensorValue, abstract
+
+MOST_ROWS = 2**20
+"""A batch size that no model may forbid."""
+
+MOST_HOLES = 4
+"""More single sizes than this are a rule (even ones, multiples)."""
+
+LARGEST_CONDITION = 65
+"""Conditions on the batch are tried for fewer rows than this. Two rows are not: torch excludes slices of one."""
+
+
+def closed_batch(program: Any, signature: Signature) -> tuple[str, int, int] | None:
+    """A batch argument whose first dimension the program does not leave open, and the sizes (from, to) it may have."""
+    return _fixed(program, signature) or _excluded(program, signature)
+
+
+def _fixed(program: Any, signature: Signature) -> tuple[str, int, int] | None:
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec, name in zip(signature.tensors, program.graph_signature.user_inputs, strict=True):
+        if not spec.batch or not isinstance(name, str):
+            continue
+        size = placeholders[name].meta["val"].shape[0]
+        symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+        if not symbols:
+            return spec.name, int(size), int(size)
+        for symbol in symbols:
+            bounds = program.range_constraints.get(symbol)
+            if bounds is not None and not (bounds.lower <= 2 and bounds.upper >= MOST_ROWS):
+                return spec.name, int(bounds.lower), int(min(bounds.upper, MOST_ROWS))
+    return None
+
+
+def _excluded(program: Any, signature: Signature) -> tuple[str, int, int] | None:
+    """Like `_fixed`, for sizes of the batch that the model's code treats in another way (odd or even, large ones)."""
+    for name, refused in _refused(program, signature):
+        if not _isolated(refused):
+            return name, 2, min(refused) - 1
+    return None
+
+
+def holes(program: Any, signature: Signature) -> tuple[int, ...]:
+    """Single sizes of the batch that the model's code treats in another way (``x.shape[0] == x.shape[1]``)."""
+    found = [refused for _, refused in _refused(program, signature) if _isolated(refused)]
+    return tuple(sorted(set().union(*found)))
+
+
+def _refused(program: Any, signature: Signature) -> Iterator[tuple[str, set[int]]]:
+    """(argument, sizes of the batch) for each condition that tracing made and that does not hold for all sizes."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec, name in zip(signature.tensors, program.graph_signature.user_inputs, strict=True):
+        if spec.batch and isinstance(name, str):
+            size = placeholders[name].meta["val"].shape[0]
+            for guard in size.node.shape_env.guards:
+                near = {int(number) + step for number in guard.expr.atoms(sympy.Integer) for step in (-1, 0, 1)}
+                tried = {*range(3, LARGEST_CONDITION), *(rows for rows in near if rows >= 3), PROBE_ROWS}
+                held = holds(guard.expr)
+                refused = {rows for rows in tried if not held(rows)}
+                if refused:
+                    yield spec.name, refused
+            return
+
+
+def _isolated(refused: set[int]) -> bool:
+    """Whether sizes are single ones, with others around them that are treated alike."""
+    return len(refused) <= MOST_HOLES and not any(rows + 1 in refused for rows in refused) and max(refused) < PROBE_ROWS
+
+
+def lines(graph: Graph) -> list[str]:
+    """What an exported graph does, with all shapes at one number of rows: equal for programs that do the same."""
+    found = []
+    for node in graph.nodes:
+        values = [abstract(value) for value in pytree.tree_leaves(node.meta.get("val"))]
+        made = [shape_at(value, PROBE_ROWS) for value in values if isinstance(value, TensorValue)]
+        found.append(f"{node.op} {node.target} {node.args} {node.kwargs} {made}")
+    return found

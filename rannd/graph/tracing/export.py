@@ -1,0 +1,325 @@
+"""Export a module: a flat graph of ATen operators whose batch dimension is a symbol.
+
+``torch.export`` is the front-end. The result keeps the user's own parameter objects, and has one placeholder per tensor
+argument, in the order of the signature. What comes out is cleaned: values become plain data (values.py), checks
+that bake the tracing machine in are dropped, every output is an op of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributions import Distribution
+from torch.export import Dim
+from torch.fx import Graph, GraphModule, Node
+
+import rannd.graph.fx.fake_kernels  # noqa: F401  (tells torch)
+from rannd.graph.branches.branch_selection import BranchTrace
+from rannd.graph.branches.concrete_values import Shadows
+from rannd.graph.branches.data_dependent import Deciding, split_off
+from rannd.graph.call.containers import plain_output
+from rannd.graph.call.signature import Signature
+from rannd.graph.fx.fx_names import any_name
+from rannd.graph.fx.leaf_op import LeafTable
+from rannd.graph.fx.memory_layout import keep_without_gaps, reshape_in_regions, without_gaps
+from rannd.graph.fx.symbolic_values import Number, abstract
+from rannd.graph.fx.traced import Decisions, OutputSpec, Traced, attribute, operator_name
+from rannd.graph.modules.autograd_functions import no_checkpoints
+from rannd.graph.modules.contained_objects import same_arrays
+from rannd.graph.modules.cpp_functions import watch_cpp_functions
+from rannd.graph.modules.foreign_rng import unchanged, watch_dice
+from rannd.graph.modules.guards import kept
+from rannd.graph.modules.source_location import NodesUnseen, watch_gradients
+from rannd.graph.tracing.leaf_recorder import in_place
+from rannd.graph.tracing.simplify import simplify
+from rannd.torch_versions import tracing
+
+DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
+           "aten::sym_constrain_range", "aten::_assert_async.msg")  # fmt: skip
+"""Checks that export adds; the first bakes the device of the tracing machine in."""
+
+
+class _Flat(nn.Module):
+    """Takes the tensor leaves of a call as its only arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        signature: Signature,
+        notes: Notes | None,
+        table: LeafTable | None,
+        deciding: Callable[[Sequence[torch.Tensor]], Deciding] | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._signature = signature
+        self._notes = notes
+        self._table = table
+        self._deciding = deciding
+        self.training = model.training
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = self._signature.unflatten(tensors)
+        if self._notes is None or self._deciding is None:  # strict tracing runs no code of ours
+            return self.model(*args, **kwargs)
+        batch = next(tensor for tensor, spec in zip(tensors, self._signature.tensors, strict=True) if spec.batch)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kept(self.model, self._notes.changes))
+            if self._table is not None:
+                stack.enter_context(in_place(self._table, self.model, lambda: batch.shape[0]))
+            stack.enter_context(NodesUnseen(self.model))
+            stack.enter_context(watch_cpp_functions(self.model))
+            deciding = stack.enter_context(self._deciding(tensors))
+            try:
+                result = self.model(*args, **kwargs)
+            finally:
+                self._notes.decided = tuple(value for _, value in deciding.noted)
+                self._notes.chances = len(deciding.chances)
+        result = plain_output(result, self._notes.dropped)
+        handed = [*(tensor for tensor, _ in deciding.noted), *deciding.chances]
+        return (result, handed) if handed else result
+
+
+class Notes:
+    """What is seen of the user's code on the way."""
+
+    def __init__(self) -> None:
+        self.changes: set[str] = set()
+        """Attributes of modules that the code changes."""
+        self.dropped: list[str] = []
+        """Parts of the output that ranks cannot hand back."""
+        self.decided: tuple[bool, ...] = ()
+        """What it decided by the call's tensors. As many outputs of the program, behind the model's own, are what it
+        decided by."""
+        self.chances = 0
+        """Branches on random numbers; as many outputs, the last ones, are the outcomes."""
+
+
+def export(
+    model: nn.Module,
+    signature: Signature,
+    examples: tuple[torch.Tensor, ...],
+    sample: TracedCall,
+    *,
+    strict: bool = False,
+    table: LeafTable | None = None,
+    notes: Notes | None = None,
+    chance: Callable[[int], bool] = lambda _: False,
+) -> Any:
+    """The exported program of a call with tensors like `examples`; the batch is open unless the signature fixes it.
+
+    Branches on what is in the tensors go the way of `sample`, those on random numbers, by their number, that of
+    `chance` (strict: they fail). Raises whatever the model's code and
+    torch.export raise, Offence for what would be lost, and NotALeaf.
+    """
+    dynamic = tuple(dict.fromkeys(signature.open_dims(number), Dim.AUTO) for number in range(len(examples)))
+    if strict:
+        flat = _Flat(model, signature, None, None, None)
+    else:
+
+        def deciding(traced: Sequence[torch.Tensor]) -> Deciding:
+            return Deciding(_shadows(model, sample, traced), sample.assumed, chance)
+
+        flat = _Flat(model, signature, notes or Notes(), table, deciding)
+    # Strict export runs no code of the user's, and follows all Python code, hooks as well.
+    dice = unchanged(model) if strict else watch_dice(model)
+    gradients = watch_gradients(model, table.functions if table is not None else ())
+    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), tracing(), dice, unvalidated():
+        return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """The call whose way the model's code goes when it is traced."""
+
+    tensors: Sequence[torch.Tensor]
+    """Of the signature's tensors, with all their rows."""
+    assumed: Sequence[bool] | None = None
+    """What to decide, in this order, in place of what the tensors say: they have no rows that could say it."""
+
+
+def _shadows(model: nn.Module, sample: TracedCall, traced: Sequence[torch.Tensor]) -> Shadows:
+    found = Shadows(model)
+    for tensor, real in zip(traced, sample.tensors, strict=True):
+        found.give(tensor, real)
+    return found
+
+
+def example_inputs(signature: Signature, leaves: list[torch.Tensor], least: int = 2) -> tuple[torch.Tensor, ...]:
+    """Tensors to trace with: real rows, repeated to a batch size of at least `least` that no other dimension has.
+
+    A batch of 1 would be fixed silently, and a size that occurs elsewhere could be mistaken for it.
+    """
+    if signature.fixed_rows is not None:
+        return tuple(
+            leaf.detach().requires_grad_(spec.requires_grad)
+            for spec, leaf in zip(signature.tensors, leaves, strict=True)
+        )
+    taken = {size for spec in signature.tensors for size in spec.shape}
+    rows = next(size for size in range(least, least + len(taken) + 1) if size not in taken)
+    examples = []
+    for spec, leaf in zip(signature.tensors, leaves, strict=True):
+        value = leaf.detach()
+        if spec.batch:
+            count = value.shape[0]
+            if count == 0:
+                value = value.new_zeros((rows, *spec.shape))
+            else:
+                value = value[torch.arange(rows, device=value.device) % count]
+        examples.append(value.requires_grad_(spec.requires_grad))
+    return tuple(examples)
+
+
+@contextlib.contextmanager
+def unvalidated() -> Iterator[None]:
+    """Let torch.distributions not look at the values of its arguments, as it does unless Python runs with -O.
+
+    These are branches on values that raise, or do nothing.
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what export warns of and prints (whole graphs, where it fails): the error says it better."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+@dataclass(frozen=True)
+class Shown(BranchTrace):
+    """What an exported program shows of the model, cleaned."""
+
+    decisions: Decisions | None
+
+
+def shown(
+    model: nn.Module, program: Any, notes: Notes, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None = None
+) -> Shown:
+    """Clean an exported program, with what was noted of it. Undecidable where more than the arguments decides.
+
+    `lengths` names the symbols that are not the rows.
+    """
+    with quiet(), any_name():
+        root = program.module(check_guards=False)
+    graph, spec = root.graph, program.call_spec.out_spec
+    dense = without_gaps(root)
+    _make_plain(root, lengths)
+    keep_without_gaps(root, dense)
+    simplify(root)
+    reshape_in_regions(root)
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.users:
+            continue
+        if operator_name(node.target) in DROPPED or isinstance(node.meta["val"], Number):  # checks, and their numbers
+            graph.erase_node(node)
+    count = len(notes.decided) + notes.chances
+    if not count:
+        return Shown(root, spec, (), None)
+    output = next(iter(reversed(graph.nodes)))
+    leaves = pytree.tree_leaves(output.args[0])
+    output.args = (tuple(leaves[:-count]),)
+    decided, drawn = leaves[-count:][: len(notes.decided)], leaves[-count:][len(notes.decided) :]
+    decisions = None
+    if decided:
+        state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        decisions = split_off(root, decided, notes.decided, state)
+    chances = []
+    for node in drawn:
+        if operator_name(node.target) == "aten::clone":  # a copy that was made to be handed out
+            chances.append(node.args[0])
+            graph.erase_node(node)
+        else:  # in a region of its own
+            chances.append(node)
+    return Shown(root, spec.children()[0], chances, decisions)
+
+
+def traced_of(model: nn.Module, shown: Shown) -> Traced:
+    """Name attributes by the user's model, make every output an op of its own."""
+    root, graph = shown.root, shown.root.graph
+    outputs = _outputs_are_ops(graph, shown.spec)
+    names: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        names.setdefault(id(tensor), name)
+    attributes: dict[Node, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        if not node.users:
+            graph.erase_node(node)
+            continue
+        value = attribute(root, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            continue
+        known = names.get(id(value))
+        if known is None:
+            known = f"constant:{node.target}"
+            constants[known] = value.detach()
+        attributes[node] = known
+    return Traced(graph, root, outputs, attributes, constants, decisions=shown.decisions)
+
+
+def _outputs_are_ops(graph: Graph, spec: pytree.TreeSpec) -> OutputSpec:
+    """Give outputs that are an argument, a parameter, or an output twice, an op of their own."""
+    output = next(iter(reversed(graph.nodes)))
+    constants: dict[int, Any] = {}
+    positions: list[int] = []
+    results: list[Node] = []
+    for position, leaf in enumerate(pytree.tree_leaves(output.args[0])):
+        if not isinstance(leaf, Node):
+            constants[position] = leaf
+            continue
+        if leaf.op in ("placeholder", "get_attr") or leaf in results:
+            with graph.inserting_before(output):
+                alias = graph.call_function(torch.ops.aten.alias.default, (leaf,))
+            alias.meta = dict(leaf.meta)
+            leaf = alias
+        positions.append(position)
+        results.append(leaf)
+    output.args = (tuple(results),)
+    return OutputSpec(spec, constants, tuple(positions))
+
+
+def _make_plain(root: GraphModule, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None) -> None:
+    """Keep of each node's notes what the rest of the room needs, as plain data."""
+    for node in root.graph.nodes:
+        node.meta = {"val": abstract(node.meta.get("val"), lengths), "module": _module_of(node)}
+        if node.op == "get_attr":
+            inner = attribute(root, str(node.target))
+            if isinstance(inner, GraphModule):
+                _make_plain(inner, lengths)
+
+
+def _module_of(node: Node) -> str:
+    """Dotted path of the user's module that ran the op ('' for the model itself)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    name = path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")
+    return "" if name.startswith("_empty") else name

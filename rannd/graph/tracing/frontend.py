@@ -1,0 +1,456 @@
+"""The front-end: from a module to a graph, by the first way that works.
+
+1. non-strict export with an open batch dimension; branches that the call's tensors and constants decide go the way
+   that they say (decisions.py);
+2. strict export, where the first fixes the size of the batch;
+3. non-strict export with the submodules that stand in the way as leaves (leaves.py): those that the failure names, or
+   else those that halving the module tree finds;
+4. export for the size of the batch at hand only;
+5. the whole model as one leaf: always right, but nothing of it can be cut.
+
+Every step leaves a line in the record of the traced model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rannd.errors import TraceError
+from rannd.graph.branches.branch_selection import MOST_CHANCES, MoreOperators, NotASelection, select
+from rannd.graph.branches.data_dependent import Undecidable
+from rannd.graph.call.call_errors import numbers_by_row
+from rannd.graph.call.signature import Signature
+from rannd.graph.fx.leaf_op import LeafTable
+from rannd.graph.fx.traced import Traced
+from rannd.graph.modules.autograd_functions import function_path
+from rannd.graph.modules.bisection import ancestors, halve, has_backward_hooks, is_called, outermost, twins, within
+from rannd.graph.modules.foreign_rng import unchanged
+from rannd.graph.modules.methods import called_methods, method_path, part_of
+from rannd.graph.modules.source_location import Offence, SourceLocation, described, in_words, of_exception
+from rannd.graph.tracing.batch_dim import closed_batch, holes, lines
+from rannd.graph.tracing.export import Notes, Shown, TracedCall, example_inputs, export, shown, traced_of
+from rannd.graph.tracing.hook_proofs import failing
+from rannd.graph.tracing.leaf_recorder import NotALeaf, preserved, record
+from rannd.graph.tracing.unsound_exports import unshown, written_later
+
+LARGEST_EXAMPLE = 256
+"""Largest batch to trace with."""
+
+MOST_BY_CHANCE = 2
+"""So many tensors may be as long as the first batch without carrying samples."""
+
+MOST_ATTEMPTS = 64
+"""So often leaves are looked for."""
+
+LARGE_SHARE = 0.2
+"""Before leaves take more than this share of the parameters, strict export is tried."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What came of one export: a program, or a problem and its place."""
+
+    traced: Traced | None = None
+    problem: BaseException | None = None
+    place: SourceLocation | None = None
+    notes: Notes | None = None
+    table: LeafTable | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.problem is None
+
+
+class _ClosedBatch(Exception):
+    """The program is for some sizes of the batch only."""
+
+
+def trace(
+    model: nn.Module,
+    signature: Signature,
+    leaves: list[torch.Tensor],
+    assumed: Sequence[bool] | None = None,
+    opaque: Sequence[str] = (),
+) -> tuple[Traced, Signature]:
+    """Trace `model` as it is called with tensors like `leaves` (one per tensor of the signature).
+
+    Where the code branches on what is in the tensors, the graph has the branch that `leaves` take; without rows they
+    take none, and `assumed` says what to decide (decisions.py), as another rank did. The modules at `opaque` run as
+    single operators, whatever their code is.
+
+    Returns the traced model with the signature of the calls that it is for: the given one, or one that fixes the
+    number of rows. Raises TraceError where the model itself fails, or returns no tensor.
+    """
+    return _FrontEnd(model, signature, leaves, assumed, opaque).run()
+
+
+class _FrontEnd:
+    def __init__(
+        self,
+        model: nn.Module,
+        signature: Signature,
+        leaves: list[torch.Tensor],
+        assumed: Sequence[bool] | None,
+        opaque: Sequence[str],
+    ) -> None:
+        self._model = model
+        self._signature = signature
+        self._leaves = leaves
+        self._assumed = assumed
+        self._opaque = opaque
+        empty = signature.rows(leaves) == 0
+        self._sample = TracedCall(example_inputs(signature, leaves) if empty else leaves, assumed if empty else None)
+        self._record: list[str] = []
+        self._strict_tried = False
+        self._offended = False
+        self._functions_tried: set[str] = set()
+
+    def run(self) -> tuple[Traced, Signature]:
+        """Go through the ways."""
+        hooked = [name for name, module in self._model.named_modules() if has_backward_hooks(module)]
+        if lost := failing():
+            self._note(
+                f"torch {torch.__version__} does not run these hooks of the tracer: {', '.join(lost)}; no graph can be "
+                "trusted, and the whole model runs as one operator. Please report it"
+            )
+            return self._whole()
+        for name in self._opaque:
+            self._note(f"{described(self._model, name)} computes something else in a graph: runs as one operator")
+        for name in hooked:
+            self._note(f"{described(self._model, name)} has backward hooks: runs as one operator")
+        paths = outermost([*self._opaque, *hooked])
+        first = attempt = self._open(paths)
+        if not attempt.good:
+            problem = self._problem(attempt)
+            if problem is not None and (fixed := self._more_rows(problem)) is not None:
+                return fixed
+            if problem is not None:
+                raise problem from problem.__cause__
+        for _ in range(MOST_ATTEMPTS):
+            if attempt.good:
+                return self._done(attempt)
+            self._note(f"export failed: {self._why(attempt)}")
+            self._offended |= isinstance(attempt.problem, Offence) and not attempt.problem.strict_keeps
+            if isinstance(attempt.problem, _ClosedBatch) and (strict := self._strict()) is not None:
+                return self._done(strict)
+            if (function := self._function(attempt)) is not None:
+                other = self._open([*paths, function])
+                if not isinstance(other.problem, NotALeaf) or other.problem.path != function:
+                    self._note(f"{described(self._model, function)} runs as one operator")
+                    paths, attempt = [*paths, function], other
+                    continue
+                self._note(f"{described(self._model, function)} cannot run as one operator: {other.problem}")
+            found = self._culprits(attempt, paths)
+            if "" in found or self._share({*paths, *found}) > LARGE_SHARE:
+                better = self._method(attempt, paths)
+                if better is not None:
+                    path, attempt = better
+                    self._note(f"{described(self._model, path)} runs as one operator")
+                    paths = [*paths, path]
+                    continue
+            if "" in found:
+                break
+            if self._share({*paths, *found}) > LARGE_SHARE:
+                if (strict := self._strict()) is not None:
+                    return self._done(strict)
+                if isinstance(attempt.problem, _ClosedBatch):
+                    break  # a graph for this size can be cut, large leaves cannot
+            for name in found:
+                self._note(f"{described(self._model, name)} runs as one operator")
+            paths = outermost([*paths, *found])
+            attempt = self._open(paths)
+        if (strict := self._strict()) is not None:
+            return self._done(strict)
+        if not isinstance(first.problem, Offence) and "" not in paths and (fixed := self._fixed(paths)) is not None:
+            return fixed
+        return self._whole(attempt)
+
+    # -- ways -------------------------------------------------------------------------------------------------
+
+    def _open(self, paths: Sequence[str], strict: bool = False) -> _Attempt:
+        """Export with the modules at `paths` as leaves, for any number of rows."""
+        notes = Notes()
+        table: LeafTable | None = None
+        try:
+            if paths:
+                table = record(self._model, paths, self._runs())
+            examples = example_inputs(self._signature, self._leaves)
+            program = export(
+                self._model, self._signature, examples, self._sample, strict=strict, table=table, notes=notes
+            )
+            closed = closed_batch(program, self._signature) if self._signature.fixed_rows is None else None
+            if closed is not None:
+                name, low, high = closed
+                if not (low < high and self._same_beyond(program, high, strict, table)):
+                    sizes = f"{low} to {high}" if low < high else str(low)
+                    raise _ClosedBatch(
+                        f"the batch dimension of {name} is fixed by the model's code to {sizes} (a shape used as a "
+                        "number, or a comparison with it)"
+                    )
+            closed_sizes = holes(program, self._signature) if self._signature.fixed_rows is None else ()
+            if self._signature.rows(self._leaves) in closed_sizes:
+                raise _ClosedBatch(
+                    f"a batch of {self._signature.rows(self._leaves)} rows is treated in another way by the model's "
+                    "code (a comparison with its size)"
+                )
+        except (TraceError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except Offence as exc:
+            return _Attempt(problem=exc, place=exc.place)
+        except NotALeaf as exc:
+            place = SourceLocation(ancestors(exc.path), "")
+            return _Attempt(problem=exc, place=place)
+        except _ClosedBatch as exc:
+            return _Attempt(problem=exc)
+        except Exception as exc:
+            return _Attempt(problem=exc, place=of_exception(self._model, exc), notes=notes)
+        try:
+            found = shown(self._model, program, notes)
+            if notes.chances:
+                found = self._select(found, notes, examples, table)
+            traced = dataclasses.replace(traced_of(self._model, found), leaves=table, holes=closed_sizes)
+        except (Undecidable, NotASelection) as exc:
+            around = (exc.module, *ancestors(exc.module)) if exc.module else ("",)
+            return _Attempt(problem=exc, place=SourceLocation(around, ""))
+        hidden = unshown(traced)
+        if hidden is not None:
+            around = (hidden.path, *ancestors(hidden.path)) if hidden.path else ("",)
+            return _Attempt(problem=hidden, place=SourceLocation(around, ""))
+        broken = written_later(traced)
+        if broken is not None:
+            return _Attempt(problem=broken, place=SourceLocation(ancestors(broken.path), ""))
+        return _Attempt(traced, notes=notes, table=table)
+
+    def _select(self, base: Shown, notes: Notes, examples: tuple[torch.Tensor, ...], table: LeafTable | None) -> Shown:
+        """The graph with both ways of branches on random numbers, of which `base` takes none. NotASelection."""
+        count = notes.chances
+        module = base.chances[0].meta.get("module", "")
+        if count > MOST_CHANCES:
+            raise NotASelection(f"is one of {count}, which are too many to look at all of them", module)
+
+        def way(chance: Callable[[int], bool]) -> Shown:
+            seen = Notes()
+            try:
+                program = export(
+                    self._model, self._signature, examples, self._sample, table=table, notes=seen, chance=chance
+                )
+            except (Exception, Offence) as exc:
+                raise NotASelection(f"cannot be taken the other way: {in_words(exc)}", module) from exc
+            if seen.decided != notes.decided:
+                raise NotASelection("changes what other branches decide", module)
+            return shown(self._model, program, seen)
+
+        taken = way(lambda _: True)
+        try:
+            select(base, False, [way(partial(operator.eq, number)) for number in range(count)], taken)
+        except MoreOperators:
+            select(taken, True, [way(partial(operator.ne, number)) for number in range(count)], base)
+            base = taken
+        self._note(f"{count} branches on random numbers: both ways are computed, and one is chosen each time")
+        return base
+
+    def _strict(self) -> _Attempt | None:
+        """Strict export; once, and not where it would lose silently what the other refused."""
+        if self._strict_tried or self._offended or self._opaque:
+            return None
+        self._strict_tried = True
+        attempt = self._open((), strict=True)
+        if not attempt.good:
+            self._note(f"strict export failed, too: {self._why(attempt)}")
+            return None
+        self._note("exported in strict mode")
+        return attempt
+
+    def _fixed(self, paths: Sequence[str]) -> tuple[Traced, Signature] | None:
+        """Export for the rows at hand."""
+        rows = self._signature.rows(self._leaves)
+        if rows == 0:
+            return None
+        signature = dataclasses.replace(self._signature, fixed_rows=rows)
+        other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
+        attempt = other._open(paths)
+        if not attempt.good:
+            self._note(f"export for {rows} rows failed, too: {self._why(attempt)}")
+            return None
+        self._note(f"exported for {rows} rows; other sizes of the batch need a graph of their own")
+        return self._done(attempt)[0], signature
+
+    def _more_rows(self, problem: TraceError) -> tuple[Traced, Signature] | None:
+        """A graph for the rows at hand, where the model fails for the few rows of an example alone.
+
+        It may be for any number of rows, where a tensor was as long as the batch by chance.
+        """
+        rows = self._signature.rows(self._leaves)
+        fixed = dataclasses.replace(self._signature, fixed_rows=rows)
+        if self._signature.fixed_rows is not None or rows == 0 or not self._runs_with(fixed, [2]):
+            return None  # it is the model that fails
+        if numbers_by_row(self._signature, rows):
+            return None  # numbers are the same for all samples: a graph for them would be one for this mini-batch alone
+        few = self._signature.rows(example_inputs(self._signature, self._leaves))
+        carrying = [number for number, spec in enumerate(self._signature.tensors) if spec.batch]
+        for count in range(1, min(len(carrying), MOST_BY_CHANCE + 1)):
+            for numbers in itertools.combinations(reversed(carrying), count):
+                signature = self._signature.whole(numbers, rows)
+                if self._runs_with(signature, [2, rows + 1]):
+                    other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
+                    names = ", ".join(self._signature.tensors[number].name for number in sorted(numbers))
+                    other._note(f"{names} has {rows} rows, too, but carries no samples: for {few} rows {problem}")
+                    traced, signature = other.run()
+                    return dataclasses.replace(traced, whole=tuple(sorted(numbers))), signature
+        other = _FrontEnd(self._model, fixed, self._leaves, self._assumed, self._opaque)
+        other._note(
+            f"for {few} rows {problem}; traced for {rows} rows, other sizes of the batch need a graph of their own"
+        )
+        return other.run()
+
+    def _runs_with(self, signature: Signature, sizes: Iterable[int]) -> bool:
+        """Whether the model runs with (at least) some numbers of rows under another signature."""
+        other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
+        try:
+            with preserved(self._model):
+                for size in sizes:
+                    other._run(example_inputs(signature, self._leaves, size))
+        except Exception:
+            return False
+        return True
+
+    def _whole(self, attempt: _Attempt | None = None) -> tuple[Traced, Signature]:
+        """The whole model as one leaf."""
+        whole = self._open(("",))
+        if not whole.good:
+            first = f"{self._line(attempt)}: {self._why(attempt)}" if attempt is not None else f": {self._record[-1]}"
+            raise TraceError(
+                f"{described(self._model, '')} cannot be traced{first}; nor can it run as one operator: "
+                f"{self._why(whole)}"
+            ) from (attempt.problem if attempt is not None else None)
+        if attempt is None:
+            return self._done(whole)
+        self._note(
+            f"the whole model runs as one operator, and cannot be cut: {self._why(attempt)}. Move that code into a "
+            "submodule of its own to have the rest partitioned"
+        )
+        return self._done(whole)
+
+    def _done(self, attempt: _Attempt) -> tuple[Traced, Signature]:
+        notes = attempt.notes or Notes()
+        for name in notes.dropped:
+            self._note(f"{name} of the output cannot be handed back by ranks: None is in its place")
+        assert attempt.traced is not None
+        changes = tuple(sorted(notes.changes))
+        return dataclasses.replace(attempt.traced, changes=changes, record=tuple(self._record)), self._signature
+
+    # -- who is to blame --------------------------------------------------------------------------------------
+
+    def _function(self, attempt: _Attempt) -> str | None:
+        """The custom Function that stands in the way, unless it was tried as an operator."""
+        if not isinstance(attempt.problem, Offence) or attempt.problem.function is None:
+            return None
+        path = function_path(attempt.problem.function)
+        if path in self._functions_tried:
+            return None
+        self._functions_tried.add(path)
+        return path
+
+    def _culprits(self, attempt: _Attempt, paths: Sequence[str]) -> list[str]:
+        """The modules to make leaves of; [''] where it is the model's own code."""
+        if attempt.place is not None and (attempt.place.exact or attempt.place.modules != ("",)):
+            inner = next(
+                name
+                for name in attempt.place.modules
+                if not name or (not within(name, paths) and is_called(self._model.get_submodule(name)))
+            )
+            return twins(self._model, inner, paths)
+        return halve(self._model, "", list(paths), lambda parts: self._open(parts).good)
+
+    def _method(self, attempt: _Attempt, paths: Sequence[str]) -> tuple[str, _Attempt] | None:
+        """A method that can be a leaf in place of its module, with what comes of it: the failure is gone."""
+        if attempt.place is None:
+            return None
+        inner = next(name for name in attempt.place.modules if not within(name, paths) or not name)
+        try:
+            with preserved(self._model):
+                names = called_methods(self._model.get_submodule(inner), self._runs()[0][1])
+        except Exception:
+            return None  # the model does not run as it is: told elsewhere
+        for name in names:
+            path = method_path(inner, name)
+            other = self._open([*paths, path])
+            if other.good or (not isinstance(other.problem, NotALeaf) and self._why(other) != self._why(attempt)):
+                return path, other
+        return None
+
+    # -- help -------------------------------------------------------------------------------------------------
+
+    def _runs(self) -> list[tuple[int, Callable[[], Any]]]:
+        """Runs of the model with three sizes of the batch."""
+        if self._signature.fixed_rows is not None:
+            sizes = [example_inputs(self._signature, self._leaves)] * 2
+        else:
+            sizes = [example_inputs(self._signature, self._leaves)]
+            for more in (1, 2):
+                last = self._signature.rows(sizes[-1])
+                sizes.append(example_inputs(self._signature, self._leaves, last + more))
+        return [(self._signature.rows(examples), partial(self._run, examples)) for examples in sizes]
+
+    def _run(self, examples: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = self._signature.unflatten(examples)
+        with unchanged(self._model):
+            return self._model(*args, **kwargs)
+
+    def _problem(self, attempt: _Attempt) -> TraceError | None:
+        """What is wrong where it is not the tracing that fails, but the model."""
+        examples = example_inputs(self._signature, self._leaves)
+        if attempt.notes is not None and attempt.notes.decided:
+            # It went the way of the whole mini-batch, whose first rows might go another.
+            examples = tuple(
+                tensor.detach().clone().requires_grad_(spec.requires_grad)
+                for spec, tensor in zip(self._signature.tensors, self._sample.tensors, strict=True)
+            )
+        try:
+            with preserved(self._model):
+                self._run(examples)
+        except Exception as exc:
+            place = of_exception(self._model, exc)
+            told = TraceError(f"{described(self._model, place.modules[0])} fails{place.line}: {in_words(exc)}")
+            told.__cause__ = exc
+            return told
+        return None
+
+    def _same_beyond(self, program: Any, high: int, strict: bool, table: LeafTable | None) -> bool:
+        """Whether a program that is for at most `high` rows is the same for more (a choice among kernels)."""
+        if high > LARGEST_EXAMPLE:
+            return False
+        examples = example_inputs(self._signature, self._leaves, high + 1)
+        try:
+            other = export(self._model, self._signature, examples, self._sample, strict=strict, table=table)
+        except Exception:
+            return False
+        return lines(program.graph) == lines(other.graph)
+
+    def _why(self, attempt: _Attempt) -> str:
+        problem = attempt.problem
+        assert problem is not None
+        if attempt.place is None:
+            return in_words(problem) if not isinstance(problem, _ClosedBatch) else str(problem)
+        where = described(self._model, attempt.place.modules[0])
+        return f"{where}{attempt.place.line}: {in_words(problem) if not isinstance(problem, NotALeaf) else problem}"
+
+    def _line(self, attempt: _Attempt) -> str:
+        return attempt.place.line if attempt.place is not None else ""
+
+    def _share(self, paths: Iterable[str]) -> float:
+        """Share of the parameters that the modules hold."""
+        inside = {id(p): p.numel() for name in paths for p in part_of(self._model, name).parameters()}
+        return sum(inside.values()) / max(sum(p.numel() for p in self._model.parameters()), 1)
+
+    def _note(self, line: str) -> None:
+        self._record.append(line)

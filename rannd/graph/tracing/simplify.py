@@ -1,0 +1,80 @@
+"""Take work out of a graph that changes nothing of what it computes.
+
+Two things that language models do to their logits, the largest values that they have: `logits[:, :-1]` leaves a slice
+of all samples behind, and computes rows that it drops at once. The backward of each such slice fills a tensor of the
+whole size with zeros and copies into it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from rannd.graph.fx.symbolic_values import TensorValue
+from rannd.graph.fx.traced import attribute
+
+_SLICE = torch.ops.aten.slice.Tensor
+_LINEAR = torch.ops.aten.linear.default
+
+
+def simplify(root: GraphModule) -> None:
+    """Simplify a graph of ATen operators and those of its regions, in place. Values are plain data already."""
+    for node in list(root.graph.nodes):
+        if node.op == "get_attr":
+            inner = attribute(root, str(node.target))
+            if isinstance(inner, GraphModule):
+                simplify(inner)
+        elif node.target is _SLICE and not node.kwargs:
+            if _takes_all(node):
+                node.replace_all_uses_with(node.args[0])
+                root.graph.erase_node(node)
+            else:
+                _slice_before_linear(root.graph, node)
+
+
+def _takes_all(node: Node) -> bool:
+    """Whether a slice is of all of a dimension: its result is the very memory that it is given."""
+    given: list[Any] = list(node.args)[2:]
+    start, end, step = given + [None, None, 1][len(given) :]
+    return start in (None, 0) and (end is None or (isinstance(end, int) and end >= sys.maxsize)) and step == 1
+
+
+def _slice_before_linear(graph: Graph, node: Node) -> None:
+    """``linear(x)[:, a:b]`` as ``linear(x[:, a:b])``, where nobody else reads the linear and its rows are the longer.
+
+    Not of the first dimension, whose rows are samples. A linear's result lies in memory of its own without gaps, so
+    every operator that takes the slice takes it, but for those that look at how memory lies.
+    """
+    given: list[Any] = list(node.args)
+    linear, dim, bounds = given[0], given[1] if len(given) > 1 else 0, given[2:]
+    if not isinstance(linear, Node) or linear.target is not _LINEAR or len(linear.users) > 1:
+        return
+    x, weight = linear.args[:2]
+    taken, matrix, result = _tensor(x), _tensor(weight), _tensor(node)
+    if taken is None or matrix is None or result is None:
+        return
+    rows, columns = matrix.shape
+    if not all(bound is None or isinstance(bound, int) for bound in (*bounds, dim)):
+        return
+    place = dim % result.ndim
+    if not 0 < place < result.ndim - 1 or not (isinstance(rows, int) and isinstance(columns, int) and rows > columns):
+        return
+    if any("as_strided" in str(user.target) for user in node.users):
+        return
+    shape = (*taken.shape[:place], result.shape[place], *taken.shape[place + 1 :])
+    with graph.inserting_before(linear):  # where `x` is what the linear reads
+        shorter = graph.call_function(_SLICE, (x, place, *bounds))
+        moved = graph.call_function(_LINEAR, (shorter, *linear.args[1:]))
+    shorter.meta = {**node.meta, "val": TensorValue(taken.dtype, shape)}
+    moved.meta = {**linear.meta, "val": result}
+    node.replace_all_uses_with(moved)
+    graph.erase_node(node)
+    graph.erase_node(linear)
+
+
+def _tensor(node: Any) -> TensorValue | None:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, TensorValue) else None

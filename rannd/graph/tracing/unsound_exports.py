@@ -1,0 +1,51 @@
+"""What an export lets pass although its graph would not compute what the code does: the module has to be a leaf."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
+
+from rannd.graph.fx.aliasing import Aliases, written
+from rannd.graph.fx.leaf_op import NAME as LEAF
+from rannd.graph.fx.leaf_op import call_of
+from rannd.graph.fx.traced import Traced, attribute, operator_name
+from rannd.graph.tracing.leaf_recorder import NotALeaf
+
+NESTING = ("_vmap_increment", "_grad_increment", "_jvp_increment", "functorch")
+"""Parts of the names of operators that begin a level of torch.func."""
+
+
+def unshown(traced: Traced) -> NotALeaf | None:
+    """Code that reads what a graph cannot hold: the values of its own tensors (`.data`), a random generator."""
+    for node in traced.graph.nodes:
+        if any(word in operator_name(node.target) for word in NESTING):
+            return NotALeaf(node.meta.get("module", ""), "its code uses torch.func, whose levels a graph cannot show")
+        if node.op != "get_attr" or not node.users:
+            continue
+        value = attribute(traced.root, str(node.target))
+        module = next(iter(node.users)).meta.get("module", "")
+        if isinstance(value, FakeTensor):
+            return NotALeaf(module, "its code reads the .data of a tensor that is only traced")
+        if not isinstance(value, (torch.Tensor, GraphModule)):
+            return NotALeaf(module, f"its code hands a {type(value).__qualname__} to an operator")
+    return None
+
+
+def written_later(traced: Traced) -> NotALeaf | None:
+    """A leaf whose results share memory, where an operator writes into what it was given or has made."""
+    if traced.leaves is None:
+        return None
+    sharing = Aliases(traced)
+    targets = {
+        sharing.find(target)
+        for node in traced.graph.nodes
+        if operator_name(node.target) != LEAF
+        for target in written(traced, node)
+    }
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and operator_name(node.target) == LEAF:
+            _, call = call_of(node.args[0])
+            if call.shares and any(sharing.find(each) in targets for each in (*node.users, *node.all_input_nodes)):
+                return NotALeaf(call.path, "its results share memory that is written into")
+    return None

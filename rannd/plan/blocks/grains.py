@@ -1,0 +1,42 @@
+"""Grains: runs of atoms that blocks are made of, and that are measured.
+
+A grain begins with an operator that multiplies or has trained parameters, and ends where the next one does so:
+
+    | layer_norm | linear split view | attention view | linear dropout add | layer_norm | linear gelu | linear ..
+
+What is in a grain follows from its own operators alone, so a model of more, equal layers has the same grains, and
+needs nothing new measured, whatever its blocks are. In between stages would hardly begin: most is computed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rannd.graph.fx.ir import Op, TaskGraph
+from rannd.plan.blocks.cut_places import cut_places, has_cut_points
+
+MOST = 16
+"""Atoms in a grain."""
+_FLOPS = 2.0
+"""For each byte that is made: more is a product; others have one for each element (rannd/graph/fx/flops.py)."""
+_ROWS = 8
+"""At which both are compared; fixed, so that grains do not depend on the batch."""
+
+
+def make_grains(graph: TaskGraph, atoms: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Sets of op indexes (each sorted), in the order of `atoms`, which they are made of. None crosses a CutPoint."""
+    forced = cut_places(graph, atoms) if has_cut_points(graph) else [False] * (len(atoms) + 1)
+    found: list[list[int]] = []
+    held = 0
+    for place, atom in enumerate(atoms):
+        if not held or held == MOST or forced[place] or any(_is_heavy(graph, graph.ops[op]) for op in atom):
+            found.append([])
+            held = 0
+        found[-1] += atom
+        held += 1
+    return tuple(tuple(sorted(ops)) for ops in found)
+
+
+def _is_heavy(graph: TaskGraph, op: Op) -> bool:
+    made = sum(graph.values[value].bytes.at(_ROWS) for value in op.outputs)
+    return op.flops.at(_ROWS) > _FLOPS * made or any(graph.params[index].trainable for index in op.params)

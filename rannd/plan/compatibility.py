@@ -1,0 +1,79 @@
+"""Whether a deployment belongs to a job: differences that make it wrong, and those that only make it slow.
+
+| difference | what happens |
+| --- | --- |
+| the graph, the number of ranks, a schedule that this rannd does not know | DeploymentError |
+| ranks' spread over nodes, model of the devices, rows of the batch, versions, costs that were not measured | warning |
+
+Formats are told by :func:`rannd.plan.deployment.decode`, and memory that is too small by what is free on each rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rannd.errors import DeploymentError
+from rannd.plan.deployment import Deployment, Provenance, Slot
+from rannd.plan.run_modes import SCHEDULES
+
+_AGAIN = "plan again without it"
+
+
+def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> None:
+    """DeploymentError where `deployment` cannot run the graph of that hash on `world` ranks."""
+    if deployment.graph_hash != graph_hash:
+        raise DeploymentError(
+            f"the deployment was made for the graph {plain(deployment.graph_hash)[:12]}, this model's is "
+            f"{graph_hash[:12]}: another model, other shapes or another mode (training, autocast); {_AGAIN}"
+        )
+    if len(deployment.slots) != world:
+        raise DeploymentError(
+            f"the deployment was made for {len(deployment.slots)} ranks, this job has {world}; start "
+            f"{len(deployment.slots)} ranks, or {_AGAIN}"
+        )
+    if deployment.schedule not in SCHEDULES:
+        raise DeploymentError(
+            f"the deployment runs the schedule {plain(deployment.schedule)!r}, this rannd knows "
+            f"{', '.join(SCHEDULES)}; {_AGAIN}"
+        )
+    if deployment.zero:
+        raise DeploymentError(f"the deployment has ZeRO stage {deployment.zero}, which this rannd cannot run; {_AGAIN}")
+
+
+def differences(deployment: Deployment, *, here: Provenance, slots: Sequence[Slot], rows: int) -> list[str]:
+    """What of a job is another thing than the deployment was planned for, in words: it runs, but may be slow.
+
+    `here` is what would be noted of a deployment made now, `slots` are the job's, `rows` the global batch's.
+    """
+    found = []
+    planned, there = (_spread(each) for each in (deployment.slots, slots))
+    if planned != there:
+        found.append(f"it was planned for {planned}, this job has {there}")
+    if deployment.batch_rows != rows:
+        found.append(f"it was planned for a global batch of {deployment.batch_rows} rows, this call has {rows}")
+    made = deployment.made
+    if made is None:
+        return found
+    if made.device != here.device:
+        found.append(f"it was planned for the device {plain(made.device)!r}, this job has {here.device!r}")
+    if made.costs != here.costs:
+        found.append(f"its times are from {plain(made.costs)}, not measured")
+    for name, theirs, ours in (("rannd", made.rannd, here.rannd), ("torch", made.torch, here.torch)):
+        if theirs != ours:
+            found.append(f"it was planned with {name} {plain(theirs)}, this is {ours}")
+    return found
+
+
+def plain(text: str, most: int = 80) -> str:
+    """Text out of a file as it may be printed: one line, no control characters, not longer than `most`."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text[: most + 1])
+    return text if len(text) <= most else f"{text[: most - 2]}.."
+
+
+def _spread(slots: Sequence[Slot]) -> str:
+    counts = list(Counter(slot.node for slot in slots).values())
+    if len(counts) == 1:
+        return f"{counts[0]} ranks on one node"
+    told = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    return f"{len(counts)} nodes of {told} ranks"

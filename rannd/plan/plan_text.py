@@ -1,0 +1,232 @@
+"""A deployment as text for people: stages, memory, time, and what was not chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from msgspec.structs import replace
+
+from rannd.errors import UsageError
+from rannd.plan.compatibility import plain
+from rannd.plan.deployment import Deployment, Slot, Stage
+
+
+def show(deployment: Deployment, batch_size: int | None = None) -> str:
+    """What is planned, for a global batch of `batch_size` rows (None: the batch that it was planned for).
+
+    For another batch the times of computing and the bytes of activations and transfers grow with the rows of a piece,
+    and the rest stays: a rough estimate, and marked as one. UsageError for what is no number of rows, 1 or more.
+    """
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise UsageError(f"a batch of {batch_size!r} rows; give the rows of all ranks' mini-batches together")
+    planned = deployment.batch_rows
+    shown = deployment if batch_size in (None, planned) else scaled(deployment, batch_size or planned)
+    parts = [_head(shown, planned), _stages(shown), _memory(shown)]
+    if deployment.alternatives:
+        parts.append(_alternatives(deployment))
+    return "\n\n".join(parts)
+
+
+def piece_rows(deployment: Deployment) -> int:
+    """Rows of the largest piece."""
+    return math.ceil(math.ceil(deployment.batch_rows / len(deployment.slots)) / deployment.microbatches)
+
+
+def scaled(deployment: Deployment, batch_size: int) -> Deployment:
+    """The deployment with estimates for another batch, in proportion to the rows of a piece."""
+    other = replace(deployment, batch_rows=batch_size)
+    factor = piece_rows(other) / piece_rows(deployment)
+    stages = []
+    for stage in deployment.stages:
+        each = stage.estimate
+        rows = {
+            name: getattr(each, name) * factor for name in ("forward_us", "backward_us", "weight_us")
+        } | {
+            name: math.ceil(getattr(each, name) * factor)
+            for name in ("input_bytes", "output_bytes", "activation_bytes", "comm_bytes", "working_bytes")
+        }  # fmt: skip
+        grown = replace(each, **rows)
+        more = sum(
+            getattr(grown, name) - getattr(each, name) for name in ("activation_bytes", "comm_bytes", "working_bytes")
+        )
+        stages.append(replace(stage, estimate=replace(grown, total_bytes=each.total_bytes + more)))
+    reduce = min(max(stage.estimate.allreduce_us for stage in stages), deployment.step_us)
+    step = (deployment.step_us - reduce) * factor + reduce
+    # A bound of the planned batch says nothing of this one.
+    return replace(other, stages=tuple(stages), step_us=step, e_us=0.0, bound_us=0.0)
+
+
+def bubble(deployment: Deployment) -> float:
+    """Part of all devices' time that is not spent in forwards and backwards, 0 where the step takes no time."""
+    busy = sum(
+        len(stage.slots) * (stage.estimate.forward_us + stage.estimate.backward_us) for stage in deployment.stages
+    )
+    whole = len(deployment.slots) * deployment.step_us
+    return max(1 - busy / whole, 0.0) if whole > 0 else 0.0
+
+
+# -- parts ----------------------------------------------------------------------------------------------------
+
+
+def _head(deployment: Deployment, planned: int) -> str:
+    made, world = deployment.made, len(deployment.slots)
+    rows, nodes = deployment.batch_rows, len({slot.node for slot in deployment.slots})
+    lines = [("graph", plain(deployment.graph_hash))]
+    if made is not None:
+        lines += [
+            ("device", plain(made.device)),
+            ("times", f"{plain(made.costs)}, by rannd {plain(made.rannd)} and torch {plain(made.torch)}"),
+        ]
+    stages = len(deployment.stages)
+    schedule = plain(deployment.schedule) + (f", ZeRO {deployment.zero}" if deployment.zero else "")
+    lines += [
+        ("devices", f"{world} on {_count(nodes, 'node')}, {_count(stages, 'stage')}"),
+        (
+            "batch",
+            f"{_count(rows, 'row')}: {_count(world, 'rank')} x {_count(deployment.microbatches, 'microbatch')} of "
+            f"{piece_rows(deployment)} at most",
+        ),
+        ("schedule", f"{schedule}; neighbours are {plain(deployment.placement)}"),
+        ("step", f"{_ms(deployment.step_us)} predicted, of which {bubble(deployment):.1%} is not computing"),
+    ]
+    if rows != planned:
+        lines.append(("", f"roughly: planned for {_count(planned, 'row')}, in proportion to the rows of a piece"))
+    if deployment.bound_us > 0:
+        closed = deployment.e_us or deployment.step_us
+        gap = max(closed / deployment.bound_us - 1, 0.0)
+        lines.append(
+            (
+                "E",
+                f"{_ms(closed)} by the closed form, of which no plan has less than "
+                f"{_ms(deployment.bound_us)}: gap {gap:.1%}",
+            )
+        )
+    if not deployment.searched_all:
+        lines.append(("search", "cut off: a better plan may exist"))
+    most = max(stage.estimate.total_bytes for stage in deployment.stages)
+    allowed = f" of {_bytes(deployment.memory_bytes)} allowed" if deployment.memory_bytes else ""
+    lines.append(("memory", f"{_bytes(most)}{allowed} on the fullest device"))
+    return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _stages(deployment: Deployment) -> str:
+    rows = []
+    for number, stage in enumerate(deployment.stages):
+        each = stage.estimate
+        rows.append(
+            (
+                str(number),
+                plain(stage.name, 24),
+                _places([deployment.slots[slot] for slot in stage.slots]),
+                str(each.pieces),
+                str(each.in_flight),
+                "yes" if stage.recompute else "no",
+                _ms(each.forward_us),
+                _ms(each.backward_us),
+                _ms(each.weight_us) if each.weight_us else "",
+                _ms(each.allreduce_us),
+                _bytes(each.input_bytes),
+                _bytes(each.output_bytes),
+                _ops(stage),
+            )
+        )
+    heads = ("stage", "blocks", "devices", "pieces", "held", "recomputes", "forward", "backward", "of it weights",
+             "all-reduce", "in/piece", "out/piece", "operators")  # fmt: skip
+    return _table(heads, rows)
+
+
+def _memory(deployment: Deployment) -> str:
+    kinds = (
+        "param_bytes",
+        "grad_bytes",
+        "optimizer_bytes",
+        "activation_bytes",
+        "comm_bytes",
+        "working_bytes",
+        "total_bytes",
+    )
+    rows = [
+        (str(number), *(_bytes(getattr(stage.estimate, kind)) for kind in kinds))
+        for number, stage in enumerate(deployment.stages)
+    ]
+    heads = (
+        "stage",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "transfers",
+        "while running",
+        "a device in all",
+    )
+    return _table(heads, rows)
+
+
+def _alternatives(deployment: Deployment) -> str:
+    rows = []
+    for other in deployment.alternatives:
+        slower = f"{other.step_us / deployment.step_us:.3f}x" if other.step_us and deployment.step_us else ""
+        what = f"lacks {_bytes(other.over_bytes)}" if other.over_bytes else ""
+        what = what if other.runs else "cannot be run yet"
+        step = _ms(other.step_us) if other.step_us else ""
+        rows.append((plain(other.name), step, slower, _bytes(other.most_bytes), what))
+    batch = _count(deployment.batch_rows, "row")
+    return _table((f"not chosen ({batch})", "step", "to this", "fullest device", "note"), rows)
+
+
+# -- words ----------------------------------------------------------------------------------------------------
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need; empty ones are left away."""
+    used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+    widths = [max(len(heads[column]), *(len(row[column]) for row in rows)) for column in used]
+    lines = []
+    for row in (heads, *rows):
+        cells = (row[column].ljust(width) for column, width in zip(used, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _places(slots: Iterable[Slot]) -> str:
+    """``0-2:0-3 3:0,2`` for devices 0 to 3 of nodes 0 to 2, and 0 and 2 of node 3."""
+    devices: dict[int, list[int]] = {}
+    for slot in sorted(slots):
+        devices.setdefault(slot.node, []).append(slot.device)
+    told = []
+    for used, alike in groupby(devices, key=lambda node: _runs(devices[node])):
+        told.append(f"{_runs(list(alike))}:{used}")
+    return " ".join(told)
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """``0-3,5`` for 0, 1, 2, 3 and 5, which are sorted."""
+    runs = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        held = [number for _, number in run]
+        runs.append(f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]))
+    return ",".join(runs)
+
+
+def _ops(stage: Stage) -> str:
+    first, last = plain(stage.ops[0], 40), plain(stage.ops[-1], 40)
+    return f"{len(stage.ops)}, {first} .. {last}" if len(stage.ops) > 1 else first
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.3f} ms" if us < 1e6 else f"{us / 1e6:.3f} s"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{int(count)} B"
+
+
+def _count(number: int, what: str) -> str:
+    if number == 1:
+        return f"1 {what}"
+    return f"{number} {what}es" if what.endswith("ch") else f"{number} {what}s"

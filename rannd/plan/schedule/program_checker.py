@@ -1,0 +1,216 @@
+"""Model checker for Programs: what must hold before one is run on tensors.
+
+Written apart from the schedules it checks: it knows what a step has to do, not how a schedule orders it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from rannd.errors import PlanError
+from rannd.plan.schedule.program import SENDS, TRANSFERS, Action, ActionKind, Edge, Layout, Program
+
+_FORWARD_KINDS = frozenset({ActionKind.FORWARD, ActionKind.SEND_VALUES, ActionKind.RECV_VALUES})
+_Move = tuple[int, int, bool, Edge, int]
+"""A transfer as both of its slots see it: sender, receiver, gradient, edge, piece."""
+
+
+def check(program: Program) -> None:
+    """PlanError that names slot and action where `program` would not do one whole step.
+
+    Checked: forward kinds lie in the forward phase, and nothing else does, unless all does; every piece goes
+    forward and backward once in every stage, on the replica that has it; where a stage's backward comes in two halves,
+    the second one follows for every piece, so that every gradient is computed once; every value and gradient that has
+    to move moves once, between the right slots, after it was made and before it is used; when all gradients are
+    there, each slot reduces once with the replicas of its stage and once with each set of stages that it shares
+    parameters with, in one order on all slots; the transfers of a pair of slots come in the same order on both sides
+    within the forward and within the backward group (NCCL demands it); and the program ends when each slot runs its
+    list in order, sends not waiting, receives waiting for the oldest unread message of that sender and group (gloo and
+    NCCL deliver in that order).
+    """
+    layout = program.layout
+    if len(program.slots) != layout.world or len(program.forward_length) != layout.world:
+        raise PlanError(f"program for {len(program.slots)} slots in a world of {layout.world}")
+    interleaved = program.interleaved
+    for slot in range(layout.world):
+        _check_phases(program, slot, interleaved=interleaved)
+        _check_reductions(layout, slot, program.slots[slot])
+    _check_complete(program)
+    _check_pair_orders(program)
+    _Run(program).play()
+
+
+def _check_phases(program: Program, slot: int, *, interleaved: bool) -> None:
+    border = program.forward_length[slot]
+    for place, action in enumerate(program.slots[slot] if not interleaved else ()):
+        if (action.kind in _FORWARD_KINDS) != (place < border):
+            raise PlanError(f"slot {slot}: {action} at place {place} is in the wrong phase (forward ends at {border})")
+
+
+def _check_reductions(layout: Layout, slot: int, actions: tuple[Action, ...]) -> None:
+    """They are the slot's last actions, and the same on all slots that take part."""
+    wanted = [layout.reduction(stages) for stages in layout.reductions if layout.stage_of(slot) in stages]
+    found = [action for action in actions if action.kind is ActionKind.REDUCE]
+    if found != wanted or list(actions[-len(wanted) :]) != wanted:
+        raise PlanError(
+            f"slot {slot}: a program ends with its reductions, here {' '.join(map(str, wanted))}; this one has "
+            f"{' '.join(map(str, found)) or 'none'} and ends with {' '.join(map(str, actions[-len(wanted) :]))}"
+        )
+
+
+def _check_complete(program: Program) -> None:
+    """Each slot does all it has to and nothing else, each once."""
+    layout = program.layout
+    split = {
+        layout.stage_of(slot)
+        for slot, actions in enumerate(program.slots)
+        if any(action.kind is ActionKind.WEIGHT for action in actions)
+    }
+    wanted: list[set[Action]] = []
+    for slot in range(layout.world):
+        stage = layout.stage_of(slot)
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD, *((ActionKind.WEIGHT,) if stage in split else ()))
+        wanted.append({Action(kind, piece) for kind in kinds for piece in layout.pieces(stage, slot)})
+    for edges, send, receive in (
+        (layout.edges, ActionKind.SEND_VALUES, ActionKind.RECV_VALUES),
+        (layout.grad_edges, ActionKind.RECV_GRADS, ActionKind.SEND_GRADS),
+    ):
+        for edge in edges:
+            for piece, (src, dst) in enumerate(zip(layout.slots_of(edge[0]), layout.slots_of(edge[1]), strict=True)):
+                if src != dst:
+                    wanted[src].add(Action(send, piece, *edge, dst))
+                    wanted[dst].add(Action(receive, piece, *edge, src))
+    for slot, actions in enumerate(program.slots):
+        found: set[Action] = set()
+        extra = []
+        for action in actions:
+            if action.kind is ActionKind.REDUCE:
+                continue
+            if action in found or action not in wanted[slot]:
+                extra.append(str(action))
+            found.add(action)
+        missing = sorted(map(str, wanted[slot] - found))
+        if missing or extra:
+            raise PlanError(
+                f"slot {slot} of stage {layout.stage_of(slot)}: missing {missing[:5]}, too much or wrong "
+                f"{sorted(extra)[:5]}"
+            )
+
+
+def _check_pair_orders(program: Program) -> None:
+    """Both slots of a pair list the same moves, of both directions, in the same order."""
+    seen: dict[tuple[int, int, bool], list[_Move]] = defaultdict(list)
+    for slot, actions in enumerate(program.slots):
+        for action in actions:
+            if action.kind in TRANSFERS:
+                move = _move(slot, action)
+                seen[slot, action.peer, move[2]].append(move)
+    for (slot, peer, gradient), moves in seen.items():
+        others = seen.get((peer, slot, gradient), [])
+        if moves != others:
+            place = next((at for at, (a, b) in enumerate(zip(moves, others, strict=False)) if a != b), 0)
+            group = "backward" if gradient else "forward"
+            raise PlanError(
+                f"slots {slot} and {peer} disagree about transfer {place} of the {group} group: "
+                f"{moves[place : place + 1]} and {others[place : place + 1]}"
+            )
+
+
+def _move(slot: int, action: Action) -> _Move:
+    sender, receiver = (slot, action.peer) if action.kind in SENDS else (action.peer, slot)
+    gradient = action.kind in (ActionKind.SEND_GRADS, ActionKind.RECV_GRADS)
+    return sender, receiver, gradient, (action.src, action.dst), action.piece
+
+
+class _Run:
+    """Runs a program without values: what is where at each time."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.layout = layout = program.layout
+        self.done: set[tuple[ActionKind, int, int]] = set()
+        """(kind of computation, slot, piece)"""
+        self.received: set[tuple[int, bool, Edge, int]] = set()
+        self.wires: dict[tuple[int, int, bool], deque[tuple[Edge, int]]] = defaultdict(deque)
+        """What was sent and not received: by sender, receiver, gradient."""
+        last = len(layout.stages)
+        self.values_of = [[edge for edge in layout.edges if edge[1] == stage] for stage in range(last)]
+        self.grads_of = [[edge for edge in layout.grad_edges if edge[0] == stage] for stage in range(last)]
+
+    def play(self) -> None:
+        """PlanError where the program uses what is not there, never ends, or leaves a message behind."""
+        slots = self.program.slots
+        places = [0] * len(slots)
+        waiting: dict[tuple[int, int, bool], int] = {}
+        """The slot that waits for a wire."""
+        ready = list(range(len(slots)))
+        while ready:
+            slot = ready.pop()
+            actions = slots[slot]
+            while places[slot] < len(actions):
+                action = actions[places[slot]]
+                if action.kind in TRANSFERS:
+                    gradient = action.kind in (ActionKind.SEND_GRADS, ActionKind.RECV_GRADS)
+                    if action.kind in SENDS:
+                        self._send(slot, action, gradient=gradient)
+                        wire = (slot, action.peer, gradient)
+                        if wire in waiting:
+                            ready.append(waiting.pop(wire))
+                    elif not self._receive(slot, action, gradient=gradient):
+                        waiting[action.peer, slot, gradient] = slot
+                        break
+                elif action.kind is not ActionKind.REDUCE:  # which come last on every slot: none waits for a message
+                    self._compute(slot, action)
+                places[slot] += 1
+        stuck = [
+            f"slot {slot} at {actions[place]}"
+            for slot, (actions, place) in enumerate(zip(slots, places, strict=True))
+            if place < len(actions)
+        ]
+        if stuck:
+            raise PlanError(f"the program never ends: {', '.join(stuck)} waits for a message that nobody sends before")
+        left = {wire: list(messages) for wire, messages in self.wires.items() if messages}
+        if left:
+            raise PlanError(f"messages that nobody receives: {left}")
+
+    def _has(self, slot: int, piece: int, edge: Edge, *, gradient: bool) -> bool:
+        """Whether `slot` has what comes over `edge` (values at dst, gradients at src)."""
+        other = edge[1] if gradient else edge[0]
+        if self.layout.slot_of(other, piece) != slot:
+            return (slot, gradient, edge, piece) in self.received
+        virtual = other in (-1, len(self.layout.stages))
+        return virtual or (ActionKind.BACKWARD if gradient else ActionKind.FORWARD, slot, piece) in self.done
+
+    def _compute(self, slot: int, action: Action) -> None:
+        stage, piece = self.layout.stage_of(slot), action.piece
+        if action.kind is ActionKind.FORWARD:
+            needed = all(self._has(slot, piece, edge, gradient=False) for edge in self.values_of[stage])
+        elif action.kind is ActionKind.BACKWARD:
+            needed = (ActionKind.FORWARD, slot, piece) in self.done and all(
+                self._has(slot, piece, edge, gradient=True) for edge in self.grads_of[stage]
+            )
+        else:
+            needed = (ActionKind.BACKWARD, slot, piece) in self.done
+        self._expect(needed, slot, action)
+        self.done.add((action.kind, slot, piece))
+
+    def _send(self, slot: int, action: Action, *, gradient: bool) -> None:
+        at_rank = action.dst == len(self.layout.stages) if gradient else action.src == -1
+        made = (ActionKind.BACKWARD if gradient else ActionKind.FORWARD, slot, action.piece)
+        self._expect(at_rank or made in self.done, slot, action)
+        self.wires[slot, action.peer, gradient].append(((action.src, action.dst), action.piece))
+
+    def _receive(self, slot: int, action: Action, *, gradient: bool) -> bool:
+        """False where nothing is there yet."""
+        wire, edge = self.wires[action.peer, slot, gradient], (action.src, action.dst)
+        if not wire:
+            return False
+        if wire[0] != (edge, action.piece):
+            raise PlanError(f"slot {slot}: {action} finds {wire[0]} (edge, piece) of slot {action.peer} first")
+        wire.popleft()
+        self.received.add((slot, gradient, edge, action.piece))
+        return True
+
+    def _expect(self, holds: bool, slot: int, action: Action) -> None:
+        if not holds:
+            raise PlanError(f"slot {slot}: {action} uses what is not there yet")

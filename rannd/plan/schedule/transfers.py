@@ -1,0 +1,109 @@
+"""From what each slot computes, in order, to a Program: the transfers and reductions around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rannd.errors import PlanError
+from rannd.plan.schedule.program import Action, ActionKind, Edge, Layout, Program
+
+
+def with_transfers(layout: Layout, orders: Sequence[Sequence[Action]], *, interleaved: bool) -> Program:
+    """The Program in which each slot computes what `orders` says, in that order.
+
+    Forward phase of a slot: transfers of inputs; for each computation, receives from other stages (values by src,
+    gradients by dst), the computation, sends to other stages; transfers of outputs. Backward phase: gradients of
+    outputs; computations as before; gradients of inputs. Then one reduction for each set of stages that the slot's
+    is in. Transfers at the ends of a phase come in the order of pieces: an order that all slots share.
+
+    `interleaved`: backward belongs to the forward phase, because it needs nothing from the ranks; outputs come last
+    then. PlanError where gradients of outputs travel nevertheless.
+    """
+    last = len(layout.stages)
+    if interleaved and any(edge[1] == last for edge in layout.grad_edges):
+        raise PlanError(f"gradients of outputs travel over {layout.grad_edges}; an interleaved step has none")
+    slots: list[list[Action]] = [[] for _ in range(layout.slot_count)]
+    around = _Around(layout)
+    around.at_ranks(slots, [edge for edge in layout.edges if edge[0] < 0], gradient=False)
+    for slot, order in enumerate(orders):
+        around.compute(
+            slots, slot, order if interleaved else [each for each in order if each.kind is ActionKind.FORWARD]
+        )
+    around.at_ranks(slots, [edge for edge in layout.edges if edge[1] == last], gradient=False)
+    forward_length = [len(actions) for actions in slots]
+    if not interleaved:
+        around.at_ranks(slots, [edge for edge in layout.grad_edges if edge[1] == last], gradient=True)
+        for slot, order in enumerate(orders):
+            around.compute(slots, slot, [each for each in order if each.kind is not ActionKind.FORWARD])
+    around.at_ranks(slots, [edge for edge in layout.grad_edges if edge[0] < 0], gradient=True)
+    for stages in layout.reductions:
+        action = layout.reduction(stages)
+        for stage in stages:
+            for slot in layout.stages[stage]:
+                slots[slot].append(action)
+    if interleaved:
+        forward_length = [len(actions) for actions in slots]
+    return Program(layout, tuple(tuple(actions) for actions in slots), tuple(forward_length))
+
+
+_Way = tuple[Edge, list[int]]
+"""An edge, and for each piece the slot at its other end."""
+
+
+class _Around:
+    """The transfers around the computations of a layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        last = len(layout.stages)
+
+        def ways(edges: Sequence[Edge], here: int) -> list[list[_Way]]:
+            """By stage at end number `here` of inner edges."""
+            inner = [edge for edge in edges if edge[0] >= 0 and edge[1] < last]
+            return [
+                [(edge, layout.slots_of(edge[1 - here])) for edge in inner if edge[here] == stage]
+                for stage in range(last)
+            ]
+
+        self._values_in, self._values_out = ways(layout.edges, 1), ways(layout.edges, 0)
+        self._grads_in, self._grads_out = ways(layout.grad_edges, 0), ways(layout.grad_edges, 1)
+
+    def compute(self, slots: list[list[Action]], slot: int, order: Sequence[Action]) -> None:
+        """Append what `slot` computes, each with its transfers to and from other stages."""
+        stage, actions = self._layout.stage_of(slot), slots[slot]
+        values_in, values_out = self._values_in[stage], self._values_out[stage]
+        grads_in, grads_out = self._grads_in[stage], self._grads_out[stage]
+        for action in order:
+            piece = action.piece
+            if action.kind is ActionKind.FORWARD:
+                _move(actions, ActionKind.RECV_VALUES, values_in, piece, slot)
+                actions.append(action)
+                _move(actions, ActionKind.SEND_VALUES, values_out, piece, slot)
+            elif action.kind is ActionKind.BACKWARD:
+                _move(actions, ActionKind.RECV_GRADS, grads_in, piece, slot)
+                actions.append(action)
+                _move(actions, ActionKind.SEND_GRADS, grads_out, piece, slot)
+            else:
+                actions.append(action)
+
+    def at_ranks(self, slots: list[list[Action]], edges: Sequence[Edge], *, gradient: bool) -> None:
+        """Append the transfers of all pieces over edges from or to the ranks."""
+        send, receive = (
+            (ActionKind.SEND_GRADS, ActionKind.RECV_GRADS)
+            if gradient
+            else (ActionKind.SEND_VALUES, ActionKind.RECV_VALUES)
+        )
+        layout = self._layout
+        ways = [(edge, layout.slots_of(edge[gradient]), layout.slots_of(edge[not gradient])) for edge in edges]
+        for piece in range(layout.pieces_total if ways else 0):
+            for (src, dst), senders, receivers in ways:
+                sender, receiver = senders[piece], receivers[piece]
+                if sender != receiver:
+                    slots[sender].append(Action(send, piece, src, dst, receiver))
+                    slots[receiver].append(Action(receive, piece, src, dst, sender))
+
+
+def _move(actions: list[Action], kind: ActionKind, ways: Sequence[_Way], piece: int, slot: int) -> None:
+    for (src, dst), others in ways:
+        if others[piece] != slot:
+            actions.append(Action(kind, piece, src, dst, others[piece]))

@@ -1,0 +1,448 @@
+"""The closed form E: what every stage that a plan could have adds to the time of a step, and what memory it needs.
+
+docs/planning.md states E and where it comes from. Stages are put together from the last one on, because what a stage
+needs depends on what comes behind it: under 1F1B it keeps a piece until all later stages are through with it, and
+its gradients are reduced while all earlier stages still run backward.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rannd.plan.deployment import StageEstimate
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.schedule.program import AHEAD
+from rannd.plan.search.intervals import Intervals, at
+from rannd.plan.simulate.step_costs import BUCKET
+from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, p2p_us
+from rannd.plan.zero import ReplicaBytes, computing, held
+
+NEVER = 1 << 40
+"""More devices than there are."""
+
+
+class Variant(msgspec.Struct, frozen=True, order=True):
+    """What all stages of a plan have in common."""
+
+    schedule: str
+    microbatches: int
+    placement: str
+    zero: int = 0
+    """Stage of ZeRO, see zero.py."""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What stages that end at one block add to E: tables ``[first block, replicas - 1]``, microseconds."""
+
+    fill: Table
+    """Once: the way of one piece through the stage and back. Infinite where a stage is not possible."""
+    rounds: Table
+    """``[term, ..]``: of each term the largest counts, for all pieces but one: the round of forward and backward
+    (1F1B), or forward and backward each (fill-drain)."""
+    exposed: Table
+    """Reduction of gradients that the stage's own backward does not hide."""
+    drain: Table
+    """Backward of the last piece: what later stages can reduce behind."""
+    recompute: Mask
+
+
+class Reductions:
+    """Times to reduce the gradients of all stages that there could be: the same for all variants.
+
+    Parameters that other stages read too are reduced over all stages that read them: here, as a bound, over all.
+    """
+
+    def __init__(self, intervals: Intervals, machine: Machine) -> None:
+        replicas = np.arange(1, machine.world + 1)
+        shared = intervals.shared[:, :, None]
+        own = (intervals.trainable - intervals.shared)[:, :, None]
+        links = [machine.between, machine.link] if machine.several else [machine.link]
+        self._own = [allreduce_us(link, own, replicas) for link in links]
+        self._bucket = [allreduce_us(link, np.minimum(own, BUCKET), replicas) for link in links]
+        self._least: dict[int, tuple[Table, Table, Table]] = {}
+        self._shared, self._shared_bucket = (
+            allreduce_us(links[0], size, machine.world) for size in (shared, np.minimum(shared, BUCKET))
+        )
+
+    def of(self, end: int, inside: Mask | None, zero: int) -> tuple[Table, Table]:
+        """Whole and last bucket of stages that end at `end`: ``[start, replicas - 1]``.
+
+        `inside`: where replicas are on one node. Without it they are as far apart as there are nodes. With ZeRO own
+        gradients are only scattered, half of the way.
+        """
+        part = 0.5 if zero else 1.0
+        whole, bucket = (self._at(each, end, inside) * part for each in (self._own, self._bucket))
+        return whole + self._shared[:end, end], np.maximum(bucket, self._shared_bucket[:end, end])
+
+    def gather(self, end: int, inside: Mask | None) -> Table:
+        """To gather own parameters, or to scatter their gradients: half of an all-reduce."""
+        return self._at(self._own, end, inside) * 0.5
+
+    def _at(self, tables: list[Table], end: int, inside: Mask | None) -> Table:
+        if inside is None:
+            return tables[0][:end, end]
+        return np.where(inside, tables[-1][:end, end], tables[0][:end, end])
+
+    def least(self, zero: int) -> tuple[Table, Table, Table]:
+        """Whole, last bucket and gathering of all stages, ``[start, end, replicas - 1]``, wherever replicas are."""
+        if zero not in self._least:
+            part = 0.5 if zero else 1.0
+            own, bucket = (np.minimum(each[0], each[-1]) for each in (self._own, self._bucket))
+            tail = np.maximum(bucket * part, self._shared_bucket)
+            self._least[zero] = own * part + self._shared, tail, own * 0.5
+        return self._least[zero]
+
+
+class StageTables:
+    """All possible stages of one variant."""
+
+    def __init__(
+        self,
+        intervals: Intervals,
+        machine: Machine,
+        options: PlanOptions,
+        variant: Variant,
+        *,
+        rows: int,
+        limit: float,
+        allowed: Mask,
+        reductions: Reductions,
+    ) -> None:
+        """`rows`: of the largest piece; `limit`: bytes of a device; `allowed`: ``[start, end, replicas - 1]``."""
+        self.intervals, self.machine, self.options, self.variant = intervals, machine, options, variant
+        self.rows, self.limit, self.allowed = rows, limit, allowed
+        self.reductions = reductions
+        world = self.world = machine.world
+        self.blocks = intervals.count
+        self.replicas = np.arange(1, world + 1)
+        self.pieces = -(-world * variant.microbatches // self.replicas)
+        """Most pieces of a replica, by number of replicas."""
+        self.steady = variant.schedule != "fill_drain"
+        """Whether forward and backward take turns."""
+        self.splits = variant.schedule == "zb_h1"
+        """Whether gradients of parameters wait until there is time for them."""
+        self.waiting = -(-world // self.replicas)
+        """Under zb_h1 at most one piece less waits for them, by number of replicas."""
+
+        self.forward_us = at(intervals.forward, rows)
+        self.backward_us = at(intervals.backward, rows)
+        self.weight_us = np.minimum(at(intervals.weight, rows), self.backward_us) * self.splits
+        """The part of it that waits; not where a stage recomputes."""
+        self.add_us = intervals.adding
+        """On top of each backward but the first: gradients are added to those of earlier pieces."""
+        received, sent = at(intervals.received, rows), at(intervals.sent_grad, rows)
+        self.values_us = [p2p_us(link, received) for link in (machine.link, machine.between)]
+        """Time to receive a piece's values, inside a node and from another."""
+        self.grads_us = [p2p_us(link, sent) for link in (machine.link, machine.between)]
+        self.given = at(intervals.given, rows)
+        """Bytes of one piece's inputs: those of all pieces are there from the start."""
+        self.received = received
+        """Bytes of one piece that come from other stages."""
+        self.sent_grad = sent
+        """Bytes of the gradients that come back for them."""
+        self.crossing = received + at(intervals.sent, rows) + at(intervals.output, rows)
+        """Bytes of one piece that cross the stage's border and stay until its backward."""
+        self.kept = at(intervals.activation, rows)
+        self.working = 2.0 * intervals.largest(rows)
+        """Bytes that a backward needs for a moment: gradients of what the widest operator makes and reads."""
+        sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
+        self.fixed = sharded.state + sharded.working + self.working[:, :, None]
+        """``[start, end, replicas - 1]``, or the same for all replicas: bytes that do not depend on pieces, which are
+        parameters, their gradients (those of a step that waits, too), the optimizer's state and `working`."""
+        ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
+        self.ranks_us = ranks
+        """First input from a rank, first gradient of an output from it."""
+        last = self.blocks
+        outputs = at(intervals.output, rows)[0, last]
+        inputs_grad = max(intervals.inputs_grad.at(rows), 0.0)
+        self.agreeing_us = machine.agreeing_us
+        self.to_ranks = machine.link.p2p_us(float(outputs)) + machine.link.p2p_us(float(inputs_grad))
+        """Outputs and gradients of inputs of the last piece."""
+        self._apart = machine.several and variant.placement == "replicas"
+        """Whether it matters which slots a stage has."""
+        self.late = variant.microbatches * float(outputs + inputs_grad)
+        """Bytes of a rank's own outputs, and gradients of its own inputs, which come when the step ends."""
+        self._bases: dict[int, tuple[Terms, bool]] = {}
+        self._known: dict[tuple[int, int], Terms] = {}
+        self._inside = machine.pipelines_inside if machine.several else np.ones(world, dtype=bool)
+
+    # -- what a stage adds ------------------------------------------------------------------------------------
+
+    def stages(self, end: int, used: int) -> Terms:
+        """All stages that end before block `end`, where those behind have `used` devices.
+
+        Tables are ``[start, replicas - 1]`` for ``start < end`` and as many replicas as there are devices left; a stage
+        that starts with block 0 takes them all, another one leaves at least one.
+        """
+        key = (end, used)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._stages(end, used)
+        return found
+
+    def _stages(self, end: int, used: int) -> Terms:
+        left = self.world - used
+        if end not in self._bases:
+            # Under 1F1B it matters then what comes behind a stage: it says how many pieces are in flight.
+            self._bases[end] = (self._terms(end, None, None), self.steady and self._is_tight(end))
+        base, tight = self._bases[end]
+        if self._apart or tight:
+            base = self._terms(end, used, self._links(used) if self._apart else None)
+        cut = Terms(
+            base.fill[:, :left].copy(), base.rounds[:, :, :left], base.exposed[:, :left], base.drain[:, :left],
+            base.recompute[:, :left],
+        )  # fmt: skip
+        cut.fill[0, : left - 1] = np.inf
+        cut.fill[1:, left - 1] = np.inf
+        if end == self.blocks and used == 0:
+            self._alone(cut)
+        return cut
+
+    def _alone(self, terms: Terms) -> None:
+        """One stage on all devices moves nothing: every rank runs its own pieces."""
+        if np.isfinite(terms.fill[0, -1]):
+            forward, backward, _ = (each[0, -1] for each in self._computing(self.blocks, terms.recompute, None))
+            more = float(self.pieces[-1] - 1)
+            terms.fill[0, -1] = forward + backward + self.agreeing_us
+            again = backward + self.add_us[0, self.blocks]
+            rounds = [forward + again] if self.steady else [forward, again]
+            terms.rounds[:, 0, -1] = np.array(rounds) * more
+            terms.drain[0, -1] = backward
+            terms.exposed[0, -1] = self._exposed(self.blocks, np.array(backward), None)[0, -1]
+
+    def _computing(self, end: int, again: Mask, inside: Mask | None) -> tuple[Table, Table, Table]:
+        """Forward of a piece, its backward, and the part of that which waits under zb_h1."""
+        rows = slice(0, end)
+        forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
+        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
+        waits = np.where(again, 0.0, self.weight_us[rows, end, None])
+        if self.variant.zero >= 2:
+            gather = self.reductions.gather(end, inside)[:, : again.shape[1]]
+            forward, backward = computing(self.variant.zero, forward, backward, gather)
+        return forward, backward, waits
+
+    def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
+        """Tables for all numbers of replicas. `links`: whether values, gradients and reductions stay inside nodes."""
+        rows = slice(0, end)
+        values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
+        replicas_inside = links[2] if links is not None else None
+        plain = self._plain(end, used)
+        again = self._recomputes(plain, used)
+        forward, backward, waits = self._computing(end, again, replicas_inside)
+        values = np.where(values_inside, self.values_us[0][rows, end, None], self.values_us[1][rows, end, None])
+        grads = np.where(grads_inside, self.grads_us[0][rows, end, None], self.grads_us[1][rows, end, None])
+        fill = forward + (backward - waits) + values + grads + self.ranks_us[rows, end, None]
+        if end < self.blocks or self.world > 1:
+            fill[0] += self.to_ranks + self.agreeing_us
+        more = (self.pieces - 1).astype(float)
+        later = backward + self.add_us[rows, end, None]
+        if self.steady:
+            longest = np.maximum(np.maximum(forward + later, values), grads) * more
+            # Those that wait fill the time in which the slot would wait for others, a forward's for each piece.
+            rounds = (longest + waits - np.minimum(self.waiting - 1, more) * np.minimum(waits, forward))[None]
+        else:
+            rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
+        fits = self.allowed[rows, end] & (self._memory(end, used, plain, again) <= self.limit)
+        fill[~fits] = np.inf
+        exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
+        # Under zb_h1 all slots are done at about the same time.
+        drain = np.zeros_like(backward) if self.splits else backward + grads
+        return Terms(fill, rounds, exposed, drain, again)
+
+    def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
+        """Whether values, gradients, reductions stay inside nodes, of stages in front of the `used` last slots."""
+        end = np.full(self.world, self.world - used)
+        start = end - self.replicas
+        return (
+            self.machine.same(start - 1, end - 1),
+            self.machine.same(start, end),
+            self.machine.same(start, end - 1),
+        )
+
+    def _exposed(self, end: int, backward: Table, inside: Mask | None) -> Table:
+        """Reduction left when the backward of the last piece ends: what did not fit behind it, and the last bucket."""
+        zero = self.variant.zero
+        whole, tail = self.reductions.of(end, inside, zero)
+        left: Table = whole if self.options.sync_allreduce else np.maximum(whole - backward, tail)
+        # With stages 1 and 2 parameters are gathered when the optimizer is done.
+        return left + self.reductions.gather(end, inside) if zero in (1, 2) else left
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def in_flight(self, end: int, used: int | None, *, split: bool = True) -> Counts:
+        """Most pieces that a stage keeps, where later stages have `used` devices.
+
+        ``[start, replicas - 1]``, or one row for all starts.
+        Between forward and backward, or the end of its second half where there are two (`split`). With `used` None the
+        most that there can be. See schedule.py for the numbers of 1F1B and zb_h1.
+        """
+        if not self.steady or used is None:
+            return self.pieces[None]
+        window = np.ones_like(self.pieces) if used == 0 else -(-(used + self.replicas) // self.replicas) + 1
+        found = window[None]
+        if self.splits and split:
+            found = np.where(self.weight_us[:end, end, None] > 0, self.waiting + 1, found)
+        result: Counts = np.minimum(self.pieces, found)
+        return result
+
+    def _plain(self, end: int, used: int | None, *, split: bool = True) -> Table:
+        """Bytes of stages that end at `end` and do not recompute; `split`: gradients of parameters may wait."""
+        pieces = self.in_flight(end, used, split=split)
+        rows = slice(0, end)
+        return (
+            self.fixed[rows, end]
+            + self._posted(rows, end, pieces)
+            + (self.crossing[rows, end, None] + self.kept[rows, end, None]) * pieces
+        )
+
+    def _posted(self, starts: slice, end: int, flying: Counts) -> Table:
+        """Bytes that messages have on top of what their pieces keep: receives are posted `AHEAD` computations early."""
+        early = np.where(flying < self.pieces, self.received[starts, end, None], 0.0)
+        grads = self.sent_grad[starts, end, None] * np.minimum(self.pieces, AHEAD + 1)
+        result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
+        return result
+
+    def _held(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> ReplicaBytes:
+        """What stages have of parameters, gradients and the optimizer's state."""
+        tables = self.intervals
+        params, trainable, shared, unit = (
+            table[starts, ends, ..., None] for table in (tables.params, tables.trainable, tables.shared, tables.unit)
+        )
+        factor = self.options.opt_param_factor
+        return held(
+            self.variant.zero, replicas, params=params, trainable=trainable, shared=shared, unit=unit, factor=factor
+        )
+
+    def _recomputes(self, plain: Table, used: int | None) -> Mask:
+        """Which stages do, that need `plain` bytes without."""
+        if self.options.checkpointing:
+            return np.ones((len(plain), self.world), dtype=bool)
+        if used is None and self.steady:  # only asked for where everything fits
+            return np.zeros((len(plain), self.world), dtype=bool)
+        return np.greater(plain, self.limit)
+
+    def _memory(self, end: int, used: int | None, plain: Table, again: Mask) -> Table:
+        """Bytes of a replica, `plain` ones of those that do not recompute."""
+        if not again.any():
+            return plain
+        saved = self.kept[:end, end, None] * (self.in_flight(end, used, split=False) - 1)
+        whole = self._plain(end, used, split=False) if self.splits else plain
+        return np.where(again, whole - saved, plain)
+
+    def _least(self, end: int, used: int | None) -> Table:
+        """Bytes of a replica that recomputes where that needs less."""
+        plain = self._plain(end, used)
+        everywhere = np.ones((end, self.world), dtype=bool)
+        result: Table = np.minimum(plain, self._memory(end, used, plain, everywhere))
+        return result
+
+    def _is_tight(self, end: int) -> bool:
+        """Whether some stage that ends here might not fit without recomputing."""
+        return bool((self._plain(end, None) > self.limit).any())
+
+    def fewest(self) -> tuple[Counts, Counts]:
+        """Fewest replicas that a stage can have, without recomputing and with, whatever comes behind it.
+
+        ``[start, end]``; NEVER where it cannot be, or is a plan of its own.
+        """
+        pieces = np.ones(1) if self.steady else self.pieces
+        border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
+        kept = self.kept[:, :, None]
+        plain = np.less_equal(border + kept * pieces, -1.0 if self.options.checkpointing else self.limit)
+        found = []
+        for fits in (plain, np.less_equal(border + kept, self.limit)):
+            possible = np.logical_and(fits, self.allowed)
+            possible[0, self.blocks, self.world - 1] = False
+            found.append(np.where(possible.any(axis=2), possible.argmax(axis=2) + 1, NEVER))
+        return found[0], found[1]
+
+    def next_allowed(self) -> Counts:
+        """By number of replicas the least that is allowed somewhere and not smaller; NEVER behind the last."""
+        may: Mask = np.asarray(self.allowed.any(axis=(0, 1)))
+        following = np.full(self.world + 2, NEVER, dtype=np.int64)
+        for replicas in range(self.world, 0, -1):
+            following[replicas] = replicas if may[replicas - 1] else following[replicas + 1]
+        following[0] = following[1]
+        return following
+
+    def exposed_at_least(self) -> Table:
+        """Reduction that a stage leaves at least, whatever comes behind it and wherever it is.
+
+        ``[start, end, replicas - 1]``, and never less with more replicas.
+        """
+        backward = self.backward_us.copy()
+        for end in range(1, self.blocks + 1):
+            if self.options.checkpointing or self._is_tight(end):
+                backward[:, end] += self.forward_us[:, end]  # some may recompute
+        zero = self.variant.zero
+        whole, tail, gather = self.reductions.least(zero)
+        # Where a backward waits for gradients to be scattered, their last bucket is what may be left.
+        hidden = tail if zero >= 2 else np.maximum(whole - backward[:, :, None], tail)
+        found = whole if self.options.sync_allreduce else hidden
+        if zero in (1, 2):
+            found = found + gather
+        result: Table = np.minimum.accumulate(found[:, :, ::-1], axis=2)[:, :, ::-1]
+        return result
+
+    def least_memory(self, end: int, used: int) -> Table:
+        """Bytes that stages that end here need at least, recomputing if that is less; infinite where not allowed."""
+        memory = self._least(end, used)
+        left = self.world - used
+        memory = np.where(self.allowed[:end, end], memory, np.inf)[:, :left]
+        memory[0, : left - 1] = np.inf
+        memory[1:, left - 1] = np.inf
+        return memory
+
+    def bytes_needed(self, start: int, end: int, replicas: int, *, used: int) -> float:
+        """Bytes with which one stage would do, recomputing where that is less."""
+        return float(self._least(end, used)[start, replicas - 1])
+
+    def recomputes(self, start: int, end: int, replicas: int, *, used: int) -> bool:
+        """Whether a stage recomputes its activations."""
+        return bool(self.stages(end, used).recompute[start, replicas - 1])
+
+    # -- one stage --------------------------------------------------------------------------------------------
+
+    def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
+        """What one replica of the stage of blocks `start` to `end` - 1 does in a step."""
+        intervals = self.intervals
+        recompute = self.recomputes(start, end, replicas, used=used)
+        pieces = int(self.pieces[replicas - 1])
+        flights = self.in_flight(end, used, split=not recompute)
+        flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
+        forward = self.forward_us[start, end] * pieces
+        backward = self.backward_us[start, end] * pieces + (forward if recompute else 0.0)
+        backward += self.add_us[start, end] * (pieces - 1)
+        weight = 0.0 if recompute else at(intervals.weight, self.rows)[start, end] * pieces
+        inside = self._links(used)[2] if self._apart else None
+        zero = self.variant.zero
+        reduce = self.reductions.of(end, inside, zero)[0][start, replicas - 1]
+        if zero in (1, 2):
+            reduce += self.reductions.gather(end, inside)[start, replicas - 1]
+        own = self._held(start, end, replicas)
+        param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
+        activation = math.ceil(self.kept[start, end] * (1 if recompute else flying))
+        working = math.ceil(self.working[start, end] + own.working[0])
+        posted = self._posted(slice(0, end), end, flights)[start, replicas - 1]
+        comm = math.ceil(self.crossing[start, end] * flying + posted)
+        return StageEstimate(
+            forward_us=float(forward),
+            backward_us=float(backward),
+            allreduce_us=float(reduce),
+            input_bytes=math.ceil(self.received[start, end] + self.given[start, end]),
+            output_bytes=math.ceil(self.crossing[start, end] - self.received[start, end]),
+            param_bytes=param,
+            grad_bytes=grad,
+            activation_bytes=activation,
+            optimizer_bytes=optimizer,
+            comm_bytes=comm,
+            total_bytes=param + grad + activation + optimizer + comm + working,
+            pieces=pieces,
+            in_flight=flying,
+            weight_us=float(weight),
+            working_bytes=working,
+        )

@@ -1,0 +1,177 @@
+"""Sums over all runs of consecutive blocks: what a stage made of blocks i to j-1 would read, send and hold.
+
+Every table is indexed ``[..., i, j]`` for ``0 <= i < j <= n`` (n blocks); elsewhere it holds zeros. Sizes that
+grow with the batch are polynomials of a piece's rows, ``[power, i, j]``, evaluated by :func:`at`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rannd.errors import PlanError
+from rannd.graph.fx.ir import Size, TaskGraph
+from rannd.plan.blocks.blocks import Block
+from rannd.profile.costs import BlockCost
+
+Table = npt.NDArray[np.float64]
+
+
+def at(table: Table, rows: float) -> Table:
+    """A polynomial table for pieces of `rows` rows; never below zero, whatever a fit says."""
+    result: Table = np.maximum(table[0] + rows * (table[1] + rows * table[2]), 0.0)
+    return result
+
+
+class Intervals:
+    """The tables of one graph, its blocks and their costs. Bytes and microseconds."""
+
+    def __init__(self, graph: TaskGraph, blocks: Sequence[Block], costs: Sequence[BlockCost]) -> None:
+        """PlanError where `costs` are not those of `blocks`."""
+        if len(blocks) != len(costs):
+            raise PlanError(f"costs of {len(costs)} blocks for a model of {len(blocks)}; profile these blocks again")
+        self.count = len(blocks)
+        block_of = {op: index for index, block in enumerate(blocks) for op in block.ops}
+        if sorted(block_of) != list(range(len(graph.ops))):
+            raise PlanError(f"blocks hold {len(block_of)} of {len(graph.ops)} ops; make blocks of this graph")
+
+        self.forward = self._sums(cost.forward_us for cost in costs)
+        self.backward = self._sums(cost.backward_us for cost in costs)
+        self.weight = self._sums(cost.weight_us for cost in costs)
+        self.adding = self._sums(Size(cost.add_us) for cost in costs)[0]
+        """To add a piece's gradients to those of earlier pieces."""
+        activation = self._sums(cost.activation_bytes for cost in costs)
+        self._made: list[list[Size]] = [[] for _ in blocks]
+        """Sizes of the values that each block makes."""
+        for index, op in enumerate(graph.ops):
+            self._made[block_of[index]] += {graph.values[value].bytes for value in op.outputs}
+        self._values(graph, block_of)
+        self._params(graph, block_of)
+        self.activation = activation - self._twice(graph, block_of, costs)
+        """Kept from forward to backward; what is received, sent, given, or kept by several blocks, counts once."""
+
+    def largest(self, rows: float) -> Table:
+        """Bytes of the largest value that each run makes, for pieces of `rows` rows."""
+        each = np.array([max((size.at(rows) for size in sizes), default=0.0) for sizes in self._made])
+        return self._most(each)
+
+    def _most(self, each: Table) -> Table:
+        """The largest of a number a block over each run."""
+        found = np.zeros((self.count + 1, self.count + 1))
+        for start in range(self.count):
+            found[start, start + 1 :] = np.maximum.accumulate(each[start:])
+        return found
+
+    def _zeros(self) -> Table:
+        return np.zeros((3, self.count + 1, self.count + 1))
+
+    def _sums(self, sizes: Iterable[Size]) -> Table:
+        """Sum of one size a block over each run."""
+        ends = np.zeros((3, self.count + 1))
+        ends[:, 1:] = np.cumsum([[size.c0, size.c1, size.c2] for size in sizes], axis=0).T
+        return np.triu(ends[:, None, :] - ends[:, :, None])
+
+    def _values(self, graph: TaskGraph, block_of: dict[int, int]) -> None:
+        readers: dict[int, set[int]] = defaultdict(set)
+        for index, op in enumerate(graph.ops):
+            for read in op.inputs:
+                readers[read].add(block_of[index])
+
+        self.received = self._zeros()
+        """Values of earlier stages that the run reads; each once."""
+        self.sent = self._zeros()
+        """Values of the run that later stages read; each once."""
+        self.sent_grad = self._zeros()
+        """Those of `sent` that get gradients: what the run receives in the backward."""
+        self.given = self._zeros()
+        """Inputs of the model that the run reads."""
+        outputs = [Size()] * self.count
+        outputs_grad = [Size()] * self.count
+        self.inputs_grad = Size()
+        """All inputs of the model whose gradients go back to the ranks."""
+        for index, value in enumerate(graph.values):
+            size = np.array([value.bytes.c0, value.bytes.c1, value.bytes.c2])[:, None, None]
+            blocks = sorted(readers[index])
+            if value.producer < 0:
+                self._add_read(self.given, size, -1, blocks)
+                if value.requires_grad and blocks:
+                    self.inputs_grad += value.bytes
+                continue
+            home = block_of[value.producer]
+            self._add_read(self.received, size, home, blocks)
+            if blocks and blocks[-1] > home:
+                self.sent[:, : home + 1, home + 1 : blocks[-1] + 1] += size
+                if value.requires_grad:
+                    self.sent_grad[:, : home + 1, home + 1 : blocks[-1] + 1] += size
+            if value.is_output:
+                outputs[home] += value.bytes
+                if value.requires_grad:
+                    outputs_grad[home] += value.bytes
+        self.output = self._sums(outputs)
+        """Outputs of the model that the run makes."""
+        self.output_grad = self._sums(outputs_grad)
+
+    def _twice(self, graph: TaskGraph, block_of: dict[int, int], costs: Sequence[BlockCost]) -> Table:
+        """Bytes of values that blocks keep and that count elsewhere too, or in another block of the run."""
+        keepers: dict[int, list[int]] = defaultdict(list)
+        for block, cost in enumerate(costs):
+            for value in cost.kept:
+                keepers[value].append(block)
+        last: dict[int, int] = {}
+        for index, op in enumerate(graph.ops):
+            for read in op.inputs:
+                last[read] = max(last.get(read, 0), block_of[index])
+        starts, ends = np.ogrid[: self.count + 1, : self.count + 1]
+        found = self._zeros()
+        for kept, blocks in keepers.items():
+            made = graph.values[kept]
+            home = block_of[made.producer] if made.producer >= 0 else -1
+            behind = max(last.get(kept, 0), *blocks)
+            if blocks == [home] and behind == home and not made.is_output:
+                continue
+            before = np.concatenate([[0], np.cumsum(np.bincount(blocks, minlength=self.count))])
+            times = np.where(ends > starts, before[None, :] - before[:, None], 0)
+            alone = (starts <= home) & (home < ends) & (ends > behind) & (not made.is_output)
+            more = np.maximum(times - alone, 0)
+            for power, part in enumerate((made.bytes.c0, made.bytes.c1, made.bytes.c2)):
+                if part:
+                    found[power] += part * more
+        return found
+
+    def _add_read(self, table: Table, size: Table, home: int, readers: Sequence[int]) -> None:
+        """Add `size` to every run behind block `home` that has one of the `readers`."""
+        for start in range(home + 1, readers[-1] + 1 if readers else 0):
+            first = next(reader for reader in readers if reader >= start)
+            table[:, start, first + 1 :] += size[:, 0]
+
+    def _params(self, graph: TaskGraph, block_of: dict[int, int]) -> None:
+        readers: dict[int, set[int]] = defaultdict(set)
+        for index, op in enumerate(graph.ops):
+            for read in op.params:
+                readers[read].add(block_of[index])
+        self.params = np.zeros((self.count + 1, self.count + 1))
+        """Parameters and buffers that the run reads, each once; a run from block 0 keeps the unused ones too."""
+        self.trainable = np.zeros_like(self.params)
+        self.shared = np.zeros_like(self.params)
+        """Those of `trainable` that blocks outside of the run read too."""
+        sizes: dict[tuple[tuple[int, ...], bool], int] = defaultdict(int)
+        for index, blocks in readers.items():
+            sizes[tuple(sorted(blocks)), graph.params[index].trainable] += graph.params[index].bytes
+        for (ordered, trainable), size in sizes.items():
+            for start in range(ordered[-1] + 1):
+                first = next(block for block in ordered if block >= start)
+                self.params[start, first + 1 :] += size
+                if trainable:
+                    self.trainable[start, first + 1 :] += size
+                    whole_from = ordered[-1] + 1 if start <= ordered[0] else self.count + 1
+                    self.shared[start, first + 1 : whole_from] += size
+        own = np.zeros(self.count)
+        for index, blocks in readers.items():
+            if graph.params[index].trainable and len(blocks) == 1:
+                own[min(blocks)] += graph.params[index].bytes
+        self.unit = self._most(own)
+        """Trainable bytes of the block that has most of its own."""
+        self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

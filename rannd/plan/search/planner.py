@@ -1,0 +1,348 @@
+"""From a graph, its blocks and their costs to a deployment: the planner's door."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rannd.errors import DoesNotFitError, PlanError
+from rannd.graph.fx.ir import TaskGraph
+from rannd.plan.blocks.blocks import Block
+from rannd.plan.blocks.cut_places import cut_places, has_cut_points
+from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.run_modes import RunMode, check_known, others
+from rannd.plan.search.candidates import Candidate, candidate, candidates, later_candidates
+from rannd.plan.search.estimate import Reductions, StageTables, Variant
+from rannd.plan.search.intervals import Intervals
+from rannd.plan.search.ranking import rank
+from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
+from rannd.plan.simulate.layout import piece_rows
+from rannd.plan.topology import Machine, Mask, place
+from rannd.profile.costs import CostTable
+
+__all__ = [
+    "PlanOptions",
+    "alternative_lines",
+    "assignment_lines",
+    "estimate_lines",
+    "microbatch_counts",
+    "plan",
+    "stage_name",
+]
+
+_GIB = 1024**3
+_MOST_PASSED = 8
+"""Plans that the search has met on its way and that are simulated."""
+_MOST_NAMED = 3
+"""Opaque parts of the model that an error names."""
+
+
+def plan(
+    graph: TaskGraph,
+    blocks: Sequence[Block],
+    costs: CostTable,
+    *,
+    world: int,
+    slots: tuple[Slot, ...],
+    batch_rows: int,
+    memory_bytes: int,
+    options: PlanOptions,
+    interleaved: bool = True,
+    ranked: bool = False,
+    way: RunMode | None = None,
+) -> Deployment:
+    """The deployment of `graph` on `world` devices with the least E (docs/planning.md).
+
+    `slots`: place of each device, sorted; `batch_rows`: rows of the global batch; `memory_bytes`: what may be used of
+    each device, margin already taken off; `interleaved`: whether backward may begin inside a call, because the model
+    returns its loss: otherwise all forwards run before all backwards; `ranked`: simulate this plan and others, and take
+    the fastest, which takes longer than the search itself, and tell what could be had in ways that cannot be run yet;
+    `way`: in which the step is run, also one that cannot be run yet, None: as the options say. PlanError where demands
+    clash, DoesNotFitError with the smallest memory that would do where no plan fits.
+    """
+    chosen = way or RunMode(options.schedule if interleaved else "fill_drain")
+    check_known(chosen)
+    if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
+        raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
+    if batch_rows < 1:
+        raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
+    machine = Machine(slots, costs.link, costs.between)
+    places = np.array(cut_places(graph, [block.ops for block in blocks]))
+    stages, replicas = _demands(
+        options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=_opaque(graph)
+    )
+    allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
+    rows_per_rank = math.ceil(batch_rows / world)
+    counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=_opaque(graph))
+    counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
+    intervals = Intervals(graph, blocks, costs.blocks)
+    reductions = Reductions(intervals, machine)
+
+    def tables(way: RunMode, allowed: Mask, limit: float, recompute: bool) -> list[StageTables]:
+        asked = msgspec.structs.replace(options, checkpointing=options.checkpointing or recompute)
+        return [
+            StageTables(
+                intervals,
+                machine,
+                asked,
+                Variant(way.schedule, count, placement, way.zero),
+                rows=piece_rows(batch_rows, world, count),
+                limit=limit,
+                allowed=allowed,
+                reductions=reductions,
+            )
+            for placement in machine.placements
+            for count in counts
+        ]
+
+    limit = float(memory_bytes)
+    every = tables(chosen, allowed, limit, False)
+    found = best_choice(every, stages=stages)
+    if found.choice is not None:
+        make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)
+        if not ranked:
+            return make(candidate(found.choice, every))
+        best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
+        sizes = [len(block.ops) for block in blocks]
+        among = candidates(partial(tables, chosen), allowed, limit, sizes, stages)
+        later = later_candidates(partial(tables, allowed=allowed, limit=limit, recompute=False), others(chosen), stages)
+        return rank([*best, *among, *later], make, graph, costs, overlap=not options.sync_allreduce)
+    need = smallest_memory(every, stages=stages)
+    if need is None:
+        raise PlanError(
+            f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas make {world} devices "
+            f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
+        )
+    later = later_candidates(partial(tables, allowed=allowed, limit=limit, recompute=False), others(chosen), stages)
+    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, next(later, None))
+
+
+def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool, why: str = "") -> list[int]:
+    """The numbers of microbatches to try: min_pipeline, doubled up to max_pipeline, or pipeline_num alone.
+
+    No piece may have fewer rows than min_pipeline_bs, and a graph that couples rows takes whole mini-batches.
+    PlanError where nothing is left.
+    """
+    wanted = [options.pipeline_num]
+    if not options.pipeline_num:
+        doublings = range(int(math.log2(options.max_pipeline // options.min_pipeline)) + 1)
+        wanted = [options.min_pipeline << power for power in doublings]
+        wanted = [count for count in wanted if count <= max(rows_per_rank, options.min_pipeline)]
+    asked = f"pipeline_num={options.pipeline_num}" if options.pipeline_num else f"min_pipeline={options.min_pipeline}"
+    if coupled and wanted[0] > 1:
+        raise PlanError(
+            f"{asked}, but the model couples the rows of a batch (as BatchNorm does in training), so each mini-batch "
+            f"has to run whole; set pipeline_num=1{why}"
+        )
+    # Pieces without rows do not run, so the smallest that does has one row at least.
+    smallest = {count: max(rows_per_rank // count, 1) for count in wanted}
+    found = [count for count in wanted if (count == 1 or not coupled) and smallest[count] >= options.min_pipeline_bs]
+    if not found:
+        most = max(rows_per_rank // options.min_pipeline_bs, 1)
+        raise PlanError(
+            f"{asked} leaves pieces of {smallest[wanted[0]]} of a rank's {rows_per_rank} rows, "
+            f"fewer than min_pipeline_bs={options.min_pipeline_bs}; take at most {most} microbatches or a smaller "
+            "min_pipeline_bs"
+        )
+    return found
+
+
+def _measurable(
+    graph: TaskGraph, blocks: Sequence[Block], costs: CostTable, counts: Sequence[int], batch_rows: int, world: int
+) -> list[int]:
+    """The numbers of microbatches with pieces in which no block alone ran out of memory while it was measured."""
+    bounds = [(cost.most_rows, number) for number, cost in enumerate(costs.blocks) if cost.most_rows]
+    if not bounds:
+        return list(counts)
+    most, block = min(bounds)
+    found = [count for count in counts if piece_rows(batch_rows, world, count) <= most]
+    if not found:
+        rows = piece_rows(batch_rows, world, max(counts))
+        raise DoesNotFitError(
+            f"no plan fits: block {stage_name(block, block + 1)} ({_modules(graph, blocks[block])}) ran out of memory "
+            f"with {most + 1} rows when it was measured alone, and {max(counts)} microbatches have pieces of {rows} "
+            "rows. Use smaller mini-batches, more microbatches (max_pipeline, pipeline_num) where the model's rows are "
+            "independent, or devices with more memory"
+        )
+    return found
+
+
+def _modules(graph: TaskGraph, block: Block) -> str:
+    """The first modules of a block."""
+    modules = list(dict.fromkeys(graph.ops[op].module or graph.ops[op].name for op in block.ops))
+    return ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+
+
+def _opaque(graph: TaskGraph) -> str:
+    """The code that cannot be cut because it runs as one operator, to add to an error; '' where there is none."""
+    code = list(dict.fromkeys(op.opaque for op in graph.ops if op.opaque))
+    if not code:
+        return ""
+    some = ", ".join(code[:_MOST_NAMED]) + (f" and {len(code) - _MOST_NAMED} more" if len(code) > _MOST_NAMED else "")
+    return (
+        f". Nothing inside of {some} can be placed apart: that code cannot be traced and runs as one operator (the log "
+        "says why, in the lines 'Tracing:')"
+    )
+
+
+def _demands(
+    options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str
+) -> tuple[int, npt.NDArray[np.bool_]]:
+    """The number of stages (0: free), and by number of replicas (from 1) whether a stage may have so many.
+
+    `blocks`: parts that may be stages of their own; `marked`: CutPoints divide them; `why`: what is told where these
+    are too few.
+    """
+    stages, replicas = options.partition_num, options.replica_num
+    if replicas:
+        if stages and stages * replicas != world:
+            raise PlanError(
+                f"partition_num={stages} times replica_num={replicas} is {stages * replicas}, but there are {world} "
+                "devices; leave one of the two at 0, or start as many ranks as their product"
+            )
+        if world % replicas:
+            divisors = [count for count in range(1, world + 1) if world % count == 0]
+            raise PlanError(
+                f"replica_num={replicas} does not divide {world} devices; use one of {divisors}, or 0 for free counts"
+            )
+        stages = world // replicas
+    if stages > world:
+        raise PlanError(f"{stages} stages for {world} devices; use partition_num={world} at most, or more ranks")
+    if stages > blocks and marked:
+        raise PlanError(
+            f"{stages} stages (partition_num={options.partition_num}, replica_num={options.replica_num}), but the "
+            f"model may be cut at its CutPoints only, which divide it into {blocks} parts; use at most {blocks} "
+            "stages, or add CutPoints"
+        )
+    if stages > blocks:
+        raise PlanError(
+            f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "
+            f"into {blocks} blocks only; use at most {blocks} stages{why}"
+        )
+    counts = np.arange(1, world + 1)
+    allowed = counts > 0
+    if replicas:
+        allowed &= counts == replicas
+    elif options.limit_dev_num_pot:
+        allowed &= ((counts & (counts - 1)) == 0) | (counts == world)
+    return stages, allowed
+
+
+def stage_name(start: int, end: int) -> str:
+    """Name of the stage of blocks `start` to `end` - 1, as in the estimate's log lines."""
+    return f"MERGE_{start}_{end - 1}"
+
+
+def _deployment(
+    graph: TaskGraph,
+    blocks: Sequence[Block],
+    chosen: Candidate,
+    *,
+    found: Found,
+    slots: tuple[Slot, ...],
+    batch_rows: int,
+) -> Deployment:
+    choice, table = chosen.choice, chosen.table
+    stages = []
+    used = place(choice.replicas, choice.variant.placement)
+    for (start, end, replicas, later), home in zip(choice.spans(len(blocks)), used, strict=True):
+        stages.append(
+            Stage(
+                name=stage_name(start, end),
+                ops=tuple(graph.ops[op].name for op in sorted(op for block in blocks[start:end] for op in block.ops)),
+                slots=home,
+                recompute=table.recomputes(start, end, replicas, used=later),
+                estimate=table.estimate(start, end, replicas, used=later),
+            )
+        )
+    return Deployment(
+        format=FORMAT,
+        graph_hash=graph.graph_hash,
+        slots=slots,
+        stages=tuple(stages),
+        microbatches=choice.variant.microbatches,
+        schedule=choice.variant.schedule,
+        batch_rows=batch_rows,
+        step_us=choice.step_us,
+        unused_params=tuple(graph.params[index].name for index in graph.unused_params),
+        bound_us=found.bound_us,
+        searched_all=found.searched_all,
+        placement=choice.variant.placement,
+        memory_bytes=int(table.limit),
+        e_us=choice.step_us,
+        zero=choice.variant.zero,
+    )
+
+
+def _does_not_fit(
+    graph: TaskGraph,
+    blocks: Sequence[Block],
+    need: Need,
+    memory_bytes: int,
+    options: PlanOptions,
+    world: int,
+    would: Candidate | None,
+) -> DoesNotFitError:
+    """The error that names what would do, and the block that needs most of it. `would`: do, if it could be run."""
+    least = math.ceil(need.bytes)
+    block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
+    # Rounded up, so that the number given is one that does.
+    limit_gb = math.ceil(least / (1 - options.mem_margin) / _GIB * 1000 + 1e-6) / 1000
+    return DoesNotFitError(
+        f"no plan fits: {memory_bytes} bytes may be used of each of {world} devices, and the best plan needs "
+        f"{least} (mem_limit_gb={limit_gb:g} with mem_margin={options.mem_margin:g}), recomputing included. Its "
+        f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
+        f"({_modules(graph, blocks[block])}) needs most. Use devices with more memory, more ranks, a smaller batch, "
+        f"or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
+        + (f". {would.name} would fit, which can be planned and not run yet" if would is not None else "")
+        + _opaque(graph)
+    )
+
+
+def estimate_lines(deployment: Deployment) -> list[str]:
+    """The estimate as lines of the log, as RaNNC's tutorial shows it: times in microseconds, sizes in bytes."""
+    lines = [
+        f"Estimated profiles of subgraphs: batch_size={deployment.batch_rows} np={len(deployment.slots)} "
+        f"pipeline={deployment.microbatches} use_amp=0 zero={deployment.zero}"
+    ]
+    for stage in deployment.stages:
+        each = stage.estimate
+        computing = each.param_bytes + each.grad_bytes + each.activation_bytes + each.working_bytes
+        lines.append(
+            f"  graph={stage.name} repl={len(stage.slots)} fwd_time={round(each.forward_us)} "
+            f"bwd_time={round(each.backward_us)} ar_time={round(each.allreduce_us)} in_size={each.input_bytes} "
+            f"out_size={each.output_bytes} fp32param_size={each.param_bytes} fp16param_size=0 "
+            f"total_mem={each.total_bytes} (fwd+bwd={computing} "
+            f"opt={each.optimizer_bytes} comm={each.comm_bytes})"
+        )
+    return lines
+
+
+def alternative_lines(deployment: Deployment) -> list[str]:
+    """What was not chosen, and how far the plan is from the best, as lines of the log."""
+    lines = []
+    if deployment.bound_us > 0 and not deployment.searched_all:
+        gap = deployment.e_us / deployment.bound_us - 1
+        lines.append(f"The search was cut off: a plan whose E is {gap:.1%} less may exist")
+    for other in deployment.alternatives:
+        if other.over_bytes:
+            lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB over on each device")
+        elif not other.runs and deployment.step_us > 0:
+            lines.append(f"Cannot be run yet: {other.name}: {1 - other.step_us / deployment.step_us:.1%} faster")
+        elif deployment.step_us > 0:
+            lines.append(f"Not chosen: {other.name}: {max(other.step_us / deployment.step_us - 1, 0.0):.1%} slower")
+    return lines
+
+
+def assignment_lines(deployment: Deployment, ranks: Sequence[int]) -> list[str]:
+    """Which ranks run which stage, a line a stage; `ranks` is the rank that is bound to each slot."""
+    return [
+        f"Assigned subgraph {stage.name} to rank[{','.join(str(ranks[slot]) for slot in stage.slots)}]"
+        for stage in deployment.stages
+    ]

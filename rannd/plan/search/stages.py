@@ -1,0 +1,288 @@
+"""Third phase: stages of consecutive blocks, their replicas and what all of them have in common, with the least E.
+
+Best-first search over partial plans (Hart, Nilsson, Raphael 1968), from the last stage to the first. A partial plan has
+placed all blocks from some block on, on some of the devices; it is described by that block, the devices used and
+the terms of E so far:
+
+    (sum of fill, longest rounds, reduction that is left when the drain of later stages is over)
+
+No single number would do: max F + max B has no optimal substructure. Of two partial plans in the same place, one whose
+terms are all at least as large is dropped. What is still to come is bounded from below (bounds.py), so the first whole
+plan that no open partial plan can beat is the optimum of E, exactly. A search that is cut off knows by how much it
+may be wrong: no plan is better than the least bound that was open.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from rannd.plan.search.bounds import COARSE, FINE, Bounds
+from rannd.plan.search.estimate import StageTables, Variant
+from rannd.plan.topology import Table
+
+EFFORT = 200_000
+"""A search gives up proving that its plan is the best when it has looked behind so many partial plans times devices
+(and 8, for what does not depend on them): some seconds."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A plan as the stage phase makes it."""
+
+    variant: Variant
+    starts: tuple[int, ...]
+    """First block of each stage."""
+    replicas: tuple[int, ...]
+    step_us: float
+    """E."""
+
+    def spans(self, blocks: int) -> list[tuple[int, int, int, int]]:
+        """(first block, end, replicas, devices of later stages) of each stage, of so many blocks."""
+        later = sum(self.replicas)
+        found = []
+        for start, end, count in zip(self.starts, [*self.starts[1:], blocks], self.replicas, strict=True):
+            later -= count
+            found.append((start, end, count, later))
+        return found
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a search came to."""
+
+    choice: Choice | None
+    bound_us: float
+    """No plan has a smaller E. Infinite where no plan fits."""
+    searched_all: bool
+    """False where the search was cut off."""
+    passed: tuple[Choice, ...] = ()
+    """Whole plans that were met on the way, the best first."""
+
+
+class Need(msgspec.Struct, frozen=True):
+    """The smallest memory per device with which some plan would do, and the stage that needs it."""
+
+    bytes: float
+    start: int
+    end: int
+    replicas: int
+    used: int
+    """Devices of the stages behind it."""
+    of_block: tuple[float, ...]
+    """What each of its blocks would need as a stage of its own."""
+
+
+class _Partial(msgspec.Struct, frozen=True):
+    start: int
+    """First block that is placed."""
+    used: int
+    """Devices of the blocks that are placed."""
+    stages: int
+    """Stages left; 0 where their number is free."""
+    terms: tuple[float, ...]
+    """Fill, each of the rounds, reduction."""
+    parent: _Partial | None = None
+
+
+def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT) -> Found:
+    """The plan with the least E of all that fit.
+
+    `tables`: one for each variant; `stages`: their number, 0 where it is free. Among equal plans the one found first
+    stays, which is the same everywhere.
+    """
+    best: Choice | None = None
+    passed: list[Choice] = []
+    for table in tables if stages in (0, 1) else ():
+        if table.splits:
+            continue  # one stage has nothing to wait for: it runs as under 1F1B
+        alone = e_of(table, (0,), (table.world,))
+        if alone is not None and (best is None or alone.step_us < best.step_us):
+            best = alone
+            passed.append(alone)
+    searches = (
+        [_Search(table, stages) for table in tables if table.world > 1 and table.blocks > 1] if stages != 1 else []
+    )
+    for search in sorted(searches, key=lambda each: each.bounds.root):
+        if best is None or search.bounds.root < best.step_us:
+            search.bounds.sharpen(best.step_us if best is not None else np.inf, COARSE)
+            found = search.dive(best)
+            if found is not None and found is not best:
+                best = found
+                passed.append(found)
+    return _Frontier(searches, best, passed, effort // (8 + max(table.world for table in tables))).run()
+
+
+def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...]) -> Choice | None:
+    """A plan that is given, with its E; None where it is not possible."""
+    choice = Choice(table.variant, starts, replicas, 0.0)
+    fill = left_over = 0.0
+    rounds = np.zeros(1 if table.steady else 2)
+    for start, end, count, used in reversed(choice.spans(table.blocks)):
+        terms = table.stages(end, used)
+        place = (start, count - 1)
+        fill += float(terms.fill[place])
+        rounds = np.maximum(rounds, terms.rounds[(slice(None), *place)])
+        left_over = max(float(terms.exposed[place]), left_over - float(terms.drain[place]))
+    step_us = fill + float(rounds.sum()) + left_over
+    return Choice(table.variant, starts, replicas, step_us) if np.isfinite(step_us) else None
+
+
+class _Search:
+    """Partial plans of one variant, of two or more stages."""
+
+    def __init__(self, table: StageTables, stages: int) -> None:
+        self.table = table
+        self.bounds = Bounds(table, stages)
+        self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if table.steady else 3) + (0.0,))
+
+    def children(self, partial: _Partial, below: float) -> Iterator[tuple[float, _Partial]]:
+        """What one more stage makes of `partial`, with the bound of E, where that is less than `below`."""
+        bound, *terms = self._extended(partial)
+        for start, step in zip(*np.nonzero(bound < below), strict=True):
+            yield float(bound[start, step]), self._child(partial, int(start), int(step), terms)
+
+    def _child(self, partial: _Partial, start: int, step: int, terms: Sequence[Table]) -> _Partial:
+        fill, rounds, left_over = terms
+        found = (float(fill[start, step]), *map(float, rounds[:, start, step]), float(left_over[start, step]))
+        return _Partial(start, partial.used + 1 + step, max(partial.stages - 1, 0), found, partial)
+
+    def _extended(self, partial: _Partial) -> tuple[Table, Table, Table, Table]:
+        """Bound of E, fill, rounds and left over reduction with one more stage: ``[.., start, replicas - 1]``."""
+        end, used = partial.start, partial.used
+        stage = self.table.stages(end, used)
+        left = self.table.world - used
+        stages = max(partial.stages - 1, 0)
+        rest_rounds, rest, together, forward = self.bounds.of(stages, end, left)
+        fill = partial.terms[0] + stage.fill
+        rounds = np.maximum(stage.rounds, np.array(partial.terms[1:-1])[:, None, None])
+        left_over = np.maximum(stage.exposed, partial.terms[-1] - stage.drain)
+        bound = np.maximum(rest, left_over + forward) + np.maximum(rounds.sum(axis=0), rest_rounds)
+        bound = fill + np.maximum(bound, together)
+        if partial is self.root:
+            bound[0] = np.inf  # one stage alone is no matter of bounds
+        return bound, fill, rounds, left_over
+
+    def dive(self, best: Choice | None) -> Choice | None:
+        """A good plan at once: the most promising stage, again and again. `best` where it is no better."""
+        partial = self.root
+        below = best.step_us if best is not None else np.inf
+        while partial.start:
+            bound, *terms = self._extended(partial)
+            start, step = np.unravel_index(bound.argmin(), bound.shape)
+            if not bound[start, step] < below:
+                return best
+            partial = self._child(partial, int(start), int(step), terms)
+        return self.choice(partial)
+
+    def choice(self, partial: _Partial) -> Choice:
+        starts: list[int] = []
+        replicas: list[int] = []
+        at = partial
+        while at.parent is not None:
+            starts.append(at.start)
+            replicas.append(at.used - at.parent.used)
+            at = at.parent
+        return Choice(self.table.variant, tuple(starts), tuple(replicas), sum(partial.terms))
+
+
+class _Frontier:
+    """Open partial plans of all variants, the most promising first."""
+
+    def __init__(self, searches: Sequence[_Search], best: Choice | None, passed: list[Choice], most: int) -> None:
+        self.searches = searches
+        self.best = best
+        self.passed = passed
+        self.most = most
+        self.open: list[tuple[float, int, int, int, _Partial]] = []
+        self.seen: dict[tuple[int, int, int, int], list[tuple[float, ...]]] = defaultdict(list)
+        self.ticks = 0
+
+    def run(self) -> Found:
+        for number, search in enumerate(self.searches):
+            if search.bounds.root < self._below:
+                search.bounds.sharpen(self._below, FINE)
+                self._push(number, search.bounds.root, search.root)
+        expanded = 0
+        while self.open and self.open[0][0] < self._below:
+            if expanded >= self.most:
+                return self._found(self.open[0][0], searched_all=False)
+            bound, _, _, number, partial = heapq.heappop(self.open)
+            if self._dominated(number, partial):
+                continue
+            expanded += 1
+            search = self.searches[number]
+            for child_bound, child in search.children(partial, self._below):
+                if child.start:
+                    self._push(number, max(bound, child_bound), child)
+                elif sum(child.terms) < self._below:
+                    self.best = search.choice(child)
+                    self.passed.append(self.best)
+        return self._found(self._below, searched_all=True)
+
+    def _found(self, bound: float, *, searched_all: bool) -> Found:
+        return Found(self.best, bound, searched_all, tuple(sorted(self.passed, key=lambda each: each.step_us)))
+
+    @property
+    def _below(self) -> float:
+        return self.best.step_us if self.best is not None else np.inf
+
+    def _push(self, number: int, bound: float, partial: _Partial) -> None:
+        if bound < self._below:
+            self.ticks += 1  # among equals deeper plans, then older ones: the order is the same everywhere
+            heapq.heappush(self.open, (bound, partial.start, self.ticks, number, partial))
+
+    def _dominated(self, number: int, partial: _Partial) -> bool:
+        place = self.seen[number, partial.start, partial.used, partial.stages]
+        if any(all(a <= b for a, b in zip(other, partial.terms, strict=True)) for other in place):
+            return True
+        place.append(partial.terms)
+        return False
+
+
+def smallest_memory(tables: Sequence[StageTables], *, stages: int) -> Need | None:
+    """The least memory per device with which some plan would do, with or without recomputing.
+
+    None where no plan exists at any memory: the numbers that were asked for clash.
+    """
+    best: Need | None = None
+    for table in tables:
+        need = _smallest(table, stages)
+        if need is not None and (best is None or need.bytes < best.bytes):
+            best = need
+    return best
+
+
+def _smallest(table: StageTables, stages: int) -> Need | None:
+    """Of all ways to place blocks from the last one on: the least of the largest stage, place by place."""
+    count, world = table.blocks, table.world
+    # [stages placed, first block placed, devices used]; where the number of stages is free only index 0 is used
+    least = np.full((stages + 1, count + 1, world + 1), np.inf)
+    least[0, count, 0] = 0.0
+    came: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+    sizes: dict[tuple[int, int, int], float] = {}
+    for placed in range(max(stages, 1)):
+        after = placed + 1 if stages else 0
+        for end in range(count, 0, -1):
+            for used in np.flatnonzero(np.isfinite(least[placed, end, :world])).tolist():
+                memory = table.least_memory(end, used)
+                largest = np.maximum(memory, least[placed, end, used])
+                there = least[after, :end, used + 1 :]
+                better = largest < there
+                for start, step in zip(*np.nonzero(better), strict=True):
+                    place = (after, int(start), used + 1 + int(step))
+                    came[place] = (placed, end, used)
+                    sizes[place] = float(memory[start, step])
+                there[better] = largest[better]
+    place = (stages, 0, world)
+    size = float(least[place])
+    if not np.isfinite(size):
+        return None
+    while sizes[place] < size:
+        place = came[place]
+    before = came[place]
+    start, end, used, replicas = place[1], before[1], before[2], place[2] - before[2]
+    alone = tuple(float(table.bytes_needed(at, at + 1, replicas, used=used)) for at in range(start, end))
+    return Need(size, start, end, replicas, used, alone)

@@ -1,0 +1,171 @@
+"""A clock for Programs: when each computation and each transfer begins and ends.
+
+The machine is the runtime's (docs/schedules.md). A slot computes in the Program's order. What it sends leaves when it
+is made and holds up nobody; a message takes its time on the link of its pair and direction, one after the other. A
+slot waits for a message where it needs it: at the computation that uses it, or at the end of a phase where it is for
+the rank. So transfers overlap with computing.
+
+All times are sums and maxima of earlier ones: in which order slots are looked at changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rannd.errors import PlanError
+from rannd.plan.schedule.program import NOWHERE, Action, ActionKind, Edge, Layout, Program
+from rannd.plan.simulate.step_costs import StepCosts
+from rannd.plan.simulate.timeline import COMPUTE, RECEIVE, Event
+
+
+class Played(msgspec.Struct):
+    """What a step took on each slot, but for its reductions. Microseconds."""
+
+    ends: list[float]
+    """When it was done with all that it computes and receives."""
+    busy: list[float]
+    """Spent in computations."""
+    last: list[tuple[float, float]]
+    """Start and end of the last computation that makes gradients of parameters."""
+    links: list[dict[int, float]]
+    """Until when the link to each receiver was in use."""
+    events: list[Event]
+    """What happened, where that was asked for."""
+
+
+def play(program: Program, costs: StepCosts, *, record: bool = False) -> Played:
+    """Play one step of `program`. PlanError where it would wait for ever."""
+    return _Clock(program, costs).play(record=record)
+
+
+_Send = tuple[int, int, float]
+"""(message, receiver, microseconds on the link)"""
+_Step = tuple[float, Sequence[int], list[_Send], Action | None]
+"""(microseconds, messages that are needed, what is sent afterwards, computation); no computation: a place to wait."""
+
+
+class _Clock:
+    def __init__(self, program: Program, costs: StepCosts) -> None:
+        self.program, self.costs = program, costs
+        self.layout = layout = program.layout
+        self.total = layout.pieces_total
+        self.numbers = {edge: 2 * number for number, edge in enumerate(layout.edges)}
+        """A message is (number of its edge, + 1 for gradients) * pieces + piece."""
+        self.near = _prices(layout, costs.values_us, costs.grads_us)
+        self.far = self.near
+        if costs.far_values_us is not None or costs.far_grads_us is not None:
+            self.far = _prices(layout, costs.far_values_us or costs.values_us, costs.far_grads_us or costs.grads_us)
+        self.nodes = costs.nodes or (0,) * layout.slot_count
+
+    def play(self, *, record: bool) -> Played:
+        world = self.layout.slot_count
+        steps = [self._steps(slot) for slot in range(world)]
+        places = [0] * world
+        clocks, busy = [0.0] * world, [0.0] * world
+        last = [(0.0, 0.0)] * world
+        arrivals = [-1.0] * (2 * len(self.numbers) * self.total)
+        links: list[dict[int, float]] = [{} for _ in range(world)]
+        waiting: dict[int, int] = {}
+        events: list[Event] = []
+        ready = list(range(world))
+        while ready:
+            slot = ready.pop()
+            own, place, clock, link = steps[slot], places[slot], clocks[slot], links[slot]
+            while place < len(own):
+                us, needs, sends, action = own[place]
+                start = clock
+                for message in needs:
+                    arrival = arrivals[message]
+                    if arrival < 0.0:
+                        waiting[message] = slot
+                        break
+                    if arrival > start:
+                        start = arrival
+                else:
+                    clock = start + us
+                    if action is not None:
+                        busy[slot] += us
+                        if action.kind is not ActionKind.FORWARD:
+                            last[slot] = start, clock
+                        if record:
+                            events.append(Event(slot, COMPUTE, start, us, str(action)))
+                    for message, receiver, takes in sends:
+                        begin = link.get(receiver, 0.0)
+                        if begin < clock:
+                            begin = clock
+                        link[receiver] = arrivals[message] = begin + takes
+                        if message in waiting:
+                            ready.append(waiting.pop(message))
+                        if record:
+                            events.append(Event(receiver, RECEIVE, begin, takes, self._name(message, slot)))
+                    place += 1
+                    continue
+                break
+            places[slot], clocks[slot] = place, clock
+        if waiting:
+            texts = ", ".join(f"slot {slot} at {self._name(message)}" for message, slot in waiting.items())
+            raise PlanError(f"the program never ends: {texts} waits for a message that nobody sends before")
+        return Played(clocks, busy, last, links, events)
+
+    def _steps(self, slot: int) -> list[_Step]:
+        """What a slot does, with what it needs and sends, as numbers."""
+        program, costs, total, numbers = self.program, self.costs, self.total, self.numbers
+        actions, border = program.slots[slot], program.forward_length[slot]
+        nodes = self.nodes
+        # A slot of a rank alone computes nothing.
+        stage = self.layout.stage_of(slot) if slot < self.layout.world else NOWHERE
+        forward = backward = weight = 0.0
+        if stage != NOWHERE:
+            forward, backward, weight = costs.forward_us[stage], costs.backward_us[stage], costs.weight_us[stage]
+        if any(action.kind is ActionKind.WEIGHT for action in actions):
+            backward -= weight
+        sends: list[_Send] = []
+        steps: list[_Step] = [(0.0, (), sends, None)]
+        values: dict[int, list[int]] = {}
+        grads: dict[int, list[int]] = {}
+        late: list[int] = []
+        """What the rank gets: needed at the end of the phase."""
+        for place, action in enumerate(actions):
+            if place == border:
+                sends = []
+                steps.append((0.0, late, sends, None))
+                late = []
+            kind, piece = action.kind, action.piece
+            if kind is ActionKind.FORWARD:
+                sends = []
+                steps.append((forward, values.pop(piece, ()), sends, action))
+            elif kind is ActionKind.BACKWARD:
+                sends = []
+                steps.append((backward, grads.pop(piece, ()), sends, action))
+            elif kind is ActionKind.SEND_VALUES or kind is ActionKind.SEND_GRADS:
+                number = numbers[action.src, action.dst] + (kind is ActionKind.SEND_GRADS)
+                prices = self.near if nodes[slot] == nodes[action.peer] else self.far
+                sends.append((number * total + piece, action.peer, prices[number]))
+            elif kind is ActionKind.RECV_VALUES:
+                message = numbers[action.src, action.dst] * total + piece
+                (values.setdefault(piece, []) if action.dst == stage else late).append(message)
+            elif kind is ActionKind.RECV_GRADS:
+                message = (numbers[action.src, action.dst] + 1) * total + piece
+                (grads.setdefault(piece, []) if action.src == stage else late).append(message)
+            elif kind is ActionKind.WEIGHT:
+                sends = []
+                steps.append((weight, (), sends, action))
+        for left in (*values.values(), *grads.values()):
+            late += left
+        steps.append((0.0, late, [], None))
+        return steps
+
+    def _name(self, message: int, sender: int | None = None) -> str:
+        """The receive of a message."""
+        number, piece = divmod(message, self.total)
+        edge = self.layout.edges[number // 2]
+        if sender is None:
+            sender = self.layout.slot_of(edge[number % 2], piece)
+        return str(Action(ActionKind.RECV_GRADS if number % 2 else ActionKind.RECV_VALUES, piece, *edge, sender))
+
+
+def _prices(layout: Layout, values: Mapping[Edge, float], grads: Mapping[Edge, float]) -> list[float]:
+    """Time of a message by its number."""
+    return [us for edge in layout.edges for us in (values[edge], grads.get(edge, 0.0))]

@@ -1,0 +1,168 @@
+"""From a deployment to what a schedule and the simulator need: who sends what to whom, and how long it takes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rannd.errors import DeploymentError
+from rannd.graph.fx.ir import Size, TaskGraph
+from rannd.plan.deployment import Deployment
+from rannd.plan.schedule.program import Edge, Layout
+from rannd.plan.simulate.step_costs import StepCosts, bucket_sizes
+from rannd.plan.topology import agreeing_us
+from rannd.plan.zero import computing
+from rannd.profile.costs import LinkCost
+
+
+def piece_rows(batch_rows: int, world: int, microbatches: int) -> int:
+    """Rows of the largest piece of a global batch of `batch_rows` rows."""
+    return math.ceil(math.ceil(batch_rows / world) / microbatches)
+
+
+def layout_of(graph: TaskGraph, deployment: Deployment) -> Layout:
+    """The layout in which `deployment` runs `graph`.
+
+    An input that the model hands back as it is stays with its rank and is no edge. DeploymentError where the
+    deployment places other ops than the graph's.
+    """
+    sizes, grads = _edge_sizes(graph, deployment)
+    return Layout(
+        world=len(deployment.slots),
+        microbatches=deployment.microbatches,
+        stages=tuple(stage.slots for stage in deployment.stages),
+        edges=tuple(sorted(sizes)),
+        grad_edges=tuple(sorted(grads)),
+        tied=tuple(sorted(stages for stages in _trained_bytes(graph, deployment) if len(stages) > 1)),
+    )
+
+
+def loss_layout(layout: Layout) -> Layout:
+    """The layout of a step whose backward begins at its loss: no gradients of outputs come from the ranks."""
+    last = len(layout.stages)
+    grads = tuple(edge for edge in layout.grad_edges if edge[1] < last)
+    return Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads, layout.tied)
+
+
+def step_costs(
+    graph: TaskGraph,
+    deployment: Deployment,
+    link: LinkCost,
+    between: LinkCost | None = None,
+    *,
+    overlap: bool = True,
+) -> StepCosts:
+    """Costs of the actions of a Program of `deployment`, by its estimates and by the links.
+
+    `link`: between slots of one node; `between`: of different nodes, None: as within one; `overlap`: gradients are
+    reduced in buckets while the last backward runs. Where backward comes in two halves, all that a piece keeps counts
+    until the second one is done, as the gradients of parameters need the inputs of every op.
+    """
+    layout = layout_of(graph, deployment)
+    rows = piece_rows(deployment.batch_rows, layout.world, layout.microbatches)
+    sizes, grads = _edge_sizes(graph, deployment)
+    trained = _trained_bytes(graph, deployment)
+    pieces = [math.ceil(layout.pieces_total / len(slots)) for slots in layout.stages]
+    estimates = [stage.estimate for stage in deployment.stages]
+    kept, working = [], []
+    for stage, count in zip(deployment.stages, pieces, strict=True):
+        each = stage.estimate
+        # What does not say how many pieces it counts was made for fill-drain, which keeps all of them.
+        flying = each.in_flight if each.pieces == count else count
+        activation = math.ceil(each.activation_bytes / (1 if stage.recompute else flying))
+        kept.append(each.output_bytes + (0 if stage.recompute else activation))
+        working.append(each.working_bytes + (activation if stage.recompute else 0))
+    far = between or link
+
+    def allreduce(stages: Sequence[int], nbytes: int) -> float:
+        slots = [slot for stage in stages for slot in layout.stages[stage]]
+        chosen = link if len({deployment.slots[slot].node for slot in slots}) == 1 else far
+        return chosen.allreduce_us(nbytes, len(slots))
+
+    def reduce(stages: Sequence[int]) -> tuple[float, ...]:
+        nbytes = trained.get(tuple(stages), 0)
+        part = 0.5 if deployment.zero and len(stages) == 1 else 1.0
+        found = [part * allreduce(stages, size) for size in (bucket_sizes(nbytes) if overlap else [nbytes])]
+        return tuple(found) if any(found) else ()
+
+    gathers = [0.5 * allreduce([stage], trained.get((stage,), 0)) for stage in range(len(layout.stages))]
+    forwards, backwards = [], []
+    for each, count, gather in zip(estimates, pieces, gathers, strict=True):
+        times = np.array(each.forward_us / count), np.array(each.backward_us / count)
+        forward, backward = computing(deployment.zero, *times, np.array(gather))
+        forwards.append(float(forward))
+        backwards.append(float(backward))
+    return StepCosts(
+        forward_us=tuple(forwards),
+        backward_us=tuple(backwards),
+        weight_us=tuple(each.weight_us / count for each, count in zip(estimates, pieces, strict=True)),
+        agreeing_us=agreeing_us(far if len({slot.node for slot in deployment.slots}) > 1 else link, layout.world),
+        gather_us=tuple(gathers) if deployment.zero in (1, 2) else (),
+        values_us=_times(sizes, rows, link),
+        grads_us=_times(grads, rows, link),
+        reduce_us=tuple(reduce([stage]) for stage in range(len(layout.stages))),
+        tied_us=tuple(reduce(stages) for stages in layout.tied),
+        nodes=tuple(slot.node for slot in deployment.slots),
+        far_values_us=_times(sizes, rows, far),
+        far_grads_us=_times(grads, rows, far),
+        state_bytes=tuple(each.param_bytes + each.grad_bytes + each.optimizer_bytes for each in estimates),
+        kept_bytes=tuple(kept),
+        weight_bytes=tuple(kept),
+        working_bytes=tuple(working),
+        values_bytes={edge: math.ceil(size.at(rows)) for edge, size in sizes.items()},
+        grads_bytes={edge: math.ceil(size.at(rows)) for edge, size in grads.items()},
+    )
+
+
+def _times(sizes: Mapping[Edge, Size], rows: int, link: LinkCost) -> dict[Edge, float]:
+    return {edge: link.p2p_us(size.at(rows)) for edge, size in sizes.items()}
+
+
+def _stages_of(graph: TaskGraph, deployment: Deployment) -> list[int]:
+    """The stage of each op."""
+    stage_of_name = {name: number for number, stage in enumerate(deployment.stages) for name in stage.ops}
+    if sum(len(stage.ops) for stage in deployment.stages) != len(stage_of_name) or set(stage_of_name) != {
+        op.name for op in graph.ops
+    }:
+        raise DeploymentError(
+            f"the deployment places {len(stage_of_name)} ops, of which not all are the model's {len(graph.ops)}; "
+            "it belongs to another model: plan again without it"
+        )
+    return [stage_of_name[op.name] for op in graph.ops]
+
+
+def _trained_bytes(graph: TaskGraph, deployment: Deployment) -> dict[tuple[int, ...], int]:
+    """Bytes of trained parameters by the stages that read them."""
+    readers: dict[int, set[int]] = defaultdict(set)
+    for op, stage in zip(graph.ops, _stages_of(graph, deployment), strict=True):
+        for read in op.params:
+            readers[read].add(stage)
+    found: dict[tuple[int, ...], int] = defaultdict(int)
+    for index, stages in readers.items():
+        if graph.params[index].trainable:
+            found[tuple(sorted(stages))] += graph.params[index].bytes
+    return dict(found)
+
+
+def _edge_sizes(graph: TaskGraph, deployment: Deployment) -> tuple[dict[Edge, Size], dict[Edge, Size]]:
+    """Bytes of the values, and of the gradients, that go over each edge."""
+    stage_of = _stages_of(graph, deployment)
+    last = len(deployment.stages)
+    targets: dict[int, set[int]] = defaultdict(set)
+    for index, op in enumerate(graph.ops):
+        for read in op.inputs:
+            targets[read].add(stage_of[index])
+    sizes: dict[Edge, Size] = defaultdict(Size)
+    grads: dict[Edge, Size] = defaultdict(Size)
+    for index, value in enumerate(graph.values):
+        home = stage_of[value.producer] if value.producer >= 0 else -1
+        if value.is_output and home >= 0:
+            targets[index].add(last)
+        for target in targets[index] - {home}:
+            sizes[home, target] += value.bytes
+            if value.requires_grad:
+                grads[home, target] += value.bytes
+    return dict(sizes), dict(grads)

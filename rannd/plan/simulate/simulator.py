@@ -1,0 +1,138 @@
+"""The simulator: what a step takes and needs, by playing its Program on costs.
+
+`clock` plays computations and transfers, `peak` counts bytes, and here the reductions of gradients follow, which
+nothing else waits for. Large jobs consist of blocks that do the same (`repeats`): :func:`predict` plays each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from rannd.plan.schedule.program import Layout, Program
+from rannd.plan.schedule.schedules import planned_program
+from rannd.plan.simulate.clock import Played, play
+from rannd.plan.simulate.peak_memory import peak_bytes, received_bytes
+from rannd.plan.simulate.repeats import repeats
+from rannd.plan.simulate.step_costs import StepCosts
+from rannd.plan.simulate.timeline import REDUCE, Event
+
+
+class Simulation(msgspec.Struct, frozen=True):
+    """What a simulated step took, by slot."""
+
+    step_us: float
+    busy_us: tuple[float, ...]
+    """Forwards and backwards."""
+    idle_us: tuple[float, ...]
+    """The rest of the step: waiting, transfers, reductions."""
+    peak_bytes: tuple[int, ...]
+    """Most bytes at a time."""
+    events: tuple[Event, ...] = ()
+    """What happened on each slot, in order, where that was asked for."""
+
+    @property
+    def bubble(self) -> float:
+        """Part of all slots' time that is not spent in forwards and backwards."""
+        return sum(self.idle_us) / (self.step_us * len(self.idle_us)) if self.step_us > 0 else 0.0
+
+
+def simulate(program: Program, costs: StepCosts, *, record: bool = False) -> Simulation:
+    """Play one step of `program`; `record`: and tell what happened when. PlanError where it would wait for ever."""
+    peaks = [peak_bytes(program, costs, slot) for slot in range(program.layout.world)]
+    return _simulation(program.layout, costs, play(program, costs, record=record), peaks, record=record)
+
+
+def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
+    """What `simulate` says of the step of `layout` under `schedule`, in much less time for large jobs.
+
+    PlanError for a schedule that is not known.
+    """
+    world = layout.world
+    ends, busy, last = [0.0] * world, [0.0] * world, [(0.0, 0.0)] * world
+    given, late = [0.0] * world, [0] * world
+    """Of ranks whose slots are in other blocks: until when they send inputs, and bytes that they get."""
+    programs: list[tuple[Program, StepCosts]] = []
+    home = [(0, 0)] * world
+    """Program of each slot's block, and its number there."""
+    for repeat in repeats(layout, costs.nodes):
+        part = msgspec.structs.replace(costs, nodes=repeat.nodes)
+        program = planned_program(schedule, repeat.block, costs.split)
+        played = play(program, part)
+        for own in range(repeat.block.slot_count):
+            inside = own < repeat.block.world
+            sends = 0.0 if inside else max(played.links[own].values(), default=0.0)
+            gets = 0 if inside else received_bytes(program, part, own)
+            for place in repeat.places:
+                slot = place[own]
+                ends[slot] = max(ends[slot], played.ends[own])
+                if inside:
+                    busy[slot], last[slot] = played.busy[own], played.last[own]
+                    home[slot] = len(programs), own
+                else:
+                    given[slot], late[slot] = sends, gets
+        programs.append((program, part))
+    if any(until > end for until, (_, end) in zip(given, last, strict=True)):
+        # Inputs may hold up what a slot sends in its own block: blocks are not by themselves.
+        return simulate(planned_program(schedule, layout, costs.split), costs)
+    known: dict[tuple[int, int, int], int] = {}
+    peaks = []
+    for (number, own), more in zip(home, late, strict=True):
+        if (number, own, more) not in known:
+            known[number, own, more] = peak_bytes(*programs[number], own, late=more)
+        peaks.append(known[number, own, more])
+    return _simulation(layout, costs, Played(ends, busy, last, [], []), peaks, record=False)
+
+
+def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequence[int], *, record: bool) -> Simulation:
+    """Add the reductions, and what is gathered behind them."""
+    ends = np.array(played.ends)
+    starts, stops = np.array(played.last).T
+    free = np.zeros(layout.world)
+    """Until when each slot is busy with reductions: a slot does one at a time."""
+    events = list(played.events)
+    for stages in layout.reductions:
+        buckets = costs.reduce_us[stages[0]] if len(stages) == 1 else costs.tied_us[layout.tied.index(stages)]
+        if not sum(buckets):
+            continue
+        slots = [slot for stage in stages for slot in layout.stages[stage]]
+        begins, end = _reduce(buckets, starts[slots], stops[slots], float(free[slots].max()))
+        free[slots] = end
+        if record:
+            name = str(layout.reduction(stages))
+            events += [Event(slot, REDUCE, begins, end - begins, name) for slot in slots]
+    for stage, us in enumerate(costs.gather_us):
+        slots = list(layout.stages[stage])
+        begins = float(np.maximum(ends[slots], free[slots]).max())
+        free[slots] = begins + us
+        if record and us:
+            events += [Event(slot, REDUCE, begins, us, "G") for slot in slots]
+    step = costs.agreeing_us + float(np.maximum(ends, free).max())
+    return Simulation(
+        step,
+        tuple(played.busy),
+        tuple(step - busy for busy in played.busy),
+        tuple(peaks),
+        tuple(sorted(replace(event, start_us=event.start_us + costs.agreeing_us) for event in events)),
+    )
+
+
+_Times = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def _reduce(buckets: Sequence[float], starts: _Times, stops: _Times, free: float) -> tuple[float, float]:
+    """When the reduction of some gradients begins and ends, which slots make from `starts` to `stops`.
+
+    Each bucket starts when it is complete on all slots and the one before is done; gradients come evenly.
+    """
+    made, end, whole = 0.0, free, sum(buckets)
+    begins = -1.0
+    for us in buckets:
+        made += us
+        begin = max(end, float((starts + (stops - starts) * (made / whole)).max()))
+        begins = begin if begins < 0 else begins
+        end = begin + us
+    return begins, end

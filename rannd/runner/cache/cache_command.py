@@ -1,0 +1,201 @@
+"""The command `rannc-cache`: look into this user's cache on this node, and clear it.
+
+Its larger verbs are in why.py, prune.py and transfer.py.
+
+Works whether or not the daemon runs: it is started just in time, as by a job.
+"""
+
+from __future__ import annotations
+
+import time
+
+import click
+import rich.box
+import rich.console
+import rich.markup
+import rich.table
+
+from rannd.daemon.cli_common import Commands, duration_text, print_json, size_text
+from rannd.daemon.client.requests import DaemonSession
+from rannd.daemon.common.keys import summary
+from rannd.daemon.common.printable import plain
+from rannd.daemon.common.protocol import EntryInfo, KindCount
+from rannd.daemon.common.versions import version
+from rannd.errors import DeploymentError, ProtocolError
+from rannd.plan.deployment import Deployment, decode
+from rannd.plan.plan_text import show as plan_text
+from rannd.runner.cache.entries import (
+    checked_kind,
+    date,
+    duration,
+    entries_text,
+    greeted,
+    json_option,
+    only,
+    prefix,
+    total_text,
+)
+from rannd.runner.cache.export_import import export_command, import_command
+from rannd.runner.cache.prune import prune
+from rannd.runner.cache.why import why
+
+CORRUPT = 1
+"""Exit code of `rannc-cache verify` where entries were corrupt."""
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version(), prog_name="rannc-cache")
+def main() -> None:
+    """Deployments, profiles and traces that are kept for the next run."""
+
+
+@main.command()
+@json_option
+def ls(as_json: bool) -> None:
+    """List the entries, the latest used first."""
+    entries = sorted(greeted().entries(), key=lambda entry: -entry.used)
+    if as_json:
+        print_json(entries)
+        return
+    console = rich.console.Console(soft_wrap=True)
+    rows = [_row(entry) for entry in entries]
+    heads = ("KIND", "KEY", "AGE", "LAST USED", "SIZE", "WHAT")
+    if not console.is_terminal:
+        for row in (heads, *rows):
+            click.echo("\t".join(row))
+        return
+    if not entries:
+        console.print("the cache is empty")
+        return
+    table = rich.table.Table(*heads, box=rich.box.SIMPLE_HEAD)
+    table.columns[4].justify = "right"
+    for entry, row in zip(entries, rows, strict=True):
+        table.add_row(row[0], entry.key[:12], *map(rich.markup.escape, row[2:]))
+    rich.console.Console().print(table)
+    console.print(total_text(entries))
+
+
+@main.command()
+@click.argument("key")
+@json_option
+def show(key: str, as_json: bool) -> None:
+    """Show everything about the entry whose key starts with KEY; of a deployment, the plan as well."""
+    session = greeted()
+    entry = only(session, key)
+    plan, problem = _deployment(session, entry)
+    if as_json:
+        told = {name: getattr(entry, name) for name in entry.__struct_fields__}
+        print_json({**told, "deployment": plan} if entry.kind == "deployment" else told)
+        return
+    now = time.time()
+    click.echo(f"key        {entry.key}")
+    click.echo(f"kind       {entry.kind}, format {entry.format}, written by rannd {plain(entry.rannd)}")
+    click.echo(f"created    {date(entry.created)}, {duration_text(now - entry.created)} ago")
+    click.echo(f"last used  {date(entry.used)}, {duration_text(now - entry.used)} ago, {entry.hits} hits")
+    click.echo(f"length     {entry.length} bytes")
+    click.echo(f"checksum   {entry.checksum}")
+    click.echo("components")
+    for name, text in sorted(entry.components.items()):
+        click.echo(plain(f"  {name} = {text}"))
+    if problem:
+        click.echo(f"\nThe deployment cannot be shown: {problem}")
+    elif plan is not None:
+        click.echo("\n" + plan_text(plan))
+
+
+def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | None, str]:
+    """(the deployment in an entry, why it cannot be had); nothing of both for entries of other kinds."""
+    if entry.kind != "deployment":
+        return None, ""
+    (value,) = session.values([entry])
+    if value is None:
+        return None, "it is not there any more"
+    try:
+        return decode(value.plain()), ""
+    except (DeploymentError, ProtocolError) as exc:
+        return None, str(exc)
+
+
+@main.command()
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@click.option("--kind", help="Only entries of this kind, as deployment or profile.")
+@click.option("--older-than", metavar="AGE", help="Only entries not used for so long, as 7d, 12h, 30m.")
+@json_option
+def clear(keys: tuple[str, ...], kind: str | None, older_than: str | None, as_json: bool) -> None:
+    """Remove entries: all, or those whose key starts with a KEY and that match the options."""
+    prefixes = [prefix(key) for key in keys]
+    checked_kind(kind)
+    age_s = None if older_than is None else duration(older_than)
+    session = greeted()
+    for key in keys:
+        only(session, key, "; nothing is removed")
+    removed = session.clear(kind=kind, older_than_s=age_s, keys=prefixes or None)
+    if as_json:
+        print_json(removed)
+        return
+    for entry in removed:
+        click.echo(f"removed {entry.kind} {entry.key}  {summary(entry.kind, entry.components)}")
+    click.echo(f"removed {total_text(removed)}")
+
+
+@main.command()
+@click.option("--zero", is_flag=True, help="Begin to count anew, after this.")
+@json_option
+def stats(zero: bool, as_json: bool) -> None:
+    """Show sizes and counts."""
+    session = greeted()
+    state = session.state()
+    kinds = {name: {"entries": 0, "bytes": 0, **_counts(count)} for name, count in state.kinds.items()}
+    for entry in session.entries():
+        of_kind = kinds.setdefault(entry.kind, {"entries": 0, "bytes": 0, **_counts(KindCount())})
+        of_kind["entries"] += 1
+        of_kind["bytes"] += entry.length
+    if zero:
+        session.zero()
+    counted = state.statistics
+    if as_json:
+        sizes = {"entries": state.entries, "bytes": state.bytes, "max_bytes": state.max_bytes}
+        print_json({**sizes, "store": state.store, "kinds": kinds, "statistics": counted})
+        return
+    click.echo(f"store      {state.store}")
+    click.echo(f"entries    {state.entries}, {size_text(state.bytes)} of {size_text(state.max_bytes)}")
+    for name, of_kind in sorted(kinds.items()):
+        looked_up = f"hits {of_kind['hits']}, misses {of_kind['misses']}"
+        click.echo(f"  {name:<12} {of_kind['entries']}, {size_text(of_kind['bytes'])}, {looked_up}")
+    asked = counted.hits + counted.misses
+    rate = f" ({100 * counted.hits / asked:.0f} % of {asked} look-ups)" if asked else ""
+    click.echo(f"hits       {counted.hits}{rate}")
+    for name in counted.__struct_fields__[1:]:
+        click.echo(f"{name:<10} {getattr(counted, name)}")
+    if zero:
+        click.echo("this was counted until now; all counts begin at 0 again")
+
+
+def _counts(count: KindCount) -> dict[str, int]:
+    return {"hits": count.hits, "misses": count.misses}
+
+
+@main.command()
+@json_option
+@click.pass_context
+def verify(ctx: click.Context, as_json: bool) -> None:
+    """Check every entry; corrupt ones are set aside. Exit code 1: there were some."""
+    sound, corrupt = greeted().verify()
+    if as_json:
+        print_json({"sound": sound, "corrupt": corrupt})
+    else:
+        for key in corrupt:
+            click.echo(f"corrupt, set aside: {key}")
+        click.echo(f"{entries_text(sound)} sound, {len(corrupt)} corrupt")
+    if corrupt:
+        ctx.exit(CORRUPT)
+
+
+def _row(entry: EntryInfo) -> tuple[str, ...]:
+    now = time.time()
+    ages = duration_text(now - entry.created), duration_text(now - entry.used)
+    return (entry.kind, entry.key, *ages, size_text(entry.length), summary(entry.kind, entry.components))
+
+
+for _command in (why, prune, export_command, import_command):
+    main.add_command(_command)

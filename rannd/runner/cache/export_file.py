@@ -1,0 +1,182 @@
+"""Cache entries in a file: what `rannc-cache export` writes and `rannc-cache import` reads.
+
+::
+
+    file    = magic, frame of Header, frame of Exported (any number), frame of End
+    magic   = "rannd cache export" and a line feed, in ASCII
+    frame   = length, checksum, content
+    length      of the content in bytes, 4 bytes, big-endian
+    checksum    BLAKE2b-128 of the content, 16 bytes
+    content     msgpack, tagged by its "t" field
+
+The magic, the frame and the field `format` of the header are the same for ever, so that any rannd can say which one
+is needed. Files are read and written a frame at a time: what is in memory is one entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Annotated, BinaryIO, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from rannd.daemon.common import protocol
+from rannd.daemon.common.compression import PackedValue
+from rannd.daemon.common.keys import digest_of
+from rannd.daemon.common.printable import plain
+from rannd.errors import ProtocolError, UsageError
+
+FORMAT = 1
+"""Version of this grammar."""
+MAGIC = b"rannd cache export\n"
+MAX_FRAME = protocol.MAX_VALUE + (2 << 20)
+"""Bytes of one frame's content; an entry of that size still fits into a message."""
+CHECKSUM = 16
+LENGTH = 4
+
+
+class Header(msgspec.Struct, frozen=True, tag_field="t", tag="header"):
+    """What begins a file. Fields that are not known came later."""
+
+    format: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    rannd: protocol.Text
+    """Version that wrote the file."""
+    created: Annotated[float, Meta(ge=0)]
+    """Seconds since the epoch."""
+
+
+class Exported(msgspec.Struct, frozen=True, tag_field="t", tag="entry", forbid_unknown_fields=True):
+    """One entry of the cache."""
+
+    key: protocol.Digest
+    """Digest of `kind` and `components`."""
+    kind: protocol.Kind
+    components: protocol.Components
+    rannd: protocol.Text
+    """Version that made the value."""
+    created: Annotated[float, Meta(ge=0)]
+    """When the value was stored, in seconds since the epoch."""
+    size: Annotated[int, Meta(ge=0, le=protocol.MAX_VALUE)]
+    """Bytes of the value before zlib compressed it; 0: it is as it was."""
+    value: protocol.Value
+
+
+class End(msgspec.Struct, frozen=True, tag_field="t", tag="end", forbid_unknown_fields=True):
+    """What ends a file: without it the file was cut off."""
+
+    entries: protocol.Count
+    """Number of entries before it."""
+
+
+_Frame: TypeAlias = Header | Exported | End
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Exported | End] = msgspec.msgpack.Decoder(Exported | End)
+_headers: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
+
+
+class ExportWriter:
+    """Writes entries to an open file."""
+
+    def __init__(self, opened: BinaryIO, rannd: str, created: float) -> None:
+        """Begin a file. `rannd`: the version that writes; `created`: now, in seconds since the epoch."""
+        self._file = opened
+        self._entries = 0
+        self._file.write(MAGIC)
+        self._frame(Header(FORMAT, rannd, created))
+
+    def add(self, entry: Exported) -> None:
+        """Write one entry.
+
+        Raises:
+            UsageError: it is too large for a file.
+        """
+        self._frame(entry)
+        self._entries += 1
+
+    def end(self) -> None:
+        """End the file; without it nobody reads it."""
+        self._frame(End(self._entries))
+
+    def _frame(self, frame: _Frame) -> None:
+        content = _encoder.encode(frame)
+        if len(content) > MAX_FRAME:
+            raise UsageError(f"an entry of {len(content)} bytes is above {MAX_FRAME}, the most that a file may hold")
+        self._file.write(len(content).to_bytes(LENGTH, "big"))
+        self._file.write(_checksum(content))
+        self._file.write(content)
+
+
+def read(opened: BinaryIO) -> Iterator[Exported]:
+    """The entries of a file, each checked in full: its checksum, limits, key, and that its value can be unpacked.
+
+    Raises:
+        UsageError: the file is no export, is damaged or cut off, or of a newer format. Entries that came before
+            are sound.
+    """
+    if opened.read(len(MAGIC)) != MAGIC:
+        raise UsageError("it does not begin as an export does; name a file that `rannc-cache export` wrote")
+    _check_header(_content(opened, "its header"))
+    number = 0
+    while True:
+        where = f"entry {number + 1}"
+        content = _content(opened, where)
+        try:
+            frame = _decoder.decode(content)
+        except (msgspec.DecodeError, RecursionError) as exc:
+            raise UsageError(f"{where} is none of the cache: {exc}; export the cache anew") from None
+        if isinstance(frame, End):
+            break
+        _check_entry(frame, where)
+        yield frame
+        number += 1
+    if frame.entries != number:
+        raise UsageError(f"it holds {number} entries and says that it holds {frame.entries}; copy or export it anew")
+    if opened.read(1):
+        raise UsageError(f"something follows its end, after {number} entries; copy or export it anew")
+
+
+def _content(opened: BinaryIO, where: str) -> bytes:
+    """The content of the next frame."""
+    head = _exactly(opened, LENGTH + CHECKSUM, where)
+    length = int.from_bytes(head[:LENGTH], "big")
+    if length > MAX_FRAME:
+        raise UsageError(f"{where} claims {length} bytes, {MAX_FRAME} are allowed; copy or export it anew")
+    content = _exactly(opened, length, where)
+    if _checksum(content) != head[LENGTH:]:
+        raise UsageError(f"{where} is damaged, its checksum does not hold; copy or export it anew")
+    return content
+
+
+def _exactly(opened: BinaryIO, length: int, where: str) -> bytes:
+    data = opened.read(length)
+    if len(data) < length:
+        raise UsageError(f"it is cut off: it ends where {where} should be; copy or export it anew")
+    return data
+
+
+def _check_header(content: bytes) -> None:
+    try:
+        header = _headers.decode(content)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise UsageError(f"its header is none of an export: {exc}; export the cache anew") from None
+    if header.format > FORMAT:
+        raise UsageError(
+            f"it is of format {header.format}, written by rannd {plain(header.rannd)}; this rannd reads format "
+            f"{FORMAT}: update it"
+        )
+
+
+def _check_entry(entry: Exported, where: str) -> None:
+    if entry.key != digest_of(entry.kind, entry.components):
+        raise UsageError(f"{where}: key {entry.key[:12]} is not that of its components; export the cache anew")
+    try:
+        PackedValue(entry.value, entry.size).plain()
+    except ProtocolError as exc:
+        raise UsageError(f"{where}: {exc}; export the cache anew") from None
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=CHECKSUM).digest()

@@ -1,0 +1,137 @@
+"""`rannc-cache export` and `import`: entries of the cache into a file, and back.
+
+The file's grammar is in export_file.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+import msgspec
+
+from rannd.daemon.cli_common import print_json, size_text
+from rannd.daemon.client.requests import DaemonSession
+from rannd.daemon.common.protocol import MAX_BATCH, MAX_BATCH_BYTES, NewEntry, weight
+from rannd.daemon.common.versions import version
+from rannd.errors import UsageError
+from rannd.plain_file import PlainFile
+from rannd.runner.cache import export_file
+from rannd.runner.cache.entries import checked_kind, entries_text, greeted, json_option, only
+from rannd.runner.cache.export_file import Exported
+
+_FILE = PlainFile("cache export", "rannc-cache export", UsageError, 1 << 50)
+_MODE = 0o600
+"""Of a file that is written: for its owner alone, as the cache is."""
+
+
+class Imported(msgspec.Struct, frozen=True):
+    """What became of the entries of a file."""
+
+    new: int = 0
+    there: int = 0
+    """Were there already and stayed as they were."""
+    replaced: int = 0
+    skipped: int = 0
+    """Too large for this cache."""
+
+
+@click.command("export")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@click.option("--kind", help="Only entries of this kind, as deployment or profile.")
+@json_option
+def export_command(file: Path, keys: tuple[str, ...], kind: str | None, as_json: bool) -> None:
+    """Write entries to FILE: all, or those whose key starts with a KEY, and of a kind."""
+    checked_kind(kind)
+    session = greeted()
+    wanted = {only(session, key, "; nothing is exported").key for key in keys}
+    # Only the listing is in memory: values are asked for one message at a time.
+    entries = [entry for entry in session.entries() if (not keys or entry.key in wanted) and kind in (None, entry.kind)]
+    written = size = 0
+    with _FILE.writing(file, _MODE) as opened:
+        writer = export_file.ExportWriter(opened, version(), time.time())
+        for entry, value in zip(entries, session.values(entries), strict=True):
+            if value is not None:
+                exported = Exported(
+                    entry.key, entry.kind, entry.components, entry.rannd, entry.created, value.size, value.data
+                )
+                writer.add(exported)
+                written, size = written + 1, size + len(value.data)
+        writer.end()
+    if as_json:
+        print_json({"file": str(file), "entries": written, "bytes": size})
+    else:
+        click.echo(f"exported {entries_text(written)}, {size_text(size)}, to {file}")
+        if written < len(entries):
+            click.echo(f"{entries_text(len(entries) - written)} went away meanwhile")
+
+
+@click.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--overwrite", is_flag=True, help="Replace entries that are there already.")
+@json_option
+def import_command(file: Path, overwrite: bool, as_json: bool) -> None:
+    """Keep the entries that FILE holds. They are trusted as the cache's own: import only what you would run."""
+    with _FILE.reading(file) as opened, _FILE.named(file):
+        # Once to see that all of it is sound, so that of a damaged file nothing is kept.
+        for _ in export_file.read(opened):
+            pass
+        session = greeted()
+        before = session.state().statistics.evicted
+        done = _keep(session, opened, overwrite)
+    evicted = session.state().statistics.evicted - before
+    if as_json:
+        print_json(done)
+        return
+    replaced = f", {done.replaced} replaced" if overwrite else ""
+    click.echo(f"{entries_text(done.new)} new, {done.there} there already{replaced}, {done.skipped} skipped")
+    if done.skipped:
+        click.echo(f"skipped: larger than the whole cache, {size_text(session.settings.max_bytes)}; raise cache_max_gb")
+    if evicted > 0:
+        click.echo(f"{entries_text(evicted)} evicted to make room; raise cache_max_gb to keep more")
+
+
+def _keep(session: DaemonSession, opened: BinaryIO, overwrite: bool) -> Imported:
+    there = {entry.key for entry in session.entries()}
+    seen: set[str] = set()
+    new = stayed = replaced = skipped = 0
+
+    def wanted() -> Iterator[Exported]:
+        nonlocal new, stayed, replaced, skipped
+        opened.seek(0)
+        for entry in export_file.read(opened):
+            if len(entry.value) > session.settings.max_bytes:
+                skipped += 1
+            elif entry.key in seen or (entry.key in there and not overwrite):
+                stayed += 1
+            else:
+                seen.add(entry.key)
+                new, replaced = new + (entry.key not in there), replaced + (entry.key in there)
+                yield entry
+
+    for batch in _batches(wanted()):
+        session.put(
+            [NewEntry(entry.key, entry.kind, entry.components, entry.value, entry.size) for entry in batch],
+            batch[0].rannd,
+        )
+    return Imported(new, stayed, replaced, skipped)
+
+
+def _batches(entries: Iterator[Exported]) -> Iterator[list[Exported]]:
+    """Entries as one message holds them: of one version of rannd, MAX_BATCH at most, of MAX_BATCH_BYTES or one."""
+    batch: list[Exported] = []
+    size = 0
+    for entry in entries:
+        more = weight(entry.components, entry.value)
+        full = len(batch) == MAX_BATCH or size + more > MAX_BATCH_BYTES
+        if batch and (full or entry.rannd != batch[0].rannd):
+            yield batch
+            batch, size = [], 0
+        batch.append(entry)
+        size += more
+    if batch:
+        yield batch

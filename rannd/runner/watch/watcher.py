@@ -1,0 +1,448 @@
+"""The watcher of one rank: starts ``python train.py``, stays beside it, and ends what is left of it.
+
+::
+
+    mpirun ── stand-in ── watcher ── python train.py ── what the script forks
+                             │           (leads its own session)
+                             └── socket to the monitor in rannc-run: output, exit; signals, stop, quit
+
+The rank sees what it would see without a watcher: its arguments, directory, environment, default
+signal handling; its standard input is empty. What the watcher adds: output travels as bytes of a
+known rank and stream, the end of the rank is reported with its reason, and whatever ends first
+(rannc-run, mpirun, the watcher, the rank), the others of the same rank end too:
+
+- rannc-run is gone: the socket closes, the watcher ends the rank; so it does when rannc-run's machine is gone.
+- mpirun is gone, or ends its processes: so does the stand-in, and the kernel tells the watcher. The
+  stand-in exists because Open MPI 5 sends SIGKILL 0.2 s after SIGTERM, whatever it is told; the
+  watcher is out of its reach and has time for the grace period.
+- the watcher is gone: the kernel kills the rank (PR_SET_PDEATHSIG); where the watcher's host is
+  rannc-run's own, the monitor kills the rest of the session.
+
+The watcher never exits on its own account while the monitor is there: an MPI launcher reacts to the
+first process that ends, each in its own way, and only the monitor knows whether the job is over.
+
+Started as ``python -I -S -c "..."`` so that neither the user's directory nor site-packages can
+change or slow it: the standard library only, here and in what it imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from rannd.lost_host import LOOK_S, is_lost
+from rannd.runner.watch import processes, wire
+from rannd.runner.watch.line_channel import connect
+
+#: Variable with the watcher's settings, taken out of the environment before the rank starts.
+SETTINGS_VARIABLE = "RANND_WATCHER"
+#: Where MPI launchers and Slurm leave the rank's number.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+#: Bytes of standard error kept for the failure report.
+_TAIL = 16 << 10
+#: Output bytes that wait for the monitor before the watcher stops reading (and the rank blocks in write).
+_BACKLOG = 256 << 10
+_CHUNK = 64 << 10
+_HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def rank_of(environ: Mapping[str, str]) -> int | None:
+    """This process's rank as the launcher gave it, None outside a launcher."""
+    for name in RANK_VARIABLES:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    return None
+
+
+def shielded(command: Sequence[str]) -> list[str]:
+    """`command` for a launcher's command line, where a lone colon would begin another program: it gets a second one."""
+    return [part + ":" if _is_colons(part) else part for part in command]
+
+
+def _unshielded(command: Sequence[str]) -> list[str]:
+    return [part[1:] if _is_colons(part) else part for part in command]
+
+
+def _is_colons(part: str) -> bool:
+    return part != "" and not part.strip(":")
+
+
+class Watcher:
+    """Runs one rank and reports to the monitor until that says QUIT.
+
+    Args:
+        monitor: the connected socket.
+        command: the rank's command line.
+        rank: its number.
+        grace: seconds between asking the rank to end and SIGKILL.
+        log_dir: directory for the rank's ``stdout``, ``stderr`` and ``error.json``, or None.
+    """
+
+    def __init__(
+        self, monitor: socket.socket, command: list[str], rank: int, grace: float, log_dir: str | None
+    ) -> None:
+        self._monitor: socket.socket | None = monitor
+        self._reader = wire.FrameReader()
+        self._outgoing = bytearray()
+        self._rank = rank
+        self._grace = grace
+        self._log_dir = log_dir
+        self._tail = bytearray()
+        self._status: int | None = None  # of the rank, as os.waitstatus_to_exitcode gives it
+        self._orders: list[int] = []  # the signals that the rank was asked to end with
+        self._deadline: float | None = None  # when SIGKILL is due
+        # On one machine the kernel tells at once.
+        self._look_at = None if monitor.family == socket.AF_UNIX else time.monotonic() + LOOK_S
+        self._done = False
+        self._quit = False
+        self._logs: dict[bytes, int] = {}
+        if log_dir is not None:
+            os.makedirs(log_dir, exist_ok=True)
+            for stream, name in ((wire.STDOUT, "stdout"), (wire.STDERR, "stderr")):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                self._logs[stream] = os.open(os.path.join(log_dir, name), flags, 0o644)
+
+        self._wakeup, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        # Handlers, not SIG_IGN, because exec hands an ignored signal on to the rank.
+        for signum in _HANDLED:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, lambda *_: None)
+        processes.adopt_orphans()
+        self._pid, stdout, stderr = self._start(command)
+        self._pipes = {stdout: wire.STDOUT, stderr: wire.STDERR}
+        monitor.setblocking(False)
+
+    @staticmethod
+    def _start(command: list[str]) -> tuple[int, int, int]:
+        """Forks and executes the rank; returns its pid and the reading ends of its output."""
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        watcher = os.getpid()
+        # The fork has the watcher's handlers until it resets them: a signal that came in between would be lost.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                processes.die_with_parent(watcher, signal.SIGKILL)
+                signal.set_wakeup_fd(-1)
+                for signum in _HANDLED:
+                    if signal.getsignal(signum) != signal.SIG_IGN:
+                        signal.signal(signum, signal.SIG_DFL)
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; the rank's own Python decides
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+                null = os.open(os.devnull, os.O_RDONLY)
+                for fd, target in ((null, 0), (out_write, 1), (err_write, 2)):
+                    os.dup2(fd, target, inheritable=True)
+                os.execvp(command[0], command)
+            except OSError as error:
+                os.write(2, f"rannc-run: cannot execute {command[0]!r}: {error}\n".encode())
+            finally:
+                os._exit(127)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        os.close(out_write)
+        os.close(err_write)
+        for fd in (out_read, err_read):
+            os.set_blocking(fd, False)
+        return pid, out_read, err_read
+
+    def run(self, token: str) -> None:
+        """Introduces itself with `token`, then works until the monitor says QUIT, or is gone and the rank has ended."""
+        host = socket.gethostname().split(".")[0]
+        self._send(wire.encode_json(wire.HELLO, token=token, rank=self._rank, host=host, pid=self._pid))
+        while not self._quit:
+            self._turn()
+            if self._done and self._monitor is None:
+                return
+
+    def _turn(self) -> None:
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        if self._monitor is not None:
+            poll.register(self._monitor, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        if len(self._outgoing) < _BACKLOG:
+            for fd in self._pipes:
+                poll.register(fd, select.POLLIN)
+        now = time.monotonic()
+        due = [moment for moment in (self._deadline, self._look_at) if moment is not None]
+        timeout = max(0.0, min(due) - now) * 1000 if due else None
+        ready = {fd for fd, _ in poll.poll(timeout)}
+
+        if self._wakeup in ready:
+            self._take_signals()
+        for fd in [fd for fd in self._pipes if fd in ready]:
+            self._read_output(fd)
+        if self._monitor is not None and self._monitor.fileno() in ready:
+            self._talk()
+        if self._look_at is not None and time.monotonic() >= self._look_at:
+            self._look_for_monitor()
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._kill()
+        if self._status is not None and not self._done and not processes.session_members(self._pid):
+            self._finish()
+
+    # --- the rank -------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        received = set(os.read(self._wakeup, 4096))
+        if signal.SIGCHLD in received:
+            self._reap()
+        # The stand-in is gone. A Ctrl-C (SIGINT) is the monitor's to spread.
+        if received & {signal.SIGTERM, signal.SIGHUP}:
+            self._stop(signal.SIGTERM)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._pid:
+                self._status = os.waitstatus_to_exitcode(status)
+                self._report()
+
+    def _report(self) -> None:
+        """The rank itself has ended: tells the monitor, and ends what the rank left in its session."""
+        ended = time.time()
+        for fd in list(self._pipes):
+            self._drain(fd)
+        leftovers = processes.signal_session(self._pid, signal.SIGTERM)
+        names = [f"{pid} ({processes.process_name(pid)})" for pid in leftovers[:10]]
+        if leftovers and self._deadline is None:
+            self._deadline = time.monotonic() + self._grace
+        tail = self._tail.decode(errors="replace")
+        if self._status and self._log_dir is not None:
+            self._write_error(ended, tail)
+        self._send(
+            wire.encode_json(
+                wire.EXIT, status=self._status, time=ended, tail=tail, ordered=self._ordered(), leftovers=names
+            )
+        )
+
+    def _ordered(self) -> int:
+        """The order that the rank has followed, else the last one; 0: it had none."""
+        followed = (order for order in self._orders if self._status in (-order, 128 + order))
+        return int(next(followed, self._orders[-1] if self._orders else 0))
+
+    def _write_error(self, ended: float, tail: str) -> None:
+        assert self._log_dir is not None
+        fields = {
+            "host": socket.gethostname(),
+            "rank": self._rank,
+            "pid": self._pid,
+            "time": ended,
+            "status": self._status,
+            "ended_by_signal_of_rannc_run": self._ordered(),
+            "stderr_tail": tail,
+        }
+        path = os.path.join(self._log_dir, "error.json")
+        try:
+            with open(path + ".part", "w", encoding="utf-8") as file:
+                json.dump(fields, file, indent=1)
+            os.replace(path + ".part", path)
+        except OSError as error:  # a full disk, or a folder that is gone, must not hide how the rank ended
+            message = f"rannc-run: this rank's error.json in {self._log_dir} cannot be written: {error}\n"
+            self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
+
+    def _finish(self) -> None:
+        """Nothing of the rank's session is alive any more."""
+        for fd in list(self._pipes):
+            # Not until end of file: a process that left the session may hold the pipe for ever.
+            self._drain(fd)
+        for fd in list(self._pipes):
+            self._close_pipe(fd)
+        for log in self._logs.values():
+            os.close(log)
+        self._logs.clear()
+        self._deadline = None
+        self._done = True
+        self._send(wire.encode(wire.DONE))
+
+    def _stop(self, signum: int) -> None:
+        """Asks the rank to end, and sets the time of its SIGKILL unless that is set already."""
+        if self._done:
+            return
+        self._signal(signum)
+        if self._status is None:
+            self._orders.append(signum)
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._grace
+
+    def _signal(self, signum: int) -> None:
+        if self._status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if signum == signal.SIGINT:
+                # As Ctrl-C in a terminal: the whole group. Other signals are for the rank alone, so that
+                # its worker processes are still there while it saves its work.
+                try:
+                    os.killpg(self._pid, signum)
+                except ProcessLookupError:  # the rank has not come to make its group yet
+                    os.kill(self._pid, signum)
+            else:
+                os.kill(self._pid, signum)
+
+    def _kill(self) -> None:
+        if self._done:
+            return
+        if self._status is None:
+            self._orders.append(signal.SIGKILL)
+        processes.kill_session(self._pid)
+        # Looked at again until all are gone: SIGKILL takes effect when the kernel gets to it.
+        self._deadline = time.monotonic() + 0.05
+
+    # --- output ---------------------------------------------------------------------------------
+
+    def _read_output(self, fd: int) -> bool:
+        """Passes on what is there; False where there is nothing, for now or for ever."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close_pipe(fd)
+            return False
+        stream = self._pipes[fd]
+        self._log(stream, data)
+        if stream == wire.STDERR:
+            self._tail += data
+            del self._tail[:-_TAIL]
+        self._send(wire.encode(stream, data))
+        return True
+
+    def _log(self, stream: bytes, data: bytes) -> None:
+        if stream not in self._logs:
+            return
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._logs[stream], rest) :]
+        except OSError as error:  # a full disk must not end a training run
+            os.close(self._logs.pop(stream))
+            message = f"rannc-run: this rank's log in {self._log_dir} ends here: {error}\n"
+            self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
+
+    def _drain(self, fd: int) -> None:
+        # A bound, because a process that stays may write without end; a pipe holds 64 KiB, or 1 MiB at most.
+        for _ in range(16):
+            if fd not in self._pipes or not self._read_output(fd):
+                return
+
+    def _close_pipe(self, fd: int) -> None:
+        del self._pipes[fd]
+        os.close(fd)
+
+    # --- the monitor ----------------------------------------------------------------------------
+
+    def _send(self, frame: bytes) -> None:
+        if self._monitor is not None:
+            self._outgoing += frame
+
+    def _talk(self) -> None:
+        assert self._monitor is not None
+        try:
+            if self._outgoing:
+                with contextlib.suppress(BlockingIOError):
+                    del self._outgoing[: self._monitor.send(self._outgoing)]
+            data = self._monitor.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose_monitor()
+            return
+        for kind, payload in self._reader.feed(data):
+            if kind == wire.SIGNAL:
+                self._signal(wire.decode_json(payload)["signal"])
+            elif kind == wire.STOP:
+                self._stop(wire.decode_json(payload)["signal"])
+            elif kind == wire.KILL:
+                self._kill()
+            elif kind == wire.QUIT:
+                self._quit = True
+
+    def _look_for_monitor(self) -> None:
+        """Is the machine of the monitor still there?"""
+        self._look_at = None
+        if self._monitor is not None:
+            if is_lost(self._monitor, reads_at_once=False):
+                self._lose_monitor()
+            else:
+                self._look_at = time.monotonic() + LOOK_S
+
+    def _lose_monitor(self) -> None:
+        assert self._monitor is not None
+        self._monitor.close()
+        self._monitor = None
+        self._outgoing.clear()
+        self._stop(signal.SIGTERM)
+
+
+def main() -> None:
+    """Entry point: the rank's command line, shielded, is in ``sys.argv[1:]``, the settings in RANND_WATCHER."""
+    settings = json.loads(os.environ.pop(SETTINGS_VARIABLE))
+    rank = rank_of(os.environ)
+    if rank is None:
+        sys.exit(f"rannc-run: the launcher set none of {', '.join(RANK_VARIABLES)}; which rank is this?")
+    stand_in = os.getpid()
+    pid = os.fork()
+    if pid != 0:
+        _stand_in(pid)
+    os.setsid()
+    processes.die_with_parent(stand_in, signal.SIGTERM)
+    _watch(settings, rank)
+
+
+def _stand_in(watcher: int) -> NoReturn:
+    """What the launcher sees of a rank: ends when the watcher does, or when the launcher is gone."""
+    ends = select.poll()
+    try:
+        ends.register(os.pidfd_open(os.getppid()), select.POLLIN)
+        ends.register(os.pidfd_open(watcher), select.POLLIN)
+        ends.poll()
+    except OSError:  # a kernel before 5.3; the monitor watches the launcher, too
+        os.waitpid(watcher, 0)
+        os._exit(0)
+    pid, status = os.waitpid(watcher, os.WNOHANG)
+    os._exit(0 if pid == 0 else abs(os.waitstatus_to_exitcode(status)))
+
+
+def _watch(settings: dict[str, Any], rank: int) -> None:
+    try:
+        channel = connect(settings["address"])
+    except OSError as error:
+        sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot reach {settings['address']}: {error}")
+    log_dir = settings["log_dir"]
+    if log_dir is not None:
+        log_dir = os.path.join(log_dir, f"rank_{rank}")
+    try:
+        watcher = Watcher(channel, _unshielded(sys.argv[1:]), rank, settings["grace"], log_dir)
+    except OSError as error:
+        sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot start: {error}")
+    # The launcher waits until nobody holds the pipes it gave us; we may outlive it by the grace period.
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    try:
+        watcher.run(settings["token"])
+    except Exception:
+        # Nobody hears our standard error; the rank is killed with us, and the user must know by what.
+        import traceback  # takes as long to import as all of the rest
+
+        channel.setblocking(True)
+        channel.sendall(wire.encode(wire.STDERR, traceback.format_exc().encode()))
+        raise

@@ -1,0 +1,99 @@
+"""What a checkpoint has beside the tensors: a manifest that tells whether it is whole, and the script's own state.
+
+``checkpoint.json`` is the manifest; it is written last, with a digest of itself. ``script.pt`` is for ``torch.load``
+with weights_only: step, extra, scheduler, scaler, random numbers of every rank, groups of the optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from rannd.errors import CheckpointError
+from rannd.runtime.storage.dcp_files import FileFacts
+
+MANIFEST = "checkpoint.json"
+SCRIPT = "script.pt"
+FORMAT = 1
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The file ``checkpoint.json``."""
+
+    format: int
+    prefix: str
+    """What comes before the names of the model's tensors in the index."""
+    ranks: int
+    step: int | None
+    torch: str
+    files: dict[str, FileFacts]
+    digest: str = ""
+    """Of all the other fields."""
+
+    def sealed(self) -> bytes:
+        """As the file's bytes."""
+        whole = msgspec.structs.replace(self, digest=self._digest())
+        return msgspec.json.format(msgspec.json.encode(whole, order="deterministic")) + b"\n"
+
+    def _digest(self) -> str:
+        bare = msgspec.structs.replace(self, digest="")
+        return hashlib.sha256(msgspec.json.encode(bare, order="deterministic")).hexdigest()[:16]
+
+    @staticmethod
+    def read(folder: Path) -> Manifest | None:
+        """The manifest of a checkpoint; None where the folder has none. CheckpointError for a damaged one."""
+        path = folder / MANIFEST
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
+        try:
+            told = msgspec.json.decode(data, type=_Format)
+            if told.format > FORMAT:
+                raise CheckpointError(
+                    f"{folder} was written by a later version of rannd (format {told.format}, this one reads up to "
+                    f"{FORMAT}); update rannd"
+                )
+            found = msgspec.json.decode(data, type=Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise CheckpointError(f"{path} is damaged: {exc}") from exc
+        if found._digest() != found.digest:
+            raise CheckpointError(f"{path} is damaged: its digest is not that of what it says")
+        for name in found.files:
+            if Path(name).name != name:
+                raise CheckpointError(f"{path} is damaged: it names the file {name!r}")
+        return found
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+def manifest(prefix: str, ranks: int, step: int | None, files: Mapping[str, FileFacts]) -> Manifest:
+    """The manifest of a checkpoint written now."""
+    return Manifest(FORMAT, prefix, ranks, step, str(torch.__version__), dict(files))
+
+
+def check_plain(value: Any, path: str) -> str:
+    """'' or where in `value` something is that is not plain data: None, numbers, texts, bytes, lists, tuples, dicts."""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return ""
+    if type(value) in (list, tuple):
+        return next((wrong for n, each in enumerate(value) if (wrong := check_plain(each, f"{path}[{n}]"))), "")
+    if type(value) is dict:
+        for key, each in value.items():
+            wrong = check_plain(key, f"a key of {path}") or check_plain(each, f"{path}[{key!r}]")
+            if wrong:
+                return wrong
+        return ""
+    return (
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}; plain data is wanted: None, numbers, texts, "
+        "bytes, lists, tuples and dicts"
+    )

@@ -1,0 +1,140 @@
+"""The way to the cache: rank 0 talks to the daemon of its node, which keeps traces, profiles and deployments.
+
+On several nodes the first rank of each other node is its *keeper*: it gives its daemon what rank 0 has used or made,
+and is asked for what rank 0's daemon does not have. So a later job finds all of it, whichever node its rank 0 is on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from rannd import log
+from rannd.config import Config
+from rannd.daemon.client.cache import Client, connect
+from rannd.daemon.common.keys import Key
+from rannd.runtime.comm.world import World
+
+GIB = 1024**3
+
+T = TypeVar("T")
+
+_LISTED = msgspec.msgpack.Decoder(list[tuple[Key, bool]])
+_NUMBERS = msgspec.msgpack.Decoder(list[int])
+_VALUES = msgspec.msgpack.Decoder(list[bytes])
+
+
+def holder() -> str:
+    """What other jobs call rank 0 of this one while they wait for what it makes."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"rank 0 of job {job}" if job else f"rank 0 of another job (process {os.getpid()})"
+
+
+def understood(client: Client, key: Key, data: bytes | None, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    """What a value of the cache says; None where there is none, or it says nothing: then it is set aside, as missed."""
+    if data is None:
+        return None
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError, MemoryError) as exc:
+        client.discard(key, str(exc))
+        log.get("RaNNCModule").warning("The cached %s cannot be used: %s", key.kind, exc)
+        return None
+
+
+class Cache:
+    """One connection to each node's daemon, as configured, for as long as a graph is prepared."""
+
+    def __init__(self, world: World, config: Config) -> None:
+        self._world = world
+        self._config = config
+        self.client: Client | None = None
+        """On rank 0 while connected, None otherwise."""
+        self._keeper: Client | None = None
+        """On the first rank of each other node while connected, None otherwise."""
+
+    @property
+    def off(self) -> bool:
+        """Nothing is kept or found."""
+        return self._config.cache == "off"
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Keep the connections open. Collective at its end, where no error comes."""
+        first = self._world.rank == 0
+        if self.client is not None or self._keeper is not None or not (first or self._world.first_on_node):
+            yield
+            self._share()
+            return
+        with self.connect() as client:
+            if first:
+                self.client = client
+                client.used = {} if self._world.nodes > 1 else None
+            else:
+                self._keeper = client
+            try:
+                yield
+                self._share()
+            finally:
+                self.client = self._keeper = None
+                if not client.connected:
+                    self._world.uncached = True  # it was told once, and no other graph waits for it
+
+    def connect(self) -> Client:
+        """A connection of its own, on any rank. Where the daemon was lost, it is as if there never was one."""
+        return connect(
+            mode="off" if self._world.uncached else self._config.cache,  # type: ignore[arg-type]
+            timeout_s=self._config.daemon_timeout_s,
+            idle_s=self._config.daemon_idle_s,
+            max_bytes=int(self._config.cache_max_gb * GIB),
+        )
+
+    def elsewhere(self, key: Key) -> bytes:
+        """What another node's daemon has, on all ranks; rank 0's then has it, too. Empty: none has. Collective."""
+        if self._world.nodes == 1 or self.off:
+            return b""
+        found = (self._keeper.get(key) if self._keeper is not None else None) or b""
+        told = self._world.gather_numbers([int(bool(found))])
+        source = next((rank for rank, (has,) in enumerate(told) if has), None)
+        if source is None:
+            return b""
+        if self._world.rank == 0:
+            log.get("RaNNCModule").info("%s has %s %s in its cache", self._world.hosts[source], key.kind, key.short)
+        found = self._world.broadcast_bytes(found, source)
+        if self.client is not None:
+            self.client.put(key, found)
+        return found
+
+    def _share(self) -> None:
+        """Give the other nodes what rank 0 has used, and they lack, and what it has made. Collective."""
+        if self._world.nodes == 1 or self.off:
+            return
+        used = self.client.used if self.client is not None and self.client.used is not None else {}
+        told = [(key, made) for key, (_, made) in used.items()]
+        told = _LISTED.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(told)))
+        if not told:
+            return
+        wanted: list[int] = []
+        if self._keeper is not None and self._keeper.connected:
+            values = self._keeper.get_many([key for key, _ in told])
+            # What was measured here may say more than what rank 0 has: it stays.
+            wanted = [
+                number
+                for number, ((key, made), value) in enumerate(zip(told, values, strict=True))
+                if value is None or (made and key.kind != "profile")
+            ]
+        everyones = [_NUMBERS.decode(each) for each in self._world.gather_bytes(msgspec.msgpack.encode(wanted))]
+        asked = sorted({number for each in everyones for number in each})
+        if not asked:
+            return
+        values = [used[told[number][0]][0] for number in asked] if self._world.rank == 0 else []
+        given = _VALUES.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(values)))
+        if self._keeper is not None:
+            mine = [(told[number][0], value) for number, value in zip(asked, given, strict=True) if number in wanted]
+            self._keeper.put_many(mine)
+        if self.client is not None and self.client.used is not None:
+            self.client.used = {}

@@ -1,0 +1,205 @@
+"""A model's deployment at work: the plan, who holds what, and what watches over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from rannd import log, planned
+from rannd.config import Config
+from rannd.graph.call.call_errors import check_values
+from rannd.graph.call.signature import Call
+from rannd.graph.model import ModelGraph
+from rannd.plan.deployment import Deployment
+from rannd.plan.plan_text import show
+from rannd.plan.schedule.program_checker import check
+from rannd.profile.graph_profile import GraphProfile
+from rannd.runtime.comm.cache_client import Cache
+from rannd.runtime.comm.world import World
+from rannd.runtime.deployment.undeploy import Origin
+from rannd.runtime.execution.bound_graph import bind, planned_stages, tensor_owners
+from rannd.runtime.execution.executor import Executor
+from rannd.runtime.gradients import grad_norm
+from rannd.runtime.gradients.autograd_inputs import Anchor
+from rannd.runtime.gradients.clip_watch import ClipWatch
+from rannd.runtime.gradients.grad_overflow import Overflow
+from rannd.runtime.gradients.reducer import Reducer
+from rannd.runtime.gradients.requires_grad import Frozen
+from rannd.runtime.optim.global_optimizer import whole_optimizer
+from rannd.runtime.optim.placeholder import placeholder_gradient
+from rannd.runtime.parameters.initial_values import InitialValues
+from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.planning.deployment_file import save_file
+from rannd.runtime.planning.graph_dumps import dump
+from rannd.runtime.planning.memory_promise import MemoryPromise
+from rannd.runtime.planning.plan_provider import Planner
+from rannd.runtime.traces.trace_provider import placed
+
+
+class DryRunDone(SystemExit):
+    """Ends a script that was started to plan only."""
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What there is of a model from its deployment to its end."""
+
+    deployment: Deployment
+    promise: MemoryPromise
+    parameters: Parameters
+    reducer: Reducer
+    frozen: Frozen
+    origin: Origin
+    overflow: Overflow
+    anchor: Anchor
+    held: grad_norm.ClippedParameters
+    clip_watch: ClipWatch | None
+
+    def close(self) -> None:
+        """Watch over it no more."""
+        grad_norm.leave(self.held)
+        if self.clip_watch is not None:
+            self.clip_watch.close()
+
+
+class Deployer:
+    """Deploys a model, and binds its graphs to the deployment. All methods are collective.
+
+    `load`: a deployment to use instead of a plan. `sync`: see Parameters. `averaged`, `all_outputs`: see Executor and
+    bind. `scaler`: what scales the script's losses.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        cache: Cache,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        values: InitialValues,
+        *,
+        load: Path | None,
+        sync: bool,
+        averaged: int,
+        all_outputs: bool,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._world = world
+        self._config = config
+        self._cache = cache
+        self._model = model
+        self._optimizer = optimizer
+        self._values = values
+        self._load = load
+        self._sync = sync
+        self._averaged = averaged
+        self._all_outputs = all_outputs
+        self._scaled = scaler is not None and scaler.is_enabled()
+
+    def deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> Deployed:
+        """Plan for `graph`, of which each rank calls `rows`, and give each rank its parameters.
+
+        Raises DryRunDone where planning was all that was wanted.
+        """
+        world, config = self._world, self._config
+        for line in graph.idle_cuts if world.rank == 0 else ():
+            log.get("RaNNCModule").warning("%s", line)
+        planner = self._planner(graph, call, rows)
+        if config.partitioning_dry_run_np:
+            deployment = planner.dry_run(config.partitioning_dry_run_np, config.partitioning_dry_run_cluster)
+            self._dump(graph, deployment, planned_stages(graph, deployment))
+            if world.rank == 0:
+                print(show(deployment), flush=True)
+                if config.save_deployment:
+                    save_file(deployment, Path(config.deployment_file))
+            planned.tell()
+            raise DryRunDone(0)
+        check_values(call.names, call.tensors)
+        deployment = planner.deployment(self._load)
+        promise = planner.promise(deployment)
+        world.watch.promises[promise.digest] = promise
+        world.watch.stages = {
+            world.rank_of_slot[slot]: number for number, each in enumerate(deployment.stages) for slot in each.slots
+        }
+        return self._distribute(graph, deployment, promise)
+
+    def profile(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> GraphProfile:
+        """Measure what plans of any size need to know of `graph`."""
+        check_values(call.names, call.tensors)
+        return self._planner(graph, call, rows).profile()
+
+    def _planner(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> Planner:
+        leaves = [placed(tensor, self._world.device) if tensor.is_meta else tensor for tensor in call.tensors]
+        return Planner(
+            self._world,
+            self._config,
+            self._cache,
+            graph,
+            self._model,
+            self._optimizer,
+            leaves,
+            rows,
+            scaled=self._scaled,
+        )
+
+    def _distribute(self, graph: ModelGraph, deployment: Deployment, promise: MemoryPromise) -> Deployed:
+        """Give each rank the parameters of its stage."""
+        world, model, optimizer = self._world, self._model, self._optimizer
+        owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
+        self._values.prepare(lambda name: name in owners and name not in deployment.unused_params)
+        if world.rank == 0:
+            log.get("ParamStorage").info("Synchronizing parameters ...")
+        origin = Origin([*model.named_parameters(), *model.named_buffers()])
+        parameters = Parameters(world, model, owners, deployment, values=self._values, sync=self._sync)
+        clip_watch: ClipWatch | None = None
+        if optimizer is not None:
+            whole_optimizer(optimizer, world).keep_own(parameters)
+            clip_watch = ClipWatch(world, parameters, deployment, optimizer)
+        self._values.finish()
+        overflow = Overflow(world, lambda: placeholder_gradient(optimizer))
+        overflow.watched = any(p.dtype == torch.float16 for p in model.parameters()) or self._scaled
+        reducer = Reducer(
+            world,
+            parameters,
+            divisor=self._averaged,
+            overlap=not self._config.sync_allreduce,
+            consolidate=self._config.consolidate_grads,
+            overflow=overflow if len(deployment.stages) > 1 else None,
+        )
+        if clip_watch is not None:
+            reducer.delivered = clip_watch.reduced
+        held = grad_norm.ClippedParameters(world, parameters, len(deployment.stages))
+        grad_norm.enter(held)
+        frozen = Frozen(world, parameters)
+        anchor = Anchor(parameters)
+        return Deployed(deployment, promise, parameters, reducer, frozen, origin, overflow, anchor, held, clip_watch)
+
+    def bind(self, deployed: Deployed, graph: ModelGraph, seed: int) -> Executor:
+        """What runs a graph under the deployment; random numbers depend on `seed`."""
+        planned = graph.task.graph_hash == deployed.deployment.graph_hash
+        owners = None if planned else deployed.parameters.owners
+        bound = bind(
+            graph, deployed.deployment, self._world.slot, self._world.device, owners, all_outputs=self._all_outputs
+        )
+        check(bound.traffic.program)
+        if bound.interleaved is not None:
+            check(bound.interleaved.traffic.program)
+        self._dump(graph, deployed.deployment, bound.stage_of)
+        return Executor(
+            self._world,
+            bound,
+            deployed.parameters.aliases,
+            deployed.reducer,
+            seed,
+            averaged=self._averaged,
+            anchor=deployed.anchor,
+        )
+
+    def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
+        if self._config.dump_graph and self._world.rank == 0:
+            dump(self._config, graph, deployment, stage_of)

@@ -1,0 +1,98 @@
+"""Take a deployment back: every rank gets the whole model and the whole optimizer again.
+
+Parameters and buffers keep their objects; values, gradients and the optimizer's state come from the rank that holds
+each (the first one, where there are several).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rannd.errors import StepError
+from rannd.runtime.comm.gather_objects import agree_on_errors
+from rannd.runtime.comm.world import World
+from rannd.runtime.optim.global_optimizer import whole_optimizer
+from rannd.runtime.optim.optimizer_state import gather_states
+from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.parameters.state_dict import gather_tensor
+
+
+class Origin:
+    """Where tensors were before a deployment."""
+
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.devices = {name: tensor.device for name, tensor in tensors}
+
+
+def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: torch.optim.Optimizer | None) -> None:
+    """Make the model and the optimizer whole on every rank. Collective; ranks have met.
+
+    StepError where gradients wait for their reduction; UsageError where the optimizer's state cannot be sent. Nothing
+    has changed then.
+    """
+    waits = any(parameters.aliases[name].grad is not None for name in parameters.trainable())
+    error = "gradients wait for their reduction (delay_grad_allreduce(True)): call model.allreduce_grads() before it"
+    agree_on_errors(world, f"model.undeploy(): {error}" if waits else "", StepError)
+    states: dict[str, Any] = {}
+    if optimizer is not None:
+        states = gather_states(whole_optimizer(optimizer, world), parameters)
+    for name, tensor in parameters.tensors.items():
+        _restore(world, parameters, origin, name, tensor)
+    _gradients(world, parameters)
+    if optimizer is not None:
+        whole = whole_optimizer(optimizer, world)
+        whole.forget(parameters)
+        whole.give({parameters.tensors[name]: state for name, state in states.items()})
+
+
+def _holder(world: World, parameters: Parameters, name: str) -> int:
+    return world.rank_of_slot[parameters.slots[name][0]]
+
+
+def _restore(world: World, parameters: Parameters, origin: Origin, name: str, tensor: torch.Tensor) -> None:
+    """Give one tensor its value and its place again, on all ranks."""
+    value = gather_tensor(world, parameters, name, everywhere=True)
+    assert value is not None
+    home = origin.devices.get(name, tensor.device)
+    home = torch.device("cpu") if home.type == "meta" else home
+    if name in parameters.own and tensor.device == home:
+        return  # it is here
+    gradient = tensor.grad
+    tensor.grad = None
+    tensor.data = value.to(home)
+    if gradient is not None:
+        tensor.grad = gradient.to(home)
+
+
+def gather_gradient(world: World, parameters: Parameters, name: str) -> torch.Tensor | None:
+    """A copy on the CPU of a parameter's reduced gradient, on every rank; None where it has none. Collective."""
+    tensor = parameters.tensors[name]
+    holder = _holder(world, parameters, name)
+    gradient = tensor.grad if world.rank == holder else None
+    if world.size == 1:
+        return None if gradient is None else gradient.detach().to("cpu", copy=True)
+    there = torch.tensor([int(gradient is not None)])
+    dist.broadcast(there, holder, group=world.control)
+    if not int(there):
+        return None
+    value = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if gradient is not None:
+        dense = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
+        value = dense.to("cpu", tensor.dtype, copy=True).contiguous()
+    dist.broadcast(value, holder, group=world.control)
+    return value
+
+
+def _gradients(world: World, parameters: Parameters) -> None:
+    """Give every parameter its gradient, on all ranks."""
+    own = set(parameters.own)
+    for name, tensor in parameters.tensors.items():
+        if not isinstance(tensor, torch.nn.Parameter):
+            continue
+        gradient = gather_gradient(world, parameters, name)
+        if name not in own:
+            tensor.grad = None if gradient is None else gradient.to(tensor.device)

@@ -1,0 +1,109 @@
+"""The bridge from a call's outputs to the script's autograd graph: its forward has run already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rannd.errors import StepError
+from rannd.runtime.comm import process_flags
+from rannd.runtime.execution.executor import Executor
+from rannd.runtime.execution.outputs import NotSent
+from rannd.runtime.execution.shared_batch import Share
+from rannd.runtime.execution.step import Step
+
+
+def attach(
+    executor: Executor,
+    step: Step,
+    tensors: Sequence[torch.Tensor],
+    outputs: list[Any],
+    delayed: Callable[[], bool],
+    share: Share | None = None,
+) -> list[Any]:
+    """Make the outputs of a call with `tensors` part of the script's autograd graph.
+
+    After a backward the gradients are reduced, unless `delayed()` says that they wait. `share`: where all ranks share
+    the mini-batch of rank 0.
+    """
+    graph = executor.bound.graph
+    places = [
+        place
+        for place, value in enumerate(outputs)
+        if isinstance(value, torch.Tensor) and not isinstance(value, NotSent)
+    ]
+    nodes = graph.traced.results
+    marked = [nodes[place] in graph.placement.requires_grad for place in places]
+    if not any(marked):
+        return outputs
+    bridge = _Backward(executor, step, len(outputs), places, delayed, share)
+    # Detached: scripts may write into what is no view, whatever memory it shares.
+    values = [outputs[place].detach() for place in places]
+    attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, values, executor.anchor.tensor, *tensors)  # type: ignore[no-untyped-call]
+    for place, value in zip(places, attached, strict=True):
+        outputs[place] = value
+    return outputs
+
+
+class _Backward:
+    """What the backward of a call needs to know."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        step: Step,
+        outputs: int,
+        places: Sequence[int],
+        delayed: Callable[[], bool],
+        share: Share | None,
+    ) -> None:
+        self._executor = executor
+        self._step = step
+        self._outputs = outputs
+        self._places = places
+        self._delayed = delayed
+        self._share = share
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the call's tensors from those of its tensor outputs."""
+        given: list[torch.Tensor | None] = [None] * self._outputs
+        for place, gradient in zip(self._places, gradients, strict=True):
+            given[place] = gradient
+        if torch.is_grad_enabled():
+            raise StepError(
+                "backward(create_graph=True) through a RaNNCModule: its gradients have no gradients of their own; "
+                "train what needs those (a gradient penalty, say) outside of the wrapped model"
+            )
+        again = process_flags.keeps_graph or torch._C._autograd._get_current_graph_task_keep_graph()
+        with self._executor.world.watch.inside("backward"):
+            if self._share is not None:
+                given = self._share.gradients(given)
+            found = self._executor.backward(self._step, given, reduce=not self._delayed(), again=again)
+            return found if self._share is None else self._share.input_gradients(found)
+
+
+class _Bridge(torch.autograd.Function):
+    """Stands for the whole model in the script's autograd graph: its forward has run already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Backward,
+        marked: list[bool],
+        outputs: list[torch.Tensor],
+        anchor: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.devices = [tensor.device for tensor in inputs]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(value for value, mark in zip(outputs, marked, strict=True) if not mark))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        found = ctx.call.backward(gradients)
+        moved = [None if g is None else g.to(device) for g, device in zip(found, ctx.devices, strict=True)]
+        return (None, None, None, None, *moved)

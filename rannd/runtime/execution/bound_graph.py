@@ -1,0 +1,236 @@
+"""A graph bound to the slots of a deployment: what this rank computes of it, and which values travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from rannd.errors import DeploymentError
+from rannd.graph.model import ModelGraph
+from rannd.graph.partition.cut import Part, crossing_shape, cut, stages_by_owner
+from rannd.plan.compatibility import plain
+from rannd.plan.deployment import Deployment
+from rannd.plan.schedule.program import Edge, Layout, Program
+from rannd.plan.schedule.schedules import fill_drain, interleaved_program
+
+LARGE_OUTPUT = 1 << 16
+"""Bytes of one row above which an output beside the loss stays where it is made, unless it is asked for."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A Program, and the values that travel in it."""
+
+    program: Program
+    edges: Mapping[Edge, tuple[Node, ...]]
+    """Values that travel from stage to stage; stage -1 gives the inputs, the last number takes the outputs."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.program.layout
+
+
+@dataclass(frozen=True)
+class LossTraffic:
+    """How a step runs whose backward begins at its one loss, inside the forward call."""
+
+    traffic: Traffic
+    loss: Node
+    live: frozenset[Node]
+    """Nodes that get a gradient."""
+    missing: frozenset[Node]
+    """Outputs that are not handed to the ranks."""
+
+
+@dataclass(frozen=True)
+class BoundGraph:
+    """One graph, cut for a deployment, as the rank in `slot` runs it."""
+
+    graph: ModelGraph
+    traffic: Traffic
+    """For calls whose backward runs when it is asked for, if at all."""
+    interleaved: LossTraffic | None
+    """For calls whose backward may run inside the forward call; None where the graph has no such loss."""
+    slot: int
+    stage: int
+    part: Part
+    recompute: bool
+    constants: Mapping[str, torch.Tensor]
+    borrowed: Mapping[str, tuple[int, tuple[int, ...]]]
+    """Tensors that stages read but do not hold: (slot that lends, slots that borrow), lent before each step."""
+    stage_of: Mapping[Node, int]
+    """Stage of every placed node."""
+    _live: dict[tuple[bool, ...], frozenset[Node]] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of all that may travel."""
+        return self.traffic.layout
+
+    def live(self, wanted: tuple[bool, ...]) -> frozenset[Node]:
+        """Nodes that get a gradient when the outputs marked in `wanted` do."""
+        if wanted not in self._live:
+            self._live[wanted] = _live(self.graph, wanted)
+        return self._live[wanted]
+
+
+def _live(graph: ModelGraph, wanted: tuple[bool, ...]) -> frozenset[Node]:
+    found: set[Node] = set()
+    stack = [node for node, marked in zip(graph.traced.results, wanted, strict=True) if marked]
+    while stack:
+        node = stack.pop()
+        if node in found or node not in graph.placement.requires_grad:
+            continue
+        found.add(node)
+        stack += (*node.all_input_nodes, *graph.placement.writers.get(node, ()))
+    return frozenset(found)
+
+
+def planned_stages(graph: ModelGraph, deployment: Deployment) -> dict[Node, int]:
+    """Stage of every placed node of the graph that the deployment was planned for."""
+    stage_of: dict[Node, int] = {}
+    for number, stage in enumerate(deployment.stages):
+        for name in stage.ops:
+            if name not in graph.nodes or graph.nodes[name] in stage_of:
+                raise DeploymentError(
+                    f"the deployment places op {plain(name)}, which this model's graph does not have (once)"
+                )
+            stage_of[graph.nodes[name]] = number
+    missing = [name for name, node in graph.nodes.items() if node not in stage_of]
+    if missing:
+        raise DeploymentError(
+            f"the deployment does not place {len(missing)} ops of the model, the first is {missing[0]}"
+        )
+    return stage_of
+
+
+def tensor_owners(
+    graph: ModelGraph, stage_of: Mapping[Node, int], deployment: Deployment
+) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter and buffer; unused ones stay with the first stage."""
+    owners: dict[str, set[int]] = {name: {0} for name in deployment.unused_params}
+    for node in graph.placement.placed:
+        for attribute in graph.placement.attributes[node]:
+            if graph.traced.is_state(attribute):
+                owners.setdefault(graph.traced.attributes[attribute], set()).add(stage_of[node])
+    return {name: tuple(sorted(stages)) for name, stages in owners.items()}
+
+
+def bind(
+    graph: ModelGraph,
+    deployment: Deployment,
+    slot: int,
+    device: torch.device,
+    owners: Mapping[str, tuple[int, ...]] | None,
+    *,
+    all_outputs: bool = False,
+) -> BoundGraph:
+    """Cut `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph.
+
+    `all_outputs`: outputs beside a loss are handed to the ranks in training, however large they are.
+    """
+    count = len(deployment.stages)
+    if owners is None:
+        stage_of = planned_stages(graph, deployment)
+    else:
+        stage_of = stages_by_owner(graph.traced, graph.placement, owners, count)
+    parts = cut(graph.traced, graph.placement, stage_of, [stage.name for stage in deployment.stages])
+    edges: dict[Edge, list[Node]] = {}
+    for number, part in enumerate(parts):
+        for node in part.inputs:
+            source = -1 if node.op == "placeholder" else stage_of[node]
+            edges.setdefault((source, number), []).append(node)
+    for node, result in zip(graph.traced.results, graph.results, strict=True):
+        if result.kind not in ("number", "global"):  # numbers of all pieces are added up where they are made
+            edges.setdefault((stage_of[node], count), []).append(node)
+    layout = _layout(graph, deployment, edges, graph.placement.requires_grad)
+    traffic = Traffic(fill_drain(layout), _sorted(edges))
+    borrowers: dict[str, set[int]] = {}
+    for number, part in enumerate(parts):
+        for name in part.tensors:
+            if owners is not None and name in owners and number not in owners[name]:
+                borrowers.setdefault(name, set()).update(layout.stages[number])
+    borrowed = {
+        name: (layout.stages[owners[name][0]][0], tuple(sorted(slots)))
+        for name, slots in sorted(borrowers.items())
+        if owners is not None
+    }
+    stage = layout.stage_of(slot)
+    constants = {
+        name: graph.traced.constants[name].to(device) for name in parts[stage].tensors if name in graph.traced.constants
+    }
+    return BoundGraph(
+        graph,
+        traffic,
+        _loss_traffic(graph, deployment, layout, edges, all_outputs=all_outputs),
+        slot,
+        stage,
+        parts[stage],
+        deployment.stages[stage].recompute,
+        constants,
+        borrowed,
+        stage_of,
+    )
+
+
+def _sorted(edges: Mapping[Edge, list[Node]]) -> dict[Edge, tuple[Node, ...]]:
+    return {edge: tuple(nodes) for edge, nodes in sorted(edges.items())}
+
+
+def _layout(
+    graph: ModelGraph, deployment: Deployment, edges: Mapping[Edge, list[Node]], differentiable: Set[Node]
+) -> Layout:
+    return Layout(
+        world=len(deployment.slots),
+        microbatches=1 if graph.coupled else deployment.microbatches,
+        stages=tuple(stage.slots for stage in deployment.stages),
+        edges=tuple(sorted(edges)),
+        grad_edges=tuple(edge for edge in sorted(edges) if any(node in differentiable for node in edges[edge])),
+    )
+
+
+def _loss_traffic(
+    graph: ModelGraph, deployment: Deployment, layout: Layout, edges: Mapping[Edge, list[Node]], *, all_outputs: bool
+) -> LossTraffic | None:
+    """How the graph runs where backward begins at its loss; None where it has not exactly one, or is not trained."""
+    last, loss = len(layout.stages), graph.sole_loss
+    if loss is None:
+        return None
+    results = list(zip(graph.traced.results, graph.results, strict=True))
+    live = _live(graph, tuple(node is loss for node, _ in results))
+    kinds = {node: result.kind for node, result in results}
+    missing: set[Node] = set()
+    kept: dict[Edge, list[Node]] = {}
+    for edge, nodes in edges.items():
+        if edge[1] == last and not all_outputs and _moves(layout, edge):
+            large = [node for node in nodes if _row_bytes(node, kinds[node]) > LARGE_OUTPUT]
+            missing.update(large)
+            nodes = [node for node in nodes if node not in large]
+        if nodes:
+            kept[edge] = nodes
+    # Outputs have no gradients here: backward begins at the loss alone.
+    inner = {edge: nodes if edge[1] < last else [] for edge, nodes in kept.items()}
+    new = _layout(graph, deployment, kept, live)
+    flowing = tuple(edge for edge in new.grad_edges if inner[edge])
+    new = Layout(new.world, new.microbatches, new.stages, new.edges, flowing)
+    traffic = Traffic(interleaved_program(deployment.schedule, new), _sorted(kept))
+    return LossTraffic(traffic, loss, live, frozenset(missing))
+
+
+def _moves(layout: Layout, edge: Edge) -> bool:
+    """Whether some piece changes its slot on an edge."""
+    return any(layout.slot_of(edge[0], piece) != layout.slot_of(edge[1], piece) for piece in range(layout.pieces_total))
+
+
+def _row_bytes(node: Node, kind: str) -> int:
+    """Bytes of an output for one row; all of it where it is not made of rows."""
+    value = node.meta["val"]
+
+    def size(rows: int) -> int:
+        return math.prod(crossing_shape(node, rows)) * int(value.dtype.itemsize)
+
+    return size(2) - size(1) if kind == "rows" else size(1)

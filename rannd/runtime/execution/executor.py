@@ -1,0 +1,379 @@
+"""Run the Program of a bound graph on tensors.
+
+A call either runs forward, and backward when it is asked for, or both at once: a graph that is trained by its one loss
+needs nothing from the script to begin its backward, so forward and backward are interleaved piece by piece (1F1B), and
+the gradients wait until the script calls backward.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from rannd.errors import StepError
+from rannd.plan.schedule.program import Action, ActionKind
+from rannd.runtime.comm.lockstep import (
+    Phase,
+    agree,
+    compare_later,
+    pack_flags,
+    pack_floats,
+    same_loss_gradient,
+    unpack_flags,
+    unpack_floats,
+)
+from rannd.runtime.comm.world import World
+from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
+from rannd.runtime.execution.global_sums import Totals
+from rannd.runtime.execution.inputs import MiniBatch
+from rannd.runtime.execution.instructions import Instruction, instructions
+from rannd.runtime.execution.microbatches import Pieces
+from rannd.runtime.execution.outputs import join
+from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel
+from rannd.runtime.execution.stage import Computing
+from rannd.runtime.execution.step import Step
+from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
+from rannd.runtime.gradients.reducer import Reducer
+
+MOST_SIZES = 64
+"""So many different sizes of mini-batches are remembered."""
+
+_GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
+_FORWARD, _BACKWARD, _BOTH = "forward", "backward", "both"
+
+
+class Executor:
+    """Runs one bound graph, with `state` (name -> tensor to compute with) of this rank's stage."""
+
+    def __init__(
+        self,
+        world: World,
+        bound: BoundGraph,
+        state: Mapping[str, torch.Tensor],
+        reducer: Reducer,
+        seed: int,
+        *,
+        averaged: int,
+        anchor: Anchor,
+    ) -> None:
+        """`averaged`: the number of ranks whose mini-batches are averaged over, 1 where one is shared by all."""
+        self.anchor = anchor
+        self.world = world
+        self.bound = bound
+        self.closed = False
+        """The deployment is gone."""
+        self.computing = Computing(world, bound, state, seed)
+        """This rank's part."""
+        self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, averaged)
+        """What this rank gives and gets."""
+        self._reducer = reducer
+        self._graph = bound.graph
+        self._slot = bound.slot
+        self._last = len(bound.layout.stages)
+        self._totals = Totals(world, bound.graph, averaged)
+        self._buffers = MessageBuffers(world.device)
+        self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
+        self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()
+        self._parcels: dict[tuple[Any, ...], Parcel] = {}
+
+    # -- sizes ------------------------------------------------------------------------------------------------
+
+    def pieces(self, rows: tuple[int, ...]) -> Pieces:
+        """The pieces of a call with `rows` rows of each slot's rank."""
+        if rows not in self._sizes:
+            self._sizes[rows] = Pieces(self.bound.layout, rows)
+            if len(self._sizes) > MOST_SIZES:
+                self._sizes.popitem(last=False)
+                self._parcels.clear()
+        return self._sizes[rows]
+
+    def _phase(self, step: Step, phase: str) -> tuple[Instruction, ...]:
+        """What this slot does in a phase; pieces without rows are left out."""
+        running = tuple(map(bool, step.pieces.rows))
+        if (phase, running) not in self._instructions:
+            program = self._traffic(step).program
+            slots = []
+            for actions, length in zip(program.slots, program.forward_length, strict=True):
+                chosen = actions[:length] if phase != _BACKWARD else actions[length:]
+                slots.append([each for each in chosen if each.kind is not ActionKind.REDUCE and running[each.piece]])
+            self._instructions[phase, running] = instructions(slots, self._slot)
+            if len(self._instructions) > MOST_SIZES:
+                self._instructions.popitem(last=False)
+        return self._instructions[phase, running]
+
+    def _traffic(self, step: Step) -> Traffic:
+        if not step.interleaved:
+            return self.bound.traffic
+        assert self.bound.interleaved is not None
+        return self.bound.interleaved.traffic
+
+    def _parcel(self, step: Step, action: Action, live: frozenset[Node] | None) -> Parcel:
+        """What an action moves."""
+        rows = step.pieces.rows[action.piece]
+        key = (step.interleaved, action.src, action.dst, rows, live if action.kind in _GRADS else None)
+        found = self._parcels.get(key)
+        if found is None:
+            nodes = self._traffic(step).edges[action.src, action.dst]
+            if action.kind in _GRADS:
+                assert live is not None
+                nodes = tuple(node for node in nodes if node in live)
+            found = self._parcels[key] = Parcel(nodes, rows)
+        return found
+
+    # -- phases -----------------------------------------------------------------------------------------------
+
+    def forward(self, step: Step, *, reduce: bool) -> list[Any]:
+        """Run the forward phase, with all backwards where the step is interleaved.
+
+        `reduce`: reduce the gradients of these backwards. Returns the model's outputs for this rank, in the order of
+        the graph's.
+        """
+        self.computing.begin()
+        self.mini_batch.give(step)
+        live = None
+        # What begins divided needs no pass over all gradients at the end; a scaled loss keeps all of its scale.
+        division = self._reducer.divisor if reduce and step.seed == 1.0 else 1
+        if step.interleaved:
+            assert self.bound.interleaved is not None
+            live = self.bound.interleaved.live
+            seed = torch.full((), step.seed / division, dtype=self.bound.interleaved.loss.meta["val"].dtype)
+            step.upstream = {self.bound.interleaved.loss: [seed.to(self.world.device)] * self.world.size}
+            self._reducer.set_aside(divided=division != 1)
+        self._play(step, self._phase(step, _BOTH if step.interleaved else _FORWARD), live, reduce=reduce, totals=True)
+        if step.interleaved:
+            assert live is not None
+            step.gathered = self._reducer.gathered(reduce=reduce)
+            found = self.mini_batch.input_gradients(step, live)
+            step.input_gradients = [each if each is None or division == 1 else each * division for each in found]
+            self._forget(step)
+        self.computing.agree_on_buffers(step)
+        outputs = self._outputs(step)
+        step.values.clear()
+        return outputs
+
+    def backward(
+        self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, again: bool
+    ) -> list[torch.Tensor | None]:
+        """Run the backward phase with this rank's gradients of its outputs; returns those of its inputs.
+
+        Gradients of parameters wait in the reducer, or are delivered with `reduce`: all, or those that the script asks
+        for. With `again` all is kept for another backward.
+        """
+        asked = self.anchor.asked()
+        self._check_asked(asked, reduce=reduce)
+        if self.closed:
+            raise StepError(
+                "backward runs through a call that was made before model.undeploy() or pyrannc.clear(); call the model "
+                "again after it"
+            )
+        if step.finished:
+            raise StepError(
+                "backward runs a second time through one call of the model, whose activations are gone; call the model "
+                "again, or give retain_graph=True to the first backward (for all calls: pyrannc.keep_graph(True))"
+            )
+        step.finished = not again
+        if step.interleaved:
+            return self._handed_over(step, gradients, asked, reduce=reduce, again=again)
+        live, wanted = self._upstream(step, gradients, reduce=reduce, wanted=asked is not NOTHING)
+        reduce = reduce and wanted
+        step.keep = again
+        self.computing.resolve()
+        self.mini_batch.give_seeds(step, gradients, live)
+        if asked is not None:
+            self._reducer.set_aside()
+        self._play(step, self._phase(step, _BACKWARD), live, reduce=reduce and asked is None)
+        if asked is not None:
+            gathered = self._reducer.gathered(reduce=False)
+            if wanted:
+                self._reducer.accept(self._reducer.asked_of(gathered, asked), 1.0, keep=False)
+        else:
+            self._reducer.something_waits = True
+        if reduce:
+            self._reducer.reduce(asked)
+        inputs = self.mini_batch.input_gradients(step, live)
+        self._forget(step)
+        return inputs
+
+    def _handed_over(
+        self,
+        step: Step,
+        gradients: Sequence[torch.Tensor | None],
+        asked: Asked | None,
+        *,
+        reduce: bool,
+        again: bool,
+    ) -> list[torch.Tensor | None]:
+        """Backward of a call whose backward has run: hand over what waits, times what the script has made of the loss.
+
+        That is right because a gradient is linear in the gradient that it begins with.
+        """
+        assert self.bound.interleaved is not None
+        assert step.gathered is not None
+        loss = self.bound.interleaved.loss
+        results = self._graph.traced.results
+        if any(g is not None for node, g in zip(results, gradients, strict=True) if node is not loss):
+            raise StepError(
+                "backward came through an output beside the loss, but this call has run its backward from the loss "
+                "already; set interleave_loss=false (RANNC_INTERLEAVE_LOSS=false) to have backward run when it is "
+                "asked for"
+            )
+        (given,) = (
+            float(g) if g is not None else 0.0 for node, g in zip(results, gradients, strict=True) if node is loss
+        )
+        gathered = step.gathered if asked is None else self._reducer.asked_of(step.gathered, asked)
+        collective = reduce and (self._reducer.something_waits or not gathered.reduced)
+        wanted = asked is not NOTHING
+        if collective or (reduce and self._reducer.compares):
+            told = agree(self.world, Phase.BACKWARD, step.number, int(wanted), *pack_floats([given]))
+            same_loss_gradient([unpack_floats(each[1:])[0] for each in told])
+            wanted = any(each[0] for each in told)
+        else:
+            compare_later(self.world, step.number, given, reduce)
+        factor = given / step.seed
+        if not again:
+            step.gathered = None
+        if wanted:
+            self._reducer.accept(gathered, factor, keep=again)
+            if collective:
+                self._reducer.reduce(asked)
+            elif reduce:
+                self._reducer.deliver(asked)
+        return [None if g is None else g * factor for g in step.input_gradients]
+
+    def _check_asked(self, asked: Asked | None, *, reduce: bool) -> None:
+        """StepError where gradients of parameters are to be returned that cannot be had by themselves."""
+        if asked is not None and asked.found is not None and (not reduce or self._reducer.something_waits):
+            raise StepError(
+                "torch.autograd.grad with respect to parameters of a RaNNCModule while gradients wait "
+                "(delay_grad_allreduce): call model.allreduce_grads() before it, with the delay off"
+            )
+
+    def _forget(self, step: Step) -> None:
+        step.gradients.clear()
+        step.outgoing.clear()
+        step.upstream.clear()
+
+    def _play(
+        self,
+        step: Step,
+        listed: Sequence[Instruction],
+        live: frozenset[Node] | None,
+        *,
+        reduce: bool,
+        totals: bool = False,
+    ) -> None:
+        """Carry out instructions; `totals`: and add up over the ranks what they compute for all."""
+        forward = Exchange(self.world, self.world.forward, self._buffers)
+        backward = Exchange(self.world, self.world.backward, self._buffers)
+        # The last backward of pieces has the final gradients of each parameter, the last forward all losses.
+        last_backward, last_forward = _last(listed, ActionKind.BACKWARD), _last(listed, ActionKind.FORWARD)
+        # On a GPU the numbers are not there until all is computed; to wait for them would keep it from its work.
+        early = totals and self.world.device.type == "cpu"
+        if early and last_forward is None:
+            self._totals.begin(step)
+        where = self.world.watch.where
+        for instruction in listed:
+            for action in instruction.posts:
+                exchange = backward if action.kind in _GRADS else forward
+                exchange.post(action, self._parcel(step, action, live))
+            for action in instruction.awaits:
+                where.piece, where.action = action.piece, action
+                self._receive(step, backward if action.kind in _GRADS else forward, action)
+            for action in instruction.settles:
+                (backward if action.kind in _GRADS else forward).settle(action)
+            if instruction.action is None:
+                continue
+            action = instruction.action
+            piece = where.piece = action.piece
+            where.action = action
+            if action.kind is ActionKind.FORWARD:
+                self.computing.forward(step, piece, live)
+                self._totals.take(step, piece)
+                if early and action is last_forward:
+                    self._totals.begin(step)
+                if not self._graph.signature.mode.grad:
+                    self._give_back(step, piece)
+            elif action.kind is ActionKind.BACKWARD:
+                assert live is not None
+                if reduce and action is last_backward:
+                    self._reducer.arm()
+                self.computing.backward(step, piece, live)
+                if not step.keep:
+                    self._give_back(step, piece)
+            elif action.kind is ActionKind.SEND_VALUES:
+                parcel = self._parcel(step, action, None)
+                forward.send(action, parcel, {node: step.values[piece, node] for node in parcel.nodes})
+            else:
+                parcel = self._parcel(step, action, live)
+                source = step.gradients if action.dst == self._last else step.outgoing
+                backward.send(action, parcel, {node: source.pop((piece, node)) for node in parcel.nodes})
+        forward.finish()
+        backward.finish()
+        if totals and not early:
+            self._totals.begin(step)
+        where.piece = where.action = None
+
+    def _receive(self, step: Step, exchange: Exchange, action: Action) -> None:
+        values, buffer = exchange.take(action)
+        piece = action.piece
+        if action.kind in _GRADS:
+            for node, value in values.items():
+                step.add(piece, node, value)
+            ours = action.src >= 0
+        else:
+            for node, value in values.items():
+                step.values[piece, node] = value
+            ours = action.dst < self._last
+        if buffer is not None and ours:  # others go to the script
+            step.borrowed.setdefault(piece, []).append(buffer)
+
+    def _give_back(self, step: Step, piece: int) -> None:
+        for buffer in step.borrowed.pop(piece, ()):
+            self._buffers.give(buffer)
+
+    def _outputs(self, step: Step) -> list[Any]:
+        """This rank's outputs. Collective where all ranks add up some."""
+        missing: frozenset[Node] = frozenset()
+        if step.interleaved and self.bound.interleaved is not None:
+            missing = self.bound.interleaved.missing
+        rows, pieces = step.pieces.rank_rows[self._slot], step.pieces.of_slot(self._slot)
+        outputs = join(
+            self._graph, step.values, pieces, rows, missing, self.world.device, shared=step.whole is not None
+        )
+        found = self._totals.finish(step)
+        for place, node in enumerate(self._graph.traced.results):
+            if node in found and outputs[place] is None:
+                outputs[place] = found[node]
+        return outputs
+
+    def _upstream(
+        self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, wanted: bool
+    ) -> tuple[frozenset[Node], bool]:
+        """Tell each other which outputs have gradients, and those of numbers, and whether parameters want theirs.
+
+        Returns the nodes that get gradients, and whether parameters on any rank want theirs.
+        """
+        results = self._graph.traced.results
+        given = dict(zip(results, gradients, strict=True))
+        flags = pack_flags([reduce, wanted, *(gradient is not None for gradient in gradients)])
+        numbers = self._totals.packed([given[node] for node in self._totals.nodes])
+        told = agree(self.world, Phase.BACKWARD, step.number, *flags, *numbers)
+        reduced, wants, *by_output = zip(*(unpack_flags(each, 2 + len(gradients)) for each in told), strict=True)
+        if len(set(reduced)) > 1:
+            raise StepError(
+                f"gradients of parameters are reduced on ranks {[rank for rank, each in enumerate(reduced) if each]} "
+                "alone: every rank has to turn delay_grad_allreduce on and off at the same places"
+            )
+        parts = [self._totals.unpacked(each[len(flags) :]) for each in told]
+        for node in self._totals.nodes:
+            step.upstream[node] = [parts[rank][node] for rank in self.world.rank_of_slot]
+        return self.bound.live(tuple(any(column) for column in by_output)), any(wants)
+
+
+def _last(listed: Sequence[Instruction], kind: ActionKind) -> Action | None:
+    """The last computation of a kind."""
+    return next((each.action for each in reversed(listed) if each.action and each.action.kind is kind), None)

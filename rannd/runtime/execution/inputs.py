@@ -1,0 +1,93 @@
+"""A rank's mini-batch in pieces: its inputs, the weights of their losses, and gradients both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from rannd.graph.model import ModelGraph
+from rannd.graph.partition.cut import crossing_shape
+from rannd.graph.rows.loss_weights import Count, counted, pieces_weights
+from rannd.runtime.execution.step import Step
+
+
+class MiniBatch:
+    """The mini-batches of the rank in `slot`, on `device`; `averaged`: see Executor."""
+
+    def __init__(self, graph: ModelGraph, slot: int, device: torch.device, averaged: int) -> None:
+        self._graph = graph
+        self._slot = slot
+        self._device = device
+        self._averaged = averaged
+        self._nodes = graph.traced.placeholders
+
+    def give(self, step: Step) -> None:
+        """Slice the inputs into pieces, and weigh the losses of each."""
+        specs, sizes = self._graph.signature.tensors, step.pieces
+        counts = self._label_counts(step)
+        for piece in sizes.of_slot(self._slot):
+            first, rows = sizes.slices[piece]
+            slices = [
+                (leaf[first : first + rows] if spec.batch else leaf).detach()
+                for spec, leaf in zip(specs, step.leaves, strict=True)
+            ]
+            values = pieces_weights(
+                self._graph.weights,
+                world=self._averaged,
+                rows=rows,
+                rank_rows=sizes.rank_rows[self._slot],
+                total_rows=sizes.total,
+                counts=counts,
+            )
+            weights = [torch.tensor(value, dtype=torch.float64, device=self._device) for value in values]
+            for node, tensor in zip(self._nodes, [*slices, *weights], strict=True):
+                step.values[piece, node] = tensor
+
+    def _label_counts(self, step: Step) -> dict[str, Count]:
+        """Denominators of this rank's means (labels that count), over its whole mini-batch."""
+        rows = step.pieces.rank_rows[self._slot]
+        if rows == 0:
+            return {}
+        if step.whole is not None:  # this rank's part of the labels of all
+            return counted(self._graph.label_counts, step.whole, rows / step.pieces.total)
+        return counted(self._graph.label_counts, step.leaves)
+
+    def counts_no_label(self, step: Step) -> bool:
+        """Whether a mean over labels has none to count."""
+        counts = self._label_counts(step).values()
+        return any(not any(each) if isinstance(each, list) else not each for each in counts)
+
+    def give_seeds(self, step: Step, gradients: Sequence[torch.Tensor | None], live: frozenset[Node]) -> None:
+        """Split the gradients of the rank's outputs into those of its pieces."""
+        sizes, pieces = step.pieces, step.pieces.of_slot(self._slot)
+        for node, result, gradient in zip(self._graph.traced.results, self._graph.results, gradients, strict=True):
+            if node not in live or result.kind in ("number", "global"):
+                continue
+            for piece in pieces:
+                first, rows = sizes.slices[piece]
+                shape = crossing_shape(node, rows)
+                if gradient is None or (result.kind == "first" and piece != pieces[0]):
+                    seed = torch.zeros(shape, dtype=node.meta["val"].dtype, device=self._device)
+                elif result.kind == "rows" and len(pieces) > 1:
+                    inner = shape[result.dim] // rows
+                    seed = gradient.narrow(result.dim, first * inner, rows * inner)
+                else:
+                    seed = gradient
+                step.add(piece, node, seed.to(self._device))
+
+    def input_gradients(self, step: Step, live: frozenset[Node]) -> list[torch.Tensor | None]:
+        """The gradients of the rank's inputs, from those of its pieces; None where an input has none."""
+        pieces = step.pieces.of_slot(self._slot)
+        found: list[torch.Tensor | None] = []
+        for node, spec, leaf in zip(self._nodes, self._graph.signature.tensors, step.leaves, strict=False):
+            if node not in live:
+                found.append(None)
+                continue
+            parts = [step.gradients[piece, node] for piece in pieces if (piece, node) in step.gradients]
+            if not parts:
+                found.append(torch.zeros_like(leaf))
+            else:
+                found.append(torch.cat(parts) if spec.batch else torch.stack(parts).sum(0))
+        return found

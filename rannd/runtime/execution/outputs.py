@@ -1,0 +1,126 @@
+"""Put the outputs of a call together from those of its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from rannd.errors import StepError
+from rannd.graph.fx.sizes import number_at
+from rannd.graph.model import ModelGraph
+from rannd.graph.partition.cut import crossing_shape
+from rannd.graph.rows.loss_weights import Result
+
+Made = Mapping[tuple[int, Node], torch.Tensor]
+"""Values by piece and node."""
+
+
+class NotSent(torch.Tensor):
+    """Stands for an output that stayed on the rank that made it; any use of its values raises StepError."""
+
+    _told: str
+
+    @staticmethod
+    def of(node: Node, rows: int, place: str) -> NotSent:
+        """In place of the output `node` for `rows` rows; `place` is how messages call it."""
+        shape, dtype = crossing_shape(node, rows), node.meta["val"].dtype
+        found: NotSent = torch.Tensor._make_wrapper_subclass(NotSent, shape, dtype=dtype)
+        found._told = (
+            f"{place} of the model, {dtype} {tuple(shape)}, was not sent to this rank: while a loss is trained, large "
+            'outputs beside it stay where they are made. Wrap the model with RaNNCModule(..., outputs="all") to have '
+            "them sent, or read them in eval mode"
+        )
+        return found
+
+    @staticmethod
+    def like(other: NotSent, shape: tuple[int, ...]) -> NotSent:
+        """As `other`, of another shape."""
+        found: NotSent = torch.Tensor._make_wrapper_subclass(NotSent, shape, dtype=other.dtype)
+        found._told = other._told
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"NotSent({self._told})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Shape, type and device may be asked for."""
+        if getattr(func, "__name__", "") == "__get__" or func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        told = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, NotSent))
+        raise StepError(told._told)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Operators that came past `__torch_function__`."""
+        told = next((each for each in args if isinstance(each, NotSent)), None)
+        raise StepError(told._told if told is not None else "an output was not sent to this rank")
+
+
+_HARMLESS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.__len__,
+}
+
+
+def join(
+    graph: ModelGraph,
+    made: Made,
+    pieces: Sequence[int],
+    rows: int,
+    missing: frozenset[Node],
+    device: torch.device,
+    *,
+    shared: bool,
+) -> list[Any]:
+    """The outputs of a rank whose mini-batch has `rows` rows in `pieces`; None for those that all ranks add up.
+
+    Also None for those of a rank without rows where the batch is `shared`.
+    """
+    outputs: list[Any] = []
+    for place, (node, result) in enumerate(zip(graph.traced.results, graph.results, strict=True)):
+        if result.kind == "number":
+            outputs.append(number_at(node.meta["val"], rows))
+        elif result.kind == "global" or (shared and not pieces):
+            outputs.append(None)
+        elif node in missing:
+            outputs.append(NotSent.of(node, rows, f"output {graph.traced.outputs.positions[place]}"))
+        else:
+            outputs.append(_joined(node, result, [made[piece, node] for piece in pieces], device))
+    return outputs
+
+
+def _joined(node: Node, result: Result, found: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not found and result.kind == "sum":
+        return torch.zeros(crossing_shape(node, 0), dtype=node.meta["val"].dtype, device=device)
+    if not found:
+        return _empty(node, device)
+    if result.kind == "rows" and len(found) > 1:
+        return torch.cat(found, result.dim)
+    if result.kind == "sum":
+        return torch.stack(found).sum(0)
+    return found[0]
+
+
+def _empty(node: Node, device: torch.device) -> torch.Tensor:
+    """An output of a rank without rows."""
+    shape = crossing_shape(node, 0)
+    if 0 not in shape:
+        raise StepError(
+            f"this rank's mini-batch is empty, and the model's output {node.name} of shape {shape} cannot be empty; "
+            "give every rank at least one sample"
+        )
+    return torch.empty(shape, dtype=node.meta["val"].dtype, device=device)

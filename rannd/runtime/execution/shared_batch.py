@@ -1,0 +1,182 @@
+"""`gather_inputs=False`: rank 0's mini-batch is the whole batch, and every rank gets its outputs.
+
+Rank 0's tensors go to all ranks; each rank runs a part of the rows, or none where rows depend on each other. All is as
+in one process that runs that batch alone: losses and gradients are not averaged over ranks, and the gradients of
+outputs are those that rank 0 gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.fx import Node
+
+from rannd.errors import StepError
+from rannd.graph.call.signature import Call
+from rannd.graph.fx.sizes import number_at
+from rannd.graph.model import ModelGraph
+from rannd.graph.partition.cut import crossing_shape
+from rannd.graph.rows.loss_weights import Result
+from rannd.runtime.comm.lockstep import Phase, meet
+from rannd.runtime.comm.world import World
+from rannd.runtime.execution.microbatches import split_rows
+from rannd.runtime.execution.outputs import NotSent
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """A tensor, as rank 0 tells of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+def from_rank_0(world: World, call: Call) -> Call:
+    """The call with rank 0's tensors in place of this rank's. Collective; StepError where their numbers differ."""
+    if world.size == 1:
+        return call
+    mine = [_Told(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in call.tensors]
+    told = msgspec.msgpack.decode(world.broadcast_bytes(msgspec.msgpack.encode(mine)), type=list[_Told])
+    counts = [count for (count,) in world.gather_numbers([len(call.tensors)])]
+    if len(set(counts)) > 1:
+        other = next(rank for rank, count in enumerate(counts) if count != counts[0])
+        raise StepError(
+            f"rank 0 gives {counts[0]} tensors, rank {other} {counts[other]}; with gather_inputs=False the values of "
+            "other ranks do not matter, but their arguments have to be of the same structure as rank 0's"
+        )
+    tensors = list(call.tensors)
+    for place, each in enumerate(told):
+        sent = tensors[place].detach().to(world.device).contiguous() if world.rank == 0 else None
+        if sent is None:
+            sent = torch.empty(each.shape, dtype=getattr(torch, each.dtype), device=world.device)
+        _broadcast(world, sent, 0)
+        if world.rank != 0:
+            tensors[place] = sent.requires_grad_(each.requires_grad)
+    return dataclasses.replace(call, tensors=tuple(tensors))
+
+
+def rows_by_slot(world: World, graph: ModelGraph, rows: int) -> tuple[int, ...]:
+    """How many of the rows the rank in each slot runs."""
+    if graph.coupled is not None:
+        return tuple(rows if rank == 0 else 0 for rank in world.rank_of_slot)
+    return tuple(count for _, count in split_rows(rows, world.size))
+
+
+class Share:
+    """This rank's part of rank 0's batch in one call. All methods but `inputs` are collective."""
+
+    def __init__(self, world: World, graph: ModelGraph, rows: tuple[int, ...]) -> None:
+        """`rows`: of the rank in each slot."""
+        self._world = world
+        self._graph = graph
+        self._rows = rows
+        self._total = sum(rows)
+        self._first = sum(rows[: world.slot])
+        self._own = rows[world.slot]
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The rows of this rank."""
+        specs = self._graph.signature.tensors
+        return [
+            tensor.narrow(0, self._first, self._own) if spec.batch else tensor
+            for spec, tensor in zip(specs, tensors, strict=True)
+        ]
+
+    def outputs(self, outputs: Sequence[Any]) -> list[Any]:
+        """The outputs of the whole batch, from those of this rank's part."""
+        return [
+            self._whole(node, result, value)
+            for node, result, value in zip(self._graph.traced.results, self._graph.results, outputs, strict=True)
+        ]
+
+    def _whole(self, node: Node, result: Result, value: Any) -> Any:
+        if result.kind == "number":
+            return number_at(node.meta["val"], self._total)
+        if isinstance(value, NotSent):
+            return NotSent.like(value, crossing_shape(node, self._total))
+        if result.kind == "global" or self._world.size == 1:
+            return value
+        if result.kind == "rows":
+            parts = [self._from_slot(slot, node, value, count) for slot, count in enumerate(self._rows) if count]
+            return torch.cat(parts, result.dim) if len(parts) > 1 else parts[0]
+        if result.kind == "sum":
+            whole = value if self._own else torch.zeros(crossing_shape(node, 1), dtype=node.meta["val"].dtype)
+            whole = whole.detach().to(self._world.device).contiguous().clone()
+            dist.all_reduce(whole, group=self._everyone())
+            return whole
+        slot = next(slot for slot, count in enumerate(self._rows) if count)
+        return self._from_slot(slot, node, value, self._rows[slot])
+
+    def gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of this rank's outputs, from rank 0's gradients of the whole batch's."""
+        world = self._world
+        meet(world, Phase.BACKWARD)
+        flags = list(world.broadcast_bytes(bytes(gradient is not None for gradient in gradients)))
+        found: list[torch.Tensor | None] = []
+        slots = [slot for slot, count in enumerate(self._rows) if count]
+        for node, result, gradient, flag in zip(
+            self._graph.traced.results, self._graph.results, gradients, flags, strict=True
+        ):
+            if not flag or result.kind == "number":
+                found.append(None)
+                continue
+            shape = crossing_shape(node, self._total)
+            sent = gradient.detach().to(world.device).contiguous() if world.rank == 0 and gradient is not None else None
+            whole = sent if sent is not None else torch.empty(shape, dtype=node.meta["val"].dtype, device=world.device)
+            _broadcast(world, whole, 0)
+            if result.kind == "rows":
+                inner = shape[result.dim] // self._total
+                whole = whole.narrow(result.dim, self._first * inner, self._own * inner)
+            elif result.kind == "first" and world.slot != slots[0]:
+                found.append(None)
+                continue
+            found.append(whole)
+        return found
+
+    def input_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of rank 0's tensors, from those of this rank's part; other ranks get the same."""
+        if self._world.size == 1:
+            return list(gradients)
+        found: list[torch.Tensor | None] = []
+        for spec, gradient in zip(self._graph.signature.tensors, gradients, strict=True):
+            if gradient is None:
+                found.append(None)
+            elif spec.batch:
+                parts = []
+                for slot, count in enumerate(self._rows):
+                    part = gradient.contiguous()
+                    if slot != self._world.slot:
+                        part = gradient.new_empty((count, *gradient.shape[1:]))
+                    _broadcast(self._world, part, self._world.rank_of_slot[slot])
+                    parts.append(part)
+                found.append(torch.cat(parts))
+            else:
+                whole = gradient.clone()
+                dist.all_reduce(whole, group=self._everyone())
+                found.append(whole)
+        return found
+
+    def _from_slot(self, slot: int, node: Node, value: Any, rows: int) -> torch.Tensor:
+        """The output of the rank in `slot`."""
+        device = self._world.device
+        mine = value.detach().to(device).contiguous() if slot == self._world.slot else None
+        part = (
+            mine
+            if mine is not None
+            else torch.empty(crossing_shape(node, rows), dtype=node.meta["val"].dtype, device=device)
+        )
+        _broadcast(self._world, part, self._world.rank_of_slot[slot])
+        return part
+
+    def _everyone(self) -> dist.ProcessGroup | None:
+        return self._world.group_of(tuple(range(self._world.size)))
+
+
+def _broadcast(world: World, tensor: torch.Tensor, source: int) -> None:
+    if tensor.numel() and world.size > 1:
+        dist.broadcast(tensor, source, group=world.group_of(tuple(range(world.size))))

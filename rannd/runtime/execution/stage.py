@@ -1,0 +1,176 @@
+"""Compute one piece: forward and backward of the part of the graph that belongs to this rank's stage."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.fx import Node
+
+from rannd.runtime.comm.world import World, finish
+from rannd.runtime.execution.bound_graph import BoundGraph
+from rannd.runtime.execution.step import Saved, Step
+
+
+class Computing:
+    """Runs this rank's part of a bound graph with `state` (name -> tensor to compute with)."""
+
+    def __init__(self, world: World, bound: BoundGraph, state: Mapping[str, torch.Tensor], seed: int) -> None:
+        self.seed = seed
+        """Random numbers depend on it."""
+        self._world = world
+        self._bound = bound
+        self._state = state
+        self._written = sorted(bound.graph.placement.written & set(bound.part.tensors))
+        self._loans: dict[str, torch.Tensor] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._before: dict[str, torch.Tensor] = {}
+        """Buffers that the part writes into, as they were before the call: every piece begins with them."""
+        handed = bound.interleaved.traffic.edges if bound.interleaved is not None else {}
+        last = len(bound.layout.stages)
+        self._handed = frozenset(node for edge, nodes in handed.items() if edge[1] == last for node in nodes)
+        """Outputs that travel to the ranks at the end of an interleaved step."""
+
+    # -- tensors ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Look at the tensors of a call that begins."""
+        self._lend()
+        self.resolve()
+        self._before = {name: self._state[name].detach().clone() for name in self._written}
+
+    def resolve(self) -> list[torch.Tensor]:
+        """Find the tensors that the part computes with, in its order."""
+        sources = (self._loans, self._bound.constants, self._state)
+        self._tensors = [
+            next(source[name] for source in sources if name in source) for name in self._bound.part.tensors
+        ]
+        return self._tensors
+
+    def _lend(self) -> None:
+        """Give tensors that other stages hold to those that only read them in this graph."""
+        world, slot = self._world, self._bound.slot
+        for name, (lender, borrowers) in self._bound.borrowed.items():
+            if slot == lender:
+                value = self._state[name].detach().contiguous()
+                for each in borrowers:
+                    finish(dist.isend(value, world.rank_of_slot[each], group=world.forward))
+            elif slot in borrowers:
+                like = self._bound.graph.traced.named(name)
+                value = torch.empty(like.shape, dtype=like.dtype, device=world.device)
+                finish(dist.irecv(value, world.rank_of_slot[lender], group=world.forward))
+                self._loans[name] = value
+
+    def agree_on_buffers(self, step: Step) -> None:
+        """Give the written buffers of the kept piece to the other replicas of the stage."""
+        layout, world = self._bound.layout, self._world
+        slots = layout.stages[self._bound.stage]
+        if not self._written or len(slots) < 2:
+            return
+        source = world.rank_of_slot[layout.slot_of(self._bound.stage, step.pieces.first)]
+        group = world.group_of(slots)
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for name in self._written:
+            buffer = self._state[name].detach()
+            kinds.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in kinds.values():  # one message a type: a model has many small ones
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, source, group=group)
+            if world.rank != source:
+                for buffer, part in zip(buffers, flat.split([each.numel() for each in buffers]), strict=True):
+                    buffer.copy_(part.view_as(buffer))
+
+    # -- one piece --------------------------------------------------------------------------------------------
+
+    def forward(self, step: Step, piece: int, live: frozenset[Node] | None) -> None:
+        """Forward of one piece; `live`: the nodes that will get a gradient, None where that is not known yet."""
+        graph = self._bound.graph
+        differentiable = graph.placement.requires_grad if live is None else live
+        inputs: dict[Node, torch.Tensor] = {}
+        for node in self._bound.part.inputs:
+            value = step.values.pop((piece, node)).detach()
+            if node in graph.placement.writers:
+                value = value.clone()  # it may be the script's own tensor, or share a message with others
+            inputs[node] = value.requires_grad_() if node in differentiable else value
+        buffers = {name: tensor.clone() for name, tensor in self._before.items()}
+        records = graph.signature.mode.grad
+        with torch.set_grad_enabled(records and not self._bound.recompute):
+            outputs = self._run(step, piece, inputs, buffers)
+        for node, value in outputs.items():
+            step.values[piece, node] = value.detach()
+        if records:
+            if live is not None:
+                outputs = {node: value for node, value in outputs.items() if node in live}
+            kept = {} if self._bound.recompute else outputs
+            step.saved[piece] = Saved(inputs, kept, dict(self._before) if self._bound.recompute else {})
+        if piece == step.pieces.first:
+            with torch.no_grad():
+                for name, tensor in buffers.items():
+                    self._state[name].copy_(tensor)
+
+    def backward(self, step: Step, piece: int, live: frozenset[Node]) -> None:
+        """Backward of one piece."""
+        saved = step.saved[piece] if step.keep else step.saved.pop(piece)
+        outputs = saved.outputs
+        world = self._bound.layout.world
+        if self._bound.recompute:
+            buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
+            with torch.enable_grad():
+                outputs = self._run(step, piece, saved.inputs, buffers)
+        roots, seeds = [], []
+        for node, value in outputs.items():
+            gradient = step.gradients.pop((piece, node), None)
+            if node in step.upstream and node in live:
+                number = step.upstream[node][piece % world]
+                gradient = number if gradient is None else gradient + number
+            if gradient is not None and value.requires_grad:
+                roots.append(value)
+                seeds.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, seeds, retain_graph=step.keep)
+            if self._world.finite.every:
+                found = {node: value.grad for node, value in saved.inputs.items()}
+                self._world.finite.gradients(dict(enumerate(seeds)), found)
+        for node, value in saved.inputs.items():
+            if node not in live:
+                continue
+            gradient, value.grad = value.grad, None
+            if gradient is None:
+                gradient = torch.zeros_like(value)
+            if node.op == "placeholder" and piece % world == self._bound.slot:
+                step.add(piece, node, gradient)
+            else:
+                step.outgoing[piece, node] = gradient
+        if step.interleaved:
+            for node in self._bound.part.outputs:  # they have been sent
+                if node not in self._handed:
+                    step.values.pop((piece, node), None)
+
+    def _run(
+        self, step: Step, piece: int, inputs: Mapping[Node, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> dict[Node, torch.Tensor]:
+        """Run the part on a piece; `buffers` replace those that it writes into."""
+        part = self._bound.part
+        tensors = self._tensors
+        if buffers:
+            tensors = [buffers.get(name, tensor) for name, tensor in zip(part.tensors, tensors, strict=True)]
+        with (
+            self._random(step, piece) if part.random else contextlib.nullcontext(),
+            self._bound.graph.signature.mode.autocasting(),
+        ):
+            arguments = (*inputs.values(), *tensors, *part.numbers_at(step.pieces.rows[piece]))
+            values = self._world.finite.run(part.module, arguments)
+        return dict(zip(part.outputs, values, strict=True))
+
+    @contextlib.contextmanager
+    def _random(self, step: Step, piece: int) -> Iterator[None]:
+        """Random numbers that depend on seed, step, piece and stage alone; the script's own stay untouched."""
+        text = f"{self.seed}/{step.number}/{piece}/{self._bound.stage}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        devices = [self._world.device] if self._world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            yield

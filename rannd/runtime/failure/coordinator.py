@@ -1,0 +1,240 @@
+"""The hub of the side channel: decides what has become of the job, and tells all ranks.
+
+::
+
+    rank 2 ──Told──► hub: certain?  ── yes ─► Told to all ──► each tells its user ──Heard──► hub ──Heard──► rank 2
+                       │                                                                     (which may end now)
+                       └ no: have all ranks raised an error before they ran anything? Forgiven; after GRACE_S: as yes
+    connection ends without Left ──► Told(gone)      rank waits too long ──Stuck──► Ask to all ──Stacks──► Told(hang)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import sys
+import time
+
+from rannd import log
+from rannd.runtime.failure.failure_report import Failure
+from rannd.runtime.failure.side_channel import (
+    AnyMessage,
+    Ask,
+    Channel,
+    ChannelError,
+    Forgiven,
+    Gone,
+    Heard,
+    Left,
+    RankHello,
+    Stacks,
+    Stuck,
+    Told,
+    prepare,
+    token_matches,
+)
+
+GRACE_S = 5.0
+"""So long an error that all ranks may raise alike waits for those of the others."""
+ANSWER_S = 10.0
+"""So long a rank has time to show its stacks: its Python may be busy."""
+
+
+class Hub:
+    """Lives in the watcher thread of rank 0; `selector` calls its `accept` and `serve`."""
+
+    def __init__(self, size: int, token: str, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        self._size = size
+        self._token = token
+        self._listener = listener
+        self._selector = selector
+        self._channels: dict[int, Channel] = {}
+        self._hellos: dict[int, RankHello] = {}
+        self._strangers: set[Channel] = set()
+        self._left: set[int] = set()
+        self._heard: set[int] = set()
+        self._failure: Failure | None = None
+        self._doubts: dict[int, Failure] = {}
+        self._doubts_end = 0.0
+        self._question = 0
+        self._asked_by: Stuck | None = None
+        self._answers: dict[int, Stacks] = {}
+        self._answers_end = 0.0
+        selector.register(listener, selectors.EVENT_READ, self.accept)
+
+    def accept(self) -> None:
+        """Somebody connects."""
+        with contextlib.suppress(BlockingIOError):
+            end, _ = self._listener.accept()
+            with contextlib.suppress(OSError):
+                prepare(end)
+            self.adopt(Channel(end))
+
+    def adopt(self, channel: Channel) -> None:
+        """Listen to a connection."""
+        self._strangers.add(channel)
+        self._selector.register(channel.socket, selectors.EVENT_READ, lambda: self._serve(channel))
+
+    def due(self) -> float | None:
+        """Seconds until `tick` has something to do."""
+        ends = [self._doubts_end] if self._doubts else []
+        ends += [self._answers_end] if self._asked_by is not None else []
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def tick(self) -> None:
+        """What is due."""
+        now = time.monotonic()
+        if self._doubts and now >= self._doubts_end:
+            self._decide(min(self._doubts.values(), key=lambda each: each.rank))
+        if self._asked_by is not None and now >= self._answers_end:
+            self._judge()
+
+    def detach(self) -> None:
+        """Tell nobody anything any more; the connections end with the process."""
+        for channel in [*self._channels.values(), *self._strangers]:
+            channel.socket.detach()
+
+    def forget(self) -> None:
+        """In a forked child: these connections are the parent's."""
+        self._listener.close()
+        for channel in [*self._channels.values(), *self._strangers]:
+            channel.close()
+
+    # -- messages ---------------------------------------------------------------------------------------------
+
+    def _serve(self, channel: Channel) -> None:
+        rank = next((rank for rank, each in self._channels.items() if each is channel), None)
+        try:
+            messages = channel.receive()
+            for message in messages or []:
+                if rank is None:
+                    rank = self._meet(channel, message)
+                else:
+                    self._take(rank, message)
+        except ChannelError as exc:
+            log.get("RaNNCProcess").warning("the side channel got what is no message of ours (%s)", exc)
+            messages = None
+        if messages is None:
+            self._drop(channel)
+            if rank is not None:
+                del self._channels[rank]
+                self._part(rank)
+
+    def _meet(self, channel: Channel, message: AnyMessage) -> int:
+        if not isinstance(message, RankHello) or not token_matches(message.token, self._token):
+            raise ChannelError("who connects is not of this job")
+        if message.rank in self._channels or not 0 <= message.rank < self._size:
+            raise ChannelError(f"there is no second rank {message.rank}")
+        self._strangers.discard(channel)
+        self._channels[message.rank] = channel
+        self._hellos[message.rank] = message
+        if self._failure is not None:
+            channel.send(Told(self._failure))
+        return message.rank
+
+    def _take(self, rank: int, message: AnyMessage) -> None:
+        if isinstance(message, Told):
+            if message.failure.certain:
+                self._decide(message.failure)
+            else:
+                self._doubt(message.failure)
+        elif isinstance(message, Left):
+            self._left.add(rank)
+            self._tell(message)
+        elif isinstance(message, Heard):
+            self._heard.add(rank)
+            self._all_heard()
+        elif isinstance(message, Stuck):
+            self._ask(message)
+        elif isinstance(message, Stacks) and message.number == self._question and self._asked_by is not None:
+            self._answers[rank] = message
+            if self._answers.keys() >= self._channels.keys():
+                self._judge()
+
+    def _part(self, rank: int) -> None:
+        """Nothing comes from a rank any more."""
+        if rank not in self._left and self._failure is None:
+            why = "it was killed, or ended without Python's knowledge (out of memory?), or its machine is gone"
+            self._decide(Failure(rank, self._hellos[rank].host, self._hellos[rank].pid, "gone", "", why))
+        self._tell(Gone(rank))
+        self._all_heard()
+
+    def _tell(self, message: AnyMessage) -> None:
+        for channel in self._channels.values():
+            channel.send(message)
+
+    def _drop(self, channel: Channel) -> None:
+        self._strangers.discard(channel)
+        self._selector.unregister(channel.socket)
+        channel.close()
+
+    # -- failures ---------------------------------------------------------------------------------------------
+
+    def _decide(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._doubts.clear()
+            self._asked_by = None
+            self._tell(Told(failure))
+
+    def _doubt(self, failure: Failure) -> None:
+        if self._failure is not None:
+            return
+        if not self._doubts:
+            self._doubts_end = time.monotonic() + GRACE_S
+        self._doubts[failure.rank] = failure
+        if len(self._doubts) == self._size:
+            self._doubts.clear()
+            self._tell(Forgiven())
+
+    def _all_heard(self) -> None:
+        """The rank that failed may end once all others have been told."""
+        if self._failure is not None and self._channels.keys() <= self._heard | {self._failure.rank}:
+            self._tell(Heard())
+
+    # -- hanging ----------------------------------------------------------------------------------------------
+
+    def _ask(self, stuck: Stuck) -> None:
+        if self._failure is None and self._asked_by is None:
+            self._question += 1
+            self._asked_by, self._answers = stuck, {}
+            self._answers_end = time.monotonic() + ANSWER_S
+            self._tell(Ask(self._question))
+
+    def _judge(self) -> None:
+        """A hang, unless a rank is still preparing."""
+        stuck, answers = self._asked_by, self._answers
+        self._asked_by = None
+        if stuck is None or any(each.doing == "preparing" for each in answers.values()):
+            return
+        silent = sorted(self._channels.keys() - answers.keys())
+        words = [f"rank {rank} {_doing(answers[rank])}" for rank in sorted(answers)]
+        words += [f"rank {rank} does not answer: it is stopped, or native code holds Python's lock" for rank in silent]
+        words += [f"rank {rank} has ended its script" for rank in sorted(self._left)]
+        others = [rank for rank in sorted(answers) if answers[rank].doing != "waiting"]
+        culprit = (silent or others or [stuck.rank])[0]
+        parts = [f"rannd: no progress for {stuck.seconds:.0f} s; the stacks of all ranks, innermost call last:"]
+        for rank in sorted(answers):
+            parts.append(f"--- rank {rank} {_doing(answers[rank])}\n{answers[rank].stacks.rstrip()}")
+        parts += [f"--- rank {rank} does not answer" for rank in silent]
+        print("\n".join(parts), file=sys.stderr, flush=True)
+        found = answers.get(culprit)
+        self._decide(
+            Failure(
+                rank=culprit,
+                host=self._hellos[culprit].host,
+                pid=self._hellos[culprit].pid,
+                kind="hang",
+                place=found.place if found is not None else "",
+                error=f"no progress for {stuck.seconds:.0f} s (watchdog_timeout_s): {'; '.join(words)}",
+            )
+        )
+
+
+def _doing(answer: Stacks) -> str:
+    if answer.doing == "waiting":
+        return f"waits for others in {answer.place}"
+    if answer.doing == "script":
+        return f"is in {answer.place}, at {answer.line}"
+    return f"works in {answer.place}, at {answer.line}"

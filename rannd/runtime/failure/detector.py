@@ -1,0 +1,460 @@
+"""Nobody waits for a rank that will not come: each rank's watch tells the others of its failure, and hears of theirs.
+
+    with world.watch.inside("forward"):     # around everything that is collective
+        ...
+
+An exception that leaves such a block is told to all ranks (rannd.runtime.failure.coordinator), keeps its type and
+traceback, and gets a note that names the place. On the other ranks a thread hears of it, logs it, and cuts this rank's
+connections, so that a thread that waits in a transfer raises; what comes out of the block is a RankFailedError with
+the first rank's story. From then on the ranks are no longer in step, and every later block raises it again.
+
+An error that all ranks raise before they ran anything (a wrong call, a model that cannot be traced) leaves them in
+step. The thread sleeps in `select` and costs nothing; per block two method calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+from rannd import log
+from rannd.errors import RankFailedError, StepError
+from rannd.profile.out_of_memory import is_out_of_memory
+from rannd.runtime.failure import stack_dump
+from rannd.runtime.failure.connections import Connections
+from rannd.runtime.failure.coordinator import ANSWER_S, GRACE_S, Hub
+from rannd.runtime.failure.failure_report import Failure, failure_of, is_broken
+from rannd.runtime.failure.position import Where
+from rannd.runtime.failure.side_channel import (
+    Ask,
+    Channel,
+    ChannelError,
+    Forgiven,
+    Gone,
+    Heard,
+    Left,
+    RankHello,
+    Stacks,
+    Stuck,
+    Told,
+    addresses,
+    connect,
+    listen,
+)
+
+NEWS_S = 3.0
+"""After a connection broke: so long until the news of why should be here."""
+LEFT_S = 0.5
+"""The same where a rank has left the job in order, which is why already."""
+HEARD_S = 3.0
+"""The rank that failed ends only when all others have told their users, but waits no longer than this."""
+FIRST_S = 5.0
+"""The other ranks let the first one end first, so that launchers report that one; no longer than this."""
+STUBBORN_S = 20.0
+"""After a failure elsewhere a rank that neither raises nor goes on for so long is ended by force."""
+MOST_CHECK_S = 5.0
+"""Longest time between two looks of the watchdog."""
+
+ANEW = "the ranks are no longer in step; start the job anew"
+
+
+class PromisedMemory(Protocol):
+    """What a plan promised about memory, see `rannd.runtime.planning.memory_promise`."""
+
+    def marks(self, stage: int | None) -> dict[str, Any]:
+        """The fields of a Failure that name the deployment and the next limit."""
+
+    def text(self, exc: BaseException, stage: int | None) -> str:
+        """What was promised, asked for and there, and what to do."""
+
+    def mark(self, failure: Failure) -> None:
+        """Set the cached deployment aside, and let the next run plan for less memory."""
+
+
+class FailureDetector:
+    """The watch of this process. One for each world; without other ranks it only writes notes on errors."""
+
+    def __init__(self, connections: Connections | None = None) -> None:
+        self.where = Where()
+        self.connections = connections if connections is not None else Connections()
+        self.promises: dict[str, PromisedMemory] = {}
+        """What plans promised, by `Promise.digest`."""
+        self.promise: PromisedMemory | None = None
+        """That of the model that is being called."""
+        self.stages: dict[int, int] = {}
+        """Stage of each rank in the last deployment."""
+        self.failure: Failure | None = None
+        """What ended the job."""
+        self._rank, self._host, self._pid = 0, socket.gethostname(), os.getpid()
+        self._hosts: tuple[str, ...] = (self._host,)
+        self._channel: Channel | None = None
+        self._hub: Hub | None = None
+        self._thread: threading.Thread | None = None
+        self._selector: selectors.BaseSelector | None = None
+        self._wakeup: tuple[int, int] | None = None
+        self._depth = 0
+        self._ending = False
+        self._own: Failure | None = None
+        self._news = threading.Event()
+        self._verdict = threading.Event()
+        self._heard = threading.Event()
+        self._gone: dict[int, threading.Event] = {}
+        self._left: dict[int, int] = {}
+        self._stubborn_at: tuple[float, int] | None = None
+        self._stands = False
+        """This rank is what the others wait for in a hang."""
+        self._timeout = 0.0
+        self._still: tuple[float, tuple[object, ...]] | None = None
+        self._asked_at: float | None = None
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        alone: bool,
+        broadcast: Callable[[bytes | None], bytes],
+        watchdog_s: float,
+    ) -> None:
+        """Connect the ranks. Collective.
+
+        Args:
+            rank: This rank.
+            hosts: Of all ranks.
+            alone: All of them are on one machine.
+            broadcast: Gives rank 0's bytes to all.
+            watchdog_s: A rank that waits for others so long hangs; 0: nobody looks.
+        """
+        self._rank, self._host, self._timeout = rank, hosts[rank], watchdog_s
+        self._hosts = tuple(hosts)
+        self._gone = {number: threading.Event() for number in range(len(hosts))}
+        self._selector = selectors.DefaultSelector()
+        self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wakeup[0], selectors.EVENT_READ, lambda: None)
+        if rank == 0:
+            listener = listen(alone)
+            token = secrets.token_hex(16)
+            told = (token, addresses(alone), listener.getsockname()[1])
+            broadcast(msgspec.msgpack.encode(told))
+            self._hub = Hub(len(hosts), token, listener, self._selector)
+            mine, its = socket.socketpair()
+            self._hub.adopt(Channel(its))
+            self._channel = Channel(mine)
+        else:
+            token, places, port = msgspec.msgpack.decode(broadcast(None), type=tuple[str, list[str], int])
+            self._channel = connect(places, port)
+            if self._channel is None:
+                log.get("RaNNCProcess").warning(
+                    "rank %d reaches none of %s, port %d: it will hear late of ranks that fail (GLOO_SOCKET_IFNAME "
+                    "names the interface to use)",
+                    rank,
+                    ", ".join(places),
+                    port,
+                )
+        if self._channel is not None:
+            self._channel.send(RankHello(token, rank, self._host, self._pid))
+            self._selector.register(self._channel.socket, selectors.EVENT_READ, self._hear)
+            self._thread = threading.Thread(target=self._run, name="rannd-watch", daemon=True)
+            self._thread.start()
+        self._hook()
+        atexit.register(self._leave)
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _hook(self) -> None:
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
+            if self._pid == os.getpid():
+                self._uncaught(exc)
+            before(kind, exc, trace)
+
+        sys.excepthook = hook
+
+    def _forked(self) -> None:
+        """A child (a DataLoader's worker) is no rank: it must neither speak for this one, nor hold its connections."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._hub is not None:
+            self._hub.forget()
+        self._channel, self._hub, self._thread = None, None, None
+        self.failure, self._own, self._depth = None, None, 0
+
+    # -- blocks -----------------------------------------------------------------------------------------------
+
+    def inside(self, call: str) -> Inside:
+        """A block in which this rank needs others; `call` says what it is, for messages."""
+        return Inside(self, call)
+
+    def enter(self, call: str) -> None:
+        """See `inside`."""
+        if self._depth == 0:
+            if self._own is not None and self._channel is not None and self.failure is None:
+                self._verdict.wait(GRACE_S + NEWS_S)
+            if self.failure is not None:
+                raise self._again(self.failure)
+            self.where.call, self.where.thread = call, threading.get_ident()
+            self.where.calls += 1
+        self._depth += 1
+
+    def leave(self, exc: BaseException | None) -> None:
+        """See `inside`. Raises what is to be raised instead of `exc`."""
+        self._depth -= 1
+        try:
+            if exc is not None:
+                self._failed(exc)
+        finally:
+            if self._depth == 0:
+                where = self.where
+                where.call, where.piece, where.action, where.preparing = "", None, None, False
+
+    def _failed(self, exc: BaseException) -> None:
+        if isinstance(exc, RankFailedError | GeneratorExit) or getattr(exc, "_rannd_told", False):
+            return
+        if isinstance(exc, SystemExit) and exc.code in (None, 0):
+            return
+        if is_broken(exc):
+            if self._channel is not None:
+                self._news.wait(NEWS_S if not self._left else LEFT_S)
+            if self.failure is not None and (self.failure.rank != self._rank or self.failure.kind == "hang"):
+                raise self._elsewhere(self.failure) from None
+            lost = StepError(f"a connection to another rank broke in {self.where.words()}: {self._lost()}")
+            self._tell(lost)
+            raise lost from exc
+        self._tell(exc)
+
+    def _lost(self) -> str:
+        left = [f"rank {rank} has ended its script" for rank in sorted(self._left)]
+        why = "; ".join(left) or "another rank is gone, or cannot be reached any more"
+        return f"{why}; every rank has to call the model, and backward, equally often"
+
+    def _tell(self, exc: BaseException) -> None:
+        """Write a note on an error of this rank, and tell the others of it."""
+        failure = failure_of(exc, self.where, rank=self._rank, host=self._host, pid=self._pid)
+        if is_out_of_memory(exc):
+            failure = msgspec.structs.replace(failure, kind="memory", certain=True)
+            if self.promise is not None:
+                exc.add_note("rannd: " + self.promise.text(exc, self.where.stage))
+                failure = msgspec.structs.replace(failure, **self.promise.marks(self.where.stage))
+        if failure.stage is not None or failure.action or failure.kind == "memory" or self._channel is not None:
+            exc.add_note(f"rannd: this was rank {self._rank}, {failure.place}")
+        with contextlib.suppress(AttributeError):
+            exc._rannd_told = True  # type: ignore[attr-defined]
+        if failure.kind == "memory":
+            self._mark(failure)
+        if self.failure is None:
+            self._own = failure
+            self._verdict.clear()
+            if self._channel is not None:
+                self._channel.send(Told(failure))
+
+    def _uncaught(self, exc: BaseException) -> None:
+        """The script itself fails, or lets an error through."""
+        if self.failure is not None and self.failure.rank != self._rank:
+            if is_broken(exc):
+                exc.add_note(f"rannd: {self.failure.words()}")
+        elif not getattr(exc, "_rannd_told", False) and not isinstance(exc, RankFailedError):
+            self._tell(exc)
+
+    def _elsewhere(self, failure: Failure) -> RankFailedError:
+        return RankFailedError(f"{failure.words()} (this is rank {self._rank}, in {self.where.words()})", failure.rank)
+
+    def _again(self, failure: Failure) -> RankFailedError:
+        return RankFailedError(f"{failure.words()}; {ANEW}", failure.rank)
+
+    def _mark(self, failure: Failure) -> None:
+        """The plan that ran out of memory is not used again."""
+        promise = self.promises.get(failure.deployment)
+        if promise is not None:
+            try:
+                promise.mark(failure)
+            except Exception as exc:  # the cache never hurts, and the error itself must come through
+                log.get("RaNNCProcess").warning("the cached deployment cannot be marked: %s", exc)
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._selector is not None
+        try:
+            while not self._ending:
+                for key, _ in self._selector.select(self._pause()):
+                    key.data()
+                if self._hub is not None:
+                    self._hub.tick()
+                self._look()
+        except Exception as exc:  # a watch that fails must not be silent, and is no reason to end a training
+            log.get("RaNNCProcess").exception("the watch of rank %d has ended: %s", self._rank, exc)
+        for _ in range(2):  # the goodbye of this very rank may still be on its way to the hub
+            for key, _ in self._selector.select(0):
+                key.data()
+
+    def _pause(self) -> float | None:
+        pauses = [self._hub.due()] if self._hub is not None else []
+        if self._timeout and self.failure is None:
+            pauses.append(min(max(self._timeout / 8, 0.1), MOST_CHECK_S))
+        if self._stubborn_at is not None:
+            pauses.append(1.0)
+        found = [pause for pause in pauses if pause is not None]
+        return min(found) if found else None
+
+    def _hear(self) -> None:
+        assert self._channel is not None
+        assert self._selector is not None
+        try:
+            messages = self._channel.receive()
+        except ChannelError as exc:
+            log.get("RaNNCProcess").warning("rank %d cannot understand rank 0: %s", self._rank, exc)
+            messages = None
+        if messages is None:
+            self._selector.unregister(self._channel.socket)
+            self._ending = self._stubborn_at is None
+            if 0 not in self._left and self.failure is None:
+                why = "it was killed, or ended without Python's knowledge (out of memory?), or its machine is gone"
+                self._take(Failure(0, self._hosts[0], 0, "gone", "", why))
+                self._ending = False
+            for event in self._gone.values():
+                event.set()
+            self._heard.set()
+            self._verdict.set()
+            return
+        for message in messages:
+            if isinstance(message, Told):
+                self._take(message.failure)
+            elif isinstance(message, Forgiven):
+                self._own = None
+                self._verdict.set()
+            elif isinstance(message, Left):
+                self._left[message.rank] = message.calls
+            elif isinstance(message, Gone):
+                self._gone[message.rank].set()
+            elif isinstance(message, Heard):
+                self._heard.set()
+            elif isinstance(message, Ask):
+                self._answer(message)
+
+    def _take(self, failure: Failure) -> None:
+        """The job has failed."""
+        if self.failure is not None:
+            return
+        if failure.kind == "gone":
+            failure = msgspec.structs.replace(failure, stage=self.stages.get(failure.rank))
+        self.failure = failure
+        self._asked_at = None
+        if failure.rank != self._rank or failure.kind == "hang":
+            if self._own is None:
+                log.get("RaNNCProcess").error("%s", failure.words())
+            if failure.kind == "memory":
+                self._mark(failure)
+            self._stands = failure.kind == "hang" and stack_dump.doing(self.where) != "waiting"
+            if self.where.call or self._stands:
+                self._stubborn_at = (time.monotonic() + STUBBORN_S, self.where.calls)
+        if self._channel is not None:
+            self._channel.send(Heard())
+        self._news.set()
+        self._verdict.set()
+        self.connections.cut()
+
+    def _answer(self, ask: Ask) -> None:
+        assert self._channel is not None
+        where = self.where
+        self._channel.send(
+            Stacks(
+                ask.number, stack_dump.doing(where), where.words(), stack_dump.line(where), stack_dump.dump()[: 1 << 20]
+            )
+        )
+
+    def _look(self) -> None:
+        """Does this rank hang?"""
+        now = time.monotonic()
+        if self._stubborn_at is not None:
+            end, calls = self._stubborn_at
+            if self.where.calls != calls or not (self.where.call or self._stands):
+                self._stubborn_at = None
+            elif now >= end:
+                self._force()
+        if not self._timeout or self.failure is not None or self._channel is None:
+            return
+        if self._asked_at is not None and now >= self._asked_at + 2 * ANSWER_S:
+            self._asked_at = None
+            error = f"no progress for {self._timeout:g} s (watchdog_timeout_s), and rank 0 does not answer"
+            self._take(Failure(0, self._hosts[0], 0, "hang", "", error))
+            return
+        here = stack_dump.progress(self.where)
+        if self._still is None or self._still[1] != here or stack_dump.doing(self.where) != "waiting":
+            self._still = (now, here)
+            self._asked_at = None
+        elif now - self._still[0] >= self._timeout:
+            self._channel.send(Stuck(self._rank, now - self._still[0]))
+            self._asked_at = self._asked_at or now
+
+    def _force(self) -> None:
+        """The last means: this rank does not come back by itself."""
+        assert self.failure is not None
+        text = (
+            f"rannd: rank {self._rank} does not come back from {self.where.words()} and is ended now, because "
+            f"{self.failure.words()}\n{stack_dump.dump()}"
+        )
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(StepError.exit_code)
+
+    # -- ending -----------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """At exit: say goodbye, or let all hear what went wrong, the rank that failed going first."""
+        if self._pid != os.getpid() or self._channel is None:
+            return
+        last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if isinstance(last, BaseException):
+            self._uncaught(last)  # where the script has replaced sys.excepthook
+        if self._own is not None and not self._own.certain and self.failure is None:
+            self._verdict.wait(LEFT_S if isinstance(last, BaseException) else GRACE_S + LEFT_S)
+            own = self._own
+            if own is not None and self.failure is None:
+                self._channel.send(Told(msgspec.structs.replace(own, certain=True)))
+        if self._own is None and self.failure is None:
+            self._channel.send(Left(self._rank, self.where.calls))
+        elif self._own is not None:
+            self._verdict.wait(HEARD_S)
+            if self.failure is None or self.failure.rank == self._rank:
+                self._heard.wait(HEARD_S)
+        elif self.failure is not None:
+            self._gone[self.failure.rank].wait(FIRST_S)
+        self._ending = True
+        if self._wakeup is not None:
+            os.write(self._wakeup[1], b"x")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(HEARD_S)
+        # The connections end with the process, not before: others take their end for that of this rank.
+        self._channel.socket.detach()
+        if self._hub is not None:
+            self._hub.detach()
+
+
+class Inside:
+    """The block of `FailureDetector.inside`."""
+
+    __slots__ = ("_call", "_watch")
+
+    def __init__(self, watch: FailureDetector, call: str) -> None:
+        self._watch = watch
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._watch.enter(self._call)
+
+    def __exit__(self, kind: Any, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self._watch.leave(exc)

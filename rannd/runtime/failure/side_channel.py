@@ -1,0 +1,200 @@
+"""The side channel between ranks: news of failures, while the ranks themselves wait for each other.
+
+A star of TCP connections: every rank's watcher thread is connected to the hub, in the watcher thread of rank 0. Nothing
+is sent while all goes well; the kernel sees when a rank's process, or (by its probes, see `rannd.lost_host`) its
+machine is gone. On one machine the hub listens on the loopback interface alone. Who connects shows a token that
+the ranks have got through their process group.
+
+A frame is its length (4 bytes, big-endian) and a message in msgpack, an array that begins with the message's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+import psutil
+
+from rannd.lost_host import look_out
+from rannd.runtime.failure.failure_report import Failure
+
+MOST_BYTES = 16 << 20
+"""A longer frame is not one of ours."""
+CONNECT_S = 5.0
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Anything that travels."""
+
+
+class RankHello(Message, frozen=True):
+    """The first message of a rank."""
+
+    token: str
+    rank: int
+    host: str
+    pid: int
+
+
+class Told(Message, frozen=True):
+    """To the hub: this rank has failed. From the hub: the job has."""
+
+    failure: Failure
+
+
+class Forgiven(Message, frozen=True):
+    """From the hub: all ranks raised an error before they ran anything; they are still in step."""
+
+
+class Left(Message, frozen=True):
+    """To the hub: this rank's script ends well, after so many calls of rannd. From the hub: that rank's does."""
+
+    rank: int
+    calls: int
+
+
+class Gone(Message, frozen=True):
+    """From the hub: nothing will come from a rank any more."""
+
+    rank: int
+
+
+class Heard(Message, frozen=True):
+    """To the hub: the user of this rank has been told. From the hub: of all ranks."""
+
+
+class Stuck(Message, frozen=True):
+    """To the hub: this rank waits for others, for too long."""
+
+    rank: int
+    seconds: float
+
+
+class Ask(Message, frozen=True):
+    """From the hub: what are you doing?"""
+
+    number: int
+
+
+class Stacks(Message, frozen=True):
+    """To the hub: that."""
+
+    number: int
+    doing: str
+    place: str
+    line: str
+    stacks: str
+
+
+AnyMessage: TypeAlias = RankHello | Told | Forgiven | Left | Gone | Heard | Stuck | Ask | Stacks
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class ChannelError(Exception):
+    """What came in is no message."""
+
+
+class Channel:
+    """One end of a connection. Sending is safe for threads; receiving is the watcher's."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._incoming = bytearray()
+        end.setblocking(True)
+        end.settimeout(CONNECT_S)  # of sends; what is received is there already
+
+    def send(self, message: AnyMessage) -> None:
+        """Send, or find out later, when receiving, that the other end is gone."""
+        data = _encoder.encode(message)
+        with contextlib.suppress(OSError):
+            self.socket.sendall(struct.pack(">I", len(data)) + data)
+
+    def receive(self) -> list[AnyMessage] | None:
+        """The messages that have come, after the socket was found readable; None at the end.
+
+        ChannelError for what is no message.
+        """
+        try:
+            data = self.socket.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        self._incoming += data
+        found: list[AnyMessage] = []
+        while len(self._incoming) >= 4:
+            (size,) = struct.unpack_from(">I", self._incoming)
+            if size > MOST_BYTES:
+                raise ChannelError(f"a frame of {size} bytes")
+            if len(self._incoming) < 4 + size:
+                break
+            try:
+                found.append(_decoder.decode(self._incoming[4 : 4 + size]))
+            except msgspec.DecodeError as exc:
+                raise ChannelError(str(exc)) from exc
+            del self._incoming[: 4 + size]
+        return found
+
+    def close(self) -> None:
+        """Close it, once."""
+        self.socket.close()
+
+
+def listen(alone: bool) -> socket.socket:
+    """The hub's door; `alone`: all ranks are on this machine."""
+    if alone:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", 0), backlog=4096)
+    listener.setblocking(False)
+    return listener
+
+
+def addresses(alone: bool) -> list[str]:
+    """Where this machine may be reached, the likeliest first."""
+    if alone:
+        return ["127.0.0.1"]
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME") or ""
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6) or "%" in entry.address:
+                continue
+            address = ipaddress.ip_address(entry.address)
+            if not address.is_loopback and not address.is_link_local:
+                found.append((name != wanted, address.version, entry.address))
+    return [address for _, _, address in sorted(found)]
+
+
+def connect(places: Sequence[str], port: int) -> Channel | None:
+    """A connection to the hub, None where none of its addresses answers."""
+    for place in places:
+        with contextlib.suppress(OSError):
+            end = socket.create_connection((place, port), timeout=CONNECT_S)
+            prepare(end)
+            return Channel(end)
+    return None
+
+
+def prepare(end: socket.socket) -> None:
+    """Send at once, and find out when the other machine is gone."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    look_out(end, reads_at_once=True)
+
+
+def token_matches(given: str, token: str) -> bool:
+    """Whether who connects is a rank of this job."""
+    return hmac.compare_digest(given.encode(), token.encode())

@@ -1,0 +1,127 @@
+"""Gradients that a script asks for by name: ``backward(inputs=...)`` and ``torch.autograd.grad``.
+
+A deployed model's parameters are not in the script's autograd graph: their gradients come from all ranks, after their
+reduction. In their place stands the model's *anchor*, an input of each of its calls: autograd runs its node where
+gradients of parameters are wanted at all, as in a plain ``loss.backward()``, and does not where a script asks for those
+of inputs alone. While models are wrapped, what autograd is asked for passes through here, and a parameter among it is
+replaced by its model's anchor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rannd import log
+from rannd.runtime.parameters.ownership import Parameters
+
+_ENGINE = "_engine_run_backward"
+"""The function of torch.autograd that ``backward`` and ``grad`` call, whatever names they were imported by."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a script asks of one model."""
+
+    ids: frozenset[int] = frozenset()
+    """Of parameters."""
+    found: dict[int, torch.Tensor] | None = field(default=None, compare=False)
+    """Where their gradients go; None: to their `grad`."""
+
+
+NOTHING = Asked()
+
+_asked: Asked | None = None
+_anchors: list[weakref.ReferenceType[Anchor]] = []
+_installed: list[tuple[Any, Any]] = []
+
+
+class Anchor:
+    """Stands for the parameters of a deployed model in the script's autograd graph."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        with torch.inference_mode(False), torch.enable_grad():  # the first call may be an evaluation
+            self.leaf = torch.zeros((), requires_grad=True)
+            self.tensor = self.leaf.view_as(self.leaf)  # of leaves autograd does not tell
+        self.ids = frozenset(id(t) for t in parameters.tensors.values() if isinstance(t, torch.nn.Parameter))
+        self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
+        _anchors.append(weakref.ref(self, _anchors.remove))
+
+    def asked(self) -> Asked | None:
+        """What the backward that runs now asks of the parameters; None: all gradients, for their `grad`."""
+        return _asked if torch._C._will_engine_execute_node(self._node) else NOTHING
+
+
+def _run(original: Any) -> Any:
+    def run(
+        outputs: Any,
+        gradients: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any],
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> Any:
+        global _asked
+
+        def call(inputs: Sequence[Any], allow: bool) -> Any:
+            return original(
+                outputs, gradients, retain_graph, create_graph, inputs, allow, accumulate_grad=accumulate_grad
+            )
+
+        anchors = [anchor for each in _anchors if (anchor := each()) is not None]
+        ids = {id(each) for each in inputs}
+        concerned = [anchor for anchor in anchors if ids & anchor.ids]
+        if not concerned:
+            return call(inputs, allow_unreachable)
+        ours = frozenset().union(*(anchor.ids for anchor in concerned)) & ids
+        others = [each for each in inputs if id(each) not in ours]
+        given = (*others, *(anchor.leaf if accumulate_grad else anchor.tensor for anchor in concerned))
+        before, _asked = _asked, Asked(ours, None if accumulate_grad else {})
+        try:
+            result = call(given, True)
+            found = _asked.found
+        finally:
+            _asked = before
+        if found is None:
+            return result
+        values = iter(result)
+        result = tuple(found.get(id(each)) if id(each) in ours else next(values) for each in inputs)
+        if not allow_unreachable and any(each is None for each in result):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+        return result
+
+    return run
+
+
+def install() -> None:
+    """See what autograd is asked for, from now on."""
+    if _installed:
+        return
+    original = getattr(torch.autograd, _ENGINE, None)
+    if original is None:
+        log.get("RaNNCModule").warning(
+            "torch %s has no torch.autograd.%s: backward(inputs=...) and torch.autograd.grad find no parameters of "
+            "wrapped models; use backward() alone",
+            torch.__version__,
+            _ENGINE,
+        )
+        return
+    ours = _run(original)
+    setattr(torch.autograd, _ENGINE, ours)
+    _installed.append((original, ours))
+
+
+def remove() -> None:
+    """Give torch its function back, where nobody has replaced it since."""
+    for original, ours in _installed:
+        if getattr(torch.autograd, _ENGINE) is ours:
+            setattr(torch.autograd, _ENGINE, original)
+    _installed.clear()

@@ -1,0 +1,38 @@
+"""Give an optimizer's instance a `state_dict` and `load_state_dict` that know of the other ranks' parts.
+
+Both take one argument more, `from_global`; without it they are the class's own, about this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rannd.runtime.comm.world import World
+from rannd.runtime.optim.local_optimizer import WholeOptimizer
+from rannd.runtime.optim.optimizer_state import gather_optimizer, load_optimizer
+
+
+def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOptimizer:
+    """The WholeOptimizer of an optimizer, made now if there is none."""
+    found = WholeOptimizer.find(optimizer)
+    if found is not None:
+        return found
+    whole = WholeOptimizer(optimizer, world)
+
+    def state_dict(*, from_global: bool = False) -> dict[str, Any]:
+        """The class's own, or with `from_global` the state of a single process's optimizer, on rank 0. Collective."""
+        return gather_optimizer(whole, everywhere=False) if from_global else whole.own_state_dict()
+
+    def load_state_dict(state_dict: Mapping[str, Any], *, from_global: bool = False) -> None:
+        """The class's own, or with `from_global` from such a state, given on every rank. Collective."""
+        if from_global:
+            load_optimizer(whole, state_dict)
+        else:
+            whole.own_load_state_dict(dict(state_dict))
+
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    return whole

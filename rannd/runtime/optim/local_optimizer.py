@@ -1,0 +1,180 @@
+"""An optimizer reduced to the parameters that this rank holds, that remembers what it was made of.
+
+Its groups keep their order and their settings, and lose other ranks' parameters in place, so that schedulers and
+gradient scalers go on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rannd.errors import UsageError
+from rannd.runtime.comm.world import World
+from rannd.runtime.optim.meta_state import check_settings, remake_state
+from rannd.runtime.optim.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
+from rannd.runtime.parameters.ownership import Parameters
+
+_HOME = "_rannd_whole"
+
+
+class WholeOptimizer:
+    """What an optimizer was before it was reduced. One for each optimizer, made by `whole_optimizer`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
+        self.optimizer = optimizer
+        self.world = world
+        self.groups: list[list[torch.Tensor]] = []
+        """All parameters of each group, in the script's order."""
+        self.group_names: list[list[str] | None] = []
+        self._remember()
+        self.members: list[Parameters] = []
+        """The deployed models whose parameters it has."""
+        self._places: dict[int, tuple[Parameters, str]] = {}
+        self._elsewhere: set[int] = set()
+        """Ids of the parameters that other ranks hold."""
+        self.own_state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
+        self.own_load_state_dict: Callable[[dict[str, Any]], None] = optimizer.load_state_dict
+        self._own_add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+        optimizer.__dict__[_HOME] = self
+
+    @staticmethod
+    def find(optimizer: torch.optim.Optimizer) -> WholeOptimizer | None:
+        """The one of an optimizer that was given to a RaNNCModule, or None."""
+        found = optimizer.__dict__.get(_HOME)
+        return found if isinstance(found, WholeOptimizer) else None
+
+    # -- who holds what ---------------------------------------------------------------------------------------
+
+    def keep_own(self, parameters: Parameters) -> None:
+        """Drop what other ranks hold of a model that is deployed now, groups and state. Alike on all ranks.
+
+        State that the class's constructor made of parameters on the meta device is made again. A rank that is left
+        without a parameter to train gets a placeholder.
+        """
+        check_settings(self.optimizer)
+        trained = trains(self.optimizer)
+        if not self.members:
+            self._remember()
+        everyone = set(range(self.world.size))
+        by_id = {id(tensor): name for name, tensor in parameters.tensors.items()}
+        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not any(id(parameter) in by_id for parameter in mine):
+            raise UsageError(
+                "the optimizer has none of the model's parameters any more: they were replaced after it was made "
+                "(load_state_dict(assign=True), say); make the optimizer from the parameters as they are"
+            )
+        if isinstance(self.optimizer, torch.optim.LBFGS) and any(
+            set(parameters.slots[by_id[id(p)]]) != everyone for p in mine if id(p) in by_id
+        ):
+            raise UsageError(
+                "LBFGS looks at all parameters at once, but this plan gives ranks only some of them; use another "
+                "optimizer, or partition_num=1"
+            )
+        self.members.append(parameters)
+        self._places.update({number: (parameters, name) for number, name in by_id.items()})
+        own = set(parameters.own)
+        self._elsewhere |= {number for number, name in by_id.items() if name not in own}
+        self._reduce()
+        if trained and not trains(self.optimizer):
+            add_placeholder(self.optimizer, self.world.device)
+
+    def forget(self, parameters: Parameters) -> None:
+        """Give the groups a model's parameters back, once they are whole again. Other ranks' state is not here."""
+        self.members.remove(parameters)
+        gone = {id(tensor) for tensor in parameters.tensors.values()}
+        for placeholder in [key for key in self.optimizer.state if is_placeholder(key)]:
+            del self.optimizer.state[placeholder]
+        self._places = {number: place for number, place in self._places.items() if number not in gone}
+        self._elsewhere -= gone
+        for group, whole, names in zip(self.optimizer.param_groups, self.groups, self.group_names, strict=True):
+            group["params"][:] = [parameter for parameter in whole if self.holds(parameter)]
+            if names is not None:
+                group["param_names"] = [n for n, p in zip(names, whole, strict=True) if self.holds(p)]
+
+    def give(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Put what belongs to parameters that were elsewhere into the optimizer's state, and all where it belongs."""
+        for group in self.optimizer.param_groups:
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            for parameter in group["params"]:
+                if parameter in states:
+                    state = self.optimizer.state.get(parameter) or states[parameter]
+                    self.optimizer.state[parameter] = _moved(state, parameter.device, on_device)
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank has a parameter; what belongs to no deployed model is on all ranks."""
+        return id(parameter) not in self._elsewhere
+
+    def holder(self, parameter: torch.Tensor) -> int:
+        """The first rank that has a parameter."""
+        place = self._places.get(id(parameter))
+        return 0 if place is None else self.world.rank_of_slot[place[0].slots[place[1]][0]]
+
+    def place(self, parameter: torch.Tensor) -> tuple[int, str] | None:
+        """(number of the model, name in it); None for what belongs to no deployed model."""
+        place = self._places.get(id(parameter))
+        return None if place is None else (self.members.index(place[0]), place[1])
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        place = self._places.get(id(parameter))
+        return "a parameter" if place is None else place[1]
+
+    def check_groups(self) -> str:
+        """'' or what the script has done to the groups that makes them untellable."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.groups):
+            return f"the optimizer has {len(groups)} groups, {len(self.groups)} were made by it; use add_param_group"
+        for number, (group, whole) in enumerate(zip(groups, self.groups, strict=True)):
+            held = [id(parameter) for parameter in whole if self.holds(parameter)]
+            if [id(parameter) for parameter in without_placeholder(group)] != held:
+                return f"the parameters of the optimizer's group {number} were changed by hand; use add_param_group"
+        return ""
+
+    def _remember(self) -> None:
+        groups = self.optimizer.param_groups
+        self.groups = [list(group["params"]) for group in groups]
+        self.group_names = [list(group["param_names"]) if "param_names" in group else None for group in groups]
+
+    def _reduce(self) -> None:
+        optimizer = self.optimizer
+        for group in optimizer.param_groups:
+            if "param_names" in group:
+                named = zip(group["param_names"], without_placeholder(group), strict=True)
+                group["param_names"] = [name for name, parameter in named if self.holds(parameter)]
+            group["params"][:] = [parameter for parameter in group["params"] if self.holds(parameter)]
+            for parameter in group["params"]:
+                if parameter in optimizer.state:
+                    if not parameter.is_meta:
+                        remake_state(optimizer, group, parameter, self._name(parameter))
+                    on_device = bool(group.get("fused") or group.get("capturable"))
+                    optimizer.state[parameter] = _moved(optimizer.state[parameter], parameter.device, on_device)
+        for parameter in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
+            if not self.holds(parameter):
+                del optimizer.state[parameter]
+
+    # -- what the instance does in place of the class ---------------------------------------------------------
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The class's own; a rank keeps those of the new parameters that it holds. On every rank, alike."""
+        self._own_add(param_group)
+        added = self.optimizer.param_groups[-1]
+        self.groups.append(list(added["params"]))
+        self.group_names.append(list(added["param_names"]) if "param_names" in added else None)
+        self._reduce()
+
+
+def _moved(value: Any, device: torch.device, scalars: bool) -> Any:
+    """A parameter's state on its parameter's device; numbers in tensors (`step`) only where the class wants it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if (value.ndim or scalars) and value.device != device else value
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _moved(value[key], device, scalars)
+    elif isinstance(value, list):
+        value[:] = [_moved(each, device, scalars) for each in value]
+    elif type(value) is tuple:
+        return tuple(_moved(each, device, scalars) for each in value)
+    return value

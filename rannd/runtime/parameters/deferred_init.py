@@ -1,0 +1,166 @@
+"""DistributeModelParams: a model's constructor runs, unmodified, and nobody holds the whole model.
+
+What the constructor does to tensors is recorded (rannd.runtime.parameters.op_recorder); at the first call of the
+wrapped model each rank remakes the tensors that its stage holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registration
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rannd import config as configuration
+from rannd import log
+from rannd.errors import UsageError
+from rannd.runtime.comm import process_flags
+from rannd.runtime.comm.lockstep import Phase, meet
+from rannd.runtime.comm.world import World, current
+from rannd.runtime.parameters.op_recorder import Recorder
+from rannd.runtime.parameters.op_tape import View
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to remake a parameter or buffer."""
+
+    recorder: Recorder
+    view: View
+    version: int
+    """The tensor's own count of writes when the recording ended."""
+
+
+_recipes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, Recipe]] = weakref.WeakKeyDictionary()
+_recorders: weakref.WeakKeyDictionary[nn.Module, Recorder] = weakref.WeakKeyDictionary()
+
+
+def recipes_of(model: nn.Module) -> dict[int, Recipe]:
+    """How a constructor under DistributeModelParams made the parameters and buffers of a model, by their ids."""
+    found: dict[int, Recipe] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter in _recipes:
+                found[id(parameter)] = _recipes[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer in _recipes:
+                found[id(buffer)] = _recipes[buffer]
+            elif buffer.is_meta and name in _buffers.get(module, {}):  # `.double()`, `.to(...)`: another object
+                recipe = _buffers[module][name]
+                found.setdefault(id(buffer), Recipe(recipe.recorder, recipe.view, buffer._version))
+    return found
+
+
+def recorders_of(model: nn.Module) -> list[Recorder]:
+    """What recorded the constructors of a model and its modules, in the model's order."""
+    return list(dict.fromkeys(each for module in model.modules() if (each := _recorders.get(module)) is not None))
+
+
+def forget(model: nn.Module) -> None:
+    """Drop the recordings of a model whose tensors have their values."""
+    for module in model.modules():
+        _recorders.pop(module, None)
+        _buffers.pop(module, None)
+    for tensor in (*model.parameters(), *model.buffers()):
+        _recipes.pop(tensor, None)
+
+
+def draw_seed(world: World) -> int:
+    """A seed for all ranks: what rank 0's default generator gives next, as to any constructor. Collective."""
+    meet(world, Phase.DISTRIBUTE)
+    drawn = int(torch.randint(2**62, ()))
+    return int.from_bytes(world.broadcast_bytes(drawn.to_bytes(8, "big")), "big")
+
+
+class DistributeModelParams(contextlib.ContextDecorator):
+    """Build a model that is larger than the memory of one rank.
+
+    ``with pyrannc.DistributeModelParams(): model = Net()``: the constructor runs as it is, with everything that it
+    calls, but the tensors that it makes have no memory: they are on the meta device when the block ends. At the first
+    call of the `RaNNCModule` every rank makes those that its stage holds, one at a time, with the values that the
+    constructor gives them. Random values are drawn under seeds made of rank 0's generator (at the begin of the block)
+    and the names of the parameters: they do not depend on the number of ranks or on the plan.
+
+    All ranks have to enter it. What is written to parameters has to be written inside the block: afterwards there is
+    nothing to write to (an error at the first call says which). Tensors made from NumPy arrays or Python lists keep
+    their values in memory, on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> DistributeModelParams:
+        if process_flags.building:  # the outer one records everything
+            return self
+        config = configuration.load()
+        log.setup(level=config.log_level)
+        recorder = Recorder(draw_seed(current(config)))
+        with contextlib.ExitStack() as stack:
+            roots = stack.enter_context(_watched())
+            stack.callback(_register, roots, recorder)
+            stack.enter_context(recorder.recording())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[weakref.WeakSet[nn.Module]]:
+    """The modules that register something."""
+    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def look(module: nn.Module, name: str, value: Any) -> None:
+        seen.add(module)
+
+    handles = [
+        registration.register_module_parameter_registration_hook(look),
+        registration.register_module_buffer_registration_hook(look),
+        registration.register_module_module_registration_hook(look),
+    ]
+    process_flags.building = True
+    try:
+        yield seen
+    finally:
+        process_flags.building = False
+        for handle in handles:
+            handle.remove()
+
+
+def _register(roots: weakref.WeakSet[nn.Module], recorder: Recorder) -> None:
+    for root in list(roots):
+        for module in root.modules():  # copies of modules register nothing
+            _recorders[module] = recorder
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                view = recorder.view(tensor) if tensor is not None else None
+                if tensor is not None and view is not None and tensor not in _recipes:
+                    _recipes[tensor] = Recipe(recorder, view, tensor._version)
+            made = {
+                name: _recipes[each] for name, each in module._buffers.items() if each is not None and each in _recipes
+            }
+            if made:
+                _buffers[module] = made
+
+
+def check_unchanged(name: str, tensor: torch.Tensor, recipe: Recipe) -> None:
+    """UsageError where a tensor was written after its recording, or has another shape."""
+    if tensor._version != recipe.version:
+        raise UsageError(
+            f"{name} was written after the block of DistributeModelParams in which it was made; that is lost, because "
+            "it has no memory there: initialise the model inside of the block"
+        )
+    if tuple(tensor.shape) != recipe.view.size:
+        raise UsageError(
+            f"{name} had shape {recipe.view.size} when the block of DistributeModelParams ended, and has "
+            f"{tuple(tensor.shape)} now; change shapes inside of the block"
+        )

@@ -1,0 +1,253 @@
+"""Run code that makes and initialises tensors without their memory, and write down what it does.
+
+What is written down is a `rannd.runtime.parameters.op_tape.Tape`.
+
+While a `Recorder` is active, tensors that are made have no memory (they are on the meta device, but say that they are
+where the code has put them), and every operator that writes goes onto its tape.
+
+Code that reads values while it is recorded (`linspace(...).tolist()`, `if w.any()`) gets them: what they depend on is
+replayed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rannd.runtime.parameters.op_tape import CPU, Storage, Tape, TapeOp, Unrepeatable, View, kept_generators, view_of
+
+META = torch.device("meta")
+
+_READS = frozenset(
+    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
+)
+"""Methods that take values out of a tensor without an operator that shows it."""
+
+_aten = torch.ops.aten
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is active (`with recorder.recording()`). Not for several threads.
+
+    Args:
+        seed: What the seeds of random operators are made of, beside the names of tensors.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape(seed)
+        self._numbers: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        with self, _Disguise(self):
+            yield
+
+    # -- what a tensor is -------------------------------------------------------------------------------------
+
+    def view(self, tensor: torch.Tensor) -> View | None:
+        """How a tensor lies in a recorded storage; None for other tensors."""
+        if not tensor.is_meta or tensor.layout is not torch.strided:
+            return None
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else view_of(number, tensor)
+
+    def device(self, tensor: torch.Tensor) -> torch.device:
+        """Where the recorded code believes a tensor to be."""
+        view = self.view(tensor)
+        return self.tape.storages[view.storage].device if view is not None else tensor.device
+
+    def _add(self, storage: torch.UntypedStorage, device: torch.device, **more: Any) -> int:
+        if device.type == "cuda":
+            torch.cuda.init()  # so that its generators are there, to be seeded and kept
+        number = self.tape.add(Storage(CPU if device.type == "meta" else device, storage, **more))
+        self._numbers[storage._cdata] = number
+        return number
+
+    def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor without memory for one that was not made under the recorder."""
+        if tensor.layout is not torch.strided:
+            raise Unrepeatable(f"a tensor of layout {tensor.layout}")
+        storage = tensor.untyped_storage()
+        if tensor.is_meta:
+            if storage._cdata not in self._numbers:
+                self._add(storage, CPU, blank=True)
+            return tensor
+        if storage._cdata not in self._numbers:
+            self._add(storage, tensor.device, value=tensor.detach(), version=tensor._version)
+        number = self._numbers[storage._cdata]
+        shadow = self.tape.storages[number].kept
+        if shadow.device.type != "meta":
+            shadow = torch.UntypedStorage(storage.nbytes(), device="meta")
+            self.tape.storages[number].kept = shadow
+            self._numbers[shadow._cdata] = number
+        return view_of(number, tensor).on(shadow)
+
+    # -- recording --------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is _aten.lift_fresh.default and not tensors[0].is_meta:
+            return self._adopt(tensors[0]) if tensors[0].layout is torch.strided else func(*args, **kwargs)
+        makes = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
+        if not makes and not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if any(not tensor.is_meta for tensor in written) or torch.Tag.data_dependent_output in func.tags:
+            return self._for_real(func, args, kwargs, written)
+        try:
+            given_args, given_kwargs = pytree.tree_map_only(torch.Tensor, self._adopt, (args, kwargs))
+        except Unrepeatable:
+            return self._for_real(func, args, kwargs, written)
+        return self._on_meta(func, given_args, given_kwargs, written)
+
+    def _on_meta(self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[torch.Tensor]) -> Any:
+        described_args, described = pytree.tree_map_only(torch.Tensor, self._described, (args, kwargs))
+        generator = kwargs.get("generator")
+        state = None
+        if generator is not None:
+            state = generator.get_state()
+            self._advance(func, args, kwargs, generator)
+        device = kwargs.get("device")
+        run_kwargs = dict(kwargs)
+        if generator is not None:
+            run_kwargs["generator"] = None
+        if device is not None or not pytree.tree_any(lambda leaf: isinstance(leaf, torch.Tensor), (args, kwargs)):
+            run_kwargs["device"] = META
+        if run_kwargs.get("pin_memory"):
+            run_kwargs["pin_memory"] = False
+        try:
+            result = func(*args, **run_kwargs)
+        except (NotImplementedError, RuntimeError):
+            # Not made for tensors without memory, or the code's own mistake, which shows where the operator has values.
+            if not written:
+                if generator is not None:
+                    generator.set_state(state)
+                return self._for_real(func, args, kwargs, written)
+            if generator is None:  # otherwise it has run with values above
+                with kept_generators():
+                    real_args, real = pytree.tree_map_only(torch.Tensor, self.value, (args, kwargs))
+                    func(*real_args, **real)
+            result = written[0] if len(func._schema.returns) == 1 else tuple(written)
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if any(leaf.layout is not torch.strided for leaf in leaves):
+            if generator is not None:
+                generator.set_state(state)
+            return self._for_real(func, args, kwargs, written)
+        inputs = [leaf for leaf in pytree.tree_leaves((described_args, described)) if isinstance(leaf, View)]
+        home = torch.device(device) if device is not None else None
+        if home is None:
+            home = self.tape.storages[inputs[0].storage].device if inputs else CPU
+        fresh = set()
+        for leaf in leaves:
+            if leaf.untyped_storage()._cdata not in self._numbers:
+                fresh.add(self._add(leaf.untyped_storage(), home))
+        if torch.Tag.inplace_view in func.tags and "resize" not in func._schema.name:
+            return result  # a tensor now lies elsewhere: nothing is written
+        writes = fresh | {each.storage for tensor in written if (each := self.view(tensor)) is not None}
+        if not writes:
+            return result
+        described = {**described, "generator": None} if generator is not None else dict(described)
+        if "device" in described or "device" in run_kwargs:
+            described["device"] = home if home.type != "meta" else CPU
+        if not inputs and leaves and any(each.name == "dtype" for each in func._schema.arguments):
+            described["dtype"] = leaves[0].dtype  # the default may be another one later
+        self.tape.note(
+            TapeOp(
+                func,
+                described_args,
+                described,
+                tuple(self.view(leaf) for leaf in leaves),
+                frozenset(view.storage for view in inputs),
+                frozenset(writes),
+                torch.Tag.nondeterministic_seeded in func.tags and generator is None,
+                state,
+            )
+        )
+        return result
+
+    def _described(self, tensor: torch.Tensor) -> View:
+        view = self.view(tensor)
+        assert view is not None
+        return view
+
+    def _advance(self, func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> None:
+        """Draw from the code's own generator what the operator would draw; the values are dropped."""
+        real_args, real = pytree.tree_map_only(torch.Tensor, self.value, (args, kwargs))
+        func(*real_args, **{**real, "generator": generator})
+
+    def _for_real(self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[torch.Tensor]) -> Any:
+        """Run an operator with values: it gives a number or a size that depends on them, or writes real memory."""
+        unreal = [tensor for tensor in written if tensor.is_meta]
+        if unreal:
+            raise Unrepeatable(f"{func} writes to a tensor of DistributeModelParams in a way that cannot be recorded")
+        real_args, real = pytree.tree_map_only(torch.Tensor, self.value, (args, kwargs))
+        result = func(*real_args, **real)
+        if written:
+            return result
+        return pytree.tree_map_only(
+            torch.Tensor, lambda made: self._adopt(made) if made.layout is torch.strided else made, result
+        )
+
+    # -- values -----------------------------------------------------------------------------------------------
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy with values of a recorded tensor; other tensors as they are."""
+        if not tensor.is_meta:
+            return tensor
+        view = self.view(tensor)
+        return self.tape.peek(view if view is not None else self._described(self._adopt(tensor)))
+
+
+class _Disguise(TorchFunctionMode):
+    """Lets recorded tensors say that they are where the code has put them, and gives code the values that it reads."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        told = _ABOUT.get(getattr(func, "__self__", None)) if getattr(func, "__name__", "") == "__get__" else None
+        if told is not None:
+            with torch._C.DisableTorchFunction():
+                if isinstance(args[0], torch.Tensor) and args[0].is_meta:
+                    return told(self._recorder.device(args[0]))
+        if func in _READS:
+            with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+                unreal = isinstance(args[0], torch.Tensor) and args[0].is_meta
+                result = func(*pytree.tree_map_only(torch.Tensor, self._recorder.value, args), **kwargs)
+            if unreal and func in (torch.Tensor.numpy, torch.Tensor.__array__):
+                result.flags.writeable = False  # what is written there could not reach the tensor
+            return result
+        return func(*args, **kwargs)
+
+
+_ABOUT: dict[Any, Callable[[torch.device], Any]] = {
+    torch.Tensor.device: lambda device: device,
+    torch.Tensor.is_meta: lambda device: False,
+    torch.Tensor.is_cpu: lambda device: device.type == "cpu",
+    torch.Tensor.is_cuda: lambda device: device.type == "cuda",
+}
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that an operator writes."""
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found

@@ -1,0 +1,164 @@
+"""Parameters and buffers of a wrapped model: which rank holds which, and the tensors that its stage computes with.
+
+The user's parameter objects stay what they are. Those of other stages give their memory back: they keep their
+shape, and read as NaN, so that using one by mistake is seen. A stage computes with *aliases* of its own
+parameters, which share their memory; gradients gather there until they are reduced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rannd.errors import StepError
+from rannd.plan.deployment import Deployment
+from rannd.runtime.comm.world import World, finish
+from rannd.runtime.parameters.initial_values import InitialValues
+from rannd.runtime.parameters.tensor_swap import give, hollow
+
+
+class Parameters:
+    """The tensors of a model under a deployment. Making it is collective."""
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        owners: Mapping[str, tuple[int, ...]],
+        deployment: Deployment,
+        *,
+        values: InitialValues,
+        sync: bool,
+    ) -> None:
+        self._world = world
+        self._model = model
+        self.owners = owners
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[str, str] = {}
+        """First name of the tensor behind each name (tied parameters have several)."""
+        first: dict[int, str] = {}
+        for name, tensor in self._all():
+            self.names[name] = first.setdefault(id(tensor), name)
+            self.tensors.setdefault(self.names[name], tensor)
+        stage = next(number for number, each in enumerate(deployment.stages) if world.slot in each.slots)
+        self.own = [name for name in self.tensors if stage in owners[name]]
+        self.slots: dict[str, tuple[int, ...]] = {
+            name: tuple(sorted(slot for number in stages for slot in deployment.stages[number].slots))
+            for name, stages in owners.items()
+        }
+        settled = values.fill(self.own, self.tensors)
+        if sync:
+            self._from_rank_0(settled)
+        self._settle()
+        self.aliases: dict[str, torch.Tensor] = {}
+        self.refresh()
+
+    def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters(remove_duplicate=False)
+        yield from self._model.named_buffers(remove_duplicate=False)
+
+    def _from_rank_0(self, settled: Collection[str]) -> None:
+        """Give rank 0's values to all ranks that hold them (ranks may have been seeded differently).
+
+        Not of tensors that are `settled`: their ranks have made or read them, all the same.
+        """
+        if self._world.size == 1:
+            return
+        for name, tensor in self.tensors.items():
+            if name in settled:
+                continue
+            holders = [self._world.rank_of_slot[slot] for slot in self.slots[name]]
+            if self._world.rank == 0:
+                source = tensor.detach().cpu().contiguous()
+                works = [dist.isend(source, rank, group=self._world.control) for rank in holders if rank != 0]
+                for work in works:
+                    finish(work)
+            elif self._world.rank in holders:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+                dist.recv(buffer, 0, group=self._world.control)
+                with torch.no_grad():
+                    tensor.copy_(buffer)
+
+    def _settle(self) -> None:
+        """Move what is held to the device, and free the rest."""
+        own = set(self.own)
+        for name, tensor in self.tensors.items():
+            if name in own:
+                if tensor.device != self._world.device:
+                    tensor.data = tensor.data.to(self._world.device)
+                    if tensor.grad is not None:
+                        tensor.grad.data = tensor.grad.data.to(self._world.device)
+            elif tensor.is_meta:
+                give(tensor, hollow(tensor))
+                tensor.grad = None
+            elif tensor.is_floating_point() or tensor.is_complex():
+                tensor.data = hollow(tensor, tensor.device)
+                tensor.grad = None
+
+    def adopt(self) -> None:
+        """Take over buffers that the script has replaced by other tensors; StepError for parameters."""
+        own = set(self.own)
+        for name, tensor in self._all():
+            first = self.names.get(name)
+            if first is None or first != name:
+                if first is None:
+                    raise StepError(
+                        f"the model has a new parameter or buffer {name} since it was deployed; wrap it anew"
+                    )
+                continue
+            old = self.tensors[first]
+            if tensor is old:
+                continue
+            if isinstance(tensor, nn.Parameter) or isinstance(old, nn.Parameter) or tensor.shape != old.shape:
+                raise StepError(
+                    f"{name} was replaced by another object since the model was deployed; change its values in place"
+                )
+            self.tensors[first] = tensor
+            if first in own:
+                tensor.data = tensor.data.to(self._world.device)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make the aliases follow where parameters were given new memory or another requires_grad."""
+        for name in self.own:
+            tensor = self.tensors[name]
+            if not isinstance(tensor, nn.Parameter):
+                self.aliases[name] = tensor
+                continue
+            alias = self.aliases.get(name)
+            if alias is None or alias.data_ptr() != tensor.data_ptr() or alias.shape != tensor.shape:
+                pending = None if alias is None else alias.grad
+                alias = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+                alias.grad = pending
+                self.aliases[name] = alias
+            alias.requires_grad_(tensor.requires_grad)
+
+    def trainable(self) -> list[str]:
+        """Names of the trainable parameters that this rank holds, in the model's order."""
+        return [
+            name
+            for name in self.own
+            if isinstance(self.tensors[name], nn.Parameter) and self.tensors[name].requires_grad
+        ]
+
+    @contextlib.contextmanager
+    def hollow(self) -> Iterator[Sequence[torch.Tensor]]:
+        """While a graph is traced: every tensor on the CPU and contiguous, as in a whole model, without its memory.
+
+        Gives those whose memory holds nothing.
+        """
+        before = {name: tensor.data for name, tensor in self.tensors.items()}
+        empty = []
+        try:
+            for tensor in self.tensors.values():
+                if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    empty.append(tensor)
+            yield empty
+        finally:
+            for name, tensor in self.tensors.items():
+                tensor.data = before[name]

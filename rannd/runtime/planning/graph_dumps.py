@@ -1,0 +1,31 @@
+"""Write down each graph that runs, as it was planned: ``dump_graph``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.fx import Node
+
+from rannd import log
+from rannd.config import Config
+from rannd.graph.dump import drawing, write
+from rannd.graph.model import ModelGraph
+from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.deployment import Deployment
+from rannd.plan.plan_options import PlanOptions
+
+
+def dump(config: Config, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
+    """Write `graph` with its blocks and stages to ``<dump_graph_prefix><hash>.json`` and ``.dot``.
+
+    UsageError where a file cannot be written.
+    """
+    blocks = make_blocks(graph.task, PlanOptions.of(config), world=len(deployment.slots)) if graph.task.ops else ()
+    drawn = drawing(
+        graph,
+        blocks=[block.ops for block in blocks],
+        stages=[(stage.name, stage.slots) for stage in deployment.stages],
+        stage_of=stage_of,
+    )
+    for file in write(drawn, config.dump_graph_prefix):
+        log.get("RaNNCModule").info("Graph written to %s", file)

@@ -1,0 +1,66 @@
+"""Whether a deployment fits the memory that is free now, on every rank."""
+
+from __future__ import annotations
+
+import resource
+
+import psutil
+from torch import nn
+
+from rannd.plan.deployment import Deployment
+from rannd.runtime.comm.device_memory import free_memory
+from rannd.runtime.comm.world import World
+
+BITS = 4
+"""Limits have so many significant bits, so that few different plans are cached."""
+
+
+def room(world: World, model: nn.Module) -> int:
+    """Bytes that this rank's stage may use: what is free, and what the model holds on the device already.
+
+    Ranks of one node share its memory; a cgroup's limit and that of the process (RLIMIT_AS) count.
+    """
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in [*model.parameters(), *model.buffers()]
+        if tensor.device.type == world.device.type
+    }
+    free, _ = free_memory(world.device)
+    if world.device.type == "cpu":
+        free = min(free, _cgroup_free(free)) // world.local_size
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if most != resource.RLIM_INFINITY:
+            free = min(free, most - psutil.Process().memory_info().vms)
+    return max(0, free) + sum(held.values())
+
+
+def short(world: World, model: nn.Module, deployment: Deployment) -> tuple[int, int, int] | None:
+    """(rank, bytes promised for its stage, bytes there) of the rank that lacks most; None where all fit. Collective."""
+    here = room(world, model)
+    stage = next(stage for stage in deployment.stages if world.slot in stage.slots)
+    told = world.gather_numbers([stage.estimate.total_bytes, here])
+    lacking = [(need - there, rank) for rank, (need, there) in enumerate(told) if need > there]
+    if not lacking:
+        return None
+    _, rank = max(lacking)
+    return rank, told[rank][0], told[rank][1]
+
+
+def lower_limit(there: int, margin: float) -> int:
+    """Bytes to plan for where only `there` are; `margin` of them stays free."""
+    limit = int(there * (1 - margin))
+    dropped = max(limit.bit_length() - BITS, 0)
+    return max(limit >> dropped << dropped, 1)
+
+
+def _cgroup_free(otherwise: int) -> int:
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            most = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            used = int(file.read())
+        with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as file:
+            cached = next((int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0)
+    except (OSError, ValueError):
+        return otherwise
+    return int(most) - used + cached if most.isdigit() else otherwise

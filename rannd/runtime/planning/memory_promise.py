@@ -1,0 +1,100 @@
+"""Out of memory: what the plan had promised, what to do, and that the plan is not used again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from rannd import log
+from rannd.config import Config
+from rannd.daemon.common.keys import Key, limit_key
+from rannd.errors import text_of
+from rannd.plan.deployment import Deployment
+from rannd.runtime.comm.cache_client import Cache
+from rannd.runtime.comm.device_memory import amount, free_memory
+from rannd.runtime.failure.failure_report import Failure
+
+GIB = 1024**3
+
+LOWER = 0.9
+"""Part of what was promised that the next plan may use."""
+
+_ASKED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? ?(?:bytes|[KMGT]iB))")
+
+
+@dataclass(frozen=True)
+class MemoryPromise:
+    """What a deployment promised about memory, and where it came from."""
+
+    deployment: Deployment
+    device: torch.device
+    usable: int
+    """Bytes of a device that the plan was allowed."""
+    config: Config
+    cache: Cache
+    key: Key | None
+    """In the cache; None for a deployment from a file."""
+    base: Key | None
+    """As `key`, before any limit was lowered."""
+    marks_here: bool
+    """This rank talks to its node's daemon."""
+
+    @property
+    def digest(self) -> str:
+        """Names the deployment between ranks."""
+        return self.key.digest if self.key is not None else ""
+
+    def marks(self, stage: int | None) -> dict[str, Any]:
+        """The fields of a Failure that name the deployment and the next limit."""
+        stages = self.deployment.stages
+        promised = [stages[stage]] if stage is not None and stage < len(stages) else stages
+        # Below the largest stage, or the same plan would be found again.
+        most = max(each.estimate.total_bytes for each in stages)
+        limit = min(max(each.estimate.total_bytes for each in promised), most)
+        return {"deployment": self.digest, "limit": int(limit * LOWER)}
+
+    def text(self, exc: BaseException, stage: int | None) -> str:
+        """What was promised, asked for and there, and what to do."""
+        free, total = free_memory(self.device)
+        found = _ASKED.search(text_of(exc))
+        parts = [f"out of memory on {self.device}; asked for: {found[1] if found else 'unknown'}"]
+        parts.append(f"free now: {amount(free)} of {amount(total)}")
+        if stage is not None:
+            planned = self.deployment.stages[stage]
+            e = planned.estimate
+            parts.append(
+                f"the plan promised {amount(e.total_bytes)} for stage {stage} ({planned.name}): parameters "
+                f"{amount(e.param_bytes)}, gradients {amount(e.grad_bytes)}, activations {amount(e.activation_bytes)}, "
+                f"optimizer {amount(e.optimizer_bytes)}, transfers {amount(e.comm_bytes)}, while an operator's "
+                f"backward runs {amount(e.working_bytes)}; it was allowed {amount(self.usable)}"
+            )
+        count = self.deployment.microbatches
+        todo = [f"more and smaller pieces (pipeline_num={2 * count})"]
+        if not self.config.checkpointing:
+            todo.append("checkpointing=true")
+        limit = self.marks(stage)["limit"] / GIB
+        todo += [f"a lower mem_limit_gb ({limit:.3g})", "more ranks", "smaller mini-batches"]
+        parts.append("what helps: " + ", ".join(todo))
+        if self.key is None:
+            parts.append("the deployment is from a file: plan anew without it")
+        return "; ".join(parts)
+
+    def mark(self, failure: Failure) -> None:
+        """Set the cached deployment aside, and let the next run plan for less memory."""
+        if self.key is None or self.base is None or not self.marks_here:
+            return
+        logger = log.get("RaNNCModule")
+        reason = f"out of memory on rank {failure.rank} in {failure.place}"
+        with self.cache.connect() as client:
+            client.discard(self.key, reason)
+            if client.put(limit_key(self.base), msgspec.msgpack.encode(failure.limit)):
+                logger.warning(
+                    "Deployment %s is not used again (%s); the next run plans for at most %s of each device",
+                    self.key.short,
+                    reason,
+                    amount(failure.limit),
+                )

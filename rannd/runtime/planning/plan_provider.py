@@ -1,0 +1,466 @@
+"""From a traced model to a deployment: ask the daemon, and only on a miss profile and plan.
+
+The one place that knows the order.
+
+Rank 0 talks to its node's daemon and decides; the deployment goes to all ranks as bytes, an error as its text.
+One rank of every other node hands the result to its own node's daemon.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+import rannd.errors
+from rannd import log
+from rannd.config import Config
+from rannd.config.cluster import Cluster, load_cluster
+from rannd.daemon.client.cache import Client, Lease
+from rannd.daemon.common.keys import Key, deployment_key, limit_key
+from rannd.daemon.common.versions import version
+from rannd.errors import DeploymentError, DoesNotFitError, RanndError
+from rannd.graph.model import ModelGraph
+from rannd.plan.blocks.blocks import Block, make_blocks
+from rannd.plan.blocks.cut_places import lost_cut_points
+from rannd.plan.compatibility import check_belongs, differences
+from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.search.planner import alternative_lines, assignment_lines, estimate_lines, plan
+from rannd.profile.analytic import analytic_costs
+from rannd.profile.costs import CostTable
+from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
+from rannd.profile.graph_profile import GraphProfile
+from rannd.runtime.comm.cache_client import GIB, Cache, holder, understood
+from rannd.runtime.comm.device_memory import amount
+from rannd.runtime.comm.world import World, device_memory, device_model
+from rannd.runtime.execution.bound_graph import planned_stages
+from rannd.runtime.planning.deployment_file import named, read_file
+from rannd.runtime.planning.memory_fit import lower_limit, short
+from rannd.runtime.planning.memory_promise import MemoryPromise
+from rannd.runtime.planning.profile_file import ProfileFile
+from rannd.runtime.planning.profiler import Measuring
+
+LEASE_WAIT_S = 1200.0
+"""Longest wait for another job that makes the same deployment; it ends at once when that job dies.
+
+The other ranks wait meanwhile, and give up after the 30 minutes of their groups.
+"""
+
+_LIMIT = msgspec.msgpack.Decoder(int)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is planned for."""
+
+    slots: tuple[Slot, ...]
+    rows: int
+    """Of the global batch."""
+    memory: int
+    """Bytes that may be used of each device."""
+    made: Provenance
+    cluster: Cluster | None = None
+    """Where costs come from; None: they are measured."""
+
+
+class Planner:
+    """What is needed to find the deployment of one graph. All methods that say so are collective."""
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        cache: Cache,
+        graph: ModelGraph,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        leaves: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        *,
+        scaled: bool,
+    ) -> None:
+        """`rows`: of each rank; `scaled`: losses in half precision have a scaler that tells their scale."""
+        self._world = world
+        self._config = config
+        self._cache = cache
+        self._graph = graph
+        self._model = model
+        self._rows = tuple(rows)
+        self._optimizer = (
+            "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        )
+        self._options = PlanOptions.of(config)
+        self._interleaved = (
+            config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
+        )
+        """Whether backward begins inside a call."""
+        self._memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
+        self.usable_memory = self._usable()
+        self._model_name = device_model(world)
+        self._doing: Callable[[str], None] = _nobody
+        """Tells those who wait for this job's plan what it is doing."""
+        self._used: Key | None = None
+        self._base: Key | None = None
+        self._file = ProfileFile(config, self._model_name)
+        self._backend = "nccl" if world.device.type == "cuda" else "gloo"
+        self._versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
+        self._versions["rannd source"] = source_digest()
+        self._made = Provenance(self._model_name, "measured", version(), str(torch.__version__))
+        self._measuring = Measuring(
+            world,
+            graph,
+            model,
+            leaves,
+            rows,
+            apart=config.profile_by_acc,
+            device_model=self._model_name,
+            backend=self._backend,
+            versions=self._versions,
+        )
+
+    # -- the order --------------------------------------------------------------------------------------------
+
+    def deployment(self, file: Path | None) -> Deployment:
+        """The deployment from a file, the cache, or a plan made now. Collective."""
+        if file is not None:
+            return self._from_file(file)
+        self._measuring.given = self._file.load(self._everywhere)
+        self._base = self._key()
+        deployment = self._below(self._known_limit(self._base)) or self._found_or_made()
+        lacking = short(self._world, self._model, deployment)
+        if lacking is not None:
+            deployment = self._smaller(deployment, *lacking)
+        if self._config.save_graph_profile and not self._measuring.profile:  # the deployment was known
+            self._measuring.costs(self._cache.client, self._blocks(len(self._world.slots)))
+        self._save_profile()
+        return deployment
+
+    def profile(self) -> GraphProfile:
+        """Measure the blocks of plans for any number of devices, where they are not known. Collective."""
+        self._measuring.given = self._file.load(self._everywhere)
+        fewest = max(self._options.min_partition_num, self._options.partition_num)
+        most = max(self._options.max_partition_num, fewest)
+        # Fewer devices have the blocks of the first of these, more devices those of the last.
+        plans = (self._blocks(devices) for devices in range(fewest, most + 1))
+        if self._world.rank == 0:
+            log.get("RaNNCModule").info("Running profiler ...")
+        self._measuring.measure_all(self._cache.client, plans)
+        if self._world.rank == 0:
+            log.get("RaNNCModule").info("Profiling finished")
+        self._save_profile()
+        return self._profile()
+
+    def _save_profile(self) -> None:
+        """Write what is known to graph_profile_file, where that is wanted. Collective."""
+        if self._config.save_graph_profile:
+            self._file.save(self._profile(), self._everywhere)
+
+    def _profile(self) -> GraphProfile:
+        """What is known of this graph's blocks."""
+        return GraphProfile(
+            PROFILE_FORMAT, self._model_name, version(), str(torch.__version__), self._measuring.profile
+        )
+
+    def _from_file(self, file: Path) -> Deployment:
+        """A deployment that a file has; what it was not planned for is told. Collective."""
+        logger = log.get("RaNNCModule")
+        data = self._everywhere(lambda: read_file(file))
+        logger.info("Using the deployment in %s", file)
+        with named(file):
+            deployment = self._checked(data)
+        other = differences(deployment, here=self._made, slots=self._world.slots, rows=sum(self._rows))
+        lacking = short(self._world, self._model, deployment)
+        if lacking is not None:
+            other.append(_lacks(*lacking))
+        for each in other if self._world.rank == 0 else ():
+            logger.warning("The deployment in %s is used although %s", file, each)
+        return deployment
+
+    def promise(self, deployment: Deployment) -> MemoryPromise:
+        """What the deployment promises, for the time when memory runs out."""
+        return MemoryPromise(
+            deployment=deployment,
+            device=self._world.device,
+            usable=self.usable_memory,
+            config=self._config,
+            cache=self._cache,
+            key=self._used,
+            base=self._base,
+            marks_here=self._world.first_on_node,
+        )
+
+    def _found_or_made(self) -> Deployment:
+        key = self._used = self._key()
+        client = self._cache.client
+        found, lease = self._ask(client, key)
+        if found:
+            if lease is not None:  # another node had it
+                lease.release()
+            deployment = self._checked(found)
+            self._tell_hit(deployment, key)
+            return deployment
+        if client is not None and (reason := client.why(key)):
+            log.get("RaNNCModule").info("No deployment of this job is kept: %s", reason)
+        if lease is not None:
+            self._doing = lease.progress
+            self._measuring.tell = lambda part: self._doing(f"profiling, {part:.0%}")
+        try:
+            data = self._make(client)
+            if client is not None:
+                client.put(key, data)
+        finally:
+            self._doing, self._measuring.tell = _nobody, None
+            if lease is not None:
+                lease.release()
+        return self._checked(data)
+
+    def dry_run(self, devices: int, cluster: str) -> Deployment:
+        """A plan for so many devices that need not be there: of this kind, or those of a cluster. Collective."""
+        rows = math.ceil(sum(self._rows) / self._world.size) * devices
+        if not cluster:
+            self._measuring.given = self._file.load(self._everywhere)
+            slots = tuple(Slot(0, device) for device in range(devices))
+            data = self._make(self._cache.client, Target(slots, rows, self._usable(), self._made))
+            self._save_profile()
+            return decode(data)
+        there = load_cluster(cluster)
+        slots = tuple(Slot(*place) for place in there.places(devices))
+        made = msgspec.structs.replace(self._made, device=there.device, costs=f"cluster {there.name}")
+        return decode(self._make(None, Target(slots, rows, self._usable(there.memory_bytes), made, there)))
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def _usable(self, memory: int = 0) -> int:
+        """Bytes that a plan may use of a device with so much memory; 0: of the smallest of this job."""
+        memory = memory or self._memory
+        limit = min(memory, int(self._config.mem_limit_gb * GIB)) if self._config.mem_limit_gb else memory
+        return int(limit * (1 - self._config.mem_margin))
+
+    def _known_limit(self, base: Key) -> int:
+        """What an earlier run that ran out of memory left for the next one, 0 for nothing. Collective."""
+        limit = 0
+        client = self._cache.client
+        if client is not None:
+            key = limit_key(base)
+            limit = understood(client, key, client.get(key), _LIMIT) or 0
+        return msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(limit)), type=int)
+
+    def _below(self, limit: int) -> Deployment | None:
+        """A deployment for a lower limit, None where there is none, or no limit. Collective."""
+        if not 0 < limit < self.usable_memory:
+            return None
+        first = self._world.rank == 0
+        logger = log.get("RaNNCModule")
+        if first:
+            logger.warning(
+                "An earlier run of this job ran out of memory: planning for %s of each device, not %s (rannc-cache "
+                "clear forgets it)",
+                amount(limit),
+                amount(self.usable_memory),
+            )
+        before, self.usable_memory = self.usable_memory, limit
+        try:
+            return self._found_or_made()
+        except DoesNotFitError as exc:
+            if first:
+                logger.warning("Planning as before, memory may run out again: %s", exc)
+            self.usable_memory = before
+            return None
+
+    def _smaller(self, deployment: Deployment, rank: int, need: int, there: int) -> Deployment:
+        """A deployment for the memory that is free; the one there is, where none fits. Collective."""
+        before, used = self.usable_memory, self._used
+        limit = lower_limit(there, self._config.mem_margin)
+        what = _lacks(rank, need, there)
+        if self._world.rank == 0:
+            log.get("RaNNCModule").warning("Planning again for %s of each device: %s", amount(limit), what)
+        self.usable_memory = limit
+        try:
+            return self._found_or_made()
+        except DoesNotFitError as exc:
+            if self._world.rank == 0:
+                log.get("RaNNCModule").warning("No plan fits what is free, the first one is used: %s. %s", what, exc)
+            self.usable_memory, self._used = before, used
+            return deployment
+
+    # -- parts ------------------------------------------------------------------------------------------------
+
+    def _key(self) -> Key:
+        rows = sum(self._rows)
+        inputs = [
+            (spec.name, str(spec.dtype), (rows, *spec.shape) if spec.batch else spec.shape)
+            for spec in self._graph.signature.tensors
+        ]
+        return deployment_key(
+            graph_hash=self._graph.task.graph_hash,
+            inputs=inputs,
+            global_batch=rows,
+            world_size=self._world.size,
+            topology=[(slot.node, slot.device) for slot in self._world.slots],
+            device_model=self._model_name,
+            device_memory=self.usable_memory,
+            backend=self._backend,
+            versions=self._versions,
+            plan_items={
+                **self._config.plan_items(),
+                "interleaved": self._interleaved,
+                "graph_profile": self._file.digest,
+            },
+            optimizer=self._optimizer,
+        )
+
+    def _ask(self, client: Client | None, key: Key) -> tuple[bytes, Lease | None]:
+        """(the deployment on all ranks or nothing, the right to make it on rank 0)."""
+        found: bytes = b""
+        lease: Lease | None = None
+        if client is not None:
+            answer = client.lease(key, LEASE_WAIT_S, log.get("RaNNCModule").info, who=holder())
+            if isinstance(answer, bytes):
+                try:
+                    self._checked(answer)
+                    found = answer
+                except DeploymentError as exc:
+                    client.discard(key, str(exc))
+                    log.get("RaNNCModule").warning("The cached deployment cannot be used: %s", exc)
+            elif isinstance(answer, Lease):
+                lease = answer
+        found = self._world.broadcast_bytes(found)
+        return (found, lease) if found else (self._from_other_nodes(client, key), lease)
+
+    def _from_other_nodes(self, client: Client | None, key: Key) -> bytes:
+        """A deployment that another node's daemon has; nothing where there is none. Collective."""
+        found = self._cache.elsewhere(key)
+        if found:
+            try:
+                self._checked(found)
+            except DeploymentError as exc:
+                log.get("RaNNCModule").warning("The deployment of another node's cache cannot be used: %s", exc)
+                if client is not None:
+                    client.discard(key, str(exc))
+                return b""
+        return found
+
+    def _checked(self, data: bytes) -> Deployment:
+        deployment = decode(data)
+        check_belongs(deployment, graph_hash=self._graph.task.graph_hash, world=self._world.size)
+        planned_stages(self._graph, deployment)
+        return deployment
+
+    def _make(self, client: Client | None, target: Target | None = None) -> bytes:
+        """Profile and plan, for this job or for another target. Collective."""
+        logger = log.get("RaNNCModule")
+        first = self._world.rank == 0
+        target = target or Target(self._world.slots, sum(self._rows), self.usable_memory, self._made)
+        if first and target.cluster is None:
+            logger.info("Running profiler ...")
+        blocks = self._blocks(len(target.slots))
+        lost = lost_cut_points(self._graph.task)
+        if lost and first:
+            logger.warning(
+                "%d of the model's CutPoints cannot be used: operators before and after them share memory that is "
+                "written into, or belong together",
+                lost,
+            )
+        costs = self._analytic(blocks, target) if target.cluster is not None else self._measuring.costs(client, blocks)
+        if first:
+            logger.info("Profiling finished" if target.cluster is None else f"Times are those of {target.made.costs}")
+            logger.info("Assuming batch size: %d", target.rows)
+        self._doing("planning")
+        return self._everywhere(lambda: self._plan(blocks, costs, target))
+
+    def _blocks(self, devices: int) -> tuple[Block, ...]:
+        return make_blocks(self._graph.task, self._options, world=devices)
+
+    def _analytic(self, blocks: Sequence[Block], target: Target) -> CostTable:
+        """Costs of the target's cluster, for the pieces that may be planned."""
+        assert target.cluster is not None
+        most = max(math.ceil(target.rows / len(target.slots)), 1)
+        pieces = 1 if self._graph.task.rows_coupled else self._options.pipeline_num or self._options.max_pipeline
+        return analytic_costs(
+            self._graph.task,
+            [block.ops for block in blocks],
+            target.cluster,
+            fewest=math.ceil(most / pieces),
+            most=most,
+            nodes=len({slot.node for slot in target.slots}),
+        )
+
+    def _plan(self, blocks: Sequence[Block], costs: CostTable, target: Target) -> bytes:
+        logger = log.get("Decomposer")
+        logger.info("Decomposer: %s", self._config.decomposer)
+        logger.info("Available device memory: %d", target.memory)
+        logger.info("Starting model partitioning ...")
+        deployment = plan(
+            self._graph.task,
+            blocks,
+            costs,
+            world=len(target.slots),
+            slots=target.slots,
+            batch_rows=target.rows,
+            memory_bytes=target.memory,
+            options=self._options,
+            interleaved=self._interleaved,
+            ranked=True,
+        )
+        deployment = msgspec.structs.replace(deployment, made=target.made)
+        log.get("DPStaging").info("\n".join(estimate_lines(deployment)))
+        here = target.slots == self._world.slots
+        for line in assignment_lines(deployment, self._world.rank_of_slot if here else range(len(target.slots))):
+            logger.info(" %s", line)
+        for line in alternative_lines(deployment):
+            logger.info(" %s", line)
+        return encode(deployment)
+
+    def _everywhere(self, make: Callable[[], bytes]) -> bytes:
+        """What rank 0 makes, on all ranks; its error is raised on all of them."""
+        told = b""
+        error: RanndError | None = None
+        if self._world.rank == 0:
+            try:
+                told = b"+" + make()
+            except RanndError as exc:
+                error = exc
+                told = b"-" + msgspec.msgpack.encode((type(exc).__name__, str(exc)))
+        told = self._world.broadcast_bytes(told)
+        if error is not None:
+            raise error
+        if told[:1] == b"-":
+            name, text = msgspec.msgpack.decode(told[1:], type=tuple[str, str])
+            raise getattr(rannd.errors, name, RanndError)(text)
+        return told[1:]
+
+    def _tell_hit(self, deployment: Deployment, key: Key) -> None:
+        if self._world.rank == 0:
+            logger = log.get("RaNNCModule")
+            logger.info("Using deployment %s from the cache", key.short)
+            for stage in deployment.stages:
+                ranks = ",".join(str(self._world.rank_of_slot[slot]) for slot in stage.slots)
+                logger.info(" Subgraph %s runs on rank[%s]", stage.name, ranks)
+
+
+def _lacks(rank: int, need: int, there: int) -> str:
+    return f"rank {rank}'s stage needs {amount(need)}, and {amount(there)} are free or hold the model"
+
+
+@functools.cache
+def _nobody(doing: str) -> None:
+    """Nobody waits."""
+
+
+def source_digest() -> str:
+    """Digest of the code that decides what a plan is: another one may give other plans under the same version."""
+    home = Path(rannd.errors.__file__).parent
+    digest = hashlib.sha256()
+    for room in ("graph", "profile", "plan"):
+        for file in sorted((home / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,221 @@
+"""Costs of blocks and links on the devices of this job: known ones from the cache, others measured and kept there."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+
+import msgspec
+import torch
+from torch import nn
+
+from rannd import log
+from rannd.daemon.client.cache import Client
+from rannd.daemon.common.keys import Key, link_key, profile_key
+from rannd.graph.model import ModelGraph
+from rannd.graph.partition.block_hash import block_hashes, crossing
+from rannd.graph.partition.cut import Part
+from rannd.graph.tracing.leaf_recorder import preserved
+from rannd.plan.blocks.atoms import make_atoms
+from rannd.plan.blocks.blocks import Block
+from rannd.plan.blocks.grains import make_grains
+from rannd.profile.block_costs import block_part, measure_missing
+from rannd.profile.costs import CostTable, LinkCost
+from rannd.profile.graph_profile import GraphProfile
+from rannd.profile.kept_values import Memory
+from rannd.profile.links import copy_speed, measure_links
+from rannd.profile.measure import ProfileInputs
+from rannd.profile.points import Measured, lacking, ladder, total
+from rannd.runtime.comm.cache_client import understood
+from rannd.runtime.comm.world import World
+
+_LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
+_MEASURED = msgspec.msgpack.Decoder(Measured)
+
+Ops = tuple[int, ...]
+"""Operators of the task graph that are measured together."""
+
+
+class Measuring:
+    """Measures one graph.
+
+    `leaves`: this rank's arguments; `rows`: of each rank; `apart`: measure atoms, not grains, and add them up to
+    blocks; the rest goes into keys.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        graph: ModelGraph,
+        model: nn.Module,
+        leaves: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        *,
+        apart: bool,
+        device_model: str,
+        backend: str,
+        versions: Mapping[str, str],
+    ) -> None:
+        self._world = world
+        self._graph = graph
+        self._model = model
+        self._leaves = leaves
+        self._most = max(math.ceil(sum(rows) / world.size), 1)
+        """Rows of the largest piece."""
+        self._whole = bool(graph.coupled)
+        """Whether all pieces are whole mini-batches."""
+        self._apart = apart
+        self._model_name = device_model
+        self._backend = backend
+        self._versions = versions
+        self.tell: Callable[[float], None] | None = None
+        """Is told which part of a measurement is done."""
+        self.given: GraphProfile | None = None
+        """From a file: what is known besides what the cache knows."""
+        self.profile: dict[str, Measured] = {}
+        """What is known of this graph's blocks by now, by hash."""
+
+    def costs(self, client: Client | None, blocks: Sequence[Block]) -> CostTable:
+        """Costs of all blocks, measured where they are not known, and of the links. Collective."""
+        parts = self._parts(blocks)
+        hashes = iter(block_hashes(self._graph.task, [ops for each in parts for ops in each]))
+        keys = [[next(hashes) for _ in each] for each in parts]
+        wanted = {
+            key: ops for each, found in zip(parts, keys, strict=True) for ops, key in zip(each, found, strict=True)
+        }
+        self._measure(client, wanted, everything=False)
+        task = self._graph.task
+        border = iter(crossing(task, [ops for each in parts for ops in each]))
+        costs = [[self.profile[key].cost(self._most, next(border)) for key in each] for each in keys]
+        memory = Memory(task)
+        return CostTable(tuple(total(each, memory) for each in costs), *self._links(client))
+
+    def measure_all(self, client: Client | None, plans: Iterable[Sequence[Block]]) -> None:
+        """Measure the blocks of several plans, with enough rows for any smaller mini-batch. Collective."""
+        parts = list(dict.fromkeys(ops for blocks in plans for each in self._parts(blocks) for ops in each))
+        wanted = dict(zip(block_hashes(self._graph.task, parts), parts, strict=True))
+        self._measure(client, wanted, everything=True)
+
+    def _parts(self, blocks: Sequence[Block]) -> list[list[Ops]]:
+        """What is measured of each block: its grains, or what it has of them, or its atoms."""
+        owner = {op: number for number, block in enumerate(blocks) for op in block.ops}
+        found: list[list[Ops]] = [[] for _ in blocks]
+        parts = make_atoms(self._graph.task)
+        for part in parts if self._apart else make_grains(self._graph.task, parts):
+            for number in sorted({owner[op] for op in part}):
+                found[number].append(tuple(op for op in part if owner[op] == number))
+        return found
+
+    def _measure(self, client: Client | None, wanted: Mapping[str, Ops], *, everything: bool) -> None:
+        """Let `profile` have all that is `wanted` (operators, by hash). Collective."""
+        keys = {each: self._profile_key(each) for each in wanted if each not in self.profile}
+        known = dict(self.profile)
+        if self.given is not None:
+            known.update((each, self.given.blocks[each]) for each in keys if each in self.given.blocks)
+        if client is not None:
+            for (each, key), value in zip(keys.items(), client.get_many(list(keys.values())), strict=True):
+                kept = understood(client, key, value, _MEASURED)
+                if kept is not None:
+                    known[each] = known[each].joined(kept) if each in known else kept
+        self.profile = msgspec.msgpack.decode(
+            self._world.broadcast_bytes(msgspec.msgpack.encode(known)), type=dict[str, Measured]
+        )
+        missing = {each: self._lacking(self.profile.get(each), everything=everything) for each in wanted}
+        missing = {each: rows for each, rows in missing.items() if rows}
+        log.get("GraphProfiler").debug("%d of %d different parts have to be measured", len(missing), len(wanted))
+        values = self._graph.task.values
+
+        def part_of(each: str) -> tuple[Part, list[str]]:
+            ops = wanted[each]
+            names = [values[value].name for value in crossing(self._graph.task, [ops])[0]]
+            return block_part(self._graph, ops, f"Block{ops[0]}"), names
+
+        measured = measure_missing(
+            missing,
+            part_of,
+            self._sample(),
+            rank=self._world.rank,
+            world=self._world.size,
+            gather=self._world.gather_bytes,
+            tell=self.tell,
+        )
+        joined = {each: found.joined(self.profile.get(each)) for each, found in measured.items()}
+        self.profile.update(joined)
+        if client is not None and joined:
+            client.put_many(
+                (self._profile_key(each), msgspec.msgpack.encode(found.lasting)) for each, found in joined.items()
+            )
+
+    def _lacking(self, known: Measured | None, *, everything: bool) -> tuple[int, ...]:
+        if not everything:
+            return lacking(known, self._most, whole=self._whole)
+        there = {point.rows for point in known.points} if known is not None else set()
+        steps = ladder(self._most, whole=self._whole)
+        return tuple(rows for rows in steps if rows not in there and lacking(known, rows, whole=self._whole))
+
+    def _profile_key(self, block: str) -> Key:
+        threads = torch.get_num_threads() if self._world.device.type == "cpu" else 0
+        return profile_key(block_hash=block, device_model=self._model_name, threads=threads, versions=self._versions)
+
+    def _sample(self) -> ProfileInputs:
+        specs = self._graph.signature.tensors
+        arguments = {
+            node: (leaf, spec.batch)
+            for node, leaf, spec in zip(self._graph.traced.placeholders, self._leaves, specs, strict=False)
+        }
+        state: dict[str, torch.Tensor] = {**self._graph.traced.constants}
+        for name, tensor in [*self._model.named_buffers(), *self._model.named_parameters()]:
+            state[name] = tensor
+        around = functools.partial(preserved, self._model) if self._graph.traced.leaf_paths else nullcontext
+        return ProfileInputs(
+            arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device, around
+        )
+
+    # -- links ------------------------------------------------------------------------------------------------
+
+    def _links(self, client: Client | None) -> tuple[LinkCost, LinkCost | None]:
+        """Links inside a node and between nodes, as CostTable has them. Collective."""
+        if self._world.size == 1:
+            return copy_speed(self._world.device), None
+        key = link_key(
+            topology=[(slot.node, slot.device) for slot in self._world.slots],
+            device_model=self._model_name,
+            backend=self._backend,
+            versions=self._versions,
+        )
+        data = b""
+        if client is not None:
+            found = client.get(key)
+            if found is not None and understood(client, key, found, _LINKS) is not None:
+                data = found
+        data = self._world.broadcast_bytes(data)
+        if data:
+            return _LINKS.decode(data)
+        links = self._measure_links()
+        if client is not None:
+            client.put(key, msgspec.msgpack.encode(links))
+        return links
+
+    def _measure_links(self) -> tuple[LinkCost, LinkCost | None]:
+        world = self._world
+        assert world.forward is not None
+        nodes: dict[int, list[int]] = {}
+        for slot, place in enumerate(world.slots):
+            nodes.setdefault(place.node, []).append(slot)
+        if len(nodes) == 1:
+            return measure_links(world.forward, world.device), None
+        first, second, *_ = nodes.values()
+        pair = (world.rank_of_slot[first[0]], world.rank_of_slot[second[0]])
+        between = measure_links(world.forward, world.device, pair)
+        shared = next((slots for slots in nodes.values() if len(slots) > 1), None)
+        if shared is None:
+            return between, None
+        group = world.group_of(tuple(shared))
+        told = b""
+        if world.slot in shared:
+            assert group is not None
+            told = msgspec.msgpack.encode(measure_links(group, world.device))
+        heard = world.gather_bytes(told)
+        return msgspec.msgpack.decode(heard[world.rank_of_slot[shared[0]]], type=LinkCost), between

@@ -1,0 +1,163 @@
+"""Tensors in and out of the files of torch.distributed.checkpoint, without its pickled messages between ranks.
+
+Each rank writes one file, ``__RANK_0.distcp``, with torch's own FileSystemWriter; rank 0 writes the index for all.
+torch.distributed.checkpoint reads such a folder as one of its own. A tensor is written once; further names of it are
+further entries of the index, for the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from rannd.errors import CheckpointError
+from rannd.runtime.comm.gather_objects import unseal
+
+CHUNK = 16 << 20
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """Where a value lies. `dtype` and `shape` are those of a tensor; other values have no dtype."""
+
+    name: str
+    aliases: list[str]
+    dtype: str
+    shape: list[int]
+    file: str
+    offset: int
+    length: int
+
+
+class FileFacts(msgspec.Struct, frozen=True):
+    """What tells whether a file is whole."""
+
+    bytes: int
+    crc32: int
+
+
+def write_shard(
+    folder: Path, rank: int, values: Mapping[str, Any], aliases: Mapping[str, Sequence[str]]
+) -> tuple[list[Entry], dict[str, FileFacts]]:
+    """Write a rank's tensors, and other values, to its file, on disk when this returns; nothing where it has none."""
+    if not values:
+        return [], {}
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer.set_up_storage_writer(False)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(values), None, False)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans = [*(SavePlan([]) for _ in range(rank)), plan]
+    written = writer.write_data(writer.prepare_global_plan(plans)[rank], planner).value()
+    entries = []
+    for result in written:
+        name, info = result.index.fqn, result.storage_data
+        value = values[name]
+        tensor = isinstance(value, torch.Tensor)
+        entries.append(
+            Entry(
+                name,
+                list(aliases.get(name, ())),
+                str(value.dtype).removeprefix("torch.") if tensor else "",
+                list(value.shape) if tensor else [],
+                info.relative_path,
+                info.offset,
+                info.length,
+            )
+        )
+    files = {entry.file for entry in entries}
+    return entries, {name: facts(folder / name) for name in sorted(files)}
+
+
+def write_index(folder: Path, entries: Sequence[Entry], paths: Mapping[str, Sequence[Any]]) -> None:
+    """Write the index of all ranks' entries. `paths`: where in a nested dict the values belong, for plain readers."""
+    described: dict[str, Any] = {}
+    results = []
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            zeros = torch.Size([0] * len(entry.shape))
+            if entry.dtype:
+                properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+                size = torch.Size(entry.shape)
+                described[name] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(zeros, size)])
+            else:
+                described[name] = BytesStorageMetadata()
+            index = MetadataIndex(name, zeros if entry.dtype else None)
+            results.append(WriteResult(index, entry.length, _StorageInfo(entry.file, entry.offset, entry.length)))
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.set_up_storage_writer(True)
+    planned = {name: tuple(paths.get(name, (name,))) for name in described}
+    writer.finish(Metadata(described, planner_data=planned), [results])
+
+
+def read_values(folder: Path, index: Metadata, targets: dict[str, Any]) -> dict[str, Any]:
+    """Read into the tensors of `targets`, in place; what is no tensor there is read anew. Returns all of them.
+
+    OSError, RuntimeError: The files are damaged or gone.
+    """
+    if not targets:
+        return {}
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(index, False)
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(targets, index, False)
+    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+    return planner.state_dict
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads what is no tensor without running code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        assert read_item.type is LoadItemType.BYTE_IO
+        self.state_dict[read_item.dest_index.fqn] = unseal(value.read())
+
+
+def facts(path: Path) -> FileFacts:
+    """Size and checksum of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return FileFacts(size, crc)
+
+
+class Distributed:
+    """The tensors of a folder that torch.distributed.checkpoint, or `pyrannc.save_checkpoint`, wrote."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        self.where = str(folder)
+        self._folder = folder
+        self._index = index
+        self._tensors = {
+            name: each for name, each in index.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
+        }
+        self.shapes = {name: tuple(each.size) for name, each in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """As of any Weights; only the parts of the files that belong to the tensor are read."""
+        each = self._tensors[name]
+        made = torch.empty(each.size, dtype=each.properties.dtype)
+        try:
+            read_values(self._folder, self._index, {name: made})
+        except Exception as exc:  # torch and pickle raise all kinds of errors for a damaged file
+            raise CheckpointError(f"{name} cannot be read from {self.where}: {type(exc).__name__}: {exc}") from exc
+        return made

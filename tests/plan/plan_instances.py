@@ -1,0 +1,92 @@
+"""Plans of small graphs, and random planning problems."""
+
+from __future__ import annotations
+
+from random import Random
+
+from brute_force import Reference
+from plan_graphs import costs_for, random_costs, random_graph
+
+from rannd.graph.fx.ir import TaskGraph
+from rannd.plan.blocks.blocks import Block, make_blocks
+from rannd.plan.deployment import Deployment, Slot
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.run_modes import RUNS, RunMode
+from rannd.plan.search.planner import plan
+from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
+from rannd.plan.simulate.simulator import Simulation, predict
+from rannd.profile.costs import CostTable
+
+PLENTY = 10**15
+LATER = [way for way, runs in RUNS.items() if not runs]
+
+
+def deploy(
+    graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, ranked: bool = False, **items: object
+) -> Deployment:
+    options = PlanOptions(**items)  # type: ignore[arg-type]
+    blocks = make_blocks(graph, options, world=world)
+    return plan(
+        graph,
+        blocks,
+        costs_for(len(blocks)),
+        world=world,
+        slots=tuple(Slot(0, device) for device in range(world)),
+        batch_rows=rows * world,
+        memory_bytes=memory,
+        options=options,
+        ranked=ranked,
+    )
+
+
+class Instance:
+    """A random model on a random machine; all of it follows from `seed`."""
+
+    def __init__(
+        self, seed: int, *, world: int = 5, ops: int = 6, way: RunMode | None = None, **options: object
+    ) -> None:
+        random = self.random = Random(seed)
+        self.world = random.randint(1, world)
+        self.options = PlanOptions(max_pipeline=random.choice([1, 4, 8]), **options)  # type: ignore[arg-type]
+        self.graph: TaskGraph = random_graph(random, random.randint(1, ops))
+        self.batch_rows = random.randint(1, 40)
+        self.blocks: tuple[Block, ...] = make_blocks(self.graph, self.options, world=self.world)
+        self.costs: CostTable = random_costs(random, len(self.blocks))
+        self.interleaved = random.random() < 0.7
+        self.way = way or RunMode("1f1b" if self.interleaved else "fill_drain")
+        per_node = random.choice([1, 2, 3, self.world])
+        self.slots = tuple(Slot(*divmod(device, per_node)) for device in range(self.world))
+        self.reference = Reference(
+            self.graph,
+            self.blocks,
+            self.costs,
+            self.slots,
+            self.batch_rows,
+            self.options,
+            schedule=self.way.schedule,
+            zero=self.way.zero,
+        )
+
+    def demand(self, **items: int) -> None:
+        self.options = self.reference.options = PlanOptions(max_pipeline=self.options.max_pipeline, **items)
+
+    def plan(self, memory: int = PLENTY) -> Deployment:
+        return plan(
+            self.graph,
+            self.blocks,
+            self.costs,
+            world=self.world,
+            slots=self.slots,
+            batch_rows=self.batch_rows,
+            memory_bytes=memory,
+            options=self.options,
+            interleaved=self.interleaved,
+            way=self.way,
+        )
+
+
+def played(instance: Instance, deployment: Deployment) -> Simulation:
+    """One step of a deployment."""
+    layout = loss_layout(layout_of(instance.graph, deployment))
+    costs = step_costs(instance.graph, deployment, instance.costs.link, instance.costs.between)
+    return predict(deployment.schedule, layout, costs)

@@ -1,0 +1,121 @@
+"""What bounds.py promises: no plan is better than a bound, whatever it is asked to be sharp for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
+import msgspec
+import numpy as np
+import pytest
+from plan_graphs import GraphBuilder
+from plan_instances import PLENTY, Instance
+
+from rannd.graph.fx.ir import Size, TaskGraph
+from rannd.plan.blocks.blocks import Block, make_blocks
+from rannd.plan.deployment import Slot
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.search.bounds import FINE, Bounds
+from rannd.plan.search.estimate import Reductions, StageTables, Variant
+from rannd.plan.search.intervals import Intervals
+from rannd.plan.search.planner import plan
+from rannd.plan.simulate.layout import piece_rows
+from rannd.plan.simulate.step_costs import BUCKET
+from rannd.plan.topology import Machine
+from rannd.profile.costs import BlockCost, CostTable, LinkCost
+
+
+def tables(
+    graph: TaskGraph,
+    blocks: tuple[Block, ...],
+    costs: CostTable,
+    slots: Sequence[Slot],
+    rows: int,
+    options: PlanOptions,
+    variant: Variant,
+    limit: float,
+    replicas: Sequence[int] = (),
+) -> StageTables:
+    """All stages of one variant; `replicas`: those that are allowed, where not all are."""
+    intervals = Intervals(graph, blocks, costs.blocks)
+    machine = Machine(slots, costs.link, costs.between)
+    count, world = len(blocks), len(slots)
+    allowed = np.isin(np.arange(1, world + 1), replicas or range(1, world + 1))
+    return StageTables(
+        intervals,
+        machine,
+        options,
+        variant,
+        rows=piece_rows(rows, world, variant.microbatches),
+        limit=limit,
+        allowed=np.broadcast_to(allowed, (count + 1, count + 1, world)),
+        reductions=Reductions(intervals, machine),
+    )
+
+
+def forward_heavy(costs: CostTable) -> CostTable:
+    """Recomputing is what takes time, and hides reductions."""
+    blocks = [BlockCost(cost.backward_us, cost.forward_us, cost.activation_bytes) for cost in costs.blocks]
+    return msgspec.structs.replace(costs, blocks=tuple(blocks))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("share", [None, 1.02, 1.2])
+def test_no_plan_of_several_stages_is_better_than_its_bound(share: float | None, checkpointing: bool) -> None:
+    looked = Counter[str]()
+    for seed in range(120):
+        instance = Instance(seed, checkpointing=checkpointing)
+        if seed % 2:
+            instance.costs = instance.reference.costs = forward_heavy(instance.costs)
+        reference = instance.reference
+        limit = PLENTY if share is None else math.ceil(reference.smallest_memory() * share)
+        best: dict[Variant, float] = {}
+        for each in reference.plans():
+            needs = [
+                [reference.memory(each, number, recompute=again) <= limit for again in (False, True)]
+                for number in range(len(each.replicas))
+            ]
+            again = [checkpointing or not plain for plain, _ in needs]
+            if len(each.replicas) > 1 and all(need[which] for need, which in zip(needs, again, strict=True)):
+                variant = Variant(each.schedule, each.microbatches, each.placement)
+                best[variant] = min(best.get(variant, math.inf), reference.step_us(each, again))
+        for (variant, least), wide in product(best.items(), (1.0001, 1.5)):
+            table = tables(
+                instance.graph, instance.blocks, instance.costs, instance.slots, instance.batch_rows,
+                instance.options, variant, float(limit),
+            )  # fmt: skip
+            bounds = Bounds(table, 0)
+            assert bounds.root <= least * (1 + 1e-9), (seed, variant)
+            bounds.sharpen(least * wide, FINE)
+            assert bounds.root <= least * (1 + 1e-9) + 1e-6, (seed, variant, bounds.root / least)
+            looked[variant.schedule] += 1
+    assert min(looked["1f1b"], looked["fill_drain"]) > 50, looked
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+def test_a_reduction_has_the_recomputed_forward_to_hide_behind(schedule: str) -> None:
+    """All parameters are in the last of two stages, whose replicas reduce for longer than their backward takes."""
+    builder = GraphBuilder()
+    first = builder.op([builder.input(0)], size=0)
+    builder.op([first], params=[builder.param(4 * BUCKET)], size=0, output=True)
+    block = BlockCost(Size(0, 100), Size(0, 10), Size(0, 1000))
+    link = LinkCost(0, 1e6, 0, 4 * BUCKET / 1000)
+    options = PlanOptions(checkpointing=True, replica_num=2, pipeline_num=1, min_partition_num=1)
+    graph, world = builder.build(), 4
+    blocks = make_blocks(graph, options, world=world)
+    found = plan(
+        graph, blocks, CostTable((block, block), link), world=world,
+        slots=tuple(Slot(0, device) for device in range(world)), batch_rows=world, memory_bytes=PLENTY,
+        options=options, interleaved=schedule == "1f1b",
+    )  # fmt: skip
+    assert found.schedule == schedule
+    # 100 forward twice, 110 backward twice, another round, 1000 to reduce: each stage's last backward hides 110
+    assert found.step_us == 2 * 100 + 2 * 110 + 210 + (1000 - 2 * 110)
+    slots = [Slot(0, device) for device in range(world)]
+    costs = CostTable((block, block), link)
+    table = tables(graph, blocks, costs, slots, world, options, Variant(schedule, 1, "stages"), PLENTY, [2])
+    bounds = Bounds(table, 0)
+    bounds.sharpen(found.step_us * 1.5, FINE)
+    assert bounds.root <= found.step_us

@@ -1,0 +1,170 @@
+"""The stage phase against exhaustive search: the same E in every instance."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from brute_force import Plan
+from plan_instances import LATER, Instance
+
+from rannd.errors import DoesNotFitError
+from rannd.plan.deployment import Deployment
+from rannd.plan.run_modes import RunMode
+from rannd.plan.search.bounds import Bounds
+from rannd.plan.search.stages import _Frontier, _Partial
+
+PLENTY = 10**15
+
+
+def test_the_instances_are_worth_searching() -> None:
+    stages = Counter(len(Instance(seed).plan().stages) for seed in range(300))
+    assert stages[2] >= 30, stages
+    assert sum(stages[more] for more in (3, 4, 5)) >= 30, stages
+
+
+def same(instance: Instance, deployment: Deployment, wanted: float | None) -> bool:
+    return wanted is not None and math.isclose(deployment.step_us, wanted, rel_tol=1e-9, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("hundred", range(10))
+def test_the_plan_has_the_least_e_of_all(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        instance = Instance(seed)
+        assert same(instance, instance.plan(), instance.reference.best(math.inf)), seed
+
+
+@pytest.mark.parametrize("share", [None, 1.0, 1.2])
+@pytest.mark.parametrize("way", LATER, ids=lambda way: f"{way.schedule} {way.zero}")
+def test_it_has_in_every_way_that_cannot_be_run_yet(way: RunMode, share: float | None) -> None:
+    seen = Counter[bool]()
+    for seed in range(100):
+        instance = Instance(seed, way=way)
+        if way.schedule == "zb_h1" and min(instance.world, len(instance.blocks)) == 1:
+            continue  # one stage is run as under 1F1B
+        limit = PLENTY if share is None else math.ceil(instance.reference.smallest_memory() * share)
+        wanted = instance.reference.best(limit)
+        if wanted is None:
+            with pytest.raises(DoesNotFitError):
+                instance.plan(limit)
+            continue
+        deployment = instance.plan(limit)
+        assert (deployment.schedule, deployment.zero) == (way.schedule, way.zero)
+        assert same(instance, deployment, wanted), seed
+        assert all(stage.estimate.total_bytes <= limit + 6 for stage in deployment.stages), seed
+        seen[len(deployment.stages) > 1] += 1
+    assert seen[True] > 20, seen
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("share", [0.95, 1.0, 1.05, 1.2, 1.5])
+def test_it_has_under_every_memory_limit(share: float, checkpointing: bool) -> None:
+    for seed in range(100):
+        instance = Instance(seed, checkpointing=checkpointing)
+        limit = math.ceil(instance.reference.smallest_memory() * share)
+        wanted = instance.reference.best(limit)
+        if wanted is None:
+            with pytest.raises(DoesNotFitError):
+                instance.plan(limit)
+        else:
+            deployment = instance.plan(limit)
+            assert same(instance, deployment, wanted), seed
+            # Sizes of pieces may be fractions of a byte; an estimate rounds its parts up.
+            assert all(stage.estimate.total_bytes <= limit + 3 for stage in deployment.stages), seed
+
+
+def test_it_has_for_every_number_of_stages_demanded() -> None:
+    for seed in range(200):
+        instance = Instance(seed)
+        stages = instance.random.randint(1, min(instance.world, len(instance.blocks)))
+        instance.demand(partition_num=stages)
+        deployment = instance.plan()
+        assert len(deployment.stages) == stages
+        assert same(instance, deployment, instance.reference.best(math.inf)), seed
+
+
+def test_it_has_for_every_number_of_replicas_demanded() -> None:
+    for seed in range(200):
+        instance = Instance(seed, world=8)
+        counts = [count for count in range(1, instance.world + 1) if instance.world % count == 0]
+        replicas = instance.random.choice([each for each in counts if instance.world // each <= len(instance.blocks)])
+        instance.demand(replica_num=replicas)
+        deployment = instance.plan()
+        assert {len(stage.slots) for stage in deployment.stages} == {replicas}
+        assert same(instance, deployment, instance.reference.best(math.inf)), seed
+
+
+def test_it_has_for_powers_of_two() -> None:
+    for seed in range(100):
+        instance = Instance(seed, world=7, ops=4, limit_dev_num_pot=True)
+        deployment = instance.plan()
+        assert all(len(stage.slots) in (1, 2, 4, instance.world) for stage in deployment.stages)
+        assert same(instance, deployment, instance.reference.best(math.inf)), seed
+
+
+def test_the_smallest_memory_named_is_the_smallest_that_does() -> None:
+    for seed in range(200):
+        instance = Instance(seed)
+        needed = math.ceil(instance.reference.smallest_memory())
+        with pytest.raises(DoesNotFitError, match=f"best plan needs {needed} "):
+            instance.plan(needed - 1)
+        assert max(stage.estimate.total_bytes for stage in instance.plan(needed).stages) <= needed + 3
+
+
+def test_a_stage_recomputes_only_where_it_would_not_fit_otherwise() -> None:
+    seen = Counter[bool]()
+    for seed in range(100):
+        instance = Instance(seed)
+        limit = math.ceil(instance.reference.smallest_memory())
+        deployment = instance.plan(limit)
+        chosen = plan_of(deployment)
+        for number, stage in enumerate(deployment.stages):
+            assert stage.recompute == (instance.reference.memory(chosen, number, recompute=False) > limit)
+            seen[stage.recompute] += 1
+    assert min(seen[True], seen[False]) > 10
+
+
+def plan_of(deployment: Deployment) -> Plan:
+    spans = [tuple(map(int, stage.name.split("_")[1:])) for stage in deployment.stages]
+    return Plan(
+        (*(start for start, _ in spans), spans[-1][1] + 1),
+        tuple(len(stage.slots) for stage in deployment.stages),
+        deployment.microbatches,
+        deployment.schedule,
+        deployment.placement,
+    )
+
+
+def wrong(seeds: range) -> list[int]:
+    """Instances in which the plan is not the best."""
+    found = []
+    for seed in seeds:
+        instance = Instance(seed)
+        if not same(instance, instance.plan(), instance.reference.best(math.inf)):
+            found.append(seed)
+    return found
+
+
+def test_one_best_partial_plan_a_place_would_lose_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RaNNC's rule: a table with one number in each cell. What these tests would miss is nothing like it."""
+
+    def dominated(frontier: _Frontier, number: int, partial: _Partial) -> bool:
+        place = frontier.seen[number, partial.start, partial.used, partial.stages]
+        place.append(partial.terms)
+        return sum(partial.terms) > min(map(sum, place))
+
+    monkeypatch.setattr(_Frontier, "_dominated", dominated)
+    assert wrong(range(150))
+
+
+@pytest.mark.parametrize("table", ["rest", "rounds", "together"])
+def test_a_bound_that_says_too_much_would_lose_plans(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharpen = Bounds.sharpen
+
+    def too_much(bounds: Bounds, below: float, number: int) -> None:
+        sharpen(bounds, below, number)
+        setattr(bounds, table, getattr(bounds, table) * 1.3)
+
+    monkeypatch.setattr(Bounds, "sharpen", too_much)
+    assert wrong(range(150))

@@ -1,0 +1,114 @@
+"""Deployments as text."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from plan_graphs import chain
+from plan_instances import deploy
+
+from rannd.errors import UsageError
+from rannd.plan.deployment import Alternative, Deployment, Provenance, Slot
+from rannd.plan.plan_text import bubble, piece_rows, scaled, show
+
+
+def some() -> Deployment:
+    found = deploy(chain(10), 4, rows=16, partition_num=2, pipeline_num=2)
+    first, second = found.stages
+    return msgspec.structs.replace(
+        found,
+        slots=(Slot(0, 0), Slot(0, 1), Slot(0, 3), Slot(1, 0)),
+        stages=(msgspec.structs.replace(first, slots=(0, 1, 2)), msgspec.structs.replace(second, slots=(3,))),
+        made=Provenance("Box", "cluster box", "0.1.0", "2.13.0"),
+        e_us=found.step_us,
+        bound_us=found.step_us / 1.25,
+        searched_all=False,
+        memory_bytes=3 << 30,
+        alternatives=(
+            Alternative("4-way data parallel", found.step_us * 2, 1000, 0),
+            Alternative("4 stages", 0.0, 4 << 30, 1 << 30),
+        ),
+    )
+
+
+def test_all_that_a_person_asks_is_there() -> None:
+    found = some()
+    text = show(found)
+    for wanted in (
+        "graph     hash\n",
+        "device    Box\n",
+        "times     cluster box, by rannd 0.1.0 and torch 2.13.0\n",
+        "devices   4 on 2 nodes, 2 stages\n",
+        "batch     64 rows: 4 ranks x 2 microbatches of 8 at most\n",
+        f"step      {found.step_us / 1e3:.3f} ms predicted, of which {bubble(found):.1%} is not computing\n",
+        ": gap 25.0%\n",
+        "search    cut off: a better plan may exist\n",
+        "of 3.00 GiB allowed on the fullest device\n",
+        "  0:0-1,3  ",
+        "  1:0  ",
+        "not chosen (64 rows)",
+        "4-way data parallel",
+        "2.000x",
+        "lacks 1.00 GiB",
+    ):
+        assert wanted in text, text
+    assert found.stages[0].name in text
+    assert "roughly" not in text
+    heads = next(line for line in text.splitlines() if line.startswith("stage  parameters"))
+    for kind in ("gradients", "optimizer", "activations", "transfers"):
+        assert kind in heads
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    found = deploy(chain(10), 4)
+    one = msgspec.structs.replace(
+        found.stages[0], estimate=msgspec.structs.replace(found.stages[0].estimate, weight_us=0)
+    )
+    bare = msgspec.structs.replace(found, stages=(one,), bound_us=0.0, memory_bytes=0, alternatives=(), made=None)
+    text = show(bare)
+    for word in ("device  ", "bound", "search", "allowed", "not chosen", "of it weights"):
+        assert word not in text, text
+
+
+def test_another_batch_is_estimated_in_proportion() -> None:
+    found = some()
+    text = show(found, 128)
+    assert "batch     128 rows: 4 ranks x 2 microbatches of 16 at most" in text
+    assert "roughly: planned for 64 rows" in text
+    assert "bound" not in text
+    assert show(found, 64) == show(found)
+    other = scaled(found, 128)
+    assert (piece_rows(found), piece_rows(other)) == (8, 16)
+    for before, after in zip(found.stages, other.stages, strict=True):
+        old, new = before.estimate, after.estimate
+        assert new.forward_us == 2 * old.forward_us
+        assert new.activation_bytes == 2 * old.activation_bytes
+        assert (new.param_bytes, new.allreduce_us) == (old.param_bytes, old.allreduce_us)
+        parts = new.param_bytes + new.grad_bytes + new.optimizer_bytes + new.activation_bytes + new.comm_bytes
+        assert new.total_bytes == parts + new.working_bytes
+    assert found.step_us < other.step_us < 2 * found.step_us
+    with pytest.raises(UsageError, match="a batch of 0 rows"):
+        show(found, 0)
+
+
+def test_names_out_of_a_file_do_nothing_to_a_terminal() -> None:
+    found = some()
+    hostile = msgspec.structs.replace(found, graph_hash="\x1b[2J" + "x" * 500, schedule="a\nb", placement="\u202e")
+    hostile = msgspec.structs.replace(
+        hostile, stages=tuple(msgspec.structs.replace(s, name="\x07", ops=("\r", *s.ops)) for s in hostile.stages)
+    )
+    for letter in show(hostile).replace("\n", ""):
+        assert letter.isprintable()
+    assert len(show(hostile).splitlines()) == len(show(found).splitlines())
+
+
+def test_bubble_of_one_stage_that_reduces_nothing_is_none() -> None:
+    found = deploy(chain(10), 1)
+    assert bubble(found) == pytest.approx(0.0, abs=1e-9)
+    assert bubble(msgspec.structs.replace(found, step_us=0.0)) == 0.0
+
+
+def test_nodes_that_are_used_alike_are_told_together() -> None:
+    found = deploy(chain(10), 16, rows=4, partition_num=1)
+    slots = tuple(Slot(number // 4, number % 4) for number in range(12)) + tuple(Slot(5, n) for n in (0, 2, 3, 7))
+    assert "  0-2:0-3 5:0,2-3,7  " in show(msgspec.structs.replace(found, slots=slots))

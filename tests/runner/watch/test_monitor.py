@@ -1,0 +1,132 @@
+"""The monitor with real watchers and other launchers than MPI: its promises do not hang on Open MPI's habits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transcript import program
+
+import rannd
+from rannd.runner.job import _WATCHER
+from rannd.runner.watch import monitor, wire
+from rannd.runner.watch.line_channel import Listener
+from rannd.runner.watch.monitor import JobResult, Monitor
+from rannd.runner.watch.watcher import SETTINGS_VARIABLE
+
+# Starts the ranks as Slurm's srun does, waits for all, and ends as the worst of them.
+SRUN = """
+import os, subprocess, sys
+ranks = [subprocess.Popen(sys.argv[2:], env={**os.environ, "SLURM_PROCID": str(r)}) for r in range(int(sys.argv[1]))]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI"))}
+
+
+def run(
+    listener: Listener,
+    size: int,
+    *command: str,
+    started: int | None = None,
+    token: str | None = None,
+    start: float = 0.0,
+) -> JobResult:
+    settings = {"address": listener.address, "token": token or listener.token, "grace": 5.0, "log_dir": None}
+    root = str(Path(rannd.__file__).parents[1])
+    watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, sys.executable, *command]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", SRUN, str(size if started is None else started), *watcher],
+        env={**ENVIRON, SETTINGS_VARIABLE: json.dumps(settings)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    return Monitor(listener, launcher, size, range(size), 5.0, start).run()
+
+
+def test_another_launcher(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run(Listener(None), 3, program("no_newline.py"))
+    assert sorted((end.rank, end.status) for end in result.ends) == [(0, 0), (1, 0), (2, 0)]
+    assert (result.missing, result.launcher_status, result.launcher_output) == (0, 0, "")
+    out, err = capfd.readouterr()
+    host = socket.gethostname().split(".")[0]
+    assert sorted(out.splitlines()) == sorted(f"[{host}:{r}] {line}" for r in range(3) for line in ("first", "last"))
+    assert sorted(err.splitlines()) == [f"[{host}:{r}] error without end" for r in range(3)]
+
+
+def test_a_launcher_that_lets_others_run_on_after_a_failure() -> None:
+    code = "import os, signal, sys; sys.exit(3) if os.environ['SLURM_PROCID'] == '1' else signal.pause()"
+    result = run(Listener(None), 3, "-c", code)
+    assert [(end.rank, end.status) for end in result.failures] == [(1, 3)]
+    assert sorted((end.rank, end.status) for end in result.ends if end.ordered) == [(0, -15), (2, -15)]
+
+
+def test_over_tcp(capfd: pytest.CaptureFixture[str]) -> None:
+    listener = Listener("127.0.0.1")
+    assert listener.address[:2] == ["tcp", "127.0.0.1"]
+    result = run(listener, 2, program("no_newline.py"))
+    assert [end.status for end in result.ends] == [0, 0]
+    assert capfd.readouterr().out.count("] last\n") == 2
+
+
+def test_a_wrong_token_starts_nobodys_job() -> None:
+    result = run(Listener("127.0.0.1"), 1, "-c", "import signal; signal.pause()", token="0" * 32)
+    assert (result.ends, result.missing) == ([], 1)
+
+
+def test_strangers_on_the_port_do_no_harm(capfd: pytest.CaptureFixture[str]) -> None:
+    listener = Listener("127.0.0.1")
+    address = (str(listener.address[1]), int(listener.address[2]))
+    with socket.create_connection(address) as garbage, socket.create_connection(address) as rude:
+        garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        rude.sendall(wire.encode_json(wire.HELLO, rank=0, token=1))
+        result = run(listener, 2, program("no_newline.py"))
+        assert garbage.recv(1) == rude.recv(1) == b""
+    assert [end.status for end in result.ends] == [0, 0]
+
+
+def test_a_stranger_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "_HELLO_S", 0.2)
+    listener = Listener("127.0.0.1")
+    with socket.create_connection((str(listener.address[1]), int(listener.address[2]))) as silent:
+        result = run(listener, 2, program("no_newline.py"))
+        assert silent.recv(1) == b""
+    assert [end.status for end in result.ends] == [0, 0]
+
+
+def test_a_lost_host_that_is_noticed_while_it_is_told_something() -> None:
+    class Gone(socket.socket):
+        """What the kernel does with a connection that it has given up."""
+
+        def send(self, *_: object) -> int:
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    with Gone() as channel:
+        link = monitor._Link(channel)
+        link.send(wire.encode(wire.KILL))
+        assert link.lost
+
+
+def test_a_launcher_that_starts_nothing() -> None:
+    result = run(Listener(None), 3, program("no_newline.py"), started=0)
+    assert (result.ends, result.missing, result.launcher_status) == ([], 3, 1)
+    assert "max()" in result.launcher_output
+
+
+def test_ranks_that_do_not_start_in_time_end_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run(Listener(None), 3, "-c", "import signal; signal.pause()", started=2, start=3.0)
+    assert sorted((end.rank, end.status) for end in result.ends) == [(0, -15), (1, -15)]
+    assert not result.failures
+    assert result.missing == 1
+    assert "rannc-run: only 2 of 3 ranks have started within 3 s: ending the job. Is every" in capfd.readouterr().err
+
+
+def test_ranks_that_start_in_time_may_run_longer() -> None:
+    result = run(Listener(None), 2, "-c", "import time; time.sleep(4)", start=3.0)
+    assert [end.status for end in result.ends] == [0, 0]

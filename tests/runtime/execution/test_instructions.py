@@ -1,0 +1,151 @@
+"""Instructions keep what the checked Program promises: all actions, their order, the order of each pair's transfers."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_layouts import layouts
+
+from rannd.plan.run_modes import SCHEDULES
+from rannd.plan.schedule.program import AHEAD, SENDS, TRANSFERS, Action, ActionKind, Layout, Program
+from rannd.plan.schedule.schedules import fill_drain, interleaved_program
+from rannd.plan.simulate.layout import loss_layout
+from rannd.runtime.execution.instructions import instructions
+
+RECEIVES = TRANSFERS - SENDS
+
+
+def programs(layout: Layout, schedule: str | None) -> Program:
+    if schedule is None:
+        return fill_drain(layout)
+    return interleaved_program(schedule, loss_layout(layout))
+
+
+def phases(program: Program) -> list[list[list[Action]]]:
+    """What each slot does, phase by phase."""
+    chosen = [
+        [actions[:border] for actions, border in zip(program.slots, program.forward_length, strict=True)],
+        [actions[border:] for actions, border in zip(program.slots, program.forward_length, strict=True)],
+    ]
+    return [[[each for each in actions if each.kind is not ActionKind.REDUCE] for actions in slots] for slots in chosen]
+
+
+def pair(action: Action) -> tuple[int, bool]:
+    return action.peer, action.kind in (ActionKind.SEND_GRADS, ActionKind.RECV_GRADS)
+
+
+@given(layouts(), st.sampled_from([None, *SCHEDULES]))
+def test_nothing_is_lost_and_the_orders_stay(layout: Layout, schedule: str | None) -> None:
+    program = programs(layout, schedule)
+    for slot in range(layout.world):
+        for slots in phases(program):
+            actions, listed = slots[slot], instructions(slots, slot)
+            done = [each.action for each in listed if each.action is not None]
+            assert done == [action for action in actions if action.kind not in RECEIVES]
+            wanted, found = defaultdict(list), defaultdict(list)
+            for action in actions:
+                if action.kind in TRANSFERS:
+                    wanted[pair(action)].append(action)
+            posted: set[Action] = set()
+            arrived: set[Action] = set()
+            for each in listed:
+                for action in each.posts:
+                    found[pair(action)].append(action)
+                    posted.add(action)
+                assert posted.issuperset(each.awaits)
+                arrived.update(each.awaits)
+                if each.action is not None and each.action.kind in SENDS:
+                    found[pair(each.action)].append(each.action)
+            assert found == wanted
+            assert arrived == posted == {action for action in actions if action.kind in RECEIVES}
+
+
+@given(layouts(), st.sampled_from([None, *SCHEDULES]))
+def test_what_a_computation_needs_is_awaited_before_it(layout: Layout, schedule: str | None) -> None:
+    program = programs(layout, schedule)
+    for slot in range(layout.world):
+        stage = layout.stage_of(slot)
+        for slots in phases(program):
+            actions = slots[slot]
+            arrived: set[Action] = set()
+            for each in instructions(slots, slot):
+                arrived.update(each.awaits)
+                if each.action is None:
+                    continue
+                for action in actions:
+                    ours = action.dst == stage if action.kind is ActionKind.RECV_VALUES else action.src == stage
+                    kind = ActionKind.FORWARD if action.kind is ActionKind.RECV_VALUES else ActionKind.BACKWARD
+                    if action.kind in RECEIVES and ours and each.action == Action(kind, action.piece):
+                        assert action in arrived
+
+
+@given(layouts(), st.sampled_from([None, *SCHEDULES]))
+def test_what_is_let_go_of_has_been_taken_by_its_receiver(layout: Layout, schedule: str | None) -> None:
+    """Plays all slots: a slot goes on when what it awaits was sent, and nobody settles what was not awaited yet."""
+    for slots in phases(programs(layout, schedule)):
+        lists = [instructions(slots, slot) for slot in range(layout.world)]
+        sent: set[tuple[int, Action]] = set()  # (sender, send)
+        taken: set[tuple[int, Action]] = set()
+        settled: set[tuple[int, Action]] = set()
+        places = [0] * layout.world
+        moved = True
+        while moved:
+            moved = False
+            for slot in random.Random(len(settled)).sample(range(layout.world), layout.world):
+                if places[slot] == len(lists[slot]):
+                    continue
+                each = lists[slot][places[slot]]
+                awaited = {(action.peer, _sender_of(action, slot)) for action in each.awaits}
+                if not awaited <= sent:
+                    continue
+                taken |= awaited
+                for action in each.settles:
+                    assert action.kind in SENDS
+                    assert (slot, action) in taken
+                    assert (slot, action) not in settled
+                    settled.add((slot, action))
+                if each.action is not None and each.action.kind in SENDS:
+                    sent.add((slot, each.action))
+                places[slot] += 1
+                moved = True
+        assert places == [len(each) for each in lists]
+
+
+def _sender_of(action: Action, slot: int) -> Action:
+    kind = ActionKind.SEND_VALUES if action.kind is ActionKind.RECV_VALUES else ActionKind.SEND_GRADS
+    return Action(kind, action.piece, action.src, action.dst, slot)
+
+
+def test_receives_of_a_pipeline_are_posted_ahead() -> None:
+    layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
+    program = interleaved_program("1f1b", layout)
+    listed = instructions(phases(program)[0], 1)
+    done = 0  # computations so far
+    posted: dict[Action, int] = {}
+    for each in listed:
+        posted.update(dict.fromkeys(each.posts, done))
+        for action in each.awaits:
+            assert posted[action] == max(done - AHEAD, 0)
+        done += each.action is not None and each.action.kind not in TRANSFERS
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_values_that_were_answered_are_let_go(schedule: str) -> None:
+    layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
+    listed = instructions(phases(interleaved_program(schedule, layout))[0], 0)
+    sent = [each.action for each in listed if each.action is not None and each.action.kind is ActionKind.SEND_VALUES]
+    assert sorted(map(str, sent)) == sorted(str(action) for each in listed for action in each.settles)
+
+
+def test_gradients_do_not_pile_up() -> None:
+    layout = Layout(2, 16, ((0,), (1,)), ((0, 1),), ((0, 1),))
+    most = waiting = 0
+    for each in instructions(phases(interleaved_program("1f1b", layout))[0], 1):
+        waiting += each.action is not None and each.action.kind is ActionKind.SEND_GRADS
+        waiting -= sum(action.kind is ActionKind.SEND_GRADS for action in each.settles)
+        most = max(most, waiting)
+    assert most <= 4

@@ -1,0 +1,133 @@
+"""What is in the cache and cannot be used, or is wrong, is put out of it: no later run meets it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pyrannc
+from rannd.daemon.client.cache import Client, connect
+from rannd.daemon.common.keys import Key
+from rannd.runtime.traces import shape_families, trace_provider
+
+
+class Times(nn.Module):
+    """A layer, and a factor that is part of the graph."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(4, 4), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.factor
+
+
+class Runs:
+    """Jobs of one process that share a cache, one after another; what they kept, and how often they traced."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.kept: list[tuple[Key, bytes]] = []
+        self.traced = 0
+        put = Client.put
+
+        def noted(client: Client, key: Key, value: bytes) -> bool:
+            if key.kind == "trace":
+                self.kept.append((key, value))
+            return put(client, key, value)
+
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def counting(*args: Any) -> Any:
+                self.traced += 1
+                return function(*args)
+
+            return counting
+
+        patch.setattr(Client, "put", noted)
+        patch.setattr(trace_provider, "trace", counted(trace_provider.trace))
+        patch.setattr(shape_families, "template", counted(shape_families.template))
+
+    def run(self, factor: float = 2.0, lengths: tuple[int, ...] = ()) -> int:
+        """One job; its outputs have to be the model's. Returns how often it traced."""
+        before = self.traced
+        inner = Times(factor)
+        model = pyrannc.RaNNCModule(inner, None)
+        for shape in [(3, length, 4) for length in lengths] or [(3, 4)]:
+            x = torch.randn(shape)
+            expected = nn.functional.linear(x, inner.layer.weight, inner.layer.bias) * factor
+            torch.testing.assert_close(model(x), expected)
+        pyrannc.clear()
+        return self.traced - before
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    monkeypatch.setenv("RANNC_CACHE", "on")
+    return Runs(monkeypatch)
+
+
+def stored(key: Key) -> bytes | None:
+    with _client() as client:
+        return client.get(key)
+
+
+def overwrite(key: Key, value: bytes) -> None:
+    with _client() as client:
+        assert client.put(key, value)
+
+
+def _client() -> Client:
+    return connect(mode="on", timeout_s=30, idle_s=300, max_bytes=1 << 30)
+
+
+@pytest.mark.parametrize("damage", ["no trace at all", "another hash", "not of this model"])
+def test_a_trace_that_cannot_be_used_is_replaced(runs: Runs, damage: str) -> None:
+    assert runs.run() == 1
+    assert runs.run() == 0
+    ((key, good),) = runs.kept
+    bad = {
+        "no trace at all": good[:64] + b"nothing",
+        "another hash": b"0" * 64 + good[64:],
+        "not of this model": _foreign(runs, key),
+    }[damage]
+    overwrite(key, bad)
+    assert runs.run() == 1
+    assert stored(key) == good
+    assert runs.run() == 0
+
+
+def _foreign(runs: Runs, key: Key) -> bytes:
+    """A sound trace of a model with other parameters."""
+    pyrannc.RaNNCModule(nn.Sequential(nn.Linear(4, 4)), None)(torch.randn(3, 4))
+    pyrannc.clear()
+    other, value = runs.kept.pop()
+    assert other != key
+    return value
+
+
+def test_a_trace_that_proves_wrong_is_discarded(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs.run(2.0) == 1
+    assert runs.run(3.0) == 1
+    (key, good), (_, wrong) = runs.kept
+    overwrite(key, wrong)
+    monkeypatch.setenv("RANNC_VERIFY_PARTITIONING", "true")
+    assert runs.run(2.0) == 1
+    assert stored(key) is None
+    monkeypatch.setenv("RANNC_VERIFY_PARTITIONING", "false")
+    assert runs.run(2.0) == 1
+    assert stored(key) == good
+    assert runs.run(2.0) == 0
+
+
+def test_a_template_that_cannot_be_used_is_replaced(runs: Runs) -> None:
+    lengths = (5, 7, 9)
+    assert runs.run(lengths=lengths) == 2  # the first length, and the template of the others
+    assert runs.run(lengths=lengths) == 0
+    key, good = runs.kept[-1]
+    overwrite(key, b"nothing")
+    assert runs.run(lengths=lengths) == 1
+    assert stored(key) == good
+    assert runs.run(lengths=lengths) == 0
