@@ -273,21 +273,21 @@ def test_lines_show_value_and_origin(conf: Path) -> None:
         ("x = [\n1,\n", "{conf}:3: not TOML: "),
         ("min_pipeline = 8\nmax_pipeline = 4", "min_pipeline = 8 ({conf}:1) is above max_pipeline = 4 ({conf}:2); "),
         ("max_partition_num = 4", "min_partition_num = 5 (default) is above max_partition_num = 4 ({conf}:1); "),
-        ("save_deployment = true", "save_deployment = true ({conf}:1), but deployment_file names no file; set "),
-        ("load_deployment = true", "load_deployment = true ({conf}:1), but deployment_file names no file; set "),
+        ("save_deployment = true", "save_deployment = true ({conf}:1), but deployment_file is empty; set "),
+        ("load_deployment = true", "load_deployment = true ({conf}:1), but deployment_file is empty; set "),
         (
             "save_graph_profile = true",
-            "save_graph_profile = true ({conf}:1), but graph_profile_file names no file; set ",
+            "save_graph_profile = true ({conf}:1), but graph_profile_file is empty; set ",
         ),
         (
             "load_graph_profile = true",
-            "load_graph_profile = true ({conf}:1), but graph_profile_file names no file; set ",
+            "load_graph_profile = true ({conf}:1), but graph_profile_file is empty; set ",
         ),
         (
             'partitioning_dry_run_cluster = "cpu"',
             'partitioning_dry_run_cluster = "cpu" ({conf}:1), but partitioning_dry_run_np is 0; set it to the number ',
         ),
-        ("dump_graph = true", "dump_graph = true ({conf}:1), but dump_graph_prefix names no file; set "),
+        ("dump_graph = true", "dump_graph = true ({conf}:1), but dump_graph_prefix is empty; set "),
     ],
 )
 def test_wrong_file(conf: Path, text: str, message: str) -> None:
@@ -323,10 +323,10 @@ def test_other_variables_are_none_of_ours(conf: Path) -> None:
 
 
 def test_wrong_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"RANNC_CONF_DIR=.*missing does not exist; make it"):
+    with pytest.raises(ConfigError, match=r"RANNC_CONF_DIR=.*missing does not exist; create it"):
         load({"RANNC_CONF_DIR": str(tmp_path / "missing")})
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"RANNC_CONF_DIR=.*file is no directory"):
+    with pytest.raises(ConfigError, match=r"RANNC_CONF_DIR=.*file is not a directory"):
         load({"RANNC_CONF_DIR": str(tmp_path / "file")})
     with pytest.raises(ConfigError, match="RANNC_CONF_DIR is empty"):
         load({"RANNC_CONF_DIR": ""})
@@ -362,9 +362,9 @@ def test_file_without_permission(conf: Path) -> None:
 def test_items_without_effect_say_so_when_set(conf: Path) -> None:
     conf.write_text("\nauto_parallel = true\np2p_comm = true\npartition_num = 2\n")
     assert load(env(conf, RANNC_WATCHDOG_LOCKFILE_DIR="")).no_effect_warnings() == [
-        f"item auto_parallel is set ({conf}:2) but has no effect in rannd: nothing reads it in RaNNC either",
+        f"item auto_parallel is set ({conf}:2) but has no effect in rannd: RaNNC does not read it either",
         "item watchdog_lockfile_dir is set (RANNC_WATCHDOG_LOCKFILE_DIR) but has no effect in rannd: "
-        "ranks watch each other over sockets, there are no files",
+        "ranks watch each other over sockets, without files",
     ]
 
 

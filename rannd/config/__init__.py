@@ -1,7 +1,11 @@
-"""The configuration: one declared table, and the two doors that read it.
+"""Configuration: rannc_conf.toml, the ``RANNC_<ITEM>`` variables, and files that describe clusters.
 
-Every item is declared once, in :mod:`rannd.config.table`; the file, the variables, ``--show-config``,
-``docs/configuration.md`` and ``conf/rannc_conf.toml`` all come from there.
+In: TOML files and environment variables, all of which are checked; an error names the file and line, or the variable.
+Out: :class:`Config`, frozen, with the origin of each value, and :class:`rannd.config.cluster.Cluster`.
+
+Begin with ``table``, which declares every item once: the file, the variables, ``--show-config``,
+``docs/configuration.md`` and ``conf/rannc_conf.toml`` are all derived from it. Then ``reading`` (``load``), ``item``
+(types, ranges and parsing of one item), ``tomlfile`` (TOML with line numbers), ``cluster`` and ``document``.
 """
 
 from rannd.config.item import Item, Value

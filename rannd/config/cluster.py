@@ -1,7 +1,7 @@
-"""A cluster: devices and links to plan for that need not be there, read from a TOML file.
+"""Describes a cluster to plan for: its devices and links, read from a TOML file. The cluster need not be available.
 
-conf/clusters holds some, found by name; docs/clusters.md says how times are made of these numbers. Rates are those
-of the data sheet, by which the parts of them that real models reach (``[efficiency]``) are multiplied.
+conf/clusters holds clusters that can be given by name; docs/clusters.md explains how times are computed from these
+numbers. Rates are data-sheet rates, multiplied by the fractions of them that real models reach (``[efficiency]``).
 """
 
 from __future__ import annotations
@@ -17,80 +17,80 @@ from rannd.config.tomlfile import TomlFile
 from rannd.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "clusters"
-"""The clusters that have names; in the source tree it is a link to conf/clusters."""
+"""Directory of the clusters with names; in the source tree a link to conf/clusters."""
 _GIB, _GB = 1024**3, 1e9
 
 
 class Tflops(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Peak rates of a device in 10**12 floating-point operations per second, by the type they compute in."""
+    """Peak rates of a device in 10**12 floating-point operations per second, per dtype."""
 
     float64: float
     float32: float
-    """As torch computes by default: without TF32."""
+    """Without TF32, which is torch's default."""
     float16: float
     bfloat16: float
 
 
 class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What part of a peak rate operators of a model reach."""
+    """Fractions of the peak rates that the operators of a model reach."""
 
     flops: float = 0.6
-    """Of [tflops]: large matrix products reach more, small ones less."""
+    """Fraction of [tflops]; large matrix products reach more, small ones less."""
     memory: float = 0.75
-    """Of memory_gb_per_s."""
+    """Fraction of memory_gb_per_s."""
     links: float = 0.8
-    """Of gb_per_s of the links."""
+    """Fraction of the links' gb_per_s."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A connection between two devices, for one of them, in one direction, while all devices of the node send."""
+    """A connection between two devices: rates for one device in one direction while all devices of its node send."""
 
     gb_per_s: float
     latency_us: float
 
 
 class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Connections of a device."""
+    """The connections of a device."""
 
     inside: Link
-    """To a device of its own node."""
+    """To a device of the same node."""
     between: Link | None = None
-    """To a device of another node; None: there is one node only."""
+    """To a device of another node; None: the cluster has one node."""
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Equal nodes of equal devices. 1 GB is 10**9 bytes, 1 GiB 2**30."""
+    """A cluster of equal nodes with equal devices. 1 GB is 10**9 bytes, 1 GiB is 2**30 bytes."""
 
     device: str
-    """The model of the devices, as their driver names it."""
+    """Model of the devices, as reported by their driver."""
     devices_per_node: int
     memory_gib: float
-    """Of one device, as a program sees it."""
+    """Memory of one device, as reported to a program."""
     memory_gb_per_s: float
-    """Peak bandwidth of a device's memory, reads and writes together."""
+    """Peak memory bandwidth of a device, reads and writes combined."""
     op_latency_us: float
-    """What starting an operator costs beyond its work."""
+    """Launch overhead of an operator."""
     tflops: Tflops
     link: Links
     description: str = ""
     efficiency: Efficiency = Efficiency()
     name: str = ""
-    """What its file is called; no key of the file."""
+    """File name without suffix; not a key of the file."""
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device."""
+        """Memory of one device in bytes."""
         return int(self.memory_gib * _GIB)
 
     @property
     def memory_bytes_per_us(self) -> float:
-        """What a device moves between its memory and itself."""
+        """Achieved memory bandwidth of a device in bytes per microsecond."""
         return self.memory_gb_per_s * self.efficiency.memory * _GB / 1e6
 
     def flops_per_us(self, dtype: str) -> float:
-        """Floating-point operations of a device in a microsecond, for a type such as 'float32' or 'complex64'.
+        """Achieved floating-point operations per microsecond of a device for a dtype such as 'float32' or 'complex64'.
 
-        Types of 8 bits count as bfloat16, whole numbers and truth values as float32.
+        8-bit floating-point dtypes count as bfloat16, integer and boolean dtypes as float32.
         """
         name = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}.get(dtype, dtype)
         if name.startswith("float8"):
@@ -99,34 +99,34 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rate * self.efficiency.flops * 1e12 / 1e6
 
     def link_bytes_per_us(self, link: Link) -> float:
-        """What one of `link` carries."""
+        """Achieved bandwidth of `link` in bytes per microsecond."""
         return link.gb_per_s * self.efficiency.links * _GB / 1e6
 
     def places(self, count: int) -> tuple[tuple[int, int], ...]:
-        """(node, device on it) of `count` devices; the last node may be used in part.
+        """(node, local device) of each of `count` devices; the last node may be used partially.
 
         Raises:
-            ConfigError: `count` devices need several nodes, and nothing is said of links between them.
+            ConfigError: `count` devices need several nodes, but the cluster has no links between nodes.
         """
         if count > self.devices_per_node and self.link.between is None:
             raise ConfigError(
                 f"{count} devices are {-(-count // self.devices_per_node)} nodes of cluster {self.name}, which has "
-                f"{self.devices_per_node} devices a node and no [link.between]; plan for {self.devices_per_node} at "
-                "most, or copy its file and add [link.between]"
+                f"{self.devices_per_node} devices per node and no [link.between]; plan for at most "
+                f"{self.devices_per_node} devices, or copy its file and add [link.between]"
             )
         return tuple(divmod(number, self.devices_per_node) for number in range(count))
 
 
 def cluster_names() -> list[str]:
-    """Names that `cluster_file` knows, sorted."""
+    """The cluster names that `cluster_file` accepts, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def cluster_file(text: str) -> Path:
-    """The file of a cluster: `text` is a path (with a slash, or ending in .toml) or a name.
+    """The file of a cluster. `text` is a path (with a slash, or ending in .toml) or a name.
 
     Raises:
-        ConfigError: no cluster has this name; the message lists those there are.
+        ConfigError: no cluster has this name; the message lists the names.
     """
     if os.sep in text or text.endswith(".toml"):
         return Path(text).expanduser()
@@ -137,27 +137,27 @@ def cluster_file(text: str) -> Path:
 
 
 def load_cluster(text: str) -> Cluster:
-    """The cluster of a name or path.
+    """Reads the cluster of a name or path.
 
     Raises:
-        ConfigError: there is no such file, or a key or value in it is wrong; with file and line.
+        ConfigError: the file does not exist, or a key or value in it is invalid; the message has file and line.
     """
     file = cluster_file(text)
     toml = TomlFile(file)
-    # The name tells where a plan's costs come from, so it is not for the file to choose.
+    # The name says where a plan's costs come from, so the file must not choose another.
     if "name" in toml.data:
-        raise ConfigError(f"{toml.where('name')}: name is what the file is called; leave the key away")
+        raise ConfigError(f"{toml.where('name')}: name is what the file is called; remove the key")
     _check(Cluster, toml.data, toml, ())
     cluster = msgspec.convert({**toml.data, "name": file.stem}, Cluster)
     return cluster
 
 
-#: The least a number may be; those not named have to be above 0.
+#: Minimum values; all other numbers must be above 0.
 _LEAST = {"latency_us": 0.0, "op_latency_us": 0.0}
 
 
 def _check(table: type[msgspec.Struct], data: dict[str, Any], toml: TomlFile, path: tuple[str, ...]) -> None:
-    """ConfigError where `data`, the table at `path` of the file, is none of the type `table`."""
+    """Raises ConfigError if `data`, the table at `path` of the file, does not match the type `table`."""
     fields = {field.name: field for field in msgspec.structs.fields(table) if field.name != "name"}
     for key, value in data.items():
         where, told = toml.where(*path, key), ".".join((*path, key))
@@ -179,7 +179,7 @@ def _check(table: type[msgspec.Struct], data: dict[str, Any], toml: TomlFile, pa
 
 
 def _check_value(kind: object, key: str, value: Any, where: str, told: str, *, share: bool) -> None:
-    """ConfigError where a plain value has another type than `kind`, or is out of range."""
+    """Raises ConfigError if a value is not of type `kind`, or is out of range."""
     if kind is str:
         wanted = "a string"
         right = isinstance(value, str)
@@ -187,7 +187,7 @@ def _check_value(kind: object, key: str, value: Any, where: str, told: str, *, s
         wanted = "a whole number, 1 or more"
         right = type(value) is int and 1 <= value <= 1_000_000
     else:
-        # type() and not isinstance: a bool is an int for Python, not for a user.
+        # type() instead of isinstance(): to Python a bool is an int, to the user it is not.
         number = type(value) in (int, float) and abs(value) <= 1e12
         wanted = "a number above 0 and at most 1" if share else "a number above 0"
         right = number and value > 0 and (not share or value <= 1)

@@ -1,4 +1,4 @@
-"""One configuration item: its type, its range, and how a value for it is read and checked."""
+"""One configuration item: its type and range, and how its values are parsed and checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from rannd.errors import ConfigError
 
-#: What an item can hold.
+#: Types of an item's value.
 Value = bool | int | float | str
 _T = TypeVar("_T", bool, int, float, str)
 
@@ -23,7 +23,7 @@ _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What the table says about an item besides its name, type and default."""
+    """What the table declares about an item besides its name, type and default."""
 
     group: str
     plan_affecting: bool
@@ -42,23 +42,23 @@ class Item:
     type: type[bool] | type[int] | type[float] | type[str]
     default: Value
     group: str
-    """Title of the section the item belongs to."""
+    """Title of the item's section."""
     plan_affecting: bool
-    """Whether two values of the item can lead to two different plans; then it is part of the cache key."""
+    """Whether different values can lead to different plans, which makes the item part of the cache key."""
     help: str
-    """One line for the user."""
+    """One line of help for the user."""
     least: float | None
-    """Smallest number allowed, None: no limit."""
+    """Smallest allowed number; None: no limit."""
     below: float | None
-    """Every number allowed is smaller than this one, None: no limit."""
+    """Exclusive upper limit of a number; None: no limit."""
     choices: tuple[str, ...] | None
-    """The strings allowed, None: any."""
+    """Allowed strings; None: any."""
     no_effect: str | None
-    """Why the item, known to RaNNC, does nothing here; None: it has an effect."""
+    """Why the item, which RaNNC has, does nothing here; None: it has an effect."""
 
     @property
     def variable(self) -> str:
-        """The environment variable that overrides the item."""
+        """Name of the environment variable that overrides the item."""
         return f"RANNC_{self.name.upper()}"
 
     @property
@@ -73,10 +73,10 @@ class Item:
         return f"{words}, {' and '.join(limits)}" if limits else words
 
     def parse(self, text: str, where: str) -> Value:
-        """The value that the text of a variable stands for; ranges are left to :meth:`check`.
+        """The value in the text of an environment variable; :meth:`check` checks its range.
 
         Raises:
-            ConfigError: the text is none of the item's type.
+            ConfigError: the text is not of the item's type.
         """
         word = text.strip()
         if self.type is str:
@@ -93,14 +93,14 @@ class Item:
         raise self.wrong(text, where)
 
     def check(self, value: object, where: str) -> Value:
-        """The value in the item's own type (a whole number becomes a float where a float is wanted).
+        """The value, converted to the item's type (an integer becomes a float for an item of type float).
 
         Raises:
-            ConfigError: wrong type or out of range; the message starts with `where`.
+            ConfigError: the value has another type or is out of range; the message starts with `where`.
         """
         if self.type is float and type(value) is int:
             value = float(value)
-        # type() and not isinstance: a bool is an int for Python, not for a user.
+        # type() instead of isinstance(): to Python a bool is an int, to the user it is not.
         if type(value) is not self.type:
             raise self.wrong(value, where)
         assert isinstance(value, bool | int | float | str)
@@ -115,7 +115,7 @@ class Item:
         return value
 
     def wrong(self, value: object, where: str) -> ConfigError:
-        """The error for a value that the item cannot take."""
+        """The error for a value that is not allowed."""
         return ConfigError(f"{where}: {self.name} = {toml_text(value)}, but {self.name} wants {self.wanted}")
 
 
@@ -130,7 +130,7 @@ def item(
     choices: tuple[str, ...] | None = None,
     no_effect: str | None = None,
 ) -> _T:
-    """Declares a field of the table; see :class:`Item` for the arguments."""
+    """Declares an item as a dataclass field; see :class:`Item` for the arguments."""
     declaration = Declaration(
         group=group,
         plan_affecting=plan_affecting,
@@ -145,7 +145,7 @@ def item(
 
 
 def items_of(table: type) -> dict[str, Item]:
-    """The declared items of a dataclass by name, in their order there."""
+    """The items that a dataclass declares, by name, in order."""
     items = {}
     for field in dataclasses.fields(table):
         declaration = field.metadata.get("item")
@@ -157,7 +157,7 @@ def items_of(table: type) -> dict[str, Item]:
 
 
 def toml_text(value: object) -> str:
-    """The value as it is written in a TOML file; other values than TOML's as Python writes them."""
+    """The value in TOML syntax; a value that TOML does not have as Python's repr."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -166,5 +166,5 @@ def toml_text(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Of the known names (at least one) the one most like `name`."""
+    """The known name most similar to `name`. There must be at least one."""
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]

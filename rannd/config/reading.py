@@ -1,4 +1,4 @@
-"""Reads the configuration: defaults, then rannc_conf.toml, then the ``RANNC_<ITEM>`` variables."""
+"""Loads the configuration: defaults, overridden by rannc_conf.toml, overridden by ``RANNC_<ITEM>`` variables."""
 
 from __future__ import annotations
 
@@ -17,56 +17,54 @@ _FILE_VARIABLE = "RANNC_CONF_FILE"
 
 
 def config_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """The directory that holds rannc_conf.toml and logging.toml.
-
-    RANNC_CONF_DIR names it; otherwise it is ``~/.pyrannc``, which may be missing.
+    """The directory of rannc_conf.toml and logging.toml: RANNC_CONF_DIR, or else ``~/.pyrannc``, which may not exist.
 
     Raises:
-        ConfigError: RANNC_CONF_DIR names something that is no directory.
+        ConfigError: RANNC_CONF_DIR is not a directory.
     """
     environ = os.environ if environ is None else environ
     named = environ.get(_DIRECTORY_VARIABLE)
     if named is None:
         return Path(environ["HOME"] if environ.get("HOME") else Path.home()) / ".pyrannc"
     if not named:
-        raise ConfigError(f"{_DIRECTORY_VARIABLE} is empty; name a directory in it, or unset it to use ~/.pyrannc")
+        raise ConfigError(f"{_DIRECTORY_VARIABLE} is empty; set it to a directory, or unset it to use ~/.pyrannc")
     directory = Path(named).expanduser()
     if not directory.is_dir():
-        what = "is no directory" if directory.exists() else "does not exist"
-        raise ConfigError(f"{_DIRECTORY_VARIABLE}={named} {what}; make it, or unset the variable to use ~/.pyrannc")
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise ConfigError(f"{_DIRECTORY_VARIABLE}={named} {what}; create it, or unset the variable to use ~/.pyrannc")
     return directory
 
 
 def file_to_read(environ: Mapping[str, str], file: Path | None = None) -> Path | None:
-    """The file that is read: `file`, else the one that RANNC_CONF_FILE names, else rannc_conf.toml of the directory.
+    """The file to read: `file`, else RANNC_CONF_FILE, else rannc_conf.toml in the configuration directory.
 
-    None where none is named and the directory has none; one that is named need not exist.
+    None if neither names a file and the directory has none. A named file need not exist.
 
     Raises:
-        ConfigError: the directory is wrong, or RANNC_CONF_FILE is empty.
+        ConfigError: RANNC_CONF_DIR is not a directory, or RANNC_CONF_FILE is empty.
     """
-    # A named directory that is wrong is told even where a file is named besides.
+    # Called first: a wrong RANNC_CONF_DIR is an error even if a file is named.
     default_file = config_directory(environ) / CONF_FILE
     if file is not None:
         return file
     if _FILE_VARIABLE in environ:
         if not environ[_FILE_VARIABLE]:
-            raise ConfigError(f"{_FILE_VARIABLE} is empty; name a file in it, or unset it to use {default_file}")
+            raise ConfigError(f"{_FILE_VARIABLE} is empty; set it to a file, or unset it to use {default_file}")
         return Path(environ[_FILE_VARIABLE]).expanduser()
     return default_file if os.path.lexists(default_file) else None
 
 
 def load(environ: Mapping[str, str] | None = None, file: Path | None = None) -> Config:
-    """The configuration of this process.
+    """Loads the configuration of this process.
 
     Args:
-        environ: the variables to read, those of the process if None.
-        file: the file to read, which must exist; if None the one that RANNC_CONF_FILE names (rannc-run --config
-            sets it for the ranks), else rannc_conf.toml in :func:`config_directory`, where there is one.
+        environ: the environment variables; None: those of the process.
+        file: the file to read, which must exist; None: RANNC_CONF_FILE (``rannc-run --config`` sets it for the
+            ranks), else rannc_conf.toml in :func:`config_directory`, if there is one.
 
     Raises:
-        ConfigError: the directory, file, an item or a variable is wrong; the message names the place, the item,
-            its value and what is wanted.
+        ConfigError: the directory, the file, an item or a variable is invalid; the message names the place, the item,
+            its value and what is allowed.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}

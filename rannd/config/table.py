@@ -1,8 +1,8 @@
-"""The table of configuration items: each one declared once, here, and nowhere else.
+"""Declares all configuration items, each one once.
 
-An item that belongs to RaNNC but does nothing in rannd stays known, so that a file written for RaNNC is read
-whole, and says why it does nothing (`no_effect`). An item is `plan_affecting` when two of its values can lead
-to two different plans: all those items are part of the key under which a plan is cached.
+RaNNC items that have no effect in rannd are declared too, so that a file written for RaNNC can be read as it is;
+`no_effect` says why. An item is `plan_affecting` if different values can lead to different plans; all such items are
+part of the key under which a plan is cached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from rannd.config.item import Item, Value, item, items_of, nearest, toml_text
 from rannd.errors import ConfigError
 
-#: Levels as spdlog names them, its long names too; empty: left to logging.toml.
+#: spdlog's level names, short and long; empty: the levels of logging.toml.
 LOG_LEVELS = ("", "trace", "debug", "info", "warn", "warning", "err", "error", "critical", "off")
 
 _PLAN = "Plan"
@@ -25,10 +25,10 @@ _DEBUG = "Debugging"
 _DAEMON = "Daemon and cache"
 _LOG = "Logging"
 
-_DEAD = "nothing reads it in RaNNC either"
-_LATER = "not implemented yet in this version"
-_PLANS = "the daemon keeps whole deployments between runs by itself"
-_WATCH = "ranks watch each other over sockets, there are no files"
+_DEAD = "RaNNC does not read it either"
+_LATER = "not implemented in this version"
+_PLANS = "the daemon caches whole deployments between runs"
+_WATCH = "ranks watch each other over sockets, without files"
 
 _DEFAULT = "default"
 _CODE = "set in code"
@@ -36,10 +36,9 @@ _CODE = "set in code"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The value of every item, and where it came from.
+    """The value of every item, and its origin.
 
-    Raises ConfigError on construction where a value has a wrong type or range, or where two contradict each
-    other.
+    Raises ConfigError on construction if a value has the wrong type, is out of range or contradicts another one.
     """
 
     # --- PLAN
@@ -51,109 +50,121 @@ class Config:
     )
     replica_num: int = item(
         0,
-        "Replicas of every stage; 0: the planner's choice, stage by stage.",
+        "Number of replicas of every stage; 0: the planner's choice for each stage.",
         group=_PLAN,
         plan_affecting=True,
         least=0,
     )
     pipeline_num: int = item(
-        0, "Microbatches of each rank's mini-batch; 0: the planner's choice.", group=_PLAN, plan_affecting=True, least=0
+        0,
+        "Number of microbatches per mini-batch of a rank; 0: the planner's choice.",
+        group=_PLAN,
+        plan_affecting=True,
+        least=0,
     )
-    min_pipeline: int = item(1, "Fewest microbatches that are tried.", group=_PLAN, plan_affecting=True, least=1)
-    max_pipeline: int = item(32, "Most microbatches that are tried.", group=_PLAN, plan_affecting=True, least=1)
+    min_pipeline: int = item(1, "Minimum number of microbatches to try.", group=_PLAN, plan_affecting=True, least=1)
+    max_pipeline: int = item(32, "Maximum number of microbatches to try.", group=_PLAN, plan_affecting=True, least=1)
     min_pipeline_bs: int = item(
-        1, "Fewest rows of a piece (one microbatch of one rank).", group=_PLAN, plan_affecting=True, least=1
+        1, "Minimum number of rows per piece (one microbatch of one rank).", group=_PLAN, plan_affecting=True, least=1
     )
-    min_partition_num: int = item(5, "Coarsening stops at so many blocks.", group=_PLAN, plan_affecting=True, least=1)
+    min_partition_num: int = item(
+        5, "Number of blocks at which coarsening stops.", group=_PLAN, plan_affecting=True, least=1
+    )
     max_partition_num: int = item(
-        32, "Most blocks among which the stages are searched.", group=_PLAN, plan_affecting=True, least=1
+        32, "Maximum number of blocks in the search for stages.", group=_PLAN, plan_affecting=True, least=1
     )
     dp_search_all: bool = item(
         False,
-        "Search on after the first number of stages that fits.",
+        "Continue the search after the first number of stages that fits.",
         group=_PLAN,
         plan_affecting=False,
         no_effect="rannd always compares all numbers of stages",
     )
     limit_dev_num_pot: bool = item(
         False,
-        "Only powers of two as numbers of replicas; RaNNC's true costs step time and makes cases infeasible.",
+        "Use only powers of two as numbers of replicas; true, RaNNC's default, costs step time and makes some jobs "
+        "infeasible.",
         group=_PLAN,
         plan_affecting=True,
     )
     limit_dev_num_more_than_bs: bool = item(
         True,
-        "No more devices for a stage than rows in its batch.",
+        "Use at most as many devices for a stage as its batch has rows.",
         group=_PLAN,
         plan_affecting=False,
         no_effect="min_pipeline_bs bounds the rows of a piece instead",
     )
     alloc_repl_flat: bool = item(
         True,
-        "How replicas are laid out on the nodes.",
+        "Layout of replicas on the nodes.",
         group=_PLAN,
         plan_affecting=False,
-        no_effect="the planner lays them out by itself",
+        no_effect="the planner chooses the layout",
     )
     coarsen_by_time: bool = item(
         True,
-        "Blocks are balanced by analytic time; false: by the bytes their ops touch.",
+        "Balance blocks by analytic time; false: by the bytes that their ops touch.",
         group=_PLAN,
         plan_affecting=True,
     )
     do_coarsening: bool = item(
         True,
-        "Merge ops over their most expensive boundaries before blocks are balanced.",
+        "Merge ops across their most expensive boundaries before balancing blocks.",
         group=_PLAN,
         plan_affecting=True,
     )
     do_uncoarsening: bool = item(
-        False, "Move the boundaries of coarsened blocks to cheaper places nearby.", group=_PLAN, plan_affecting=True
+        False, "Move the boundaries of coarsened blocks to cheaper positions nearby.", group=_PLAN, plan_affecting=True
     )
     profile_by_acc: bool = item(
         False,
-        "Measure the smallest parts of a model that can be apart and add them up, instead of measuring whole blocks.",
+        "Measure the smallest separable parts of the model and add up their times, instead of measuring whole blocks.",
         group=_PLAN,
         plan_affecting=True,
     )
     force_dist_matmul: bool = item(
         False,
-        "Split matrix products over devices.",
+        "Split matrix products across devices.",
         group=_PLAN,
         plan_affecting=False,
         no_effect="rannd does not split single ops",
     )
     schedule: str = item(
         "1f1b",
-        "Order of forwards and backwards: 1f1b keeps few pieces in memory, fill_drain runs all forwards first.",
+        "Pipeline schedule: 1f1b keeps few pieces in memory, fill_drain runs all forward passes first.",
         group=_PLAN,
         plan_affecting=True,
         choices=("1f1b", "fill_drain"),
     )
     checkpointing: bool = item(
         False,
-        "Recompute activations in every stage; false: only where nothing fits without.",
+        "Recompute activations in every stage; false: only if no plan fits memory otherwise.",
         group=_PLAN,
         plan_affecting=True,
     )
     checkpointing_no_last: bool = item(
-        False, "No recomputation in the last stage.", group=_PLAN, plan_affecting=False, no_effect=_DEAD
+        False, "Do not recompute activations in the last stage.", group=_PLAN, plan_affecting=False, no_effect=_DEAD
     )
     auto_parallel: bool = item(
         False, "Choose the parallelism automatically.", group=_PLAN, plan_affecting=False, no_effect=_DEAD
     )
-    disable_balancing: bool = item(True, "No balancing of stages.", group=_PLAN, plan_affecting=False, no_effect=_DEAD)
-    max_mp_num: int = item(8, "Most stages.", group=_PLAN, plan_affecting=False, no_effect=_DEAD)
+    disable_balancing: bool = item(True, "Do not balance stages.", group=_PLAN, plan_affecting=False, no_effect=_DEAD)
+    max_mp_num: int = item(8, "Maximum number of stages.", group=_PLAN, plan_affecting=False, no_effect=_DEAD)
     # --- MEMORY
     mem_limit_gb: float = item(
         0.0,
-        "Memory of a device to plan for, in GiB, fractions allowed; 0: what the device has.",
+        "Memory per device to plan for, in GiB, fractions allowed; 0: all memory of the device.",
         group=_MEMORY,
         plan_affecting=True,
         least=0,
     )
     mem_margin: float = item(
-        0.1, "Part of that memory that the planner leaves free.", group=_MEMORY, plan_affecting=True, least=0, below=1
+        0.1,
+        "Fraction of that memory that the planner leaves free.",
+        group=_MEMORY,
+        plan_affecting=True,
+        least=0,
+        below=1,
     )
     opt_param_factor: float = item(
         2.0,
@@ -168,19 +179,19 @@ class Config:
         False, "Run the deployment in deployment_file instead of planning.", group=_SAVED, plan_affecting=True
     )
     deployment_file: str = item(
-        "", "File for save_deployment and load_deployment, which need it.", group=_SAVED, plan_affecting=False
+        "", "File for save_deployment and load_deployment, which require it.", group=_SAVED, plan_affecting=False
     )
     save_graph_profile: bool = item(
         False,
-        "Write measured times to graph_profile_file, besides what it has already.",
+        "Add measured times to graph_profile_file.",
         group=_SAVED,
         plan_affecting=False,
     )
     load_graph_profile: bool = item(
-        False, "Take measured times from graph_profile_file where it has them.", group=_SAVED, plan_affecting=True
+        False, "Use the measured times that graph_profile_file has.", group=_SAVED, plan_affecting=True
     )
     graph_profile_file: str = item(
-        "", "File for save_graph_profile and load_graph_profile, which need it.", group=_SAVED, plan_affecting=False
+        "", "File for save_graph_profile and load_graph_profile, which require it.", group=_SAVED, plan_affecting=False
     )
     save_mlpart_results: bool = item(
         False, "Write the blocks to mlpart_results_file.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
@@ -190,25 +201,25 @@ class Config:
     )
     mlpart_results_file: str = item("", "File for blocks.", group=_SAVED, plan_affecting=False, no_effect=_PLANS)
     save_alloc_solutions: bool = item(
-        False, "Write the stages found to files.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
+        False, "Write the stages to files.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
     )
     load_alloc_solutions: bool = item(
-        False, "Read the stages found from files.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
+        False, "Read the stages from files.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
     )
     alloc_solutions_file_prefix: str = item(
-        "", "Start of the names of files for stages.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
+        "", "Prefix of the names of files for stages.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
     )
     # --- RUN
     device: str = item(
         "auto",
-        "Device of the ranks; auto: CUDA where there is a CUDA device.",
+        "Device of the ranks; auto: CUDA if there is a CUDA device.",
         group=_RUN,
         plan_affecting=True,
         choices=("auto", "cpu", "cuda"),
     )
     partitioning_dry_run_np: int = item(
         0,
-        "Plan for so many ranks at the first call, print the plan and exit; 0: train.",
+        "Number of ranks to plan for: at the first call, print the plan and exit; 0: train.",
         group=_RUN,
         plan_affecting=True,
         least=0,
@@ -221,24 +232,24 @@ class Config:
     )
     interleave_loss: bool = item(
         True,
-        "Run backward inside the forward call where the model returns one loss; false: always when it is asked for.",
+        "Run backward inside the forward call if the model returns one loss; false: when the script asks for it.",
         group=_RUN,
         plan_affecting=True,
     )
     consolidate_grads: bool = item(
         False,
-        "Reduce all gradients of one type and one set of ranks in one buffer instead of buckets of 25 MiB.",
+        "Reduce all gradients of one dtype and one group of ranks in one buffer instead of buckets of 25 MiB.",
         group=_RUN,
         plan_affecting=False,
     )
     sync_allreduce: bool = item(
         False,
-        "Reduce gradients after the backward instead of while it runs.",
+        "Reduce gradients after the backward pass instead of during it.",
         group=_RUN,
         plan_affecting=True,
     )
     p2p_comm: bool = item(
-        True, "Send values of stages point to point.", group=_RUN, plan_affecting=False, no_effect=_DEAD
+        True, "Send values between stages point to point.", group=_RUN, plan_affecting=False, no_effect=_DEAD
     )
     use_mpi_to_gather_dist_params: bool = item(
         False,
@@ -249,12 +260,12 @@ class Config:
     )
     run_watchdog: bool = item(
         False,
-        "End the job, with the stacks of all ranks, when a rank waits for others longer than watchdog_timeout_s.",
+        "End the job and print the stacks of all ranks if a rank waits for others longer than watchdog_timeout_s.",
         group=_RUN,
         plan_affecting=False,
     )
     watchdog_timeout_s: float = item(
-        300.0, "Seconds of waiting that run_watchdog takes for a hang.", group=_RUN, plan_affecting=False, least=1
+        300.0, "Seconds of waiting that run_watchdog considers a hang.", group=_RUN, plan_affecting=False, least=1
     )
     watchdog_lockfile_dir: str = item(
         "", "Directory of the watchdog's files.", group=_RUN, plan_affecting=False, no_effect=_WATCH
@@ -268,42 +279,43 @@ class Config:
     )
     profiler_cache_size: int = item(
         0,
-        "Measured graphs kept in memory.",
+        "Number of measured graphs kept in memory.",
         group=_RUN,
         plan_affecting=False,
         least=0,
-        no_effect="the daemon keeps what is measured; see cache_max_gb",
+        no_effect="the daemon caches measurements; see cache_max_gb",
     )
     skip_grad_scaling: bool = item(
         True,
         "Do not scale gradients by the number of ranks.",
         group=_RUN,
         plan_affecting=False,
-        no_effect="gradients are always the mean over ranks, as DistributedDataParallel's",
+        no_effect="gradients are always the mean over ranks, as in DistributedDataParallel",
     )
-    # --- LAUNCH: rannc-run alone reads them; each is a flag of it, too
+    # --- LAUNCH: read by rannc-run only; each is also one of its flags
     nproc: int = item(
         0,
-        "Ranks that rannc-run starts (-np); 0: the slots of the hosts, else one per GPU, else one per pair of cores.",
+        "Number of ranks to start (-np); 0: the slots of the hosts, else one per GPU, else one per two cores.",
         group=_LAUNCH,
         plan_affecting=False,
         least=0,
     )
     hosts: str = item(
         "",
-        "Hosts and the ranks each takes, as in a:4,b:4 (--hosts); empty: hostfile, the batch system's, this machine.",
+        "Hosts and their numbers of ranks, as in a:4,b:4 (--hosts); empty: hostfile, else those of the batch system, "
+        "else this machine.",
         group=_LAUNCH,
         plan_affecting=False,
     )
     hostfile: str = item(
         "",
-        "File of hosts, one a line: name slots=N (--hostfile); a path from the working directory, as all paths here.",
+        "File of hosts, one per line: name slots=N (--hostfile); relative to the working directory, as are all paths.",
         group=_LAUNCH,
         plan_affecting=False,
     )
     log_dir: str = item(
         "",
-        "Directory in which each run's output is kept (--log-dir), from the working directory; empty: none is.",
+        "Directory for the output of each run (--log-dir), relative to the working directory; empty: not kept.",
         group=_LAUNCH,
         plan_affecting=False,
     )
@@ -319,69 +331,72 @@ class Config:
     )
     timeout_start: float = item(
         300.0,
-        "Seconds in which all ranks have to have started (--timeout-start); 0: as long as it takes.",
+        "Seconds within which all ranks must have started (--timeout-start); 0: no limit.",
         group=_LAUNCH,
         plan_affecting=False,
         least=0,
     )
     tune: bool = item(
         True,
-        "Choose threads and malloc settings of the ranks; false (--no-tune): leave them alone.",
+        "Set the number of threads and malloc options of the ranks; false (--no-tune): leave them unchanged.",
         group=_LAUNCH,
         plan_affecting=False,
     )
     preflight: bool = item(
         True,
-        "Look, before any rank starts, whether the other machines can be reached and have what a rank needs; false "
+        "Check before any rank starts that the other machines can be reached and have what a rank needs; false "
         "(--no-preflight): start at once.",
         group=_LAUNCH,
         plan_affecting=False,
     )
     # --- DEBUG
     show_config_items: bool = item(
-        False, "Print every item, its value and where it came from.", group=_DEBUG, plan_affecting=False
+        False, "Print every item with its value and origin.", group=_DEBUG, plan_affecting=False
     )
     check_nan: str = item(
         "loss",
-        "Error on all ranks for a loss of the model that is NaN in training; all: for any NaN that a stage makes, too.",
+        "Raise an error on all ranks for a NaN loss in training; all: also for any other NaN that a stage computes.",
         group=_DEBUG,
         plan_affecting=False,
         choices=("off", "loss", "all"),
     )
     verify_trace: bool = item(
         True,
-        "Compare each new trace with the model, on at most two rows of rank 0's mini-batch (outputs, gradients, "
-        "buffers); what differs runs as one operator.",
+        "Compare each new trace with the model on at most two rows of rank 0's mini-batch (outputs, gradients, "
+        "buffers); parts that differ run as one operator.",
         group=_DEBUG,
         plan_affecting=False,
     )
     verify_partitioning: bool = item(
-        False, "Compare the partitioned model's results with the whole model's.", group=_DEBUG, plan_affecting=False
+        False,
+        "Compare the results of the partitioned model with those of the whole model.",
+        group=_DEBUG,
+        plan_affecting=False,
     )
     dump_graph: bool = item(
         False,
-        "Write each graph with its blocks and stages: a .json and a .dot (Graphviz), named by its hash.",
+        "Write each graph with its blocks and stages to a .json and a .dot file (Graphviz), named by its hash.",
         group=_DEBUG,
         plan_affecting=False,
     )
     dump_graph_prefix: str = item(
         "",
-        "What the names of dump_graph's files begin with, folder included; dump_graph needs it.",
+        "Prefix of the files that dump_graph writes, including their directory; dump_graph requires it.",
         group=_DEBUG,
         plan_affecting=False,
     )
     profiling: bool = item(
-        False, "Measure where the time of a step goes.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
+        False, "Measure how the time of a step is spent.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
     )
     graph_profiling: bool = item(
         False, "Measure subgraphs while training.", group=_DEBUG, plan_affecting=False, no_effect=_DEAD
     )
     profile_dump_path: str = item("", "File for graph_profiling.", group=_DEBUG, plan_affecting=False, no_effect=_DEAD)
     profiling_iter: int = item(
-        1, "Repetitions of a measurement.", group=_DEBUG, plan_affecting=False, least=1, no_effect=_DEAD
+        1, "Number of repetitions of a measurement.", group=_DEBUG, plan_affecting=False, least=1, no_effect=_DEAD
     )
     validate_comm: bool = item(
-        False, "Check what is sent between ranks.", group=_DEBUG, plan_affecting=False, no_effect=_DEAD
+        False, "Check the values sent between ranks.", group=_DEBUG, plan_affecting=False, no_effect=_DEAD
     )
     display_comm_value: bool = item(
         False, "Print the values sent between ranks.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
@@ -395,13 +410,13 @@ class Config:
     event_trace_file: str = item("", "File for trace_events.", group=_DEBUG, plan_affecting=False, no_effect=_LATER)
     verify_recomp: bool = item(
         False,
-        "Check that recomputed values equal the first ones.",
+        "Check that recomputed values equal the original ones.",
         group=_DEBUG,
         plan_affecting=False,
         no_effect=_LATER,
     )
     dump_dp_node_profiles: str = item(
-        "", "File for the costs that the search for stages reads.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
+        "", "File for the costs that the search for stages uses.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
     )
     dump_dp_cache: str = item(
         "", "File for the table of the search for stages.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
@@ -411,12 +426,12 @@ class Config:
         "Profile with Kineto.",
         group=_DEBUG,
         plan_affecting=False,
-        no_effect="wrap the training loop in torch.profiler.profile, which is Kineto",
+        no_effect="wrap the training loop in torch.profiler.profile, which uses Kineto",
     )
     # --- DAEMON
     cache: str = item(
         "on",
-        "Use of kept deployments and profiles; readonly: write none, refresh: read none.",
+        "Use of cached deployments and profiles; readonly: write none, refresh: read none.",
         group=_DAEMON,
         plan_affecting=False,
         choices=("on", "off", "readonly", "refresh"),
@@ -429,14 +444,18 @@ class Config:
         least=0,
     )
     daemon_idle_s: float = item(
-        1800.0, "Seconds without work after which the daemon exits.", group=_DAEMON, plan_affecting=False, least=0
+        1800.0, "Idle seconds after which the daemon exits.", group=_DAEMON, plan_affecting=False, least=0
     )
     daemon_timeout_s: float = item(
-        5.0, "Longest wait in seconds for an answer of the daemon.", group=_DAEMON, plan_affecting=False, least=0
+        5.0, "Maximum seconds to wait for an answer of the daemon.", group=_DAEMON, plan_affecting=False, least=0
     )
     # --- LOG
     log_level: str = item(
-        "", "Level of all loggers; empty: as logging.toml says.", group=_LOG, plan_affecting=False, choices=LOG_LEVELS
+        "",
+        "Level of all loggers; empty: the levels of logging.toml.",
+        group=_LOG,
+        plan_affecting=False,
+        choices=LOG_LEVELS,
     )
 
     _origins: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
@@ -455,7 +474,7 @@ class Config:
             ("dump_graph", "dump_graph_prefix"),
         ):
             if getattr(self, switch) and not getattr(self, file):
-                raise ConfigError(f"{self._told(switch)}, but {file} names no file; set {file} too")
+                raise ConfigError(f"{self._told(switch)}, but {file} is empty; set {file} too")
         if self.partitioning_dry_run_cluster and not self.partitioning_dry_run_np:
             raise ConfigError(
                 f"{self._told('partitioning_dry_run_cluster')}, but partitioning_dry_run_np is 0; set it to the number "
@@ -464,35 +483,35 @@ class Config:
 
     @staticmethod
     def of(values: Mapping[str, object], origins: Mapping[str, str]) -> Config:
-        """The configuration with `values` instead of the defaults; `origins` says where each of them is from.
+        """The configuration with `values` in place of the defaults; `origins` says where each value is from.
 
         Raises:
-            ConfigError: an item is not known, a value is wrong.
+            ConfigError: an item is unknown, or a value is invalid.
         """
         for name in values:
             if name not in ITEMS:
                 raise ConfigError(f"no item is named {name}; the nearest is {nearest(name, ITEMS)}")
-        # Types are checked by __post_init__, which is why they need not be known here.
+        # __post_init__ checks the types.
         return Config(**values, _origins=dict(origins))  # type: ignore[arg-type]
 
     def replace(self, **items: object) -> Config:
-        """A configuration with other values for some items, checked as those of a file.
+        """A copy with other values for some items, which are checked like those of a file.
 
         Raises:
-            ConfigError: an item is not known, a value is wrong.
+            ConfigError: an item is unknown, or a value is invalid.
         """
         return self.override(items, dict.fromkeys(items, _CODE))
 
     def override(self, values: Mapping[str, object], origins: Mapping[str, str]) -> Config:
-        """`replace`, with the places that the values are from: the flags of a command.
+        """Like `replace`, with the origins of the values, such as the flags of a command.
 
         Raises:
-            ConfigError: an item is not known, a value is wrong.
+            ConfigError: an item is unknown, or a value is invalid.
         """
         return Config.of({name: getattr(self, name) for name in ITEMS} | dict(values), {**self._origins, **origins})
 
     def origin(self, name: str) -> str:
-        """Where the value is from: ``default``, ``/path/rannc_conf.toml:12``, ``RANNC_<ITEM>``, ``--<flag>``, or
+        """The origin of a value: ``default``, ``/path/rannc_conf.toml:12``, ``RANNC_<ITEM>``, ``--<flag>``, or
         ``set in code``.
 
         Raises:
@@ -505,13 +524,13 @@ class Config:
         return _DEFAULT if getattr(self, name) == ITEMS[name].default else _CODE
 
     def plan_items(self) -> dict[str, Value]:
-        """Every item that can change a plan, with its value: a part of the key of a cached plan."""
+        """The value of every plan-affecting item: part of the key of a cached plan."""
         return {name: getattr(self, name) for name, row in ITEMS.items() if row.plan_affecting}
 
     def no_effect_warnings(self) -> list[str]:
-        """A line for each item that is set but does nothing in rannd.
+        """One line per item that is set but has no effect in rannd.
 
-        A line of the file that repeats the default asks for nothing: conf/rannc_conf.toml can be copied whole.
+        A line of the file that repeats the default gives no warning, so that conf/rannc_conf.toml can be copied whole.
         """
         warnings = []
         for name, row in ITEMS.items():
@@ -524,12 +543,12 @@ class Config:
         return warnings
 
     def lines(self) -> list[str]:
-        """A line for each item, for ``--show-config`` and show_config_items: ``name = value  # where from``."""
+        """One line per item, for ``--show-config`` and show_config_items: ``name = value  # origin``."""
         return [f"{name} = {toml_text(getattr(self, name))}  # {self.origin(name)}" for name in ITEMS]
 
     def _told(self, name: str) -> str:
         return f"{name} = {toml_text(getattr(self, name))} ({self.origin(name)})"
 
 
-#: The table: every item by name, in the order of documentation and files.
+#: All items by name, in the order of the documentation and the files.
 ITEMS: dict[str, Item] = items_of(Config)

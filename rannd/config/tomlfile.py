@@ -1,4 +1,4 @@
-"""A TOML file of which every key and table knows its line, for messages that a user can act on."""
+"""Reads TOML with the line number of every key and table, for error messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tomli
 
 from rannd.errors import ConfigError
 
-#: Names and indices from the top of the document, as ("sink", 0, "name").
+#: Names and indices from the top of the document, such as ("sink", 0, "name").
 KeyPath = tuple[str | int, ...]
 
 
@@ -16,7 +16,7 @@ class TomlFile:
     """A parsed TOML file.
 
     Raises:
-        ConfigError: the file cannot be read, is not UTF-8 or not TOML; with its line.
+        ConfigError: the file cannot be read, is not UTF-8 or is not TOML; the message has the line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,7 +26,7 @@ class TomlFile:
         except FileNotFoundError as exc:
             raise ConfigError(f"{path}: there is no such file; is the path right?") from exc
         except OSError as exc:
-            raise ConfigError(f"{path}: cannot be read: {exc.strerror}; mend its permissions or remove it") from exc
+            raise ConfigError(f"{path}: cannot be read: {exc.strerror}; fix its permissions or remove it") from exc
         try:
             text = data.decode()
         except UnicodeDecodeError as exc:
@@ -39,11 +39,11 @@ class TomlFile:
         except tomli.TOMLDecodeError as exc:
             raise ConfigError(f"{path}:{exc.lineno}: not TOML: {exc.msg} (column {exc.colno})") from exc
         except RecursionError as exc:
-            raise ConfigError(f"{path}: not TOML that can be read: nested too deeply") from exc
+            raise ConfigError(f"{path}: not TOML: nested too deeply") from exc
         self._lines = _lines_of(text)
 
     def where(self, *path: str | int) -> str:
-        """``file:line`` of a key or table; of the innermost table around it where it has no line of its own."""
+        """``file:line`` of a key or table, or of the innermost enclosing table that has a line."""
         for length in range(len(path), 0, -1):
             line = self._lines.get(path[:length])
             if line is not None:
@@ -52,10 +52,10 @@ class TomlFile:
 
 
 def _lines_of(text: str) -> dict[KeyPath, int]:
-    """Line of each key and each table header of a valid document.
+    """The line of each key and table header of a valid document.
 
-    In a valid document a statement is the smallest run of whole lines that is valid TOML by itself (a
-    string or array left open is not), so the parser itself finds where each one ends.
+    In a valid document, a statement is the shortest sequence of whole lines that is valid TOML by itself (an open
+    string or array is not), so the parser finds where each statement ends.
     """
     lines: dict[KeyPath, int] = {}
     counts: dict[tuple[str, ...], int] = {}
@@ -82,7 +82,7 @@ def _lines_of(text: str) -> dict[KeyPath, int]:
 
 
 def _header(parsed: dict[str, object], counts: dict[tuple[str, ...], int]) -> KeyPath:
-    """The path a header opens; counts the elements of arrays of tables."""
+    """The path of a table header; `counts` holds the number of elements of each array of tables so far."""
     names: list[str] = []
     inner: object = parsed
     while isinstance(inner, dict) and inner:
