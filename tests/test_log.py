@@ -1,10 +1,12 @@
-"""Logging, in real processes: what reaches the standard error and the files, with spdlog and without."""
+"""Logging, in real processes: the lines on standard error and in files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -17,59 +19,47 @@ import pytest
 from rannd import log
 from rannd.config import ITEMS
 from rannd.errors import ConfigError
-from rannd.log import door, settings
-from rannd.log.pattern import FLAGS, PatternFormatter, unknown_flag
-from rannd.log.sinks import DailyFileHandler
+from rannd.log import loggers, settings
+from rannd.log.pattern import FLAGS, unknown_flag
 
 ROOT = Path(__file__).parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 _PREFIX = """
-import sys
-{block}
-import logging, os
+import logging, os, sys
 from pathlib import Path
 from rannd import log
 from rannd.config import ITEMS
 here = Path({directory!r})
 """
-#: How an interpreter without spdlog looks to an import of it.
-_BLOCK = "sys.modules['spdlog'] = None"
-
-
-@pytest.fixture(params=["spdlog", "plain"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
-def run(tmp_path: Path, backend: str) -> Run:
-    """Runs lines in a new interpreter; `here` is a directory, in which `toml` is logging.toml."""
+def run(tmp_path: Path) -> Run:
+    """Runs code in a new interpreter; `here` is a directory, with `toml` as logging.toml."""
 
     def run_(code: str, toml: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
         if toml is not None:
             (tmp_path / "logging.toml").write_text(toml)
-        prefix = _PREFIX.format(block=_BLOCK if backend == "plain" else "", directory=str(tmp_path))
-        environ = {name: text for name, text in os.environ.items() if name not in door._RANK_VARIABLES}
+        environ = {name: text for name, text in os.environ.items() if name not in loggers._RANK_VARIABLES}
         environ |= {"PYTHONPATH": str(ROOT), "RANNC_CONF_DIR": str(tmp_path), **variables}
-        return subprocess.run(
-            [sys.executable, "-c", prefix + code], capture_output=True, text=True, env=environ, cwd=tmp_path, check=True
-        )
+        command = [sys.executable, "-c", _PREFIX.format(directory=str(tmp_path)) + code]
+        return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, check=True)
 
     return run_
 
 
 @pytest.fixture
 def own_process() -> Iterator[None]:
-    """Leaves the loggers of this process as they were."""
+    """Restores the loggers of this process."""
     yield
     base = logging.getLogger("rannd")
-    if door._handler is not None:
-        for logger in door._handler.settings.loggers:
+    if loggers._handler is not None:
+        for logger in loggers._handler.settings.loggers:
             log.get(logger.name).setLevel(logging.NOTSET)
-        base.removeHandler(door._handler)
-        door._handler.close()
-        door._handler = None
+        base.removeHandler(loggers._handler)
+        loggers._handler.close()
+        loggers._handler = None
 
 
 def console(pattern: str = "[%n] [%l] %v", loggers: str = "", sink: str = "stderr_sink_mt", **keys: str) -> str:
@@ -108,11 +98,6 @@ def test_the_shipped_file_changes_nothing(run: Run) -> None:
     assert run(code, toml).stderr.splitlines() == lines
 
 
-def test_the_backend_is_the_one_meant(run: Run, backend: str) -> None:
-    code = "log.setup()\nprint(type(log.door._handler.backend).__name__)"
-    assert run(code).stdout.strip().lower().startswith(backend)
-
-
 def test_every_level(run: Run) -> None:
     code = "log.setup()\nfor n in (5, 10, 20, 25, 30, 40, 50, 55): log.get('A').log(n, str(n))"
     assert run(code, console("%l %L %v")).stderr.splitlines() == [
@@ -128,7 +113,7 @@ def test_every_level(run: Run) -> None:
 
 
 def test_every_flag_of_a_pattern(run: Run) -> None:
-    """Each flag gives text of the same shape with both backends, the fixed ones the same text."""
+    """spdlog knows every flag that logging.toml may use, with the meaning that the documentation gives."""
     pattern = "|".join(f"{ord(flag)}=%{flag}" for flag in sorted(FLAGS))
     line = run("log.setup()\nlog.get('A').info('message')\nprint(os.getpid())", console(pattern), TZ="Asia/Tokyo")
     got = {chr(int(flag)): text for flag, text in re.findall(r"(\d+)=([^|]*)", line.stderr.rstrip("\n"))}
@@ -211,6 +196,23 @@ def test_sinks_that_show_nothing_here(run: Run) -> None:
     assert (result.stdout, result.stderr) == ("", "")
 
 
+def test_colors_on_a_terminal_only(run: Run, tmp_path: Path) -> None:
+    toml = console("%^%l%$ %v", sink="color_stderr_sink_mt")
+    code = "log.setup()\nlog.get('A').warning('x')"
+    assert run(code, toml).stderr == "warning x\n"
+    ours, theirs = pty.openpty()
+    code = _PREFIX.format(directory=str(tmp_path)) + code
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RANNC_CONF_DIR": str(tmp_path), "TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environ, cwd=tmp_path, check=True)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert re.fullmatch(rb"(\x1b\[\d*m)+warning(\x1b\[\d*m)+ x\r\n", shown), shown
+
+
 def test_tracebacks_and_odd_text(run: Run) -> None:
     result = run(
         "log.setup()\n"
@@ -234,7 +236,7 @@ def test_import_and_get_do_nothing(run: Run) -> None:
         "base = logging.getLogger('rannd')\n"
         "print(base.handlers, base.level, logging.getLogger().handlers, logging.getLevelName(5))\n"
         "print(list(here.iterdir()))\n"
-        "print('spdlog' in sys.modules and sys.modules['spdlog'] is not None, 'torch' in sys.modules)\n",
+        "print('spdlog' in sys.modules, 'torch' in sys.modules)\n",
         RANNC_CONF_DIR="/does/not/exist",
     )
     assert result.stdout == "[] 0 [] Level 5\n[]\nFalse False\n"
@@ -270,6 +272,24 @@ def test_a_failed_setup_leaves_what_was(run: Run) -> None:
         "except ConfigError: log.get('A').info('still')\n"
     )
     assert run(code).stderr == "[A] [info] still\n"
+
+
+def test_setup_without_spdlog_says_what_to_install(run: Run) -> None:
+    code = (
+        "sys.modules['spdlog'] = None\n"  # an import of it fails now, as if it were not installed
+        "from rannd.errors import ConfigError\n"
+        "try: log.setup()\n"
+        "except ConfigError as error: kept = error; print(error)\n"  # and with it the frames, and what is in them
+        "print(logging.getLogger('rannd').handlers)\n"
+        "del sys.modules['spdlog']\n"
+        "log.setup()\n"
+        "log.get('A').info('x')\n"
+    )
+    result = run(code)
+    error, handlers = result.stdout.splitlines()
+    assert error.startswith("the package spdlog, which writes the log, cannot be imported: ")
+    assert "pip install spdlog" in error
+    assert (handlers, result.stderr) == ("[]", "[A] [info] x\n")
 
 
 def test_a_users_own_root_handler_sees_each_record_once(run: Run) -> None:
@@ -363,18 +383,6 @@ def test_a_file_for_each_day(run: Run, tmp_path: Path) -> None:
     assert file.read_text() == "x\n"
 
 
-def test_the_next_day_has_its_own_file(tmp_path: Path) -> None:
-    handler = DailyFileHandler(str(tmp_path / "x.log"), 0, 0)
-    now = time.time()
-    for days in (0, 0, 1, 3):
-        record = logging.makeLogRecord({"msg": f"day {days}", "created": now + days * 86400})
-        handler.handle(record)
-    handler.close()
-    names = [f"x_{time.strftime('%Y-%m-%d', time.localtime(now + days * 86400))}.log" for days in (0, 1, 3)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
-    assert [(tmp_path / name).read_text() for name in names] == ["day 0\nday 0\n", "day 1\n", "day 3\n"]
-
-
 def test_a_forked_child_writes_a_file_of_its_own(run: Run, tmp_path: Path) -> None:
     code = (
         "log.setup()\n"
@@ -407,34 +415,34 @@ _LOGGER = '[[logger]]\nname = "root"\n'
     ("toml", "message"),
     [
         ("x = [", "{file}:1: not TOML: "),
-        ('global_patern = "%v"', "{file}:1: the file: global_patern is not known here; the nearest is global_pattern"),
+        ('global_patern = "%v"', "{file}:1: the file: unknown key global_patern; the nearest is global_pattern"),
         ("global_pattern = 3", "{file}:1: the file: global_pattern = 3, but global_pattern wants a string"),
-        ('global_pattern = "%v %Q"', '{file}:1: the file: global_pattern = "%v %Q" has the flag %Q, which is not'),
-        ('global_pattern = "50%"', '{file}:1: the file: global_pattern = "50%" has the flag %, which is not known'),
-        ("sink = 3", "{file}:1: the file: sink wants tables, each below a line [[sink]]"),
-        ('[sink]\nname = "x"', "{file}:1: the file: sink wants tables, each below a line [[sink]]"),
-        ('\n[[sink]]\nname = "s"', "{file}:2: [[sink]] s: type is missing, wanted a string"),
-        ('[[sink]]\ntype = "null_sink_mt"', "{file}:1: [[sink]]: name is missing, wanted a string"),
-        ('[[sink]]\nname = ""', '{file}:2: [[sink]] : name = "", but name wants a string that is not empty'),
+        ('global_pattern = "%v %Q"', '{file}:1: the file: global_pattern = "%v %Q" has the unknown flag %Q; known'),
+        ('global_pattern = "50%"', '{file}:1: the file: global_pattern = "50%" has the unknown flag %; known flags'),
+        ("sink = 3", "{file}:1: the file: sink wants tables, each under a line [[sink]]"),
+        ('[sink]\nname = "x"', "{file}:1: the file: sink wants tables, each under a line [[sink]]"),
+        ('\n[[sink]]\nname = "s"', "{file}:2: [[sink]] s: type is missing; it wants a string"),
+        ('[[sink]]\ntype = "null_sink_mt"', "{file}:1: [[sink]]: name is missing; it wants a string"),
+        ('[[sink]]\nname = ""', '{file}:2: [[sink]] : name = "", but name wants a non-empty string'),
         (
             '[[sink]]\nname = "s"\ntype = "stdout_sink"',
             '{file}:3: [[sink]] s: type = "stdout_sink", but type wants one of stdout_sink_mt, ',
         ),
-        (_SINK + 'filename = "x"', "{file}:4: [[sink]] s: filename is not known here; the nearest is "),
+        (_SINK + 'filename = "x"', "{file}:4: [[sink]] s: unknown key filename; the nearest is "),
         (_SINK + 'level = "warm"', '{file}:4: [[sink]] s: level = "warm", but level wants one of trace, debug, '),
         (_SINK + "level = 3", "{file}:4: [[sink]] s: level = 3, but level wants a string"),
-        (_SINK + _SINK, '{file}:5: [[sink]] s: name = "s" is there twice; rename or remove one'),
+        (_SINK + _SINK, '{file}:5: [[sink]] s: name = "s" is used twice; rename or remove one'),
         (
             file_sink(name='filename = "log.d/rannd"'),
             '{file}:5: [[sink]] f: filename = "log.d/rannd" is one file for all ranks, and several processes would '
-            'corrupt it; write filename = "log.d/rannd.{{rank}}"',
+            'corrupt it; use filename = "log.d/rannd.{{rank}}"',
         ),
         (
             file_sink(name='filename = "x.log"'),
             '{file}:5: [[sink]] f: filename = "x.log" is one file for all ranks, and several processes would corrupt '
-            'it; write filename = "x.{{rank}}.log"',
+            'it; use filename = "x.{{rank}}.log"',
         ),
-        (file_sink(name=""), "{file}:2: [[sink]] f: filename is missing, wanted a string"),
+        (file_sink(name=""), "{file}:2: [[sink]] f: filename is missing; it wants a string"),
         (file_sink(more="truncate = 1"), "{file}:6: [[sink]] f: truncate = 1, but truncate wants true or false"),
         (
             file_sink("rotating_file_sink_mt", 'base_filename = "{rank}"'),
@@ -442,7 +450,7 @@ _LOGGER = '[[logger]]\nname = "root"\n'
         ),
         (
             file_sink("rotating_file_sink_mt", 'base_filename = "{rank}"', 'max_size = "10 MB"'),
-            '{file}:6: [[sink]] f: max_size = "10 MB", but max_size wants bytes above 0, or as "512K"',
+            '{file}:6: [[sink]] f: max_size = "10 MB", but max_size wants a number of bytes above 0, or a size ',
         ),
         (
             file_sink("rotating_file_sink_mt", 'base_filename = "{rank}"', "max_size = 10\nmax_files = 0"),
@@ -453,16 +461,19 @@ _LOGGER = '[[logger]]\nname = "root"\n'
             "{file}:6: [[sink]] f: rotation_hour = 24, but rotation_hour wants a whole number from 0 to 23",
         ),
         (_SINK + '[[logger]]\nsinks = ["s"]', "{file}:4: [[logger]]: name is missing"),
-        (_SINK + _LOGGER, "{file}:4: [[logger]] root: sinks is missing, wanted a list of strings"),
+        (_SINK + _LOGGER, "{file}:4: [[logger]] root: sinks is missing; it wants a list of strings"),
         (_SINK + _LOGGER + 'sinks = "s"', '{file}:6: [[logger]] root: sinks = "s", but sinks wants a list of strings'),
-        (_SINK + _LOGGER + 'sinks = ["t"]', '{file}:6: [[logger]] root: sinks names "t", which is no [[sink]]; the '),
+        (
+            _SINK + _LOGGER + 'sinks = ["t"]',
+            '{file}:6: [[logger]] root: sinks names "t", which is not a [[sink]]; the ',
+        ),
         (
             _LOGGER + 'sinks = ["t"]',
-            '{file}:3: [[logger]] root: sinks names "t", which is no [[sink]]; the file has no',
+            '{file}:3: [[logger]] root: sinks names "t", which is not a [[sink]]; the file has no',
         ),
         (
             _SINK + _LOGGER + 'sinks = ["s"]\npattern = "%v"',
-            '{file}:7: [[logger]] root: pattern = "%v", but the file has no [[pattern]]; add one of this name',
+            '{file}:7: [[logger]] root: pattern = "%v", but the file has no [[pattern]]; add one with this name',
         ),
         (
             '[[pattern]]\nname = "long"\nvalue = "%v"\n' + _SINK + _LOGGER + 'sinks = ["s"]\npattern = "lang"',
@@ -477,11 +488,11 @@ _LOGGER = '[[logger]]\nname = "root"\n'
             '[[pattern]]\nname = "long"\nvalue = "%n %v"\n'
             + file_sink().replace('global_pattern = "%v"\n', "")
             + '[[logger]]\nname = "A"\nsinks = ["f"]\npattern = "long"',
-            "{file}:15: [[logger]] A: loggers root and A write the file of sink f in two patterns; give them one",
+            "{file}:15: [[logger]] A: loggers root and A write to the file of sink f in two patterns; give them one",
         ),
         (
             file_sink() + '[[sink]]\nname = "g"\ntype = "basic_file_sink_st"\nfilename = "x.{rank}.log"',
-            "{file}:10: sinks f and g write the same file x.{{rank}}.log; give them two files",
+            "{file}:10: sinks f and g write to the same file x.{{rank}}.log; give them two files",
         ),
     ],
 )
@@ -495,7 +506,7 @@ def test_wrong_file(tmp_path: Path, toml: str, message: str) -> None:
 
 @pytest.mark.usefixtures("own_process")
 def test_wrong_level() -> None:
-    with pytest.raises(ConfigError, match='no log level is named "loud"; wanted one of trace, debug'):
+    with pytest.raises(ConfigError, match='"loud" is not a log level; use one of trace, debug'):
         log.setup(ROOT / "conf", level="loud")
 
 
@@ -503,13 +514,13 @@ def test_file_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
     code = "from rannd.errors import ConfigError\ntry: log.setup()\nexcept ConfigError as error: print(error)"
     result = run(code, file_sink(name='filename = "none/x.{rank}"'))
     assert result.stdout == (
-        f"{tmp_path}/logging.toml:2: sink f: the directory none does not exist; make it, or set create_parent_dir = "
+        f"{tmp_path}/logging.toml:2: sink f: the directory none does not exist; create it, or set create_parent_dir = "
         "true\n"
     )
     assert not (tmp_path / "none").exists()
     (tmp_path / "x.0").mkdir()
     result = run(code, file_sink(name='filename = "x.{rank}"'), RANK="0")
-    assert result.stdout == f"{tmp_path}/logging.toml:2: sink f: x.0 cannot be written; name another file\n"
+    assert result.stdout == f"{tmp_path}/logging.toml:2: sink f: x.0 cannot be written; use another file name\n"
 
 
 @pytest.mark.usefixtures("own_process")
@@ -552,12 +563,6 @@ def test_unknown_flags(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["", "%v", "%%", "%%y", "[%n] [%l] %v", "%-64v%=3!l", "%^%L%$"])
 def test_known_flags(pattern: str) -> None:
     assert unknown_flag(pattern) is None
-
-
-def test_colours() -> None:
-    record = logging.makeLogRecord({"msg": "x", "levelno": logging.WARNING, "name": "rannd.A"})
-    assert PatternFormatter("%^%v%$!", colour=True).format(record) == "\033[33m\033[1mx\033[m!"
-    assert PatternFormatter("%^%v%$!").format(record) == "x!"
 
 
 def test_get() -> None:

@@ -1,11 +1,17 @@
-"""Logging: Python's own in front, spdlog's sinks behind, logging.toml between.
+"""Logging: Python loggers in front, spdlog sinks behind, configured by logging.toml.
 
-Loggers have RaNNC's names and are Python's, below ``rannd``. Their records reach one handler on ``rannd``, which
-hands each to the sinks that logging.toml gives its logger, and then go on to Python's root logger, where pytest's
-caplog and the handlers of the user find them; none of ours is there. Importing this does nothing.
+In: log records, from ``get(name)``, and logging.toml, which ``setup`` reads and checks. Out: lines on the standard
+streams, in files or in syslog, written by the package spdlog.
+
+The loggers have RaNNC's names, are Python's and lie below ``rannd``. One handler on ``rannd`` passes each record to the
+sinks of its logger; records then propagate to Python's root logger, where pytest's caplog and the user's own handlers
+see them. Importing this package attaches no handler, reads no file and does not import spdlog.
+
+Begin with ``loggers`` (``get``, ``setup`` and the handler). Then ``settings`` (logging.toml, with ``pattern`` for the
+flags of a line) and ``sinks`` (spdlog). ``progress`` shows the progress of long work.
 """
 
-from rannd.log.door import LOG_FILE, LOGGERS, get, rank_of, setup
+from rannd.log.loggers import LOG_FILE, LOGGERS, get, rank_of, setup
 from rannd.log.progress import Progress
 from rannd.log.settings import TRACE
 

@@ -1,4 +1,4 @@
-"""Long work shows how far it is: a bar on a terminal, a line of the log every ten seconds elsewhere."""
+"""Progress of long work: a bar on a terminal, otherwise a log line every ten seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rannd.log.door import get
+from rannd.log.loggers import get
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -18,11 +18,17 @@ EVERY_S = 10.0
 
 
 class Progress:
-    """A piece of work of `total` steps.
+    """Progress of `total` steps, as a context manager.
 
-    `logger`: RaNNC's name of who works; `text`: with ``{done}`` and ``{total}``; `shown`: whether this process tells.
-    `tell`: is told which part of the steps is done, after each. The bar is on stderr, and gone when the work is done;
-    what is written into a file or a pipe gets lines.
+    The bar is on standard error and disappears at the end. Where standard error is not a terminal, log lines take its
+    place.
+
+    Args:
+        logger: name of the logger for the lines.
+        text: the line, with ``{done}`` and ``{total}``.
+        total: number of steps.
+        shown: whether this process shows anything.
+        tell: called after each step with the fraction of the steps that are done.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class Progress:
         return self
 
     def step(self) -> None:
-        """One more step is done."""
+        """Counts one more step as done."""
         self._done += 1
         if self._tell is not None:
             self._tell(self._done / self._total)

@@ -1,4 +1,4 @@
-"""What logging.toml says, read and checked: sinks, loggers and patterns in spdlog_setup's form."""
+"""Reads and checks logging.toml: sinks, loggers and patterns in the format of spdlog_setup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rannd.log.pattern import FLAGS, unknown_flag
 
 TRACE = 5
 _OFF = logging.CRITICAL + 10
-#: spdlog's levels, its long names too, as levels of Python.
+#: spdlog's level names, short and long, and the Python levels they stand for.
 LEVELS = {
     "trace": TRACE,
     "debug": logging.DEBUG,
@@ -30,7 +30,7 @@ LEVELS = {
 }
 DEFAULT_PATTERN = "[%n] [%l] %v"
 
-#: Types of sinks (without _st or _mt) and the keys each takes besides name, type and level.
+#: Sink types (without _st or _mt) and their keys besides name, type and level.
 _KINDS = {
     "stdout_sink": (),
     "stderr_sink": (),
@@ -51,16 +51,16 @@ _T = TypeVar("_T", str, bool, int)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinkSettings:
-    """A place log lines go to."""
+    """One destination of log lines: a [[sink]]."""
 
     name: str
     kind: str
     """Type without ``_st`` or ``_mt``."""
     level: int = 0
     where: str = dataclasses.field(default="default", compare=False)
-    """File and line, for messages."""
+    """File and line, for error messages."""
     filename: str = ""
-    """Of file sinks, with ``{rank}`` or ``{pid}`` in it."""
+    """For file sinks; contains ``{rank}`` or ``{pid}``."""
     create_parent_dir: bool = False
     truncate: bool = False
     max_size: int = 0
@@ -75,7 +75,7 @@ class SinkSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggerSettings:
-    """Where the records of a logger go, from which level, in which form."""
+    """Sinks, level and pattern of one logger: a [[logger]]."""
 
     name: str
     sinks: tuple[str, ...]
@@ -85,34 +85,34 @@ class LoggerSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """A whole logging.toml; there is always a logger ``root``."""
+    """The content of a logging.toml; there is always a logger ``root``."""
 
     sinks: tuple[SinkSettings, ...]
     loggers: tuple[LoggerSettings, ...]
 
     def with_level(self, name: str) -> LogSettings:
-        """The same with one level for all loggers.
+        """These settings with one level for all loggers.
 
         Raises:
-            ConfigError: no level has this name.
+            ConfigError: `name` is not a level.
         """
         if name not in LEVELS:
-            raise ConfigError(f"no log level is named {toml_text(name)}; wanted one of {', '.join(LEVELS)}")
+            raise ConfigError(f"{toml_text(name)} is not a log level; use one of {', '.join(LEVELS)}")
         loggers = tuple(dataclasses.replace(logger, level=LEVELS[name]) for logger in self.loggers)
         return dataclasses.replace(self, loggers=loggers)
 
 
 _CONSOLE = SinkSettings(name="console of rannd", kind="stderr_sink")
-#: What holds without a file: everything from info on the standard error.
+#: The settings if there is no file: records of level info and above go to standard error.
 DEFAULT = LogSettings(sinks=(_CONSOLE,), loggers=(LoggerSettings(name="root", sinks=(_CONSOLE.name,)),))
 
 
 def read(path: Path) -> LogSettings:
-    """The settings in a file.
+    """Reads a logging.toml.
 
     Raises:
-        ConfigError: the file cannot be read or is wrong; the message names file, line, key, value and what is
-            wanted.
+        ConfigError: the file cannot be read or is invalid; the message names the file, line, key, value and what is
+            allowed.
     """
     toml = TomlFile(path)
     top = _Table(toml, (), toml.data)
@@ -139,16 +139,16 @@ def read(path: Path) -> LogSettings:
             if sinks[name].filename and pattern != logger.pattern:
                 raise table.error(
                     "pattern",
-                    f"loggers {other} and {logger.name} write the file of sink {name} in two patterns; give them one "
-                    "pattern, or two sinks with two files",
+                    f"loggers {other} and {logger.name} write to the file of sink {name} in two patterns; give them "
+                    "one pattern, or two sinks with two files",
                 )
     top.finish()
     files: dict[str, str] = {}
     for sink in sinks.values():
         if sink.filename and files.setdefault(sink.filename, sink.name) != sink.name:
             raise ConfigError(
-                f"{sink.where}: sinks {files[sink.filename]} and {sink.name} write the same file {sink.filename}; "
-                "give them two files"
+                f"{sink.where}: sinks {files[sink.filename]} and {sink.name} write to the same file "
+                f"{sink.filename}; give them two files"
             )
     if "root" not in loggers:
         sinks[_CONSOLE.name] = _CONSOLE
@@ -171,7 +171,7 @@ def _sink(table: _Table) -> SinkSettings:
                 raise table.error(
                     key,
                     f"{key} = {toml_text(filename)} is one file for all ranks, and several processes would corrupt it; "
-                    f"write {key} = {toml_text(mended)}",
+                    f"use {key} = {toml_text(mended)}",
                 )
     sink = SinkSettings(
         name=name,
@@ -201,7 +201,7 @@ def _logger(
     if table.has("pattern"):
         pattern = patterns[table.string("pattern", choices=patterns, what="[[pattern]]")]
     if table.has("type"):
-        # spdlog_setup has asynchronous loggers; in a forked child they hang.
+        # spdlog_setup allows asynchronous loggers, which hang in a forked child.
         table.string("type", choices=["sync"])
     logger = LoggerSettings(
         name=name, sinks=table.names("sinks", sinks), level=table.level(logging.INFO), pattern=pattern
@@ -211,7 +211,7 @@ def _logger(
 
 
 class _Table:
-    """A table of the file that knows where it stands, and which of its keys have been asked for."""
+    """A table of the file, with its line numbers; remembers which keys were read."""
 
     def __init__(self, toml: TomlFile, path: tuple[str | int, ...], data: dict[str, object]) -> None:
         self._toml = toml
@@ -237,7 +237,7 @@ class _Table:
         return key in self._data
 
     def value(self, key: str, default: _T) -> _T:
-        """The value of a key, of the default's type."""
+        """The value of a key, which must have the type of the default."""
         if not self.has(key):
             return default
         value = self._data[key]
@@ -246,16 +246,16 @@ class _Table:
         return value
 
     def string(self, key: str, choices: Iterable[str] | None = None, what: str = "") -> str:
-        """A string that must be there and not empty, and one of the choices where there are some."""
+        """A required string that is not empty and, if `choices` is given, one of them."""
         if not self.has(key):
-            raise self.error(key, f"{key} is missing, wanted a string")
+            raise self.error(key, f"{key} is missing; it wants a string")
         value = self.value(key, "")
         if not value:
-            raise self.wrong(key, "a string that is not empty")
+            raise self.wrong(key, "a non-empty string")
         if choices is not None and value not in choices:
             choices = list(choices)
             if not choices:
-                raise self.error(key, f"{key} = {toml_text(value)}, but the file has no {what}; add one of this name")
+                raise self.error(key, f"{key} = {toml_text(value)}, but the file has no {what}; add one with this name")
             wanted = f"the name of a {what}" if what else f"one of {', '.join(choices)}"
             raise self.error(
                 key, f"{key} = {toml_text(value)}, but {key} wants {wanted}; the nearest is {nearest(value, choices)}"
@@ -266,7 +266,7 @@ class _Table:
         wanted = f"a whole number from {least} to {most}"
         if not self.has(key):
             if default is None:
-                raise self.error(key, f"{key} is missing, wanted {wanted}")
+                raise self.error(key, f"{key} is missing; it wants {wanted}")
             return default
         value = self._data[key]
         if type(value) is not int or not least <= value <= most:
@@ -274,15 +274,15 @@ class _Table:
         return value
 
     def size(self, key: str) -> int:
-        """Bytes, as a number or a string with a unit."""
+        """A size in bytes, from a number or a string with a unit."""
         if not self.has(key):
-            raise self.error(key, f'{key} is missing, wanted bytes, or as "10M"')
+            raise self.error(key, f'{key} is missing; it wants a number of bytes, or a size such as "10M"')
         value = self._data[key]
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is not None:
             value = int(match[1]) * _SIZE_UNITS[match[2]]
         if type(value) is not int or not 0 < value < 1 << 63:
-            raise self.wrong(key, 'bytes above 0, or as "512K", "10M", "1G"')
+            raise self.wrong(key, 'a number of bytes above 0, or a size such as "512K", "10M", "1G"')
         return value
 
     def level(self, default: int) -> int:
@@ -293,14 +293,14 @@ class _Table:
         flag = unknown_flag(value)
         if flag is not None:
             raise self.error(
-                key, f"{key} = {toml_text(value)} has the flag {flag}, which is not known; known are {' '.join(FLAGS)}"
+                key, f"{key} = {toml_text(value)} has the unknown flag {flag}; known flags are {' '.join(FLAGS)}"
             )
         return value
 
     def names(self, key: str, known: Iterable[str]) -> tuple[str, ...]:
-        """A list of names of sinks."""
+        """A required list of sink names."""
         if not self.has(key):
-            raise self.error(key, f"{key} is missing, wanted {_TYPE_WORDS[list]}")
+            raise self.error(key, f"{key} is missing; it wants {_TYPE_WORDS[list]}")
         value = self._data[key]
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self.wrong(key, _TYPE_WORDS[list])
@@ -308,24 +308,24 @@ class _Table:
         for name in value:
             if name not in names:
                 hint = f"the nearest is {nearest(name, names)}" if names else "the file has no [[sink]]; add one"
-                raise self.error(key, f"{key} names {toml_text(name)}, which is no [[sink]]; {hint}")
+                raise self.error(key, f"{key} names {toml_text(name)}, which is not a [[sink]]; {hint}")
         return tuple(dict.fromkeys(value))
 
     def tables(self, key: str) -> list[_Table]:
-        """The elements of an array of tables, none where it is absent."""
+        """The elements of an array of tables, an empty list if it is absent."""
         if not self.has(key):
             return []
         value = self._data[key]
         if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
-            raise self.error(key, f"{key} wants tables, each below a line [[{key}]]")
+            raise self.error(key, f"{key} wants tables, each under a line [[{key}]]")
         return [_Table(self._toml, (*self._path, key, index), element) for index, element in enumerate(value)]
 
     def once(self, name: str, earlier: Iterable[str]) -> None:
         if name in earlier:
-            raise self.error("name", f"name = {toml_text(name)} is there twice; rename or remove one")
+            raise self.error("name", f"name = {toml_text(name)} is used twice; rename or remove one")
 
     def finish(self) -> None:
-        """Refuses what nobody has asked for."""
+        """Raises ConfigError for a key that was never read."""
         for key in self._data:
             if key not in self._known:
-                raise self.error(key, f"{key} is not known here; the nearest is {nearest(key, self._known)}")
+                raise self.error(key, f"unknown key {key}; the nearest is {nearest(key, self._known)}")

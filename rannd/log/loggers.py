@@ -1,4 +1,4 @@
-"""``get`` and ``setup``, and the one handler between Python's loggers and the sinks."""
+"""``get`` returns a logger, ``setup`` connects all of them to the spdlog sinks that logging.toml configures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 from rannd.config.reading import config_directory
 from rannd.log import settings as settings_
-from rannd.log.pattern import BASE, display_name
 from rannd.log.settings import LoggerSettings, LogSettings
-from rannd.log.sinks import Backend, open_backend
+from rannd.log.sinks import SpdlogSinks
 
 LOG_FILE = "logging.toml"
-#: RaNNC's loggers. Others may be used as well; logging.toml can name any.
+#: The Python logger that is the parent of all others here.
+BASE = "rannd"
+#: RaNNC's loggers. Other names work as well; logging.toml may list any.
 LOGGERS = (
     "root",
     "RaNNCModule",
@@ -34,7 +35,7 @@ LOGGERS = (
     "DPStaging",
 )
 
-#: Where launchers leave the rank's number; MPI's go before Slurm's, which a whole batch script inherits.
+#: Variables in which launchers pass the rank. MPI's come before Slurm's, which a whole batch script inherits.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 
 _lock = threading.Lock()
@@ -43,24 +44,26 @@ _fork_watched = False
 
 
 def get(name: str) -> logging.Logger:
-    """The logger of this name; ``root`` is the one above all others of ours."""
+    """The logger of this name; ``root`` is the parent of all others here."""
     return logging.getLogger(BASE if name == "root" else f"{BASE}.{name}")
 
 
 def setup(directory: Path | None = None, level: str = "", role: str = "") -> None:
-    """Sends the records of our loggers to the sinks that logging.toml asks for.
+    """Sends the records of all loggers to the sinks that logging.toml configures.
 
-    May be called again: the last call holds, and one that changes nothing does nothing. Without a file everything
-    from info goes to the standard error.
+    May be called again: the last call takes effect, and one that changes nothing does nothing. Without a file, all
+    records of level info and above go to standard error.
 
     Args:
-        directory: where logging.toml is looked for, the configuration directory if None.
-        level: a level (``trace`` to ``off``) for all loggers instead of those in the file; empty: those in the file.
-        role: what a process is that is no rank (``daemon``): stands, with the process id, for ``{rank}`` in names of
-            files. Empty: the rank's number as the launcher gave it.
+        directory: the directory of logging.toml; None: the configuration directory.
+        level: the level (``trace`` to ``off``) of all loggers, in place of the levels in the file; empty: the levels
+            in the file.
+        role: the role of a process that is not a rank, such as ``daemon``; replaces, with the process id, ``{rank}``
+            in file names. Empty: the rank that the launcher assigned.
 
     Raises:
-        ConfigError: logging.toml is wrong, a file in it cannot be written, or no level is named `level`.
+        ConfigError: logging.toml is invalid, a file in it cannot be written, `level` is not a level, or spdlog cannot
+            be imported.
     """
     global _handler, _fork_watched
     file = (config_directory() if directory is None else directory) / LOG_FILE
@@ -89,13 +92,13 @@ def setup(directory: Path | None = None, level: str = "", role: str = "") -> Non
 
 
 def _flush() -> None:
-    """A forked child must not inherit lines that both processes would then write."""
+    """Flushes before a fork: parent and child would both write lines that are still in the buffers."""
     if _handler is not None:
         _handler.flush()
 
 
 def rank_of(environ: Mapping[str, str]) -> str:
-    """The rank's number as the launcher left it, empty where there is none."""
+    """The rank that the launcher assigned, as text; empty if there is none."""
     return next((environ[name] for name in _RANK_VARIABLES if environ.get(name, "").isdigit()), "")
 
 
@@ -106,47 +109,49 @@ def _label(role: str, environ: Mapping[str, str]) -> str:
 
 
 class SinkHandler(logging.Handler):
-    """Hands each record to the sinks of its logger.
+    """Writes each record to the sinks of its logger.
 
-    Raises ConfigError on construction where a file cannot be written.
+    Raises ConfigError on construction if a file cannot be written or spdlog cannot be imported.
     """
 
     def __init__(self, settings: LogSettings, label: str) -> None:
+        # First, as it may fail: logging flushes all handlers at exit, from super().__init__ on.
+        self._sinks = SpdlogSinks(settings, label)
         super().__init__()
         self.settings = settings
         self._label = label
         self._routes = {logger.name: logger for logger in settings.loggers}
         self._pid = os.getpid()
-        self.backend: Backend = open_backend(settings, label)
 
     def is_for(self, settings: LogSettings, label: str) -> bool:
-        """Whether a new handler for these arguments would be the same."""
+        """Whether this handler was made for the same arguments."""
         return (self.settings, self._label) == (settings, label)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if os.getpid() != self._pid:
                 self._reopen()
-            self.backend.write(record, self._route(display_name(record.name)))
+            name = "root" if record.name == BASE else record.name.removeprefix(f"{BASE}.")
+            self._sinks.write(record, name, self._route(name))
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
-        self.backend.flush()
+        self._sinks.flush()
 
     def close(self) -> None:
-        self.backend.close()
+        self._sinks.flush()
         super().close()
 
     def _route(self, name: str) -> LoggerSettings:
-        """The entry for a name, of the nearest name above it, or of root."""
+        """The settings of a logger: its own, else those of its nearest parent, else those of root."""
         while name not in self._routes:
             name = name.rpartition(".")[0] or "root"
         return self._routes[name]
 
     def _reopen(self) -> None:
-        """In a forked child: other files than the parent's, which it goes on writing."""
+        """Opens own files in a forked child; the parent keeps writing its own."""
         pid = os.getpid()
-        inherited, self.backend = self.backend, open_backend(self.settings, f"{self._label}-p{pid}")
+        inherited, self._sinks = self._sinks, SpdlogSinks(self.settings, f"{self._label}-p{pid}")
         self._pid = pid
-        inherited.close()
+        inherited.flush()
