@@ -50,7 +50,7 @@ def test_the_daemons_progress_is_shown_by_who_waits(job: Job) -> None:
     (deployment,) = (entry for entry in entries if entry["kind"] == "deployment")
     holder = f"""
 import json, subprocess, sys
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import Lease, connect
 client = connect(mode="refresh", timeout_s=60, idle_s=600, max_bytes=1 << 30)
 key = keys.Key("deployment", {deployment["key"]!r}, json.loads({json.dumps(deployment["components"])!r}))

@@ -182,7 +182,7 @@ def test_a_released_lease_goes_on(daemon_home) -> None:
 
 PLANNER = """
 import sys, time
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import Lease, connect
 key = keys.make_key("trace", {"number": 1})
 with connect(mode="on", timeout_s=120, idle_s=600, max_bytes=1 << 30) as client:
@@ -216,7 +216,7 @@ def test_of_16_processes_that_miss_one_key_one_makes_it(daemon_home) -> None:
 
 HOLDER = """
 import sys
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import Lease, connect
 client = connect(mode="on", timeout_s=120, idle_s=600, max_bytes=1 << 30)
 found = client.lease(keys.make_key("trace", {"number": 1}), 0)

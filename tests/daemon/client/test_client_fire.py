@@ -53,7 +53,7 @@ KILLED = (
 )
 WRITER = """
 import sys
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import connect
 with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
     for number in range(int(sys.argv[1])):
@@ -214,7 +214,7 @@ def test_10000_messages_of_garbage(client: Client, daemon_home) -> None:
 
 HERD = """
 import os
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import connect
 
 def be_one(mine):

@@ -20,7 +20,7 @@ MANY = 64
 
 HERD = """
 import json, os, signal, sys, time
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import Lease, connect
 
 many, fate, work_s, plans = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]

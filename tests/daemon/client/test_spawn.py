@@ -27,7 +27,7 @@ from rannd.errors import DaemonError
 
 STARTS = """
 import sys
-from rannd.daemon import spawn
+from rannd.daemon.client import spawn
 sys.stdin.readline()
 print(spawn.ensure(idle_s=600, max_bytes=1 << 30, timeout_s=120).pid)
 """
@@ -235,7 +235,7 @@ ACTIVATED = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
 os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1")
-from rannd.daemon import boot
+from rannd.daemon.server import boot
 from rannd.daemon.common.paths import places
 from rannd.daemon.server.server import Settings
 boot.run(places(), Settings(float(sys.argv[2]), 1 << 30, "0.1.0", pinned=True))
@@ -249,7 +249,7 @@ def test_socket_activation(daemon_home) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(where.socket)
         listener.listen(16)
-        script = "from rannd.daemon import spawn; print(spawn.ensure(idle_s=600, max_bytes=1 << 30, timeout_s=120).pid)"
+        script = "from rannd.daemon.client import spawn; print(spawn.ensure(idle_s=600, max_bytes=1 << 30, timeout_s=120).pid)"
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as asker:
             program = [sys.executable, "-c", ACTIVATED, str(listener.fileno()), "0.05"]
             select.select([listener], [], [], 120)  # it has asked; nobody starts the daemon again once it was idle
@@ -286,7 +286,7 @@ def test_it_outlives_mpirun(daemon_home) -> None:
     """The daemon that a rank started goes on when its job has ended, normally or by a kill of the ranks."""
     script = daemon_home.base / "rank.py"
     script.write_text(
-        "import os, signal\nfrom rannd.daemon import spawn\n"
+        "import os, signal\nfrom rannd.daemon.client import spawn\n"
         "spawn.ensure(idle_s=600, max_bytes=1 << 30, timeout_s=120)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

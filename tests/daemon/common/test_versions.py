@@ -29,7 +29,7 @@ def protocol_version(number: int) -> dict[str, str]:
 
 
 CLIENT = """
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import Lease, connect
 key = keys.make_key("trace", {"number": 1})
 with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:

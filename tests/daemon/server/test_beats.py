@@ -82,7 +82,7 @@ def test_who_waits_is_told_how_far_it_is(daemon_home) -> None:
 
 HOLDER = """
 import sys
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import Lease, connect
 cache = connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30)
 found = cache.lease(keys.make_key("deployment", {"number": 1}), 60)

@@ -126,7 +126,7 @@ def test_an_entry_whose_key_is_not_its_own_is_refused(client: Client) -> None:
 def test_another_user_gets_no_answer(client: Client, daemon_home) -> None:
     """The directory keeps others out already; the socket checks the peer's uid on its own."""
     script = (
-        "import os, sys, zmq; from rannd.daemon import protocol\n"
+        "import os, sys, zmq; from rannd.daemon.common import protocol\n"
         "os.setuid(65534)\n"
         "peer = zmq.Context().socket(zmq.REQ); peer.linger = 0\n"
         "monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)\n"
@@ -164,7 +164,7 @@ def test_many_clients_at_once(client: Client) -> None:
 
 CLIENT = """
 import sys
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import connect
 mine = int(sys.argv[1])
 with connect(mode="on", timeout_s=120, idle_s=600, max_bytes=1 << 30) as client:
@@ -313,7 +313,7 @@ def test_a_stop_answers_what_is_queued(client: Client) -> None:
 
 HOLDER = """
 import sys
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import connect
 cache = connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30)
 print(cache.connected, flush=True)

@@ -272,7 +272,7 @@ def test_network_filesystems_get_no_wal(tmp_path: Path, monkeypatch: pytest.Monk
 
 WRITER = """
 import sys
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.common.protocol import NewEntry
 from rannd.daemon.store.store import Store
 store = Store(sys.argv[1], max_bytes=1 << 30)

@@ -147,7 +147,7 @@ def test_a_store_that_could_not_be_begun_is_begun_later(tmp_path: Path, monkeypa
 
 LIMITED = """
 import os, resource
-from rannd.daemon import keys
+from rannd.daemon.common import keys
 from rannd.daemon.client.cache import connect
 resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))  # the daemon inherits it
 

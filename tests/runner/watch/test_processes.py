@@ -26,7 +26,7 @@ os.read(0, 1)
 # Makes a guarded leader that obeys SIGTERM, as it gets when its parent dies, and leaves a child behind.
 GUARDED = """
 import os, signal, sys
-from rannd.runner import processes
+from rannd.runner.watch import processes
 own = os.getpid()
 leader = os.fork()
 if leader == 0:
