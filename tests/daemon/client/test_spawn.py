@@ -249,7 +249,10 @@ def test_socket_activation(daemon_home) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(where.socket)
         listener.listen(16)
-        script = "from rannd.daemon.client import spawn; print(spawn.ensure(idle_s=600, max_bytes=1 << 30, timeout_s=120).pid)"
+        script = (
+            "from rannd.daemon.client import spawn; "
+            "print(spawn.ensure(idle_s=600, max_bytes=1 << 30, timeout_s=120).pid)"
+        )
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as asker:
             program = [sys.executable, "-c", ACTIVATED, str(listener.fileno()), "0.05"]
             select.select([listener], [], [], 120)  # it has asked; nobody starts the daemon again once it was idle
