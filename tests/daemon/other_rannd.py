@@ -15,11 +15,11 @@ RUN = "from rannd.daemon.cli import main; main()"
 
 
 def copy_of(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
-    """Make a copy of rannd in which lines of `daemon/` are replaced; the variables with which Python finds it."""
+    """Make a copy of rannd in which lines of `daemon/` (and below) are replaced; the variables with which Python finds it."""
     package = folder / "rannd"
     shutil.copytree(Path(rannd.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     for old, new in changes.items():
-        files = [file for file in package.glob("daemon/*.py") if old in file.read_text().splitlines()]
+        files = [file for file in package.glob("daemon/**/*.py") if old in file.read_text().splitlines()]
         assert len(files) == 1, (old, files)
         text = files[0].read_text().splitlines()
         files[0].write_text("\n".join(new if line == old else line for line in text) + "\n")
