@@ -18,6 +18,7 @@ from rannd.plan.deployment import Deployment
 from rannd.runtime import registry
 from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.world import current, made
+from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.parameters.state_dict import copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.planning.deployment_file import save_file
@@ -75,6 +76,7 @@ class RaNNCModule(nn.Module):
         checkpoint: str | Path | None = None,
     ) -> None:
         super().__init__()
+        shorten_tracebacks()
         refused = {
             "enable_apex_amp": enable_apex_amp,
             "allreduce_amp_master_params": allreduce_amp_master_params,

@@ -14,6 +14,7 @@ from rannd.graph.call.signature import flatten_call
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime import registry
 from rannd.runtime.comm.world import current
+from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.session import Session
 
 
@@ -40,6 +41,7 @@ def profile(model: nn.Module, inputs: Any) -> GraphProfile:
     if not isinstance(model, nn.Module):
         raise UsageError(f"profile measures a torch.nn.Module, not a {type(model).__qualname__}")
     registry.ensure_free(model)
+    shorten_tracebacks()
     config = configuration.load()
     log.setup(level=config.log_level)
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (inputs, {})

@@ -15,7 +15,7 @@ RUN = "from rannd.daemon.cli import main; main()"
 
 
 def copy_of(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
-    """Make a copy of rannd in which lines of `daemon/` (and below) are replaced; the variables with which Python finds it."""
+    """Make a copy of rannd in which lines of `daemon/**` are replaced; the variables with which Python finds it."""
     package = folder / "rannd"
     shutil.copytree(Path(rannd.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     for old, new in changes.items():

@@ -23,6 +23,7 @@ from rannd.errors import UsageError
 from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World, current
+from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.parameters.op_recorder import Recorder
 from rannd.runtime.parameters.op_tape import View
 
@@ -101,6 +102,7 @@ class DistributeModelParams(contextlib.ContextDecorator):
     def __enter__(self) -> DistributeModelParams:
         if process_flags.building:  # the outer one records everything
             return self
+        shorten_tracebacks()
         config = configuration.load()
         log.setup(level=config.log_level)
         recorder = Recorder(draw_seed(current(config)))
