@@ -20,7 +20,7 @@ from rannd.daemon.client.requests import DaemonSession, R, RefusedError
 from rannd.daemon.common import protocol
 from rannd.daemon.common.compression import PackedValue, pack
 from rannd.daemon.common.keys import Key
-from rannd.daemon.common.near_misses import phrase
+from rannd.daemon.common.near_misses import clause, phrase
 from rannd.daemon.common.paths import places
 from rannd.daemon.common.versions import version
 from rannd.daemon.server.server import Settings
@@ -202,21 +202,26 @@ class Client:
         if self._mode != "readonly":
             self._ask(protocol.Discard(key.digest, reason[:4096]), protocol.Done)
 
-    def why(self, key: Key) -> str:
-        """Why `key` was missed, in a line: the entry nearest to it, and where it differs. Empty without a daemon."""
+    def why(self, key: Key) -> tuple[str, str]:
+        """Why `key` was missed: what has changed since the nearest entry of the same model, and the whole comparison.
+
+        ('batch 128 -> 64', 'the nearest deployment in the cache, ..., has another global_batch 64, there 128'). The
+        first one is '' where the cache has nothing of the model; both are without a daemon.
+        """
         if self._mode in ("off", "refresh"):
-            return ""
+            return "", ""
         request = protocol.Why(key.kind, key.components, remember=self._mode != "readonly")
         reply = self._ask(request, protocol.Nearest)
         if reply is None:
-            return ""
+            return "", ""
         if reply.entry is None:
-            return f"the cache has no other {key.kind}"
+            return "", f"the cache has no other {key.kind}"
         shown = ", ".join(phrase(each) for each in reply.differences[:MOST_SHOWN])
         more = len(reply.differences) - MOST_SHOWN
-        return f"the nearest {key.kind} in the cache, {reply.entry.key[:12]}, has another {shown}" + (
+        whole = f"the nearest {key.kind} in the cache, {reply.entry.key[:12]}, has another {shown}" + (
             f", and {more} more (rannc-cache why --last)" if more > 0 else ""
         )
+        return clause(reply.differences), whole
 
     def close(self) -> None:
         """Ask nothing any more. The daemon goes on for others."""

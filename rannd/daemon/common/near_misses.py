@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from rannd.daemon.common.printable import plain
 from rannd.daemon.common.protocol import Difference, EntryInfo
 
 SHOWN = 40
 """Letters of a component's text that a line shows."""
+
+MODEL = ("graph", "model")
+"""Components that name the model: entries that differ in one are of another model, and less near than all others."""
+
+_IN_WORDS = {"world_size": "ranks", "global_batch": "batch", "device_memory": "device memory", "device_model": "device"}
+_FOLLOWS = {"topology": "world_size", "inputs": "global_batch"}
+"""Components that always differ where another one does: a clause leaves them out."""
+_MOST_IN_CLAUSE = 2
+_HASH = re.compile(r'"?[0-9a-f]{16,}"?')
 
 
 def differences(wanted: Mapping[str, str], there: Mapping[str, str]) -> list[Difference]:
@@ -21,14 +31,42 @@ def differences(wanted: Mapping[str, str], there: Mapping[str, str]) -> list[Dif
 
 
 def nearest(wanted: Mapping[str, str], entries: Iterable[EntryInfo]) -> tuple[EntryInfo | None, list[Difference]]:
-    """The first of the `entries` that differ in fewest components, and in what; (None, []) where there is none."""
+    """The first of the `entries` that differ in fewest components, and in what; (None, []) where there is none.
+
+    Those of the same model come first.
+    """
     best: EntryInfo | None = None
     found: list[Difference] = []
+    least: tuple[bool, int] | None = None
     for entry in entries:
         differing = differences(wanted, entry.components)
-        if best is None or len(differing) < len(found):
-            best, found = entry, differing
+        distance = not _same_model(differing), len(differing)
+        if least is None or distance < least:
+            best, found, least = entry, differing, distance
     return best, found
+
+
+def clause(differing: Sequence[Difference]) -> str:
+    """What has changed since the nearest entry of the same model: ``batch 128 -> 64``. '' for another model's."""
+    if not differing or not _same_model(differing):
+        return ""
+    names = {each.name for each in differing}
+    told = [each for each in differing if _FOLLOWS.get(each.name) not in names]
+    told.sort(key=lambda each: list(_IN_WORDS).index(each.name) if each.name in _IN_WORDS else len(_IN_WORDS))
+    more = len(told) - _MOST_IN_CLAUSE
+    return ", ".join(map(_change, told[:_MOST_IN_CLAUSE])) + (f" and {more} more" if more > 0 else "")
+
+
+def _same_model(differing: Sequence[Difference]) -> bool:
+    return not any(each.name in MODEL for each in differing)
+
+
+def _change(difference: Difference) -> str:
+    name = _IN_WORDS.get(difference.name, difference.name.removeprefix("plan.").removeprefix("version."))
+    wanted, there = difference.wanted, difference.there
+    if wanted is None or there is None or any(_HASH.fullmatch(each) or len(each) > SHOWN for each in (wanted, there)):
+        return f"{name} changed"
+    return f"{name} {plain(there)} -> {plain(wanted)}"
 
 
 def phrase(difference: Difference, *, most: int = SHOWN) -> str:

@@ -46,6 +46,16 @@ def understood(client: Client, key: Key, data: bytes | None, decoder: msgspec.ms
         return None
 
 
+def tell_miss(client: Client, key: Key) -> None:
+    """Log why `key` is not in the cache: a clause where the model was seen before, all of it at debug level."""
+    changed, whole = client.why(key)
+    logger = log.get("RaNNCModule")
+    if changed:
+        logger.info("No cached %s fits: %s (rannc-cache why --last)", key.kind, changed)
+    if whole:
+        logger.debug("No cached %s fits: %s", key.kind, whole)
+
+
 class Cache:
     """One connection to each node's daemon, as configured, for as long as a graph is prepared."""
 

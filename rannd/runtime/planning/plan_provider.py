@@ -39,7 +39,7 @@ from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
-from rannd.runtime.comm.cache_client import GIB, Cache, holder, understood
+from rannd.runtime.comm.cache_client import GIB, Cache, holder, tell_miss, understood
 from rannd.runtime.comm.device_memory import amount
 from rannd.runtime.comm.world import World, device_memory, device_model
 from rannd.runtime.execution.bound_graph import planned_stages
@@ -208,8 +208,8 @@ class Planner:
             deployment = self._checked(found)
             self._tell_hit(deployment, key)
             return deployment
-        if client is not None and (reason := client.why(key)):
-            log.get("RaNNCModule").info("No deployment of this job is kept: %s", reason)
+        if client is not None:
+            tell_miss(client, key)
         if lease is not None:
             self._doing = lease.progress
             self._measuring.tell = lambda part: self._doing(f"profiling, {part:.0%}")

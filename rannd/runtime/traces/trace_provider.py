@@ -27,7 +27,7 @@ from rannd.graph.fx.codec import decode, encode
 from rannd.graph.fx.encoding import Broken, Uncodable
 from rannd.graph.model import ModelGraph, build, trace
 from rannd.graph.modules.guards import PythonState
-from rannd.runtime.comm.cache_client import Cache
+from rannd.runtime.comm.cache_client import Cache, tell_miss
 from rannd.runtime.comm.world import World
 from rannd.runtime.traces.shape_families import Families
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
@@ -389,8 +389,8 @@ class Tracer:
             if found:
                 log.get("RaNNCModule").info("Using trace %s from the cache", key.short)
         found = self._world.broadcast_bytes(found) or self._cache.elsewhere(key)
-        if not found and client is not None and (reason := client.why(key)):
-            log.get("RaNNCModule").info("No trace of this call is kept: %s", reason)
+        if not found and client is not None:
+            tell_miss(client, key)
         return found
 
     def _discard(self, key: Key, why: str) -> None:

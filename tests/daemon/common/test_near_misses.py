@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rannd.daemon.client.cache import Client, connect
 from rannd.daemon.common import keys
-from rannd.daemon.common.near_misses import differences, nearest, phrase
+from rannd.daemon.common.near_misses import clause, differences, nearest, phrase
 from rannd.daemon.common.protocol import Difference, EntryInfo, Missed, Misses, NewEntry
 from rannd.daemon.store.store import KEEP_MISSES, Store
 
@@ -25,6 +25,22 @@ def test_the_entry_with_fewest_differences_is_nearest_the_first_of_equals() -> N
     far, near, same = (info({"a": a, "b": b, "c": "3"}) for a, b in (("0", "0"), ("1", "0"), ("0", "2")))
     assert nearest(wanted, [far, near, same]) == (near, [Difference("b", "2", "0")])
     assert nearest(wanted, []) == (None, [])
+
+
+def test_an_entry_of_the_same_model_is_nearer_than_any_other() -> None:
+    wanted = {"graph": "g", "b": "2", "c": "3"}
+    other = info({"graph": "other", "b": "2", "c": "3"})
+    same = info({"graph": "g", "b": "0", "c": "0"})
+    assert nearest(wanted, [other, same])[0] is same
+
+
+def test_a_clause_says_what_has_changed() -> None:
+    assert clause([Difference("global_batch", "64", "128"), Difference("inputs", "[64]", "[128]")]) == "batch 128 -> 64"
+    assert clause([Difference("a", "1", "0"), Difference("world_size", "4", "2")]) == "ranks 2 -> 4, a 0 -> 1"
+    assert clause([Difference("code", f'"{"a" * 40}"', f'"{"b" * 40}"')]) == "code changed"
+    assert clause([Difference("plan.mem_margin", "0.2", None)]) == "mem_margin changed"
+    assert clause([Difference(name, "1", "0") for name in "abcd"]) == "a 0 -> 1, b 0 -> 1 and 2 more"
+    assert clause([Difference("graph", "g", "other"), Difference("a", "1", "0")]) == ""
 
 
 def test_a_phrase_shows_where_long_texts_differ() -> None:
@@ -46,13 +62,16 @@ def job(batch: int, margin: float = 0.1) -> keys.Key:
 
 def test_a_client_is_told_why_it_missed(daemon_home) -> None:
     with client() as cache:
-        assert cache.why(job(64)) == "the cache has no other deployment"
+        assert cache.why(job(64)) == ("", "the cache has no other deployment")
         cache.put_many([(job(32, 0.2), b"far"), (job(128), b"near")])
         told = cache.why(job(64))
         assert told == (
-            f"the nearest deployment in the cache, {job(128).short}, has another global_batch 64, there 128"
+            "batch 128 -> 64",
+            f"the nearest deployment in the cache, {job(128).short}, has another global_batch 64, there 128",
         )
-        assert cache.why(keys.make_key("trace", {"x": 1})) == "the cache has no other trace", "kinds are apart"
+        other = keys.make_key("deployment", {"graph": "f00d" * 16, "global_batch": 128, "plan.mem_margin": 0.1})
+        assert cache.why(other)[0] == "", "another model's entry explains nothing"
+        assert cache.why(keys.make_key("trace", {"x": 1})) == ("", "the cache has no other trace"), "kinds are apart"
 
 
 def test_misses_are_remembered_through_a_restart(daemon_home) -> None:
