@@ -12,12 +12,13 @@ from typing import Any, get_args
 
 import msgspec
 
+import rannd
 from rannd.config.item import nearest, toml_text
 from rannd.config.tomlfile import TomlFile
 from rannd.errors import ConfigError
 
-FOLDER = Path(__file__).resolve().parent.parent / "clusters"
-"""Directory of the clusters with names; in the source tree a link to conf/clusters."""
+FOLDER = Path(rannd.__file__).parent / "conf" / "clusters"
+"""Directory of the clusters with names; in the source tree rannd/conf is a link to conf."""
 _GIB, _GB = 1024**3, 1e9
 
 

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import rannd.config
+from rannd import __version__
 from rannd.config import Config
 from rannd.errors import LaunchError, RanndError
 from rannd.runner.launch.mpi import find_launcher
@@ -63,8 +64,8 @@ def _looked(name: str, look: Callable[[], str]) -> Finding:
 
 
 def _packages() -> str:
-    found = []
-    for name in ("rannd", "torch", "pyzmq", "spdlog"):
+    found = [f"rannd {__version__}"]
+    for name in ("torch", "pyzmq", "spdlog"):
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:

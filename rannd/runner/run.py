@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 import rannd.config
-from rannd import planned
+from rannd import __version__, planned
 from rannd.config import ITEMS, Config
 from rannd.errors import ConfigError, LaunchError, PlanError, RanndError, UsageError
 from rannd.runner.adoption import Adopted, adopt
@@ -106,7 +106,7 @@ def _default(name: str) -> str:
     metavar="NAME|FILE",
     help="With --plan-only: the devices to plan for, as a100x8 or a .toml file. -np: one node of them by default.",
 )
-@click.version_option(package_name="rannd", prog_name="rannc-run")
+@click.version_option(__version__, prog_name="rannc-run")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def main(

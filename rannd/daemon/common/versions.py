@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from importlib import metadata
+
+from rannd import __version__
 
 
-@cache
 def version() -> str:
-    """The installed version of rannd, ``0+unknown`` where it runs from a bare source tree."""
-    try:
-        return metadata.version("rannd")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
+    """The version of rannd."""
+    return __version__
 
 
 def is_older(theirs: str, ours: str) -> bool:

@@ -22,6 +22,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from rannd import __version__
 from rannd.graph.fingerprint.introspect import HEAP_TYPE, module_name, mro_of, namespace, vars_of
 
 USER = ""
@@ -124,8 +125,8 @@ def _looked_up(module: types.ModuleType, path: str) -> object:
 
 
 def version_of(distribution: str) -> str:
-    """The installed version, '?' where the distribution has none."""
-    return installed(distribution)[0]
+    """The installed version, '?' where the distribution has none. Of rannd that of its code: metadata may be stale."""
+    return __version__ if distribution == "rannd" else installed(distribution)[0]
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 import rannd.config
+from rannd import __version__
 from rannd.errors import RanndError
 from rannd.runner.resources import host_list
 from rannd.runner.resources.rank_environment import free_port
@@ -76,7 +77,7 @@ def here(question: Question, environ: Mapping[str, str]) -> Answer:
     return Answer(
         host=socket.gethostname(),
         python=platform.python_version(),
-        rannd=_version("rannd"),
+        rannd=__version__,
         torch=_version("torch"),
         gpus=usable_gpus(host_list.gpu_count(environ)),
         config=config,

@@ -238,7 +238,7 @@ def test_an_older_daemon_that_systemd_starts_again_and_again(
     """It is stopped a few times, then used where it speaks this version of the protocol, or the cure is told."""
     changes = {
         "protocol": protocol_version(protocol.PROTOCOL - 1),
-        "release": {'        return metadata.version("rannd")': '        return "0.0.1"'},
+        "release": {"    return __version__": '    return "0.0.1"'},
     }
     copy = copy_of(tmp_path, changes[old])
     places().secure_runtime()
