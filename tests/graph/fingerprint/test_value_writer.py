@@ -295,7 +295,7 @@ def test_modes_that_cannot_be_seen() -> None:
         with mode:
             found = answer(nn.Linear(4, 4))
         assert isinstance(found, Unseen)
-        assert f"runs inside a test_fingerprint_unseen.{type(mode).__qualname__}" in found.reason
+        assert f"runs inside a test_value_writer.{type(mode).__qualname__}" in found.reason
     assert isinstance(answer(nn.Linear(4, 4)), Fingerprint)
 
 
