@@ -319,7 +319,7 @@ def test_whole_model_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         trace_checking,
         "compare_few",
-        lambda *args, **kwargs: right(*args, **kwargs) or trace_checking.Difference("it", 1.0),
+        lambda *args, **kwargs: right(*args, **kwargs) or trace_checking.Mismatch("it", 1.0),
     )
     with pytest.raises(TraceError, match="the model runs as one operator"):
         trains_like_the_model(torch.sin, True)
@@ -345,7 +345,7 @@ def test_functions_are_replaced_at_their_class_only_while_tracing() -> None:
     before = dict(vars(Triple))
     trains_like_the_model(lambda a: alias(a), True)
     assert dict(vars(Triple)) == before
-    assert autograd_functions.function_path(Triple).endswith("test_verify_trace:Triple")
+    assert autograd_functions.function_path(Triple).endswith("test_trace_checking:Triple")
 
 
 class Momentum(nn.Module):
