@@ -30,9 +30,9 @@ import msgspec
 
 from rannd.errors import PlanError
 from rannd.graph.fx.ir import Op, TaskGraph
-from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.blocks.grains import make_grains
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
 
 ROWS = 8
@@ -54,8 +54,8 @@ class Block(msgspec.Struct, frozen=True):
     """Op indexes, sorted."""
 
 
-def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[Block, ...]:
-    """Blocks of `graph` in topological order, for a plan on `world` devices.
+def make_blocks(parts: Partitioning, options: PlanOptions, *, world: int) -> tuple[Block, ...]:
+    """Blocks of a partitioned graph in topological order, for a plan on `world` devices.
 
     They consist of grains, or of atoms where more stages can be wanted than there are grains. There are at most
     `options.max_partition_num` (or `partition_num`, where more stages are demanded), and, if possible, as many as
@@ -63,7 +63,7 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
     and where there are more of them than blocks may be, blocks begin at CutPoints only. PlanError where the graph has
     no op.
     """
-    atoms = make_atoms(graph)
+    graph, atoms, grains = parts.graph, parts.atoms, parts.grains
     if not atoms:
         raise PlanError("the model has no op to place: its outputs do not depend on the batch; nothing to plan")
     most = max(options.max_partition_num, options.partition_num)
@@ -76,7 +76,7 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
             for start, end in zip(starts, ends, strict=True)
         )
         places = [False] * (len(atoms) + 1)
-    grains = make_grains(graph, atoms)
+        grains = make_grains(graph, atoms)
     if len(grains) >= min(len(atoms), max(options.partition_num, world)):
         atoms = grains
         places = cut_places(graph, atoms) if any(places) else [False] * (len(atoms) + 1)

@@ -30,7 +30,7 @@ from rannd.daemon.common.versions import version
 from rannd.errors import DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
-from rannd.plan.blocks.cut_places import lost_cut_points
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.compatibility import check_belongs, differences
 from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
 from rannd.plan.plan_options import PlanOptions
@@ -93,6 +93,7 @@ class Planner:
         self._config = config
         self._cache = cache
         self._graph = graph
+        self._parts = Partitioning.of(graph.task)
         self._model = model
         self._rows = tuple(rows)
         self._optimizer = (
@@ -121,7 +122,7 @@ class Planner:
             model,
             leaves,
             rows,
-            apart=config.profile_by_acc,
+            measured=self._parts.atoms if config.profile_by_acc else self._parts.grains,
             device_model=self._model_name,
             backend=self._backend,
             versions=self._versions,
@@ -363,7 +364,7 @@ class Planner:
         if first and target.cluster is None:
             logger.info("Running profiler ...")
         blocks = self._blocks(len(target.slots))
-        lost = lost_cut_points(self._graph.task)
+        lost = self._parts.lost_cut_points
         if lost and first:
             logger.warning(
                 "%d of the model's CutPoints cannot be used: operators before and after them share memory that is "
@@ -378,7 +379,7 @@ class Planner:
         return self._everywhere(lambda: self._plan(blocks, costs, target))
 
     def _blocks(self, devices: int) -> tuple[Block, ...]:
-        return make_blocks(self._graph.task, self._options, world=devices)
+        return make_blocks(self._parts, self._options, world=devices)
 
     def _analytic(self, blocks: Sequence[Block], target: Target) -> CostTable:
         """Costs of the target's cluster, for the pieces that may be planned."""

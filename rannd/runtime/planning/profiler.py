@@ -18,9 +18,7 @@ from rannd.graph.model import ModelGraph
 from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part
 from rannd.graph.tracing.leaf_recorder import preserved
-from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.blocks import Block
-from rannd.plan.blocks.grains import make_grains
 from rannd.profile.block_costs import block_part, measure_missing
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import GraphProfile
@@ -53,7 +51,7 @@ class Measuring:
         leaves: Sequence[torch.Tensor],
         rows: Sequence[int],
         *,
-        apart: bool,
+        measured: Sequence[Ops],
         device_model: str,
         backend: str,
         versions: Mapping[str, str],
@@ -66,7 +64,8 @@ class Measuring:
         """Rows of the largest piece."""
         self._whole = bool(graph.coupled)
         """Whether all pieces are whole mini-batches."""
-        self._apart = apart
+        self._measured = measured
+        """Sets of ops that are measured: grains, or atoms."""
         self._model_name = device_model
         self._backend = backend
         self._versions = versions
@@ -102,8 +101,7 @@ class Measuring:
         """What is measured of each block: its grains, or what it has of them, or its atoms."""
         owner = {op: number for number, block in enumerate(blocks) for op in block.ops}
         found: list[list[Ops]] = [[] for _ in blocks]
-        parts = make_atoms(self._graph.task)
-        for part in parts if self._apart else make_grains(self._graph.task, parts):
+        for part in self._measured:
             for number in sorted({owner[op] for op in part}):
                 found[number].append(tuple(op for op in part if owner[op] == number))
         return found
