@@ -1,4 +1,4 @@
-"""Where a model may be cut: anywhere, or where the user's CutPoints are."""
+"""Positions where a graph may be cut: anywhere, or only at the user's CutPoints."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from rannd.plan.blocks.atoms import make_atoms
 
 
 def has_cut_points(graph: TaskGraph) -> bool:
-    """Whether the graph may be cut at CutPoints only."""
+    """Whether the graph may be cut only at CutPoints."""
     return any(op.segment for op in graph.ops)
 
 
 def cut_places(graph: TaskGraph, parts: Sequence[Sequence[int]]) -> list[bool]:
-    """For each part (of op indexes, in topological order), and one place more, whether a stage may begin with it.
+    """Return for each part (op indices, in topological order), and for the end, whether a stage may begin there.
 
-    A CutPoint is a place where all that runs before it is in earlier parts than all that runs after it. The first
-    place and the one behind the last part always are.
+    At a CutPoint, all ops that run before it must be in earlier parts than all that run after it. The first position
+    and
+    the end always count.
     """
     count = len(parts)
     if not has_cut_points(graph):
@@ -36,7 +37,7 @@ def cut_places(graph: TaskGraph, parts: Sequence[Sequence[int]]) -> list[bool]:
 
 
 def lost_cut_points(graph: TaskGraph) -> int:
-    """CutPoints that divide the graph's ops, but not what has to stay together."""
+    """Count CutPoints that cannot be used because they would separate ops of one atom."""
     if not has_cut_points(graph):
         return 0
     return len({op.segment for op in graph.ops}) + 1 - sum(cut_places(graph, make_atoms(graph)))
