@@ -1,4 +1,4 @@
-"""Every error rannd raises on purpose, in one tree.
+"""The exception classes of rannd and the exit code of each.
 
 =====================  =========  =====================================================
 error                  exit code  when
@@ -21,15 +21,15 @@ RanndError             1          root of the tree; never raised itself
 └─ CheckpointError     8          a checkpoint cannot be written or read, or is another model's
 =====================  =========  =====================================================
 
-The message of an error says what was wrong, with the value, and what to do. A command
-that ends because of one exits with its ``exit_code``.
+The message of an error says what was wrong, with the value, and what to do. A command that an error ends exits with its
+``exit_code``.
 """
 
 from __future__ import annotations
 
 
 class RanndError(Exception):
-    """Root of all errors that rannd raises on purpose."""
+    """Base class of all errors that rannd raises on purpose."""
 
     exit_code = 1
 
@@ -41,19 +41,19 @@ class ConfigError(RanndError):
 
 
 class UsageError(RanndError):
-    """A command or an API call is used in a way that cannot work."""
+    """A command or an API function is used in a way that cannot work."""
 
     exit_code = 2
 
 
 class TraceError(RanndError):
-    """The user's model cannot be traced to a graph."""
+    """The user's model cannot be traced into a graph."""
 
     exit_code = 3
 
 
 class CutError(RanndError):
-    """A graph cannot be cut the way a plan asks for."""
+    """A graph cannot be partitioned as a plan requires."""
 
     exit_code = 3
 
@@ -65,7 +65,7 @@ class ProfileError(RanndError):
 
 
 class PlanError(RanndError):
-    """No plan satisfies what was asked for."""
+    """No plan satisfies the configuration."""
 
     exit_code = 4
 
@@ -81,13 +81,13 @@ class DeploymentError(RanndError):
 
 
 class StepError(RanndError):
-    """Ranks disagree about a step, or a step is used in an impossible order."""
+    """Ranks disagree about a step, or the calls of a step come in an impossible order."""
 
     exit_code = 5
 
 
 class RankFailedError(StepError):
-    """Another rank has failed, so this one cannot go on. `rank` is its number."""
+    """Another rank has failed, so this rank cannot continue. `rank` is the number of the failed one."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -121,7 +121,7 @@ class LaunchError(RanndError):
 
 
 def text_of(exc: BaseException) -> str:
-    """`str` of an exception, whose own code may fail."""
+    """Return ``str(exc)``, or a note where the exception's own ``__str__`` fails."""
     try:
         return str(exc)
     except Exception as wrong:

@@ -1,4 +1,4 @@
-"""Files that users hand around: read with suspicion, written whole or not at all, never through a symbolic link."""
+"""Reads and atomically writes files that users exchange (deployments, profiles); never follows symbolic links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from rannd.errors import RanndError
 
 @dataclass(frozen=True)
 class PlainFile:
-    """One kind of file. `what`: as in messages, 'deployment'; `made_by`: what writes such files."""
+    """Reader and writer of one kind of file.
+
+    Args:
+        what: Kind of file in messages, such as 'deployment'.
+        made_by: What writes such files, for messages.
+        error: Class of the errors that are raised.
+        most_bytes: Maximum size of a file.
+    """
 
     what: str
     made_by: str
@@ -24,31 +31,31 @@ class PlainFile:
     most_bytes: int
 
     def read(self, file: Path) -> bytes:
-        """The whole content of a file that `write` wrote; whoever decodes it checks what is in it.
+        """Return the content of a file; the caller validates it when decoding.
 
         Raises:
-            RanndError: (`error`) As `reading` does.
+            RanndError: (`error`) As for `reading`.
         """
         with self.reading(file) as opened:
             data = opened.read(self.most_bytes + 1)
-        if len(data) > self.most_bytes:  # it has grown since, or is of a file system that tells no sizes
+        if len(data) > self.most_bytes:  # the file has grown since, or its file system reports no sizes
             self._too_large(file, len(data))
         return data
 
     @contextmanager
     def reading(self, file: Path) -> Iterator[BinaryIO]:
-        """A file that `write` or `writing` wrote, open for reading; whoever decodes it checks what is in it.
+        """Open a file for reading; the caller validates the content when decoding.
 
-        It may belong to another user, because it is data and is checked as such; but nobody besides its owner (and
-        group) may have been able to change it.
+        The file may belong to another user, because its content is validated; but it must not be writable for
+        everybody.
 
         Raises:
-            RanndError: (`error`) There is no such file, or it is a symbolic link, no plain file, too large, or
-                writable for everybody.
+            RanndError: (`error`) The file does not exist, is a symbolic link, is not a regular file, is too large, or
+                is writable for everybody.
         """
         file = file.expanduser()
         try:
-            # Without O_NONBLOCK the opening of a pipe would wait for ever.
+            # Without O_NONBLOCK, opening a pipe would block forever.
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 self._check(file, os.fstat(descriptor))
@@ -67,7 +74,7 @@ class PlainFile:
 
     @contextmanager
     def named(self, file: Path) -> Iterator[None]:
-        """What is wrong with the content of a file (`error`) is told with the file's name."""
+        """Prefix errors about the content of a file (`error`) with the file's name."""
         try:
             yield
         except self.error as exc:
@@ -91,7 +98,7 @@ class PlainFile:
         )
 
     def write(self, data: bytes, file: Path) -> None:
-        """Write a file, whole or not at all, in place of the one that may be there.
+        """Write a file atomically, replacing an existing one.
 
         Raises:
             RanndError: (`error`) The file is a symbolic link or a folder, or cannot be written.
@@ -101,11 +108,11 @@ class PlainFile:
 
     @contextmanager
     def writing(self, file: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
-        """A file to write in parts, which takes the place of the one that may be there when the block ends.
+        """Open a temporary file that replaces `file` when the block ends without an exception.
 
         Args:
-            file: Where it will be. A block that raises leaves what is there.
-            mode: Rights of the file, of which the process's umask takes some away.
+            file: Path of the file. If the block raises, an existing file stays unchanged.
+            mode: Permissions of the file, before the process's umask is applied.
 
         Raises:
             RanndError: (`error`) The file is a symbolic link or a folder, or cannot be written.
@@ -125,7 +132,7 @@ class PlainFile:
                 yield opened
                 opened.flush()
                 os.fsync(opened.fileno())
-            # Where a link has come into the way meanwhile, it is replaced, not followed.
+            # A symbolic link that was created meanwhile is replaced, not followed.
             os.replace(draft, file)
         except BaseException as exc:
             with suppress(OSError):
@@ -138,7 +145,7 @@ class PlainFile:
 
 
 def _is_special(file: Path) -> bool:
-    """Whether there is something that is neither a plain file nor a folder; what cannot be looked at is told later."""
+    """Whether a path is neither a regular file nor a folder; False if it cannot be examined (writing then fails)."""
     try:
         mode = os.stat(file).st_mode
     except OSError:

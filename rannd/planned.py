@@ -1,6 +1,7 @@
-"""How a script that was started to plan only tells ``rannc-run --plan-only`` that it has planned.
+"""Lets a script that only plans (``rannc-run --plan-only``) report to ``rannc-run`` that there is a plan.
 
-The exit code cannot: a script that never calls its model ends with 0, too.
+It touches a file that an environment variable names. The exit code cannot report this: a script that never calls its
+model also exits with 0.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "RANND_PLANNED"
-"""Names the file that is made behind a plan."""
+"""Environment variable with the path of the file to touch."""
 
 
 @contextlib.contextmanager
 def awaited() -> Iterator[Path]:
-    """A file that does not exist, in a directory of this user's alone that is removed in the end."""
+    """Yield a path that does not exist yet, in a temporary directory that only this user can access."""
     with tempfile.TemporaryDirectory(prefix="rannc-run-") as folder:
         yield Path(folder) / "planned"
 
 
 def tell() -> None:
-    """There is a plan."""
+    """Report that a plan was made; no-op if `VARIABLE` is not set."""
     if VARIABLE in os.environ:
         Path(os.environ[VARIABLE]).touch()

@@ -1,11 +1,11 @@
-"""Whether a deployment belongs to a job: differences that make it wrong, and those that only make it slow.
+"""Checks whether a deployment fits a job: differences that make it wrong, and those that only make it slow.
 
-| difference | what happens |
+| difference | result |
 | --- | --- |
-| the graph, the number of ranks, a schedule that this rannd does not know | DeploymentError |
-| ranks' spread over nodes, model of the devices, rows of the batch, versions, costs that were not measured | warning |
+| the graph, the number of ranks, a schedule that this version of rannd does not know | DeploymentError |
+| distribution of ranks over nodes, device model, rows of the batch, versions, costs that were not measured | warning |
 
-Formats are told by :func:`rannd.plan.deployment.decode`, and memory that is too small by what is free on each rank.
+Formats are checked by :func:`rannd.plan.deployment.decode`; free memory is checked on each rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AGAIN = "plan again without it"
 
 
 def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> None:
-    """DeploymentError where `deployment` cannot run the graph of that hash on `world` ranks."""
+    """Raise DeploymentError if `deployment` cannot run the graph with hash `graph_hash` on `world` ranks."""
     if deployment.graph_hash != graph_hash:
         raise DeploymentError(
             f"the deployment was made for the graph {plain(deployment.graph_hash)[:12]}, this model's is "
@@ -42,9 +42,13 @@ def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> Non
 
 
 def differences(deployment: Deployment, *, here: Provenance, slots: Sequence[Slot], rows: int) -> list[str]:
-    """What of a job is another thing than the deployment was planned for, in words: it runs, but may be slow.
+    """Describe how a job differs from what the deployment was planned for; it runs, but may be slow.
 
-    `here` is what would be noted of a deployment made now, `slots` are the job's, `rows` the global batch's.
+    Args:
+        deployment: The deployment to run.
+        here: Provenance of a deployment made in this job.
+        slots: Slots of this job.
+        rows: Rows of this job's global batch.
     """
     found = []
     planned, there = (_spread(each) for each in (deployment.slots, slots))
@@ -66,7 +70,7 @@ def differences(deployment: Deployment, *, here: Provenance, slots: Sequence[Slo
 
 
 def plain(text: str, most: int = 80) -> str:
-    """Text out of a file as it may be printed: one line, no control characters, not longer than `most`."""
+    """Make text from a file printable: one line, no control characters, at most `most` characters."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text[: most + 1])
     return text if len(text) <= most else f"{text[: most - 2]}.."
 

@@ -1,8 +1,8 @@
-"""The deployment: a plan as it is run, stored and loaded again.
+"""The deployment: the plan that the runtime executes, and its file format.
 
-On disk and on the wire it is msgpack with the field names of :class:`Deployment`; ``format`` says which
-version of this grammar it follows. No rank number appears in it, only slots (node ordinal, device ordinal).
-A file may come from anywhere, so `decode` believes nothing: whatever it returns has sane numbers and indices in range.
+On disk and on the wire it is msgpack with the field names of :class:`Deployment`; ``format`` is the version of this
+format. It contains no rank numbers, only slots (node ordinal, device ordinal). A file may come from anywhere, so
+`decode` validates everything: numbers are in sane ranges, indices are in bounds.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from rannd.errors import DeploymentError
 
 FORMAT = 2
 MAX_BYTES = 64 * 2**20
-"""Longer data is no deployment: 10,000 operators take less than a hundredth."""
+"""Maximum size; a graph of 10,000 operators takes less than a hundredth of it."""
 _MOST_SLOTS = 1 << 16
 _MOST = 1 << 53
-"""Largest count that is believed."""
+"""Largest number that `decode` accepts."""
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A place for one rank: ordinal of the node, ordinal of the device on it."""
+    """Place of one rank: ordinal of the node, ordinal of the device on that node."""
 
     node: int
     device: int
 
 
 class StageEstimate(msgspec.Struct, frozen=True):
-    """What the planner expects of one replica of a stage in one step. Microseconds and bytes."""
+    """Estimated times and memory of one replica of a stage in one step. Microseconds and bytes."""
 
     forward_us: float
     backward_us: float
     allreduce_us: float
     input_bytes: int
-    """Received from other stages for one piece."""
+    """Received from other stages per microbatch."""
     output_bytes: int
-    """Sent to other stages for one piece."""
+    """Sent to other stages per microbatch."""
     param_bytes: int
     grad_bytes: int
     activation_bytes: int
@@ -45,51 +45,51 @@ class StageEstimate(msgspec.Struct, frozen=True):
     comm_bytes: int
     total_bytes: int
     pieces: int = 1
-    """Most pieces that a replica runs in a step; the times above are of all of them."""
+    """Maximum number of microbatches that a replica runs in a step; the times above are for all of them."""
     in_flight: int = 1
-    """Most pieces between their forward and their backward; the bytes above are of all of them."""
+    """Maximum number of microbatches between their forward and their backward; the bytes above are for all of them."""
     weight_us: float = 0.0
-    """The part of `backward_us` that a schedule may run later than the rest (gradients of parameters)."""
+    """The part of `backward_us` that a schedule may delay (parameter gradients)."""
     working_bytes: int = 0
-    """Needed for a moment while a backward runs."""
+    """Temporary memory of a backward."""
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Ops that run together, on one or more replicas."""
+    """Ops that run together on one or more replicas."""
 
     name: str
     """``MERGE_<first block>_<last block>``, as in the estimate's log lines."""
     ops: tuple[str, ...]
     """Names of the ops of the task graph."""
     slots: tuple[int, ...]
-    """Index into `Deployment.slots` of each replica."""
+    """Index into `Deployment.slots` for each replica."""
     recompute: bool
-    """Run the forward again in the backward instead of keeping activations."""
+    """Recompute activations in the backward instead of keeping them."""
     estimate: StageEstimate
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A plan that was not chosen, and why: for people to read."""
+    """A plan that was not chosen, and why; for display."""
 
     name: str
-    """As '4-way data parallel' or '2 stages x 2, 8 microbatches, 1f1b'."""
+    """Such as '4-way data parallel' or '2 stages x 2, 8 microbatches, 1f1b'."""
     step_us: float
-    """Predicted time of a step; infinite is never stored: 0 where the plan does not fit."""
+    """Predicted time of a step; 0 if the plan does not fit memory (infinity is never stored)."""
     most_bytes: int
-    """What the fullest device would need."""
+    """Memory of the fullest device."""
     over_bytes: int
-    """By how much that is more than a device may use; 0 where the plan fits."""
+    """Bytes above what a device may use; 0 if the plan fits."""
     runs: bool = True
-    """False where the runtime cannot run it yet (ways.py)."""
+    """False if the runtime cannot run it yet (run_modes.py)."""
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """With what a deployment was made: it tells a user that another one may be better."""
+    """Devices, costs and versions that a deployment was planned with, so that differences can be reported."""
 
     device: str
-    """The model of the devices it was planned for."""
+    """Model of the devices."""
     costs: str
-    """Where times came from: 'measured', or 'cluster NAME' where a file told them."""
+    """Source of the times: 'measured', or 'cluster NAME' if a cluster file gave the rates."""
     rannd: str
     """Version."""
     torch: str
@@ -104,30 +104,30 @@ class Deployment(msgspec.Struct, frozen=True):
     slots: tuple[Slot, ...]
     stages: tuple[Stage, ...]
     microbatches: int
-    """Slices of each rank's mini-batch; a piece is one slice of one rank."""
+    """Microbatches per rank: the slices of each rank's mini-batch."""
     schedule: str
     batch_rows: int
-    """Rows of the global batch the plan was made for."""
+    """Rows of the global batch that the plan was made for."""
     step_us: float
     """Predicted time of one step."""
     unused_params: tuple[str, ...] = ()
-    """Parameters and buffers no op reads; kept by the first stage."""
+    """Parameters and buffers that no op reads; the first stage keeps them."""
     e_us: float = 0.0
-    """The closed form that the search minimises (docs/planning.md); `step_us` is simulated where plans were ranked."""
+    """Step time by the closed form E, which the search minimises (docs/planning.md); `step_us` may be simulated."""
     bound_us: float = 0.0
-    """No plan has a smaller closed form, by the same costs; 0 where it was not computed."""
+    """Lower bound of the closed form for all plans with the same costs; 0 if it was not computed."""
     searched_all: bool = True
-    """False where the search was cut off, so that a better plan may exist."""
+    """False if the search was cut off, so that a better plan may exist."""
     placement: str = "stages"
-    """Order in which slots are given out: neighbours are 'stages' of one pipeline, or 'replicas' of one stage."""
+    """Order of slots: neighbours are 'stages' of one pipeline, or 'replicas' of one stage."""
     memory_bytes: int = 0
-    """What the plan may use of each device, margin taken off; 0 where it is not known."""
+    """Memory that the plan may use per device, after the margin; 0 if not known."""
     alternatives: tuple[Alternative, ...] = ()
-    """The best of what was not chosen, the fastest first, those that do not fit last."""
+    """The best plans that were not chosen, fastest first, those that do not fit last."""
     made: Provenance | None = None
-    """With what it was made; None where nobody said."""
+    """How it was planned; None if not known."""
     zero: int = 0
-    """Stage of ZeRO."""
+    """ZeRO stage."""
 
 
 class _Header(msgspec.Struct):
@@ -140,16 +140,20 @@ _decoder = msgspec.msgpack.Decoder(Deployment)
 
 
 def encode(deployment: Deployment) -> bytes:
-    """The deployment as bytes."""
+    """Serialize a deployment to msgpack."""
     return _encoder.encode(deployment)
 
 
 def decode(data: bytes) -> Deployment:
-    """A deployment from bytes; DeploymentError where they are not one of this format, or it cannot be right."""
+    """Deserialize and validate a deployment.
+
+    Raises:
+        DeploymentError: The data is not a deployment, has another format, or is inconsistent.
+    """
     if len(data) > MAX_BYTES:
         raise DeploymentError(f"{len(data)} bytes are no deployment, which has {MAX_BYTES} at most; {_AGAIN}")
     try:
-        found = _header.decode(data).format  # before the rest: other formats have other fields
+        found = _header.decode(data).format  # decoded first: other formats have other fields
         if found != FORMAT:
             raise DeploymentError(f"the deployment has format {found}, this rannd reads {FORMAT}; {_AGAIN}")
         deployment = _decoder.decode(data)
@@ -165,7 +169,7 @@ _AGAIN = "plan again without it"
 
 
 def _wrong(deployment: Deployment) -> str:
-    """What cannot be in a deployment, '' where it is sound."""
+    """Return what is inconsistent in a deployment, or ''."""
     world, stages = len(deployment.slots), deployment.stages
     if not 1 <= world <= _MOST_SLOTS or not 1 <= len(stages) <= world:
         return f"it has {len(stages)} stages on {world} slots"

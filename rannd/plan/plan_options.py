@@ -1,4 +1,4 @@
-"""What the user may demand of a plan: the configuration items that the planner reads, by their own names."""
+"""The configuration items that the planner reads, under their own names."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from rannd.plan.run_modes import SCHEDULES
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Demands and limits of a search. 0 means 'free' where an item forces a number.
+    """Constraints and limits of a search. 0 means 'free' for items that force a number.
 
-    Raises PlanError on construction where two of the numbers contradict each other.
+    Raises:
+        PlanError: On construction, if a number is out of range or two contradict each other.
     """
 
     partition_num: int = 0
     """Number of stages; 0: free."""
     replica_num: int = 0
-    """Replicas of every stage; 0: free, and stages may differ."""
+    """Replicas of every stage; 0: free, and stages may have different numbers."""
     pipeline_num: int = 0
     """Microbatches per rank; 0: free."""
     min_pipeline: int = 1
-    """Fewest microbatches per rank that are tried; the search doubles from here."""
+    """Minimum number of microbatches per rank; the search doubles it from here."""
     max_pipeline: int = 32
-    """Most microbatches per rank that are tried."""
+    """Maximum number of microbatches per rank."""
     min_pipeline_bs: int = 1
-    """Fewest rows of a piece."""
+    """Minimum number of rows per microbatch."""
     min_partition_num: int = 5
-    """Coarsening keeps at least so many blocks (where there are so many grains)."""
+    """Minimum number of blocks after coarsening (if there are enough grains)."""
     max_partition_num: int = 32
-    """Most blocks handed to the stage phase."""
+    """Maximum number of blocks for the stage search."""
     coarsen_by_time: bool = True
-    """Weigh ops by their (analytic) time; otherwise by the bytes they touch alone."""
+    """Weigh ops by their analytic time; otherwise only by the bytes they touch."""
     do_coarsening: bool = True
-    """Merge atoms over their most expensive boundaries first; otherwise only by weight."""
+    """Merge atoms across their most expensive boundaries first; otherwise only by weight."""
     do_uncoarsening: bool = False
-    """Move the boundaries of coarsened blocks to cheaper places nearby."""
+    """Move the boundaries of coarsened blocks to cheaper positions nearby."""
     schedule: str = "1f1b"
-    """Name of the schedule, see ways.SCHEDULES."""
+    """Name of the schedule, see run_modes.SCHEDULES."""
     opt_param_factor: float = 2.0
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
-    """Recompute in every stage. Otherwise only where nothing fits without."""
+    """Recompute activations in every stage; otherwise only if no plan fits memory without."""
     sync_allreduce: bool = False
-    """Reduce gradients when backward has ended, not while it runs."""
+    """Reduce gradients after the backward, not during it."""
     limit_dev_num_pot: bool = False
-    """Only powers of two (and all devices) as numbers of replicas."""
+    """Use only powers of two (and all devices) as numbers of replicas."""
     mem_margin: float = 0.1
-    """Part of a device's memory that was kept out of the planner's limit; read for messages only."""
+    """Fraction of a device's memory that is already taken off the planner's limit; only used in messages."""
 
     @staticmethod
     def of(config: Config) -> PlanOptions:
-        """What the configuration demands."""
+        """Take the options from the configuration."""
         return PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__})
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A deployment as text for people: stages, memory, time, and what was not chosen."""
+"""Formats a deployment as text: stages, memory, predicted times, and plans that were not chosen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from rannd.plan.deployment import Deployment, Slot, Stage
 
 
 def show(deployment: Deployment, batch_size: int | None = None) -> str:
-    """What is planned, for a global batch of `batch_size` rows (None: the batch that it was planned for).
+    """Describe a deployment for a global batch of `batch_size` rows (None: the batch that it was planned for).
 
-    For another batch the times of computing and the bytes of activations and transfers grow with the rows of a piece,
-    and the rest stays: a rough estimate, and marked as one. UsageError for what is no number of rows, 1 or more.
+    For another batch, compute times and the bytes of activations and transfers are scaled with the rows of a
+    microbatch, all else stays: a rough estimate, marked as one.
+
+    Raises:
+        UsageError: `batch_size` is not an int of 1 or more.
     """
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise UsageError(f"a batch of {batch_size!r} rows; give the rows of all ranks' mini-batches together")
@@ -30,12 +33,12 @@ def show(deployment: Deployment, batch_size: int | None = None) -> str:
 
 
 def piece_rows(deployment: Deployment) -> int:
-    """Rows of the largest piece."""
+    """Rows of the largest microbatch."""
     return math.ceil(math.ceil(deployment.batch_rows / len(deployment.slots)) / deployment.microbatches)
 
 
 def scaled(deployment: Deployment, batch_size: int) -> Deployment:
-    """The deployment with estimates for another batch, in proportion to the rows of a piece."""
+    """Return the deployment with estimates for another batch, in proportion to the rows of a microbatch."""
     other = replace(deployment, batch_rows=batch_size)
     factor = piece_rows(other) / piece_rows(deployment)
     stages = []
@@ -54,12 +57,12 @@ def scaled(deployment: Deployment, batch_size: int) -> Deployment:
         stages.append(replace(stage, estimate=replace(grown, total_bytes=each.total_bytes + more)))
     reduce = min(max(stage.estimate.allreduce_us for stage in stages), deployment.step_us)
     step = (deployment.step_us - reduce) * factor + reduce
-    # A bound of the planned batch says nothing of this one.
+    # A bound for the planned batch does not hold for this one.
     return replace(other, stages=tuple(stages), step_us=step, e_us=0.0, bound_us=0.0)
 
 
 def bubble(deployment: Deployment) -> float:
-    """Part of all devices' time that is not spent in forwards and backwards, 0 where the step takes no time."""
+    """Fraction of all devices' time that is not spent in forwards and backwards; 0 if the step takes no time."""
     busy = sum(
         len(stage.slots) * (stage.estimate.forward_us + stage.estimate.backward_us) for stage in deployment.stages
     )
@@ -180,7 +183,7 @@ def _alternatives(deployment: Deployment) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need; empty ones are left away."""
+    """Format a table with aligned columns; empty columns are left out."""
     used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
     widths = [max(len(heads[column]), *(len(row[column]) for row in rows)) for column in used]
     lines = []
@@ -191,7 +194,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _places(slots: Iterable[Slot]) -> str:
-    """``0-2:0-3 3:0,2`` for devices 0 to 3 of nodes 0 to 2, and 0 and 2 of node 3."""
+    """Format slots: ``0-2:0-3 3:0,2`` for devices 0 to 3 of nodes 0 to 2, and devices 0 and 2 of node 3."""
     devices: dict[int, list[int]] = {}
     for slot in sorted(slots):
         devices.setdefault(slot.node, []).append(slot.device)
@@ -202,7 +205,7 @@ def _places(slots: Iterable[Slot]) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """``0-3,5`` for 0, 1, 2, 3 and 5, which are sorted."""
+    """Format sorted numbers: ``0-3,5`` for 0, 1, 2, 3 and 5."""
     runs = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         held = [number for _, number in run]

@@ -1,6 +1,6 @@
-"""How a step can be run: its schedule, and what ZeRO shards. Here is the one table that says what the runtime can run.
+"""Schedules and ZeRO stages that the planner knows, and the one table of those that the runtime can run.
 
-The planner plans, simulates and shows all of them, and picks for a run only what can be run.
+The planner plans, simulates and shows all of them, but chooses only what the runtime can run.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from rannd.errors import PlanError
 
 
 class RunMode(msgspec.Struct, frozen=True, order=True):
-    """A schedule, and a stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-    Parameter Models", 2020)."""
+    """A schedule and a ZeRO stage.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+    """
 
     schedule: str
     zero: int = 0
-    """What is divided among the replicas of a stage: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    """What is sharded across the replicas of a stage: 1 optimizer state, 2 also gradients, 3 also parameters."""
 
     @property
     def name(self) -> str:
-        """As 'zb_h1', 'ZeRO 2' or 'zb_h1 with ZeRO 1'; '' where it is 1F1B or fill-drain without ZeRO."""
+        """Such as 'zb_h1', 'ZeRO 2' or 'zb_h1 with ZeRO 1'; '' for 1F1B or fill-drain without ZeRO."""
         known = self.schedule if self.schedule == "zb_h1" else ""
         return " with ".join(filter(None, (known, f"ZeRO {self.zero}" if self.zero else "")))
 
@@ -32,25 +34,25 @@ RUNS: Mapping[RunMode, bool] = {
     RunMode("1f1b"): True,
     RunMode("fill_drain"): True,
     RunMode("zb_h1"): False,
-    # Zero-bubble puts off gradients of parameters, which ZeRO 2 and 3 divide as soon as they are there.
+    # Zero-bubble delays parameter gradients, which ZeRO 2 and 3 shard as soon as they are computed.
     RunMode("zb_h1", 1): False,
     **{RunMode(schedule, zero): False for schedule in ("1f1b", "fill_drain") for zero in _STAGES},
 }
-"""Every way, and whether the runtime can run it."""
+"""Every run mode, and whether the runtime can run it."""
 
 SCHEDULES = tuple(way.schedule for way, runs in RUNS.items() if runs and not way.zero)
-"""Names of the schedules that can be run."""
+"""Names of the schedules that the runtime can run."""
 
 
 def check_known(way: RunMode) -> None:
-    """PlanError for a way that cannot even be planned."""
+    """Raise PlanError for a run mode that the planner does not know."""
     if way not in RUNS:
         reason = "gradients are divided as soon as they are there" if way.zero in _STAGES else "0 to 3 are known"
         raise PlanError(f"no plan has schedule {way.schedule!r} with ZeRO stage {way.zero}: {reason}")
 
 
 def others(way: RunMode) -> list[RunMode]:
-    """What a step that runs as `way` could be, were it in the runtime's power, what shards least first."""
+    """Return the run modes comparable to `way` that the runtime cannot run yet; least sharding first."""
     interleaved = way.schedule != "fill_drain"
     found = [each for each, runs in RUNS.items() if not runs and (each.schedule != "fill_drain") == interleaved]
     return sorted(found, key=lambda each: (each.zero, each.schedule))

@@ -1,11 +1,11 @@
-"""The devices of a plan and what lies between them: which transfers stay inside a node.
+"""The devices of a plan and the links between them: which transfers stay inside a node.
 
-Slots are handed out to stages in one of two orders. Of 4 stages with 2 replicas each on 2 nodes of 4 devices:
+Slots are assigned to stages in one of two orders. For 4 stages with 2 replicas each on 2 nodes of 4 devices:
 
     "stages"      neighbours are stages of one pipeline       node 0: 0a 1a 2a 3a   node 1: 0b 1b 2b 3b
     "replicas"    neighbours are replicas of one stage        node 0: 0a 0b 1a 1b   node 1: 2a 2b 3a 3b
 
-so the first keeps transfers inside the nodes, the second the reduction of gradients.
+The first keeps transfers between stages inside the nodes, the second the reduction of gradients.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class Machine:
     """Slots in order, and the two kinds of links between them."""
 
     def __init__(self, slots: Sequence[Slot], link: LinkCost, between: LinkCost | None) -> None:
-        """`slots`: sorted; `link`: inside a node; `between`: among nodes (None: the same)."""
+        """Args: `slots`: sorted; `link`: inside a node; `between`: between nodes (None: the same)."""
         self.world = len(slots)
         self.nodes = np.array([slot.node for slot in slots])
         self.link, self.between = link, between or link
         self.several = bool(self.nodes[0] != self.nodes[-1]) and self.between != link
-        """Whether it matters where a stage is."""
+        """Whether nodes matter: there are several, and links between them differ."""
 
     @property
     def placements(self) -> tuple[str, ...]:
-        """The orders that make a difference."""
+        """The slot orders to try."""
         return PLACEMENTS if self.several else PLACEMENTS[:1]
 
     @property
     def agreeing_us(self) -> float:
-        """What all ranks tell each other in a step beside values and gradients."""
+        """Time of the small collectives of a step, beside activations and gradients."""
         return agreeing_us(self.between if self.several else self.link, self.world)
 
     @cached_property
     def pipelines_inside(self) -> Mask:
-        """By number of replicas (from 1): whether pipelines that lie side by side stay inside nodes.
+        """For each number of replicas (from 1): whether each of the pipelines side by side stays inside a node.
 
-        Of R pipelines each has the slots from g W / R to (g + 1) W / R.
+        Pipeline g of R has the slots from g W / R to (g + 1) W / R.
         """
         found = np.ones(self.world, dtype=bool)
         for count in range(1, self.world + 1):
@@ -64,20 +64,20 @@ class Machine:
         return found
 
     def same(self, first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> Mask:
-        """Whether slots are on one node, pair by pair; slots that there are none of are on every node."""
+        """Whether slots are on the same node, pair by pair; a slot out of range counts as on every node."""
         inside = (first >= 0) & (last < self.world)
         a, b = np.clip(first, 0, self.world - 1), np.clip(last, 0, self.world - 1)
         return np.where(inside, self.nodes[a] == self.nodes[b], True)
 
 
 def p2p_us(link: LinkCost, nbytes: Table) -> Table:
-    """:meth:`LinkCost.p2p_us` of many sizes."""
+    """:meth:`LinkCost.p2p_us` for arrays of sizes."""
     result: Table = np.where(nbytes > 0, link.p2p_latency_us + nbytes / link.p2p_bytes_per_us, 0.0)
     return result
 
 
 def allreduce_us(link: LinkCost, nbytes: Table, ranks: npt.ArrayLike) -> Table:
-    """:meth:`LinkCost.allreduce_us` of many sizes and numbers of ranks."""
+    """:meth:`LinkCost.allreduce_us` for arrays of sizes and numbers of ranks."""
     count = np.asarray(ranks, dtype=float)
     steps = 2.0 * (count - 1.0)
     whole = steps / 2.0 * link.allreduce_latency_us + steps / count * nbytes / link.allreduce_bytes_per_us
@@ -86,17 +86,18 @@ def allreduce_us(link: LinkCost, nbytes: Table, ranks: npt.ArrayLike) -> Table:
 
 
 def agreeing_us(link: LinkCost, world: int) -> float:
-    """Time of the small collectives of a step: agreeing about the call, about the backward, and the sum of losses."""
+    """Time of the small collectives of a step: agreement on the call, on the backward, and the sum of losses."""
     return AGREEMENTS * math.ceil(math.log2(world)) * link.allreduce_latency_us
 
 
 def place(replicas: Sequence[int], placement: str) -> tuple[tuple[int, ...], ...]:
-    """Slots of the replicas of each stage.
+    """Assign slots to the replicas of each stage.
 
-    "replicas": each stage has the slots behind those of the stage before. "stages": replica j of R works for the ranks
-    around (j + 1/2) / R of the world, and gets a slot there. Of equally many replicas those that a rank's pieces run
-    through are neighbours (one node, if they fit), and its own slot is one of them. Of other numbers each of the
-    pipelines side by side (Layout.pipelines) has neighbouring slots.
+    "replicas": each stage has the slots after those of the previous stage. "stages": replica j of R serves the ranks
+    around (j + 1/2) / R of the world, and gets a slot there. If stages have equally many replicas, those that a rank's
+    microbatches pass through are neighbours (on one node, if they fit), and the rank's own slot is one of them.
+    Otherwise
+    each of the pipelines side by side (Layout.pipelines) has neighbouring slots.
     """
     if placement == "replicas":
         return tuple(tuple(range(a, b)) for a, b in pairwise(accumulate(replicas, initial=0)))

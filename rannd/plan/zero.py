@@ -1,10 +1,10 @@
-"""ZeRO: what the replicas of a stage hold of parameters, gradients and the optimizer's state, and what moving it takes.
+"""Memory and time of a stage under ZeRO: what each replica holds, and what the collectives take.
 
-Own parameters of a stage are divided among its replicas; those that other stages read too are whole on each.
-Gradients are reduce-scattered, and parameters gathered: each is half of an all-reduce (a ring's all-reduce is the one
-and then the other). With stages 1 and 2 parameters are gathered when the optimizer is done. With stage 2 gradients of
-every piece are scattered behind its backward. With stage 3 a replica gathers the parameters of a block, and of the next
-one, for each forward and each backward of a piece.
+A stage's own parameters are sharded across its replicas; those that other stages read too are whole on each. Gradients
+are reduce-scattered and parameters all-gathered; each takes half of an all-reduce (a ring all-reduce is the one and
+then the other). With stages 1 and 2 parameters are gathered after the optimizer. With stage 2 the gradients of every
+microbatch are scattered after its backward. With stage 3 a replica gathers the parameters of a block, and of the next
+one, for each forward and each backward of a microbatch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Table = npt.NDArray[np.float64]
 
 
 class ReplicaBytes(NamedTuple):
-    """Bytes of a replica, all the time but for `working`. Tables of any shape."""
+    """Memory of a replica in bytes; all but `working` is held permanently. Arrays of any shape."""
 
     params: Table
     grads: Table
-    """Gradients, and as much again for those of a step that waits."""
+    """Gradients, and as much again for those of a delayed step."""
     optimizer: Table
     working: Table
-    """Of the largest block, for a moment: its whole gradients, its parameters and those of the next one."""
+    """Temporary, for the largest block: its whole gradients, its parameters and those of the next block."""
 
     @property
     def state(self) -> Table:
@@ -35,10 +35,16 @@ class ReplicaBytes(NamedTuple):
 def held(
     zero: int, replicas: npt.ArrayLike, *, params: Table, trainable: Table, shared: Table, unit: Table, factor: float
 ) -> ReplicaBytes:
-    """What a stage holds, of tables that broadcast against `replicas`.
+    """Return what a replica of a stage holds; all tables broadcast against `replicas`.
 
-    `params`: bytes of parameters and buffers; `trainable`: of them; `shared`: of these, read by other stages too;
-    `unit`: trainable bytes of its largest block; `factor`: bytes of optimizer state for one of `trainable`.
+    Args:
+        zero: ZeRO stage.
+        replicas: Number of replicas of the stage.
+        params: Bytes of parameters and buffers.
+        trainable: Bytes of the trainable ones among them.
+        shared: Bytes of the trainable ones that other stages read, too.
+        unit: Trainable bytes of the stage's largest block.
+        factor: Bytes of optimizer state per byte of `trainable`.
     """
     count = np.asarray(replicas, dtype=float)
     parts = shared + (trainable - shared) / count
@@ -52,9 +58,10 @@ def held(
 
 
 def computing(zero: int, forward: Table, backward: Table, gather: Table) -> tuple[Table, Table]:
-    """Forward and backward of a piece, where `gather` is the time to gather all parameters, or to scatter gradients.
+    """Return the forward and backward time of a microbatch with the collectives of ZeRO.
 
-    Moving hides behind computing, and what does not fit behind it takes its time.
+    `gather` is the time to gather all parameters, or to scatter all gradients. Collectives overlap with computing; only
+    what exceeds the computing time adds to it.
     """
     if zero == 2:
         backward = np.maximum(backward, gather)

@@ -1,13 +1,13 @@
-"""What blocks would cost on devices that are not there: a roofline over the operators of a task graph.
+"""Estimates costs of blocks on devices that are not available, with a roofline model of the operators of a task graph.
 
 No torch in this file. Williams, Waterman, Patterson: Roofline (CACM 2009). For each operator, in microseconds,
 
-    op_latency_us + max(operations / rate of its type, bytes read and written / bandwidth of the memory)
+    op_latency_us + max(FLOPs / rate of its dtype, bytes read and written / memory bandwidth)
 
-and nothing for views. Backwards are the same, an operator for each kind of gradient: of what the forward has read, and
-of its parameters (`weight_us`), each with the forward's operations; fused attention computes its weights again, 2.5
-times the forward's. A gradient that several readers add to is added up in memory. Rates come from a cluster's file.
-docs/clusters.md says how far such costs are from measured ones.
+and 0 for views. The backward is estimated the same way, one operator per kind of gradient: of the inputs, and of the
+parameters (`weight_us`), each with the forward's FLOPs; fused attention recomputes its weights, 2.5 times the forward's
+FLOPs. The gradient of a value with several readers is accumulated in memory. Rates come from a cluster's file.
+docs/clusters.md compares such costs with measured ones.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from rannd.profile.costs import BlockCost, CostTable, LinkCost
 from rannd.profile.kept_values import ATTENTION, LOOKUPS, PRODUCTS, SUMS, Memory, name_of
 
 ATTENTION_BACKWARD = 2.5
-"""Five products of matrices instead of two (Dao: FlashAttention-2, 2023, section 3)."""
+"""Five matrix products instead of two (Dao: FlashAttention-2, 2023, section 3)."""
 _LOSSES = frozenset({"cross_entropy_loss", "softmax", "log_softmax"})
-"""Write what they read once more on the way: probabilities, or their logarithms."""
+"""Operators that write an intermediate as large as their input: probabilities or log probabilities."""
 
 
 def analytic_costs(
     graph: TaskGraph, blocks: Sequence[Sequence[int]], cluster: Cluster, *, fewest: int, most: int, nodes: int
 ) -> CostTable:
-    """Costs of `blocks` (op numbers) on devices of `cluster`, for pieces of `fewest` to `most` rows.
+    """Return costs of `blocks` (op numbers) on devices of `cluster`, for microbatches of `fewest` to `most` rows.
 
-    Times are right, by the formula above, for `fewest` and for `most` rows, and between them on a line, which is never
-    below the formula. `nodes`: with more than one, links between nodes count.
+    Times follow the formula above for `fewest` and for `most` rows, with linear interpolation in between, which is
+    never
+    below the formula. With more than one of `nodes`, links between nodes are included.
     """
     roofline = _Roofline(graph, cluster)
     inside, between = cluster.link.inside, cluster.link.between
@@ -44,13 +45,14 @@ def analytic_costs(
 
 
 def link_cost(cluster: Cluster, link: Link) -> LinkCost:
-    """A link of a cluster as the planner sees it. A ring all-reduce has two messages where a transfer has one."""
+    """Return a link of a cluster as a `LinkCost`. A ring all-reduce of two ranks has two messages, a transfer has
+    one."""
     rate = cluster.link_bytes_per_us(link)
     return LinkCost(link.latency_us, rate, 2 * link.latency_us, rate)
 
 
 class _Roofline:
-    """Times of the operators of one graph on one kind of device."""
+    """Roofline times of the operators of one graph on one kind of device."""
 
     def __init__(self, graph: TaskGraph, cluster: Cluster) -> None:
         self.graph, self.cluster = graph, cluster
@@ -74,7 +76,7 @@ class _Roofline:
     # -- operators --------------------------------------------------------------------------------------------
 
     def forward_us(self, number: int, rows: int) -> float:
-        """The forward of one op for a piece of `rows` rows."""
+        """Forward time of one op for a microbatch of `rows` rows."""
         if self.memory.view[number]:
             return 0.0
         op = self.graph.ops[number]
@@ -84,12 +86,12 @@ class _Roofline:
             moved = 2 * made
         elif name in _LOSSES:
             moved += read
-        # The copy that autocast makes of a parameter is written, and read instead.
+        # Autocast's copy of a parameter is written, then read instead of the parameter.
         moved += 2 * self.memory.converted(op).at(rows)
         return self._us(op, op.flops.at(rows), moved)
 
     def backward_us(self, number: int, rows: int) -> float:
-        """Gradients of what an op has read, parameters aside."""
+        """Time to compute the gradients of an op's inputs, without parameters."""
         op = self.graph.ops[number]
         graded = [value for value in op.inputs if self.graph.values[value].requires_grad]
         if not graded or not self._trained(op):
@@ -99,24 +101,24 @@ class _Roofline:
         again = sum(self.graph.values[value].bytes.at(rows) * max(self.readers[value] - 1, 0) for value in op.outputs)
         added = 3 * again / self.cluster.memory_bytes_per_us
         if self.memory.view[number]:
-            # Parts of one gradient are put together where it is whole; anything else is seen through.
+            # The backward of a slice fills a gradient of the whole; that of any other view moves no data.
             return added + (2 * made / self.cluster.memory_bytes_per_us if self.memory.part[number] else 0.0)
         name = name_of(op)
         if name in SUMS:
-            # Handed on as it is, but for what was spread over a larger sum.
+            # The gradient is passed on unchanged, except to operands that were broadcast: these reduce it.
             spread = [gradient for gradient in gradients if gradient != made]
             return added + self._us(op, 0.0, sum(made + gradient for gradient in spread))
         factor = float(len(graded)) if name in PRODUCTS else ATTENTION_BACKWARD if name == ATTENTION else 1.0
-        # The input of a product with a parameter is read for the parameter's gradient only.
+        # The input of a product with a parameter is read only for the parameter's gradient.
         alone = name in PRODUCTS and len(op.inputs) == 1
         kept = 0.0 if alone else sum(self.graph.values[value].bytes.at(rows) for value in self.memory.named(op))
         if name == "cross_entropy_loss":
-            kept *= 3  # a gradient of the probabilities lies between
+            kept *= 3  # the gradient of the probabilities is an intermediate
         held = sum(self.graph.params[index].bytes for index in op.params)
         return added + self._us(op, factor * op.flops.at(rows), made + kept + held + sum(gradients))
 
     def weight_us(self, number: int, rows: int) -> float:
-        """Gradients of an op's parameters."""
+        """Time to compute the gradients of an op's parameters."""
         op = self.graph.ops[number]
         params = [self.graph.params[index] for index in op.params if self.graph.params[index].trainable]
         if not params or self.memory.view[number] or not self._trained(op):
@@ -127,7 +129,7 @@ class _Roofline:
         return self._us(op, op.flops.at(rows), moved)
 
     def add_us(self, number: int) -> float:
-        """To add gradients of an op's parameters to others."""
+        """Time to accumulate the gradients of an op's parameters."""
         params = [self.graph.params[index] for index in self.graph.ops[number].params]
         sizes = [param.bytes for param in params if param.trainable]
         return sum(self.cluster.op_latency_us + 3 * size / self.cluster.memory_bytes_per_us for size in sizes)
@@ -148,7 +150,7 @@ class _Roofline:
 
 
 def _line(fewest: int, most: int, less: float, more: float) -> Size:
-    """The line through two points; through one point, proportional to the rows."""
+    """Return the line through two points; with one point, the one through the origin."""
     if fewest == most:
         return Size(0.0, more / most)
     slope = (more - less) / (most - fewest)

@@ -1,4 +1,4 @@
-"""What a model's parts cost: each structure is measured on one of the ranks."""
+"""Measures the blocks of a model: each distinct structure is measured on one of the ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rannd.profile.measure import ProfileInputs, finish, measure
 from rannd.profile.points import Measured, middle
 
 TURNS = 3
-"""Each part is measured so often, some time apart: what else the machine does for a second is not in the median."""
+"""Number of measurements of each block, spread over time, so that short disturbances do not enter the median."""
 LONG_S = 2.0
-"""But for parts that have taken so long."""
+"""Total seconds per block after which it is not measured again."""
 
 _found = msgspec.msgpack.Decoder(dict[str, Measured])
 
 
 def block_part(graph: ModelGraph, ops: Sequence[int], name: str = "Block") -> Part:
-    """A block (op numbers of the task graph) as a part that can run alone."""
+    """Extract a block (op numbers of the task graph) as a module that can run alone."""
     nodes: list[Node] = list(graph.nodes.values())
     return extract(graph.traced, graph.placement, {nodes[op] for op in ops}, name)
 
@@ -38,10 +38,18 @@ def measure_missing(
     gather: Callable[[bytes], list[bytes]],
     tell: Callable[[float], None] | None = None,
 ) -> dict[str, Measured]:
-    """Measure what is `missing` (numbers of rows, by hash of a block), each block on one of `world` ranks.
+    """Measure the blocks in `missing`, each on one of `world` ranks, and return the results on all ranks.
 
-    Collective. `part_of`: a block, and the names of what crosses its border, see `measure`. `gather` gives every rank
-    the bytes of all. `tell` is told which part of it this rank has done. A ProfileError on one rank is raised there.
+    Collective. A ProfileError on one rank is raised on that rank only.
+
+    Args:
+        missing: Row counts to measure, by hash of the block.
+        part_of: Returns a block and the names of the values that cross its border, see `measure`.
+        sample: Inputs and parameters for the measurements.
+        rank: Number of this rank.
+        world: Number of ranks.
+        gather: All-gather of bytes over the ranks.
+        tell: Called with the fraction of its blocks that this rank has measured.
     """
     mine = list(missing)[rank::world]
     parts: dict[str, tuple[Part, Sequence[str]]] = {}
@@ -58,7 +66,7 @@ def measure_missing(
                     start = time.perf_counter()
                     rows = [point.rows for point in earlier[0].points] if earlier else missing[key]
                     measured = measure(parts[key][0], sample, rows, parts[key][1], again=bool(earlier))
-                    if not measured.too_many or not earlier:  # memory that something else takes now says nothing
+                    if not measured.too_many or not earlier:  # out of memory in a repeated run is due to something else
                         earlier.append(measured)
                     took[key] += time.perf_counter() - start
                 progress.step()

@@ -1,6 +1,6 @@
-"""What a model costs on a device: the values that profiling hands to the planner.
+"""Cost table of a model on a device: what the profiler passes to the planner.
 
-No torch in this file: ``rannd.plan`` reads it without loading torch. Times are microseconds, sizes bytes.
+No torch in this file: ``rannd.plan`` reads it without loading torch. Times are in microseconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from rannd.graph.fx.ir import Size
 
 Latency: TypeAlias = Annotated[float, Meta(ge=0)]
 Bandwidth: TypeAlias = Annotated[float, Meta(gt=0)]
-"""Checked where a stored link is read: a plan divides by it."""
+"""The bounds are checked when a stored link is decoded: a plan divides by the bandwidth."""
 
 
 class BlockCost(msgspec.Struct, frozen=True, array_like=True):
-    """Cost of one block (a convex set of ops) for one piece, as functions of the piece's rows."""
+    """Cost of one block (a convex set of ops) for one microbatch, as functions of its number of rows."""
 
     forward_us: Size
     backward_us: Size
     activation_bytes: Size
-    """Kept from the forward until the backward of the piece, parameters not counted."""
+    """Bytes kept from the forward until the backward of the microbatch, without parameters."""
     weight_us: Size = Size()
-    """The part of `backward_us` that makes gradients of parameters, if it can run later than the rest; else 0."""
+    """The part of `backward_us` that computes parameter gradients, if it can be delayed; else 0."""
     most_rows: int = 0
-    """With more rows than these, memory ran out while the block was measured alone; 0: it never did."""
+    """Maximum number of rows with which the block alone did not run out of memory; 0: no limit was found."""
     kept: tuple[int, ...] = ()
-    """The graph's values (by number, each once) of which `activation_bytes` has the bytes, and that other blocks may
-    keep too, or a stage receives or sends."""
+    """Values of the graph (by number, each once) that `activation_bytes` includes and that other blocks may keep, too,
+    or that a stage receives or sends."""
     add_us: float = 0.0
-    """To add a piece's gradients of parameters to those of earlier pieces; the first one's are taken as they are."""
+    """Time to accumulate a microbatch's parameter gradients; the first microbatch's are used as they are."""
 
 
 class LinkCost(msgspec.Struct, frozen=True, array_like=True):
-    """Latency and bandwidth of the connection between two ranks, and of an all-reduce among them."""
+    """Latency and bandwidth between two ranks, and of an all-reduce among all of them."""
 
     p2p_latency_us: Latency
     p2p_bytes_per_us: Bandwidth
     allreduce_latency_us: Latency
     allreduce_bytes_per_us: Bandwidth
-    """Bytes of the reduced buffer per microsecond for two ranks; n ranks move 2(n-1)/n times the buffer each."""
+    """Bytes of the reduced buffer per microsecond for two ranks; with n ranks each moves 2(n-1)/n times the buffer."""
 
     def p2p_us(self, nbytes: float) -> float:
-        """Time to move `nbytes` from one rank to another."""
+        """Time to send `nbytes` from one rank to another."""
         return self.p2p_latency_us + nbytes / self.p2p_bytes_per_us if nbytes > 0 else 0.0
 
     def allreduce_us(self, nbytes: float, ranks: int) -> float:
@@ -61,6 +61,6 @@ class CostTable(msgspec.Struct, frozen=True):
 
     blocks: tuple[BlockCost, ...]
     link: LinkCost
-    """Between devices of one node."""
+    """Between devices of the same node."""
     between: LinkCost | None = None
-    """Between devices of different nodes; None: as within one."""
+    """Between devices of different nodes; None: the same as `link`."""

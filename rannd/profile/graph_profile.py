@@ -1,4 +1,4 @@
-"""Measured blocks as a value: what `pyrannc.profile` gives, and what graph_profile_file holds.
+"""The measured blocks of a model, as `pyrannc.profile` returns them and graph_profile_file stores them.
 
 No torch in this file.
 """
@@ -16,29 +16,29 @@ _AGAIN = "profile again without it"
 
 
 class GraphProfile(msgspec.Struct, frozen=True):
-    """Blocks that were measured on one kind of device. Costs of links are no part of it."""
+    """Measurements of blocks on one kind of device, without the costs of links."""
 
     format: int
     device: str
-    """Model of the device, as in deployments; for a CPU with its threads."""
+    """Model of the device, as in deployments; for a CPU with its number of threads."""
     rannd: str
     torch: str
     blocks: dict[str, Measured]
-    """By structural hash."""
+    """By structural hash of the block."""
 
     def joined(self, other: GraphProfile) -> GraphProfile:
-        """The blocks of both, and of one block the points of both; where both have one, this one's."""
+        """Merge two profiles block by block, and their points; where both have a point, this profile's is taken."""
         blocks = {key: value.joined(other.blocks.get(key)) for key, value in self.blocks.items()}
         return msgspec.structs.replace(self, blocks={**other.blocks, **blocks})
 
     @property
     def lasting(self) -> GraphProfile:
-        """What may be kept, see Measured."""
+        """Return the profile without what must not be stored, see `Measured.lasting`."""
         return msgspec.structs.replace(self, blocks={key: value.lasting for key, value in self.blocks.items()})
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Numbers of rows that something was measured with."""
+        """All row counts that were measured, ascending."""
         return tuple(sorted({point.rows for block in self.blocks.values() for point in block.points}))
 
 
@@ -51,12 +51,16 @@ _version = msgspec.msgpack.Decoder(_Version)
 
 
 def encode(profile: GraphProfile) -> bytes:
-    """As bytes (msgpack)."""
+    """Serialize a profile to msgpack."""
     return msgspec.msgpack.encode(profile)
 
 
 def decode(data: bytes) -> GraphProfile:
-    """What `encode` was given. ProfileError for what it cannot have made, and for other formats."""
+    """Deserialize a profile.
+
+    Raises:
+        ProfileError: The data is not a profile, is damaged, or has another format.
+    """
     try:
         found = _version.decode(data).format
         if found != FORMAT:

@@ -1,4 +1,4 @@
-"""Measure how fast ranks talk: point to point between two of them, and an all-reduce among all."""
+"""Measures the links between ranks: point-to-point transfers between two ranks and an all-reduce among all."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import torch.distributed as dist
 from rannd.profile.costs import LinkCost
 
 SMALL, LARGE = 4 * 1024, 4 * 1024 * 1024
-"""Sizes of the messages, in bytes: one shows the latency, both together the bandwidth."""
+"""Message sizes in bytes: the small one gives the latency, both together the bandwidth."""
 BUCKET = 25 << 20
-"""Bytes of an all-reduce: as many as gradients are reduced at once, more than caches hold."""
+"""Bytes of an all-reduce: the size of a gradient bucket, larger than caches."""
 REPEATS = 5
 
 
 def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[int, int] = (0, 1)) -> LinkCost:
-    """Costs of the links among the ranks of `group`, the same on all of them. Collective.
+    """Measure the links among the ranks of `group`; the result is the same on all ranks. Collective.
 
-    `pair`: the two (numbers in the group) that send to each other, while the others wait.
+    Args:
+        group: Process group of the ranks.
+        device: Device of the messages.
+        pair: The two ranks of the group that send to each other while the others wait.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     sizes = (SMALL, LARGE, BUCKET)
@@ -38,7 +41,7 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
             dist.send(buffer, group=group, group_dst=pair[0])
 
     def reduce(nbytes: int) -> None:
-        # As gradients are reduced: put together, summed, and given back.
+        # As gradients are reduced: copied into a bucket, summed, and copied back.
         buffers[nbytes].copy_(gradients[nbytes])
         dist.all_reduce(buffers[nbytes], group=group)
         gradients[nbytes].copy_(buffers[nbytes])
@@ -49,9 +52,9 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
         times[place] = _time(action, nbytes, device)
     if rank != pair[0]:
         times.zero_()
-    dist.all_reduce(times, group=group)  # what the first of the pair saw
+    dist.all_reduce(times, group=group)  # all ranks use the times of the pair's first rank
     small, large, small_reduce, large_reduce = times.tolist()
-    # A bounce is two messages; n ranks move 2(n-1)/n times the buffer each in an all-reduce of 2(n-1) steps.
+    # A bounce is two messages; in an all-reduce of 2(n-1) steps each of n ranks moves 2(n-1)/n times the buffer.
     latency, bandwidth = _fit(small / 2, large / 2, LARGE)
     steps = 2.0 * (size - 1)
     reduce_latency, reduce_bandwidth = _fit(small_reduce, large_reduce, BUCKET)
@@ -59,7 +62,7 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
 
 
 def _time(action: Callable[[int], None], nbytes: int, device: torch.device) -> float:
-    """Median time of some runs, in microseconds."""
+    """Return the median time of several runs, in microseconds."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -71,13 +74,13 @@ def _time(action: Callable[[int], None], nbytes: int, device: torch.device) -> f
 
 
 def _fit(small: float, large: float, nbytes: int) -> tuple[float, float]:
-    """(latency in us, bandwidth in bytes per us) from the times of `SMALL` bytes and of `nbytes`."""
+    """Return (latency in us, bandwidth in bytes per us) from the times for `SMALL` bytes and for `nbytes`."""
     bandwidth = (nbytes - SMALL) / max(large - small, 1.0)
     return max(small - SMALL / bandwidth, 0.0), bandwidth
 
 
 def copy_speed(device: torch.device) -> LinkCost:
-    """Costs of links for a plan for devices that are not there: those of a copy on this device."""
+    """Return link costs from the speed of copies on this device, for plans for devices that are not available."""
     source = torch.zeros(LARGE, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 

@@ -1,12 +1,12 @@
-"""Measure what parts of a graph cost on the real device.
+"""Measures time and memory of parts of a graph on the real device.
 
-A part runs alone, with synthetic parameters and inputs of the right shapes, with some numbers of rows. Integer inputs
-of the model are taken from the first mini-batch, because an index has to be one. The state of the user's model and the
-random number generators stay untouched.
+A part runs alone, with synthetic parameters and inputs of the right shapes, for several row counts. Integer inputs of
+the model are taken from the first mini-batch, because they have to be valid indices. The state of the user's model and
+the random number generators stay unchanged.
 
-What gradients of parameters take is what a backward takes longer than one for the inputs alone. A stage that
-recomputes runs this same forward in its backward. Where memory runs out, fewer rows are measured, and what ran out
-is a bound for the planner.
+The time for parameter gradients is the difference between a full backward and one for the inputs alone. A stage that
+recomputes activations runs this same forward in its backward. If memory runs out, fewer rows are measured, and the
+failing row count becomes a bound for the planner.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.profile.points import Measured, Point
 
 RUNS = 2
-"""That are timed, of each number of rows."""
+"""Timed runs per row count."""
 CACHES = 32 << 20
-"""Bytes that drive out what a run left in caches."""
+"""Bytes to write in order to evict a run's data from the caches."""
 
 
 class ProfileInputs:
-    """What to measure parts with: real rows of the arguments, and which values get gradients."""
+    """Inputs for measuring parts: real rows of the arguments, synthetic values for all else."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class ProfileInputs:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.arguments = arguments
-        """Each argument of the graph, with whether it carries the batch."""
+        """Each argument of the graph, and whether dimension 0 is the batch."""
         self.gradients = gradients
         self.state = state
-        """Every parameter, buffer and constant, for shape, type and flag alone."""
+        """Every parameter, buffer and constant; only shape, dtype and requires_grad are used."""
         self.device = device
         self.around = around
-        """What to run parts in: undoes what the user's own code does to the model, where a part runs it."""
+        """Context manager to run parts in: undoes changes that the user's own code makes to the model."""
 
     def value(self, node: Node, rows: int) -> torch.Tensor:
-        """A value for `node` in a piece of `rows` rows."""
+        """Return a value for `node` in a microbatch of `rows` rows."""
         traced = node.meta["val"]
         shape = crossing_shape(node, rows)
         if node in self.arguments:
@@ -75,13 +75,19 @@ _ZEROED = {
 def measure(
     part: Part, sample: ProfileInputs, rows: Sequence[int], crossing: Sequence[str] = (), *, again: bool = False
 ) -> Measured:
-    """Times and activation bytes of a part with each number of rows, the part is changed.
+    """Measure times and activation bytes of a part for each row count. Modifies the part.
 
-    `again`: it has run before, with these rows; times alone are measured.
+    If memory runs out, fewer rows are tried, and the result says how many are too many.
 
-    `rows`: ascending; `crossing`: names of the values of which it is told whether autograd keeps them. Where memory
-    runs out, fewer rows are tried, and it is told how many are too many. ProfileError where the part does not run, or
-    not even with one row.
+    Args:
+        part: The part to run.
+        sample: Inputs and parameters for it.
+        rows: Row counts, ascending.
+        crossing: Names of values that cross the part's border; the result says which of them autograd saves.
+        again: The part has run before with these row counts, so only times are measured.
+
+    Raises:
+        ProfileError: The part does not run, or runs out of memory even with one row.
     """
     _zero_indices(part)
     devices = [sample.device] if sample.device.type == "cuda" else []
@@ -106,11 +112,12 @@ def measure(
             except Exception as exc:
                 if not is_out_of_memory(exc):
                     if error is not None:
-                        break  # some models take no fewer rows: BatchNorm wants two
+                        break  # some models do not take fewer rows: BatchNorm needs two
                     raise _cannot(part, sample, tensors, count, exc) from exc
                 error, too_many = _cannot(part, sample, tensors, count, exc), count
             if too_many:
-                # Halfway down to what ran, or to one row, until the bound is within a factor of two.
+                # Halve the distance down to a row count that ran, or to one row, until the bound is within a factor of
+                # two.
                 free = max((count for count in found if count < too_many), default=0)
                 waiting = [max(too_many // 2, 1)] if too_many // 2 > free else []
                 if sample.device.type == "cuda":
@@ -124,7 +131,7 @@ def measure(
 def _cannot(
     part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, exc: Exception
 ) -> ProfileError:
-    """What is told where a part does not run."""
+    """Return the error for a part that does not run."""
     if is_out_of_memory(exc):
         where, advice = "", "; this part of the model alone needs more than the device has: use smaller mini-batches"
     else:
@@ -142,9 +149,9 @@ def _cannot(
 def _turn(
     part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int
 ) -> tuple[float, float, float]:
-    """Microseconds of a forward, of its backward, and of the part of that which makes gradients of parameters.
+    """Return the microseconds of a forward, of its backward, and of the backward's share for parameter gradients.
 
-    A run that is not timed comes first: in a job the memory that a part needs is there, as it had it in the last step.
+    An untimed run comes first: in a job the memory of a part is already allocated from the previous step.
     """
     _run(part, sample, tensors, rows)
     runs = [_run(part, sample, tensors, rows) for _ in range(RUNS)]
@@ -153,7 +160,7 @@ def _turn(
 
 
 def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float]:
-    """Microseconds of a forward and its backward."""
+    """Return the microseconds of a forward and of its backward."""
     inputs = _inputs(part, sample, rows)
     start = _now(sample.device)
     roots = _forward(part, inputs, tensors, rows)
@@ -169,20 +176,20 @@ def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor],
 
 
 def _inputs(part: Part, sample: ProfileInputs, rows: int) -> list[torch.Tensor]:
-    """Inputs that were written just before, and parameters that were not, as in a job."""
+    """Return fresh inputs, with caches evicted: in a job inputs were just written, parameters were not."""
     _evict(sample.device)
     return [sample.value(node, rows) for node in part.inputs]
 
 
 def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
-    """Microseconds to add gradients of parameters to others."""
+    """Return the microseconds to accumulate parameter gradients."""
     took = 0.0
     for tensor in tensors:
         if tensor.requires_grad:
             one, other = torch.ones_like(tensor), torch.empty_like(tensor)
             _evict(device)
             with torch.no_grad():
-                other.fill_(1.0)  # comes right out of a backward
+                other.fill_(1.0)  # as if it came from a backward
             start = _now(device)
             with torch.no_grad():
                 one.add_(other)
@@ -193,10 +200,11 @@ def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
 def _forward(
     part: Part, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
-    """What gradients come back for.
+    """Run a forward and return the outputs that require gradients.
 
-    Hooks keep autograd from refusing a backward over what an operator has written into: a model that cannot be trained
-    for that may still be evaluated, and is planned as if it were trained.
+    Saved-tensor hooks keep autograd from rejecting a backward over values that were modified in place: a model that
+    cannot
+    be trained for that reason may still be evaluated, and is planned as if it were trained.
     """
     with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.enable_grad():
         outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
@@ -208,7 +216,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, set[str]]:
-    """Bytes that autograd keeps of a forward, parameters aside, and names of what comes in or goes out among it."""
+    """Return the bytes that autograd saves in a forward, without parameters, and names of saved inputs and outputs."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,12 +235,12 @@ def _kept(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor]
         for node, value in border
         if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in storages
     }
-    del outputs, border  # until here autograd holds what it keeps, and no other tensor takes its place
+    del outputs, border  # until here autograd holds what it saved, so no other tensor reuses the memory
     return found, names
 
 
 def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, whole: float) -> float:
-    """How much of a backward of `whole` microseconds makes gradients of parameters."""
+    """Return the share of a backward of `whole` microseconds that computes parameter gradients."""
     if not any(tensor.requires_grad for tensor in tensors.values()):
         return 0.0
     inputs = _inputs(part, sample, rows)
@@ -249,7 +257,7 @@ def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tenso
 
 
 def _failing(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> str:
-    """'aten::embedding in module e: ' where that op fails, '' where all run."""
+    """Return the op that fails, such as 'aten::embedding in module e: ', or '' if all ops run."""
     steps = _Steps(part.module)
     inputs = [sample.value(node, rows) for node in part.inputs]
     try:
@@ -261,21 +269,22 @@ def _failing(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tens
 
 
 class _Steps(Interpreter):
-    """Runs a part op by op, and knows where it is."""
+    """Interpreter that remembers the node it is at."""
 
     at: Node
 
     def run_node(self, n: Node) -> object:
-        """As of any interpreter."""
+        """Run one node, see `Interpreter.run_node`."""
         self.at = n
         return super().run_node(n)
 
 
 def _zero_indices(part: Part) -> None:
-    """Let whole numbers that nobody has written yet be zeros.
+    """Replace uninitialised integer tensors (``torch.empty``) by zeros.
 
-    A part that makes an index by a permutation (``inverse[order] = arange(n)``) writes all of it for the model's own
-    values, but not for synthetic ones.
+    A part that inverts a permutation (``inverse[order] = arange(n)``) writes all elements for the model's own values,
+    but
+    not for synthetic ones.
     """
     graph = part.module.graph
     for node in graph.nodes:
@@ -287,7 +296,7 @@ def _zero_indices(part: Part) -> None:
 
 
 def _evict(device: torch.device) -> None:
-    """Let caches hold something else: in a step other parts run before this one does again."""
+    """Overwrite the caches: in a step other parts run before this one runs again."""
     if device not in _others:
         _others[device] = torch.zeros(CACHES, dtype=torch.uint8, device=device)
     _others[device].add_(1)
@@ -297,7 +306,7 @@ _others: dict[torch.device, torch.Tensor] = {}
 
 
 def finish() -> None:
-    """Give back the memory that measuring holds from one part to the next."""
+    """Free the memory that measuring keeps between parts."""
     _others.clear()
 
 
@@ -308,7 +317,7 @@ def _now(device: torch.device) -> float:
 
 
 def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Small positive numbers (a variance must not be negative); zeros for indices, true for masks."""
+    """Return small positive numbers (a variance must not be negative); zeros for integers, True for masks."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.rand(shape, device=device, dtype=torch.float32).mul_(0.04).add_(0.01).to(dtype)
     if dtype == torch.bool:

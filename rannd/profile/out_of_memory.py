@@ -1,4 +1,4 @@
-"""How it looks when memory runs out, on any device."""
+"""Recognises out-of-memory errors of any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "bad_al
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on any device."""
+    """Whether an exception reports that memory ran out, on any device."""
     if isinstance(exc, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(exc, OSError):

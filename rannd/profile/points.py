@@ -1,4 +1,4 @@
-"""What was measured of a block: times and bytes at some numbers of rows, and the cost that follows for a batch.
+"""Measurements of a block at several row counts, and the cost functions fitted to them.
 
 No torch in this file.
 """
@@ -17,11 +17,11 @@ from rannd.profile.costs import BlockCost
 from rannd.profile.kept_values import Memory
 
 STEP = 4
-"""Between one measured number of rows and the next, for a line between them."""
+"""Ratio of neighbouring row counts that are measured for a line between them."""
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """One block with one number of rows. Microseconds and bytes, see BlockCost."""
+    """Measurement of one block at one row count. Microseconds and bytes, see `BlockCost`."""
 
     rows: int
     forward_us: float
@@ -31,20 +31,20 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True):
-    """One block."""
+    """All measurements of one block."""
 
     points: tuple[Point, ...]
-    """With more and more rows."""
+    """By ascending number of rows."""
     too_many: int = 0
-    """With so many rows memory ran out; 0: it never did."""
+    """Row count with which memory ran out; 0: it never did."""
     kept: tuple[int, ...] = ()
-    """Of the values that cross its border those that autograd keeps: places in the order of graph.structure.crossing.
-    Their bytes are in `activation_bytes`."""
+    """Values crossing the block's border that autograd saves, as indices into block_hash.crossing.
+    Their bytes are included in `activation_bytes`."""
     add_us: float = 0.0
-    """To add gradients of its parameters to others."""
+    """Time to accumulate the block's parameter gradients."""
 
     def joined(self, other: Measured | None) -> Measured:
-        """The points of both; where both have one, this one's."""
+        """Merge the points of two measurements; where both have one, this one's is taken."""
         if other is None:
             return self
         points = {point.rows: point for point in (*other.points, *self.points)}
@@ -53,13 +53,14 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def lasting(self) -> Measured:
-        """What may be kept: that memory ran out is no property of the block, something else may have been there."""
+        """The measurement without `too_many`, which must not be stored: it also depends on what else used memory."""
         return Measured(self.points, 0, self.kept, self.add_us)
 
     def cost(self, most: int, crossing: Sequence[int] = ()) -> BlockCost:
-        """The cost for pieces of up to `most` rows: a line through the points nearest to `most` and a quarter of it.
+        """Fit the cost for microbatches of up to `most` rows.
 
-        Through one point, proportional to the rows. `crossing`: the graph's values that cross the block's border.
+        It is a line through the points nearest to `most` and to a quarter of it; with one point, it is proportional to
+        the rows. `crossing`: the graph's values that cross the block's border.
         """
         high = next((point for point in self.points if point.rows >= most), self.points[-1])
         low = _below(self.points, high.rows)
@@ -72,9 +73,9 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
 
 
 def middle(found: Sequence[Measured]) -> Measured:
-    """Of several measurements of one part, with the same numbers of rows, the median times, of two the shorter.
+    """Merge repeated measurements of one part with the same row counts: the lower median of each time.
 
-    The rest is the first one's.
+    All else is taken from the first measurement.
     """
     points = []
     for same in zip(*(each.points for each in found), strict=True):
@@ -88,9 +89,9 @@ def middle(found: Sequence[Measured]) -> Measured:
 
 
 def lacking(known: Measured | None, most: int, *, whole: bool) -> tuple[int, ...]:
-    """Numbers of rows, ascending, that have to be measured for pieces of up to `most` rows; () where enough is known.
+    """Return the row counts, ascending, still to be measured for microbatches of up to `most` rows; () if none.
 
-    `whole`: all pieces have `most` rows.
+    `whole`: all microbatches have exactly `most` rows.
     """
     points = known.points if known is not None else ()
     fewest = max(most // STEP, 1)
@@ -104,7 +105,7 @@ def lacking(known: Measured | None, most: int, *, whole: bool) -> tuple[int, ...
 
 
 def ladder(most: int, *, whole: bool) -> tuple[int, ...]:
-    """Numbers of rows that are enough for pieces of any size up to `most`, ascending. `whole`: as in `lacking`."""
+    """Return row counts, ascending, that suffice for microbatches of up to `most` rows. `whole`: as in `lacking`."""
     found = [most]
     while not whole and found[-1] > 1:
         found.append(max(found[-1] // STEP, 1))
@@ -112,9 +113,9 @@ def ladder(most: int, *, whole: bool) -> tuple[int, ...]:
 
 
 def total(costs: Sequence[BlockCost], memory: Memory) -> BlockCost:
-    """The cost of parts of a graph that run one after the other.
+    """Sum the costs of parts of a graph that run one after the other.
 
-    What several of them keep counts once, and a view as the value in whose memory it is.
+    Values that several parts save count once, and a view counts as the value whose memory it shares.
     """
     bounds = [cost.most_rows for cost in costs if cost.most_rows]
     kept = [value for cost in costs for value in cost.kept]
@@ -135,7 +136,7 @@ def total(costs: Sequence[BlockCost], memory: Memory) -> BlockCost:
 
 
 def is_plausible(measured: Measured) -> bool:
-    """Whether these can be measurements: for what comes from a file."""
+    """Whether these can be measurements: validates what was read from a file."""
     numbers = [number for point in measured.points for number in msgspec.structs.astuple(point)[1:]]
     rows = [point.rows for point in measured.points]
     return (
@@ -152,15 +153,16 @@ def is_plausible(measured: Measured) -> bool:
 
 
 def _below(points: Sequence[Point], rows: int) -> Point | None:
-    """The point with most rows of at most half as many."""
+    """Return the point with the most rows among those with at most half of `rows`."""
     return next((point for point in reversed(points) if 2 * point.rows <= rows), None)
 
 
 def _line(many: int, more: float, few: int = 0, less: float = 0.0) -> Size:
-    """The line through (`few`, `less`) and (`many`, `more`), never falling and never below zero.
+    """Return the line through (`few`, `less`) and (`many`, `more`), clamped to be non-decreasing and non-negative.
 
-    Where it would be below zero for no rows, the parabola through (0, 0) instead: each row then takes longer, because
-    caches are full.
+    Where it would be negative at 0 rows, the parabola through (0, 0) is used instead: each row then takes longer,
+    because
+    caches overflow.
     """
     if few == 0:
         return Size(0.0, more / many)

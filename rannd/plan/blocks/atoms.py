@@ -1,11 +1,11 @@
-"""First phase: atoms, the smallest sets of ops that may be placed apart.
+"""First phase: atoms, the smallest sets of ops that may be placed on different stages.
 
-Ops of one group (in-place ops and their aliases, tuple producers, mutated buffers) become one atom. An op
-that lies on a path between two ops of a group has to join them, or the stages would wait for each other:
+Ops of one group (in-place ops and their aliases, tuple producers, mutated buffers) become one atom. An op on a path
+between two ops of a group has to join them, or two stages would wait for each other:
 
     a(group 7) -> b -> c(group 7)        b reads a, c reads b: {a, b, c} is one atom
 
-so an atom is a strongly connected component of the graph with its groups contracted (Tarjan 1972).
+So an atom is a strongly connected component of the graph with its groups contracted (Tarjan 1972).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from rannd.graph.fx.ir import TaskGraph
 
 
 def make_atoms(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
-    """Sets of op indexes (each sorted) in a topological order that keeps the program's order where it can.
+    """Return sets of op indices (each sorted), in a topological order close to the program's order.
 
-    Every op is in exactly one atom, every group inside one atom, and an atom reads only values of itself and
-    of earlier atoms.
+    Every op is in exactly one atom, every group is inside one atom, and an atom reads only values of itself and of
+    earlier
+    atoms.
     """
     if not graph.ops:
         return ()
@@ -39,7 +40,7 @@ def make_atoms(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
 
 
 def _successors(graph: TaskGraph, owner: list[int], count: int) -> list[list[int]]:
-    """Edges between the owners of ops; no edge from an owner to itself, none twice."""
+    """Return the edges between the owners of ops, without self-loops and duplicates."""
     found: list[set[int]] = [set() for _ in range(count)]
     for index, op in enumerate(graph.ops):
         for value in op.inputs:
@@ -50,7 +51,7 @@ def _successors(graph: TaskGraph, owner: list[int], count: int) -> list[list[int
 
 
 def _components(successors: list[list[int]]) -> list[int]:
-    """Number of the strongly connected component of each node (Tarjan's algorithm, without recursion)."""
+    """Return the number of the strongly connected component of each node (Tarjan's algorithm, without recursion)."""
     count = len(successors)
     index = [-1] * count
     low = [0] * count
@@ -91,7 +92,7 @@ def _components(successors: list[list[int]]) -> list[int]:
 
 
 def _topological(successors: list[list[int]], first: list[tuple[int, int]]) -> list[int]:
-    """Kahn's order; among ready nodes that of the first segment whose first op comes first in the program."""
+    """Sort topologically (Kahn); among ready nodes the lowest segment, then the first op in program order, leads."""
     waiting = [0] * len(successors)
     for each in successors:
         for successor in each:

@@ -1,23 +1,23 @@
-"""Second phase: blocks, at most `max_partition_num` runs of atoms that the stage phase places.
+"""Second phase: blocks, at most `max_partition_num` runs of atoms, which the stage search places.
 
-Blocks are runs of consecutive atoms in their topological order, so they are convex and ordered whatever is
-merged; where there are enough grains (grains.py) they consist of these. The phase follows RaNNC's multilevel
-partitioner (Tanaka et al., IPDPS 2021, section III-C) in its steps; what a step merges first differs, because
-here a block need not be measured before it exists:
+Blocks are runs of consecutive atoms in topological order, so they are convex and ordered, whatever is merged; if there
+are enough grains (grains.py), they consist of these. The steps follow RaNNC's multilevel partitioner (Tanaka et al.,
+IPDPS 2021, section III-C); what a step merges first differs, because here a block need not be measured before it
+exists:
 
-1. coarsening   merge over boundaries, the most expensive one first, while the merged block stays below the
-                mean weight of `max_partition_num` blocks. What remains are the cheap boundaries:
+1. coarsening   merge across boundaries, the most expensive one first, while the merged block stays below the
+                mean weight of `max_partition_num` blocks. The cheap boundaries remain:
 
                     embed | ln qkv score proj | ln up gelu down | ln qkv score ...
                           ^ one residual value ^                ^ and not the five of an attention
 
-2. compaction   merge the lightest block with its lighter neighbour until few enough stand (RaNNC's rule)
-3. uncoarsening (optional) move each boundary to the cheapest place between its two neighbours that makes
+2. compaction   merge the lightest block with its lighter neighbour until few enough remain (RaNNC's rule)
+3. uncoarsening (optional) move each boundary to the cheapest position between its two neighbours that makes
                 no block heavier than the two were
 
-Weights are analytic, never measured: the same model gives the same blocks on every machine. Boundaries of
-equal cost are taken kind by kind (a kind is what the ops around it look like), so equal layers are merged in
-the same way and become equal blocks.
+Weights are analytic, never measured: the same model gives the same blocks on every machine. Boundaries of equal cost
+are handled kind by kind (a kind is determined by the ops around the boundary), so equal layers are merged in the same
+way and become equal blocks.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
 
 ROWS = 8
-"""Sizes are compared at this number of rows; fixed, so that blocks do not depend on the batch."""
+"""Number of rows at which sizes are compared; fixed, so that blocks do not depend on the batch."""
 FLOPS_PER_BYTE = 16.0
-"""Flops that take the time of touching one byte: between a CPU's (about 5) and a GPU's (100) balance."""
+"""FLOPs that take the time of touching one byte: between the balance of a CPU (about 5) and a GPU (100)."""
 STEPS = 8
-"""Caps of a block's weight that are tried between the mean and twice the mean."""
+"""Number of weight limits to try between the mean and twice the mean."""
 LIGHTER = 0.8
-"""Part of the heaviest block's weight that is worth having fewer blocks."""
+"""Weight ratio of the heaviest blocks below which fewer blocks are preferred."""
 KIND_RADIUS = 4
-"""Atoms on each side that tell one kind of boundary from another."""
+"""Atoms on each side that determine the kind of a boundary."""
 
 
 class Block(msgspec.Struct, frozen=True):
     """A convex set of ops; a block's ops read only values of itself and of earlier blocks."""
 
     ops: tuple[int, ...]
-    """Op indexes, sorted."""
+    """Op indices, sorted."""
 
 
 def make_blocks(parts: Partitioning, options: PlanOptions, *, world: int) -> tuple[Block, ...]:
-    """Blocks of a partitioned graph in topological order, for a plan on `world` devices.
+    """Partition a graph into blocks, in topological order, for a plan on `world` devices.
 
-    They consist of grains, or of atoms where more stages can be wanted than there are grains. There are at most
-    `options.max_partition_num` (or `partition_num`, where more stages are demanded), and, if possible, as many as
-    stages can be wanted; grains are merged down to `min_partition_num` blocks at most. No block crosses a CutPoint,
-    and where there are more of them than blocks may be, blocks begin at CutPoints only. PlanError where the graph has
-    no op.
+    Blocks consist of grains, or of atoms if a plan may have more stages than there are grains. There are at most
+    `options.max_partition_num` blocks (or `partition_num`, if that is more) and, if possible, as many as a plan may
+    have stages; coarsening leaves at least `min_partition_num`. No block crosses a CutPoint; if there are more
+    CutPoints than blocks are allowed, blocks begin only at CutPoints.
+
+    Raises:
+        PlanError: The graph has no op.
     """
     graph, atoms, grains = parts.graph, parts.atoms, parts.grains
     if not atoms:
@@ -99,11 +101,11 @@ def make_blocks(parts: Partitioning, options: PlanOptions, *, world: int) -> tup
 
 
 class _Line:
-    """Atoms in a row; `cuts` are the first atoms of the blocks they are cut into."""
+    """Atoms in order, partitioned into blocks; `cuts` are the first atoms of the blocks."""
 
     def __init__(self, weights: list[float], boundary: list[int], fixed: set[int]) -> None:
         self.fixed = fixed
-        """Cuts that stay."""
+        """Cuts that must not be removed."""
         self.cuts = list(range(len(weights)))
         self.boundary = boundary
         self._sums = list(accumulate(weights, initial=0.0))
@@ -116,10 +118,13 @@ class _Line:
         return self._sums[end] - self._sums[start]
 
     def even_out(self, most: int, fewest: int, kinds: list[int]) -> None:
-        """`coarsen`, with the lowest cap, or one that makes the heaviest of at most `most` blocks a good deal lighter.
+        """Run `coarsen` with the lowest weight limit, or a higher one that makes the heaviest block much lighter.
 
-        The mean weight of `most` blocks leaves more of them where equal layers do not divide evenly: of 144 layers, 36
-        blocks of 4. To merge four pairs makes four blocks of 8; with a higher cap there are 28 of 5, and one of 4.
+        With the mean weight of `most` blocks as the limit, too many blocks remain if equal layers do not divide evenly:
+        of 144
+        layers, 36 blocks of 4. Compaction then merges four pairs into blocks of 8; a higher limit gives 28 blocks of 5,
+        and one
+        of 4.
         """
         every, best = self.cuts, None
         for step in range(STEPS + 1):
@@ -154,7 +159,7 @@ class _Line:
         self.cuts = sorted(end_of_start)
 
     def uncoarsen(self) -> None:
-        """Move each cut, from left to right, to the cheapest place between its neighbours that adds no weight."""
+        """Move each cut, from left to right, to the cheapest position between its neighbours that adds no weight."""
         bounds = [*self.cuts, len(self._sums) - 1]
         for index in range(1, len(bounds) - 1):
             before, here, after = bounds[index - 1 : index + 2]
@@ -170,7 +175,7 @@ class _Line:
         self.cuts = bounds[:-1]
 
     def compact(self, most: int) -> None:
-        """Merge the lightest block with its lighter neighbour until at most `most` stand."""
+        """Merge the lightest block with its lighter neighbour until at most `most` remain."""
         count = len(self._sums) - 1
         following = dict(zip(self.cuts, [*self.cuts[1:], count], strict=True))
         previous = {after: start for start, after in following.items()}
@@ -179,7 +184,7 @@ class _Line:
         while len(following) > most and lightest:
             _, start, end = heapq.heappop(lightest)
             if following.get(start) != end:
-                continue  # merged since
+                continue  # merged since it was pushed
             sides = []
             if start in previous and start not in self.fixed:
                 sides.append((self.weight(previous[start], start), -self.boundary[start], start))
@@ -196,14 +201,18 @@ class _Line:
 
 
 def _weight(graph: TaskGraph, op: Op, flops_per_byte: float) -> float:
-    """Analytic time of an op, in bytes: what it touches plus its flops at a fixed balance."""
+    """Return the analytic time of an op, in bytes: what it touches plus its FLOPs at a fixed balance."""
     values = sum(graph.values[value].bytes.at(ROWS) for value in (*op.inputs, *op.outputs))
     return values + sum(graph.params[param].bytes for param in op.params) + op.flops.at(ROWS) / flops_per_byte
 
 
 def _boundary_bytes(graph: TaskGraph, atoms: tuple[tuple[int, ...], ...]) -> list[int]:
-    """What a cut before each atom costs: values made before it and read behind, once each, and trainable
-    parameters read on both sides, whose gradients would have to be summed over stages. Bytes."""
+    """Return the cost in bytes of a cut before each atom.
+
+    It counts values that are produced before the cut and read after it, once each, and trainable parameters that are
+    read
+    on both sides, whose gradients would have to be summed across stages.
+    """
     place = {op: index for index, atom in enumerate(atoms) for op in atom}
     first: dict[tuple[str, int], int] = {}
     last: dict[tuple[str, int], int] = {}
@@ -226,7 +235,7 @@ def _boundary_bytes(graph: TaskGraph, atoms: tuple[tuple[int, ...], ...]) -> lis
 
 
 def _kinds(graph: TaskGraph, atoms: tuple[tuple[int, ...], ...]) -> list[int]:
-    """For the cut before each atom, the number of its kind; kinds are numbered as they first occur."""
+    """Return the kind number of the cut before each atom; kinds are numbered in order of occurrence."""
     labels = [
         tuple(
             (

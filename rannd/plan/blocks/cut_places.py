@@ -1,4 +1,4 @@
-"""Where a model may be cut: anywhere, or where the user's CutPoints are."""
+"""Positions where a graph may be cut: anywhere, or only at the user's CutPoints."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from rannd.graph.fx.ir import TaskGraph
 
 
 def has_cut_points(graph: TaskGraph) -> bool:
-    """Whether the graph may be cut at CutPoints only."""
+    """Whether the graph may be cut only at CutPoints."""
     return any(op.segment for op in graph.ops)
 
 
 def cut_places(graph: TaskGraph, parts: Sequence[Sequence[int]]) -> list[bool]:
-    """For each part (of op indexes, in topological order), and one place more, whether a stage may begin with it.
+    """Return for each part (op indices, in topological order), and for the end, whether a stage may begin there.
 
-    A CutPoint is a place where all that runs before it is in earlier parts than all that runs after it. The first
-    place and the one behind the last part always are.
+    At a CutPoint, all ops that run before it must be in earlier parts than all that run after it. The first position
+    and
+    the end always count.
     """
     count = len(parts)
     if not has_cut_points(graph):

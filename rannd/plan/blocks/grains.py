@@ -1,11 +1,11 @@
-"""Grains: runs of atoms that blocks are made of, and that are measured.
+"""Grains: runs of atoms that blocks consist of, and that are measured.
 
-A grain begins with an operator that multiplies or has trained parameters, and ends where the next one does so:
+A grain begins with an operator that multiplies or has trainable parameters, and ends where the next one begins:
 
     | layer_norm | linear split view | attention view | linear dropout add | layer_norm | linear gelu | linear ..
 
-What is in a grain follows from its own operators alone, so a model of more, equal layers has the same grains, and
-needs nothing new measured, whatever its blocks are. In between stages would hardly begin: most is computed at once.
+A grain depends only on its own operators, so a model with more, equal layers has the same grains and needs no new
+measurements, whatever its blocks are. Stages would hardly begin inside a grain: most of its work is one operator.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rannd.graph.fx.ir import Op, TaskGraph
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 
 MOST = 16
-"""Atoms in a grain."""
+"""Maximum number of atoms in a grain."""
 _FLOPS = 2.0
-"""For each byte that is made: more is a product; others have one for each element (rannd/graph/fx/flops.py)."""
+"""FLOPs per output byte above which an op is a product; elementwise ops have one FLOP per element (fx/flops.py)."""
 _ROWS = 8
-"""At which both are compared; fixed, so that grains do not depend on the batch."""
+"""Number of rows at which both are compared; fixed, so that grains do not depend on the batch."""
 
 
 def make_grains(graph: TaskGraph, atoms: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Sets of op indexes (each sorted), in the order of `atoms`, which they are made of. None crosses a CutPoint."""
+    """Return sets of op indices (each sorted), in the order of `atoms`. No set crosses a CutPoint."""
     forced = cut_places(graph, atoms) if has_cut_points(graph) else [False] * (len(atoms) + 1)
     found: list[list[int]] = []
     held = 0

@@ -1,6 +1,6 @@
-"""What every slot does in one step.
+"""Pipeline schedules: what every slot does in one step.
 
 In: a layout and a schedule's name. Out: a `Program` (`program.py`, begin there), checked by `program_checker.py`
-before it runs. To add a schedule, add its order of computations to `schedules.py`; `transfers.py` puts the messages
-around it.
+before it runs. To add a schedule, add its order of computations to `schedules.py`; `transfers.py` inserts the
+transfers.
 """

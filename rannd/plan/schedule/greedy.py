@@ -1,8 +1,9 @@
-"""The order of computations under 1F1B and its kin: what a simple machine does that never waits without need.
+"""Orders the computations of 1F1B and related schedules with a greedy simulation.
 
-The machine's stages take equally long with all their replicas, and transfers take no time. A slot does what it can
-begin first, of equal ones the backward; where backward comes in two halves, forward, backward and second half take
-turns. What a machine has done in some order cannot wait for itself in a ring, so the Program that is made of it ends.
+It assumes that all stages take equally long with all their replicas, and that transfers take no time. A slot runs what
+can begin first; of several, the backward. If the backward is split in two halves, forward, backward and second half
+(parameter gradients) take turns. An order that the simulation has executed cannot deadlock, so the resulting Program
+terminates.
 """
 
 from __future__ import annotations
@@ -20,27 +21,31 @@ _TURNS = (
     ((_BACKWARD, _FORWARD, _WEIGHT), (_BACKWARD, _WEIGHT, _FORWARD)),
     ((_FORWARD, _BACKWARD, _WEIGHT), (_FORWARD, _BACKWARD, _WEIGHT)),
 )
-"""Of what can begin at one time, what comes first: by what was done last, and whether a second half is due.
+"""Priority of actions that can begin at once, by the kind of the last action and whether a second half is due.
 
-It is due when more wait than a slot may keep beside those that fly. So all slots keep equally many, the later ones more
-second halves, and at the end the last backward is not behind them: that is what makes the bubble small.
+It is due if more second halves wait than a slot may keep beside its microbatches in flight. So all slots keep equally
+many microbatches, later stages more second halves, and these do not delay the last backward: this keeps the bubble
+small.
 """
 
 
 def greedy_orders(
     layout: Layout, windows: Sequence[int], split: Collection[int] = (), weight_windows: Sequence[int] = ()
 ) -> list[list[Action]]:
-    """What each slot computes, in order.
+    """Return the computations of each slot, in order.
 
-    `windows`: by stage, the most pieces that a slot has between forward and backward. `split`: stages whose backward
-    (of two units of time for a forward of one) is done in two halves, of which the second may come later;
-    `weight_windows`: by stage, the most pieces that they have between forward and that second half.
+    Args:
+        layout: Stages and slots.
+        windows: By stage, the maximum number of microbatches of a slot between forward and backward.
+        split: Stages whose backward (two units of time for a forward of one) is split into two halves, of which the
+            second may be delayed.
+        weight_windows: By stage, the maximum number of microbatches between forward and that second half.
     """
     return _Machine(layout, windows, split, weight_windows).play()
 
 
 class _Slot:
-    """What a slot has done so far, what limits it, and what it does next."""
+    """State of one slot: what it has done, its limits, and its next action."""
 
     def __init__(self, layout: Layout, slot: int, window: int, weight_window: int) -> None:
         self.stage = stage = layout.stage_of(slot)
@@ -48,16 +53,16 @@ class _Slot:
         self.count = len(self.pieces) - 1
         self.window = window
         self.weight_window = weight_window
-        """0 where backward is done at once."""
+        """0 if the backward is not split."""
         self.split = weight_window > 0
         self.size = len(layout.stages[stage])
-        """How long a forward takes."""
+        """Duration of a forward."""
         self.free = 0.0
         self.last = _WEIGHT
         self.forwards = self.backwards = self.weights = 0
         self.order: list[Action] = []
         self.start, self.kind = _NEVER, _FORWARD
-        """What comes next, as far as that is known; `_NEVER` where nothing is."""
+        """Next action, as far as it is known; `start` is `_NEVER` if there is none."""
 
 
 class _Machine:
@@ -69,11 +74,11 @@ class _Machine:
         stages = [layout.stage_of(slot) for slot in range(layout.world)]
         self.slots = [_Slot(layout, slot, windows[stage], later[stage]) for slot, stage in enumerate(stages)]
         self.turns = any(later)
-        """Forward and backward take turns, in stages whose backward is done at once too."""
+        """Whether forward and backward take turns, also in stages whose backward is not split."""
         inner = [edge for edge in layout.edges if edge[0] >= 0 and edge[1] < last]
         inner_grads = [edge for edge in layout.grad_edges if edge in inner]
         self.forward_at = [[_NEVER] * layout.pieces_total for _ in range(last)]
-        """When each stage is done with the forward of each piece."""
+        """When each stage ends the forward of each microbatch."""
         self.backward_at = [[_NEVER] * layout.pieces_total for _ in range(last)]
         self.values_of = [[self.forward_at[src] for src, dst in inner if dst == stage] for stage in range(last)]
         self.grads_of = [[self.backward_at[dst] for src, dst in inner_grads if src == stage] for stage in range(last)]
@@ -83,10 +88,10 @@ class _Machine:
         self.makers = [[layout.slots_of(src) for src, dst in inner_grads if dst == stage] for stage in range(last)]
 
     def play(self) -> list[list[Action]]:
-        """Run the machine until all is done."""
+        """Simulate until all computations are done."""
         slots = self.slots
         todo: list[tuple[float, int, int]] = []
-        """(start, slot, number of actions that the slot had done when this was found out)"""
+        """(start, slot, number of actions that the slot had done when this entry was made)"""
 
         def look(number: int) -> None:
             slot = slots[number]
@@ -127,7 +132,7 @@ class _Machine:
         return [slot.order for slot in slots]
 
     def _decide(self, slot: _Slot) -> None:
-        """Find out what the slot does next, and when."""
+        """Determine the slot's next action and its start."""
         free, forwards, backwards = slot.free, slot.forwards, slot.backwards
         backward = forward = weight = _NEVER
         if backwards < forwards:

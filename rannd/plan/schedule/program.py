@@ -1,12 +1,12 @@
-"""Programs: what every slot does in one step, as lists of small actions.
+"""Programs: the actions of every slot in one step.
 
-The words. A *piece* is a slice of one rank's mini-batch: piece ``p = k * world + r`` is microbatch k of rank r
-(here: of the rank that is bound to slot r). Pieces are never merged or split: each runs through all stages, on
-one replica of each. Stage -1 stands for the ranks that give the inputs, stage S (the number of stages) for the
-same ranks as they take the outputs; an *edge* (src, dst) says that values go from stage src to stage dst.
+A *piece* is one microbatch of one rank: piece ``p = k * world + r`` is microbatch k of the mini-batch of rank r (here:
+of the rank that is bound to slot r). Pieces are never merged or split: each runs through all stages, on one replica of
+each. Stage -1 stands for the ranks as they provide the inputs, stage S (the number of stages) for the same ranks as
+they receive the outputs; an *edge* (src, dst) means that activations go from stage src to stage dst.
 
-``schedule`` makes Programs, ``program_text`` writes and reads them, ``check`` proves them, ``simulate`` plays them on
-costs, ``rannd.runtime.execution.executor`` runs them on tensors.
+``schedules`` makes Programs, ``program_text`` writes and reads them, ``program_checker`` verifies them, ``simulate``
+runs them on costs, ``rannd.runtime.execution.executor`` runs them on tensors.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from rannd.errors import PlanError
 Edge = tuple[int, int]
 
 AHEAD = 2
-"""A receive is posted before so many computations."""
+"""Number of computations by which a receive is posted early."""
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """Which slot runs which stage, between which stages values go, and which stages share parameters."""
+    """Which slot runs which stage, which stages exchange activations, and which stages share parameters."""
 
     world: int
     """Number of slots, and of ranks."""
     microbatches: int
-    """Slices of each rank's mini-batch."""
+    """Microbatches per rank."""
     stages: tuple[tuple[int, ...], ...]
     """Slot of each replica of each stage; every slot is in exactly one stage."""
     edges: tuple[Edge, ...]
-    """(src stage, dst stage) pairs that carry values, sorted; -1: inputs, number of stages: outputs."""
+    """(src stage, dst stage) pairs that carry activations, sorted; -1: inputs, number of stages: outputs."""
     grad_edges: tuple[Edge, ...]
-    """The edges whose values get gradients, sorted."""
+    """The edges whose activations get gradients, sorted."""
     tied: tuple[tuple[int, ...], ...] = ()
-    """Sets of stages that hold a trained parameter in common, sorted: its gradient is reduced over all their slots."""
+    """Sets of stages that share a trainable parameter, sorted: its gradient is reduced over all their slots."""
 
     def __post_init__(self) -> None:
         last = len(self.stages)
@@ -68,15 +68,17 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def pieces_total(self) -> int:
-        """Number of pieces in a step."""
+        """Number of microbatches of all ranks in a step."""
         return self.world * self.microbatches
 
     def slot_of(self, stage: int, piece: int) -> int:
-        """The slot that runs `piece` in `stage`; in stages -1 and S the slot of the piece's rank.
+        """Return the slot that runs microbatch `piece` in `stage`; for stages -1 and S the slot of its rank.
 
-        Where all numbers of replicas are multiples of g, the job is g pipelines side by side, and ranks in their order
-        belong to one after the other: a stage with as many replicas as ranks moves nothing. Within a pipeline the
-        replicas of a stage take pieces in turns, so that none waits while another has many at once.
+        If all numbers of replicas are multiples of g, the job consists of g pipelines side by side, and ranks are
+        assigned to
+        them in order: a stage with as many replicas as ranks moves nothing. Within a pipeline the replicas of a stage
+        take
+        microbatches in turns, so that none waits while another has many at once.
         """
         microbatch, rank = divmod(piece, self.world)
         if stage in (-1, len(self.stages)):
@@ -87,16 +89,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> int:
-        """How many parts of the job send each other nothing, but to reduce gradients."""
+        """Number of pipelines side by side that exchange nothing but gradients to reduce."""
         return math.gcd(*map(len, self.stages))
 
     @property
     def _ranks(self) -> int:
-        """Ranks of a pipeline."""
+        """Ranks per pipeline."""
         return self.world // self.pipelines
 
     def slots_of(self, stage: int) -> list[int]:
-        """`slot_of` for every piece: for what looks at all of them."""
+        """Return `slot_of` for every microbatch."""
         return self._slots_of[stage]
 
     @cached_property
@@ -104,7 +106,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self._by_stage()
 
     def _by_stage(self) -> list[list[int]]:
-        """`slots_of` each stage; the last entry, which is also number -1, is the ranks'."""
+        """Return `slots_of` for each stage; the last entry, also index -1, is for the ranks."""
         microbatches, ranks = np.divmod(np.arange(self.pieces_total), self.world)
         pipelines, places = np.divmod(ranks, self._ranks)
         numbers = microbatches * self._ranks + places
@@ -115,12 +117,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return [*found, ranks.tolist()]
 
     def stage_of(self, slot: int) -> int:
-        """The stage that `slot` belongs to."""
+        """Return the stage that `slot` belongs to."""
         return self._place_of[slot][0]
 
     @cached_property
     def _place_of(self) -> list[tuple[int, int]]:
-        """(stage, number of the replica) of each slot."""
+        """(stage, index of the replica) of each slot."""
         found = [(0, 0)] * self.world
         for stage, slots in enumerate(self.stages):
             for replica, slot in enumerate(slots):
@@ -128,7 +130,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return found
 
     def pieces(self, stage: int, slot: int) -> tuple[int, ...]:
-        """The pieces that `slot` runs in `stage`, increasing: the order in which a slot always takes them."""
+        """Return the microbatches that `slot` runs in `stage`, ascending; a slot always runs them in this order."""
         if stage in (-1, len(self.stages)):
             return tuple(range(slot, self.pieces_total, self.world))
         own, replica = self._place_of[slot]
@@ -144,22 +146,22 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of stages whose slots reduce gradients together: each by itself, and tied ones; sorted."""
+        """Sets of stages whose slots reduce gradients together: each stage alone, and tied stages; sorted."""
         return tuple(sorted([*((stage,) for stage in range(len(self.stages))), *self.tied]))
 
     def reduction(self, stages: tuple[int, ...]) -> Action:
-        """The action that reduces over `stages`, which is one of `reductions`."""
+        """Return the action that reduces over `stages`, one of `reductions`."""
         return Action(ActionKind.REDUCE, self.tied.index(stages) if len(stages) > 1 else NOWHERE)
 
 
 class ActionKind(enum.Enum):
-    """What an action does; the value is its text form."""
+    """Kind of an action; the value is its text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Gradients of inputs and of parameters; of inputs alone where the slot has a WEIGHT for the piece."""
+    """Gradients of inputs and parameters; of inputs only if the slot has a WEIGHT for the microbatch."""
     WEIGHT = "W"
-    """Gradients of parameters, after a BACKWARD that left them out."""
+    """Gradients of parameters, after a BACKWARD without them."""
     SEND_VALUES = "SV"
     RECV_VALUES = "RV"
     SEND_GRADS = "SG"
@@ -170,17 +172,17 @@ class ActionKind(enum.Enum):
 TRANSFERS = frozenset({ActionKind.SEND_VALUES, ActionKind.RECV_VALUES, ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 SENDS = frozenset({ActionKind.SEND_VALUES, ActionKind.SEND_GRADS})
 NOWHERE = -2
-"""`src`, `dst` and `peer` of an action that moves nothing, and `piece` of a reduction over one stage."""
+"""`src`, `dst` and `peer` of an action that is no transfer, and `piece` of a reduction over one stage."""
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One thing a slot does. A transfer between equal slots is no action: the value is there already."""
+    """One action of a slot. A transfer from a slot to itself is no action."""
 
     kind: ActionKind
     piece: int = NOWHERE
-    """Of a reduction over several stages: its number in `Layout.tied`."""
+    """Number of the microbatch; for a reduction over several stages, its index in `Layout.tied`."""
     src: int = NOWHERE
-    """The edge a transfer belongs to, in forward direction (for gradients too)."""
+    """The edge of a transfer, in forward direction (also for gradients)."""
     dst: int = NOWHERE
     peer: int = NOWHERE
     """The other slot of a transfer."""
@@ -194,14 +196,14 @@ class Action(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What every slot does in one step, in order."""
+    """The actions of every slot in one step, in order."""
 
     layout: Layout
     slots: tuple[tuple[Action, ...], ...]
     forward_length: tuple[int, ...]
-    """Number of leading actions of each slot that belong to the forward phase."""
+    """Number of actions of each slot in the forward phase."""
 
     @property
     def interleaved(self) -> bool:
-        """Whether backward belongs to the forward phase."""
+        """Whether the backward belongs to the forward phase."""
         return all(length == len(actions) for length, actions in zip(self.forward_length, self.slots, strict=True))

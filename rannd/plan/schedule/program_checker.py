@@ -1,6 +1,6 @@
-"""Model checker for Programs: what must hold before one is run on tensors.
+"""Model checker for Programs: verifies that a Program can be run on tensors.
 
-Written apart from the schedules it checks: it knows what a step has to do, not how a schedule orders it.
+It is independent of the schedules: it knows what a step has to do, not how a schedule orders it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,30 @@ from rannd.plan.schedule.program import SENDS, TRANSFERS, Action, ActionKind, Ed
 
 _FORWARD_KINDS = frozenset({ActionKind.FORWARD, ActionKind.SEND_VALUES, ActionKind.RECV_VALUES})
 _Move = tuple[int, int, bool, Edge, int]
-"""A transfer as both of its slots see it: sender, receiver, gradient, edge, piece."""
+"""A transfer as both of its slots see it: sender, receiver, whether it is a gradient, edge, microbatch."""
 
 
 def check(program: Program) -> None:
-    """PlanError that names slot and action where `program` would not do one whole step.
+    """Check that `program` executes exactly one whole step.
 
-    Checked: forward kinds lie in the forward phase, and nothing else does, unless all does; every piece goes
-    forward and backward once in every stage, on the replica that has it; where a stage's backward comes in two halves,
-    the second one follows for every piece, so that every gradient is computed once; every value and gradient that has
-    to move moves once, between the right slots, after it was made and before it is used; when all gradients are
-    there, each slot reduces once with the replicas of its stage and once with each set of stages that it shares
-    parameters with, in one order on all slots; the transfers of a pair of slots come in the same order on both sides
-    within the forward and within the backward group (NCCL demands it); and the program ends when each slot runs its
-    list in order, sends not waiting, receives waiting for the oldest unread message of that sender and group (gloo and
-    NCCL deliver in that order).
+    Checked:
+
+    - Forward actions are in the forward phase and no others are, unless all are.
+    - Every microbatch runs forward and backward once in every stage, on the replica that it is assigned to. If a
+      stage's
+      backward is split, the second half follows for every microbatch, so every gradient is computed once.
+    - Every activation and gradient that has to move moves once, between the right slots, after it is computed and
+      before
+      it is used.
+    - After all gradients each slot reduces once with the replicas of its stage and once with each set of stages that it
+      shares parameters with, in one order on all slots.
+    - The transfers of a pair of slots come in the same order on both sides, within the forward and within the backward
+      group (NCCL requires it).
+    - The program terminates if each slot runs its list in order, sends do not block, and receives wait for the oldest
+      unread message of that sender and group (gloo and NCCL deliver in that order).
+
+    Raises:
+        PlanError: A check fails; the message names slot and action.
     """
     layout = program.layout
     if len(program.slots) != layout.world or len(program.forward_length) != layout.world:
@@ -48,7 +57,7 @@ def _check_phases(program: Program, slot: int, *, interleaved: bool) -> None:
 
 
 def _check_reductions(layout: Layout, slot: int, actions: tuple[Action, ...]) -> None:
-    """They are the slot's last actions, and the same on all slots that take part."""
+    """Check that reductions are the slot's last actions, and the same on all slots that take part."""
     wanted = [layout.reduction(stages) for stages in layout.reductions if layout.stage_of(slot) in stages]
     found = [action for action in actions if action.kind is ActionKind.REDUCE]
     if found != wanted or list(actions[-len(wanted) :]) != wanted:
@@ -59,7 +68,7 @@ def _check_reductions(layout: Layout, slot: int, actions: tuple[Action, ...]) ->
 
 
 def _check_complete(program: Program) -> None:
-    """Each slot does all it has to and nothing else, each once."""
+    """Check that each slot has all its actions and no others, each once."""
     layout = program.layout
     split = {
         layout.stage_of(slot)
@@ -98,7 +107,7 @@ def _check_complete(program: Program) -> None:
 
 
 def _check_pair_orders(program: Program) -> None:
-    """Both slots of a pair list the same moves, of both directions, in the same order."""
+    """Check that both slots of a pair list the same transfers, of both directions, in the same order."""
     seen: dict[tuple[int, int, bool], list[_Move]] = defaultdict(list)
     for slot, actions in enumerate(program.slots):
         for action in actions:
@@ -123,26 +132,26 @@ def _move(slot: int, action: Action) -> _Move:
 
 
 class _Run:
-    """Runs a program without values: what is where at each time."""
+    """Executes a program without tensors and tracks which values each slot has."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.layout = layout = program.layout
         self.done: set[tuple[ActionKind, int, int]] = set()
-        """(kind of computation, slot, piece)"""
+        """(kind of computation, slot, microbatch)"""
         self.received: set[tuple[int, bool, Edge, int]] = set()
         self.wires: dict[tuple[int, int, bool], deque[tuple[Edge, int]]] = defaultdict(deque)
-        """What was sent and not received: by sender, receiver, gradient."""
+        """Messages sent and not yet received, by sender, receiver, gradient."""
         last = len(layout.stages)
         self.values_of = [[edge for edge in layout.edges if edge[1] == stage] for stage in range(last)]
         self.grads_of = [[edge for edge in layout.grad_edges if edge[0] == stage] for stage in range(last)]
 
     def play(self) -> None:
-        """PlanError where the program uses what is not there, never ends, or leaves a message behind."""
+        """Raise PlanError if the program uses what a slot does not have, deadlocks, or leaves a message unreceived."""
         slots = self.program.slots
         places = [0] * len(slots)
         waiting: dict[tuple[int, int, bool], int] = {}
-        """The slot that waits for a wire."""
+        """The slot that waits for a message of this sender, receiver and group."""
         ready = list(range(len(slots)))
         while ready:
             slot = ready.pop()
@@ -159,7 +168,7 @@ class _Run:
                     elif not self._receive(slot, action, gradient=gradient):
                         waiting[action.peer, slot, gradient] = slot
                         break
-                elif action.kind is not ActionKind.REDUCE:  # which come last on every slot: none waits for a message
+                elif action.kind is not ActionKind.REDUCE:  # reductions come last on every slot: no wait
                     self._compute(slot, action)
                 places[slot] += 1
         stuck = [
@@ -174,7 +183,7 @@ class _Run:
             raise PlanError(f"messages that nobody receives: {left}")
 
     def _has(self, slot: int, piece: int, edge: Edge, *, gradient: bool) -> bool:
-        """Whether `slot` has what comes over `edge` (values at dst, gradients at src)."""
+        """Whether `slot` has what `edge` transfers (activations at dst, gradients at src)."""
         other = edge[1] if gradient else edge[0]
         if self.layout.slot_of(other, piece) != slot:
             return (slot, gradient, edge, piece) in self.received
@@ -201,7 +210,7 @@ class _Run:
         self.wires[slot, action.peer, gradient].append(((action.src, action.dst), action.piece))
 
     def _receive(self, slot: int, action: Action, *, gradient: bool) -> bool:
-        """False where nothing is there yet."""
+        """Receive a message; False if there is none yet."""
         wire, edge = self.wires[action.peer, slot, gradient], (action.src, action.dst)
         if not wire:
             return False

@@ -1,4 +1,4 @@
-"""Programs as text, and back: for people, tests and bug reports.
+"""Text form of Programs, for display, tests and bug reports.
 
 Two stages on two slots, two microbatches, fill-drain::
 
@@ -8,11 +8,11 @@ Two stages on two slots, two microbatches, fill-drain::
     slot 0: RV1:-1>0@1 RV3:-1>0@1 F0 SV0:0>1@1 F1 ... | RG3:0>1@1 B3 ... R
     slot 1: SV1:-1>0@0 SV3:-1>0@0 RV0:0>1@0 F0 ...    | B3 SG3:0>1@0 ... R
 
-``F3`` forward of piece 3, ``B3`` its backward, ``W3`` the part of its backward that was left for later, ``SV3:0>1@2``
-send piece 3's values of edge 0>1 to slot 2, ``RV`` receive them, ``SG``/``RG`` the same for gradients, which flow from
+``F3`` forward of microbatch (piece) 3, ``B3`` its backward, ``W3`` the delayed part of its backward, ``SV3:0>1@2``
+send its activations of edge 0>1 to slot 2, ``RV`` receive them, ``SG``/``RG`` the same for gradients, which flow from
 dst to src (the edge is written as in the forward), ``R`` reduce the gradients over the stage's replicas, ``R0`` those
-of the first set of stages in the line ``tied 0+2 | 0+1+2``, which is there where stages share parameters. ``|`` ends
-the forward phase. An *interleaved* Program has all actions before it: its backward starts from losses, and needs no
+of the first set of stages in the line ``tied 0+2 | 0+1+2``, which exists if stages share parameters. ``|`` ends the
+forward phase. An *interleaved* Program has all actions before it: its backward starts from losses, and needs no
 gradients from the ranks.
 """
 
@@ -25,10 +25,11 @@ from rannd.plan.schedule.program import NOWHERE, Action, ActionKind, Layout, Pro
 
 
 def to_text(program: Program) -> str:
-    """The program as lines of text; :func:`from_text` reads them back.
+    """Format a program; :func:`from_text` reads it back.
 
-    ``world 2 microbatches 1``, ``stages 0 | 1`` (slots of each), ``edges -1>0 0>1* 1>2*`` (* gradients flow back),
-    ``tied 0+1`` where there are any, then ``slot N: forward actions | backward actions`` for each slot.
+    The lines are ``world 2 microbatches 1``, ``stages 0 | 1`` (slots of each), ``edges -1>0 0>1* 1>2*`` (* gradients
+    flow
+    back), ``tied 0+1`` if there are any, then ``slot N: forward actions | backward actions`` for each slot.
     """
     layout = program.layout
     edges = [f"{src}>{dst}" + ("*" if (src, dst) in layout.grad_edges else "") for src, dst in layout.edges]
@@ -52,7 +53,7 @@ _TIED = re.compile(r"tied (\d+(?:\+\d+)+(?: \| \d+(?:\+\d+)+)*)")
 
 
 def from_text(text: str) -> Program:
-    """The program that :func:`to_text` wrote; PlanError with the line where it is not of that form."""
+    """Parse what :func:`to_text` wrote; PlanError with the wrong line otherwise."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) < 4:
         raise PlanError(f"a program's text has {len(lines)} lines; wanted: world, stages, edges and one for each slot")
@@ -72,7 +73,7 @@ def from_text(text: str) -> Program:
 
 
 def _layout(lines: list[str]) -> tuple[Layout, list[str]]:
-    """The layout that the first lines give, and the other lines."""
+    """Parse the layout in the first lines; also return the remaining lines."""
     head = re.fullmatch(r"world (\d+) microbatches (\d+)", lines[0])
     stages = re.fullmatch(r"stages (\d[\d |]*)", lines[1])
     edge_words = lines[2].split()

@@ -1,7 +1,7 @@
-"""The schedules: in which order each slot computes, and which of them can be run.
+"""The schedules: the order of computations of each slot, and which schedules can be run.
 
-All of them take any layout: stages of unequal replica counts, values that skip stages, tied weights. One table says
-which there are.
+All of them support any layout: stages with unequal numbers of replicas, values that skip stages, tied weights. To add
+one, add it to `ALL_SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rannd.plan.schedule.transfers import with_transfers
 
 
 def fill_drain(layout: Layout, *, interleaved: bool = False) -> Program:
-    """All forwards in increasing order of pieces, then all backwards in decreasing order (GPipe's schedule).
+    """All forwards in ascending order of microbatches, then all backwards in descending order (GPipe's schedule).
 
     `interleaved`: backward belongs to the forward phase, see :func:`rannd.plan.schedule.transfers.with_transfers`.
 
@@ -31,10 +31,11 @@ def fill_drain(layout: Layout, *, interleaved: bool = False) -> Program:
 
 
 def one_forward_one_backward(layout: Layout) -> Program:
-    """Each slot runs a piece backward as early as it can, and so keeps few pieces (1F1B, PipeDream-Flush, interleaved).
+    """1F1B: each slot runs backwards as early as possible to keep few microbatches (PipeDream-Flush, interleaved).
 
-    A slot of stage s has at most :func:`window` pieces in flight; the order is that of ``greedy``'s machine. With one
-    replica a stage it is the known order, but for one more forward ahead: ``F0 F1 F2 B0 F3 B1 ...`` in the first of two
+    A slot of stage s has at most :func:`window` microbatches in flight; the order is that of ``greedy``. With one
+    replica
+    per stage it is the well-known order, but with one more forward ahead: ``F0 F1 F2 B0 F3 B1 ...`` in the first of two
     stages.
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
@@ -43,10 +44,11 @@ def one_forward_one_backward(layout: Layout) -> Program:
 
 
 def zero_bubble_h1(layout: Layout, split: Collection[int]) -> Program:
-    """1F1B whose gradients of parameters wait until a slot would be idle, or keeps too much (ZB-H1, interleaved).
+    """ZB-H1: 1F1B that delays parameter gradients until a slot would be idle or keeps too much (interleaved).
 
-    `split`: the stages whose backward comes in two halves. Between forward and second half a slot has at most as many
-    pieces as under 1F1B the first stage would have, so the fullest device needs no more memory.
+    `split`: the stages whose backward is split into two halves. Between forward and second half a slot has at most as
+    many
+    microbatches as the first stage has under 1F1B, so the fullest device needs no more memory.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2.2.
     """
@@ -55,11 +57,13 @@ def zero_bubble_h1(layout: Layout, split: Collection[int]) -> Program:
 
 
 def window(layout: Layout, stage: int) -> int:
-    """Most pieces that a slot of `stage` keeps in flight under 1F1B.
+    """Return the maximum number of microbatches that a slot of `stage` keeps in flight under 1F1B.
 
-    A piece is away for as long as it takes all later stages, and a stage with R replicas takes R times as long for a
-    piece as one of equal weight with one. On top comes one piece, which covers the time that transfers take: without
-    it every slot waits for two of them in every round.
+    A microbatch is in flight while all later stages run it, and a stage with R replicas takes R times as long for one
+    as a
+    stage of equal weight with one replica. One more covers the time of transfers: without it every slot waits for two
+    of
+    them in every round.
     """
     return _windows(layout)[stage]
 
@@ -79,14 +83,17 @@ ALL_SCHEDULES: Mapping[str, Callable[[Layout, Collection[int]], Program]] = {
     "fill_drain": lambda layout, split: fill_drain(layout, interleaved=True),
     "zb_h1": zero_bubble_h1,
 }
-"""Every schedule by its name: the Program of a step whose backward needs nothing from the ranks, from a layout and the
-stages whose backward may come in two halves. Which of them can be run is said in ways.py."""
+"""Every schedule by name: makes the Program of a step whose backward needs no gradients from the ranks, from a layout
+and the stages whose backward may be split. run_modes.py says which of them can be run."""
 
 
 def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) -> Program:
-    """The Program of a step under any schedule, to look at and to simulate. PlanError for one not known.
+    """Return the Program of a step under any schedule, for display and simulation.
 
-    `split`: the stages whose backward may come in two halves (those with a time for it: see StepCosts.split).
+    `split`: the stages whose backward may be split (see StepCosts.split).
+
+    Raises:
+        PlanError: The schedule is not known.
     """
     if schedule not in ALL_SCHEDULES:
         raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(ALL_SCHEDULES)}")
@@ -94,7 +101,7 @@ def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) 
 
 
 def interleaved_program(schedule: str, layout: Layout) -> Program:
-    """The Program of a step that is to be run. PlanError for a schedule that is not known, or cannot be run."""
+    """Return the Program of a step to run; PlanError if the schedule is not known or cannot be run."""
     if schedule in ALL_SCHEDULES and schedule not in SCHEDULES:
         raise PlanError(
             f"schedule {schedule!r} can be planned and simulated, but not be run yet; use one of {', '.join(SCHEDULES)}"

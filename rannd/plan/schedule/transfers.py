@@ -1,4 +1,4 @@
-"""From what each slot computes, in order, to a Program: the transfers and reductions around it."""
+"""Builds a Program from the order of computations: inserts transfers and reductions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from rannd.plan.schedule.program import Action, ActionKind, Edge, Layout, Progra
 
 
 def with_transfers(layout: Layout, orders: Sequence[Sequence[Action]], *, interleaved: bool) -> Program:
-    """The Program in which each slot computes what `orders` says, in that order.
+    """Return the Program in which each slot computes what `orders` says, in that order.
 
-    Forward phase of a slot: transfers of inputs; for each computation, receives from other stages (values by src,
+    Forward phase of a slot: transfers of inputs; for each computation, receives from other stages (activations by src,
     gradients by dst), the computation, sends to other stages; transfers of outputs. Backward phase: gradients of
-    outputs; computations as before; gradients of inputs. Then one reduction for each set of stages that the slot's
-    is in. Transfers at the ends of a phase come in the order of pieces: an order that all slots share.
+    outputs;
+    computations as before; gradients of inputs. Then one reduction for each set of stages that includes the slot's
+    stage.
+    Transfers at the ends of a phase come in the order of microbatches, which all slots share.
 
-    `interleaved`: backward belongs to the forward phase, because it needs nothing from the ranks; outputs come last
-    then. PlanError where gradients of outputs travel nevertheless.
+    Args:
+        layout: Stages, slots and edges.
+        orders: Computations of each slot.
+        interleaved: Backward belongs to the forward phase, because it needs nothing from the ranks; then outputs come
+            last.
+
+    Raises:
+        PlanError: `interleaved`, but there are edges for gradients of outputs.
     """
     last = len(layout.stages)
     if interleaved and any(edge[1] == last for edge in layout.grad_edges):
@@ -47,18 +55,18 @@ def with_transfers(layout: Layout, orders: Sequence[Sequence[Action]], *, interl
 
 
 _Way = tuple[Edge, list[int]]
-"""An edge, and for each piece the slot at its other end."""
+"""An edge, and for each microbatch the slot at its other end."""
 
 
 class _Around:
-    """The transfers around the computations of a layout."""
+    """Inserts transfers before and after the computations of a layout."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         last = len(layout.stages)
 
         def ways(edges: Sequence[Edge], here: int) -> list[list[_Way]]:
-            """By stage at end number `here` of inner edges."""
+            """Group the edges between stages by the stage at their end number `here`."""
             inner = [edge for edge in edges if edge[0] >= 0 and edge[1] < last]
             return [
                 [(edge, layout.slots_of(edge[1 - here])) for edge in inner if edge[here] == stage]
@@ -69,7 +77,7 @@ class _Around:
         self._grads_in, self._grads_out = ways(layout.grad_edges, 0), ways(layout.grad_edges, 1)
 
     def compute(self, slots: list[list[Action]], slot: int, order: Sequence[Action]) -> None:
-        """Append what `slot` computes, each with its transfers to and from other stages."""
+        """Append the computations of `slot`, each with its transfers to and from other stages."""
         stage, actions = self._layout.stage_of(slot), slots[slot]
         values_in, values_out = self._values_in[stage], self._values_out[stage]
         grads_in, grads_out = self._grads_in[stage], self._grads_out[stage]
@@ -87,7 +95,7 @@ class _Around:
                 actions.append(action)
 
     def at_ranks(self, slots: list[list[Action]], edges: Sequence[Edge], *, gradient: bool) -> None:
-        """Append the transfers of all pieces over edges from or to the ranks."""
+        """Append the transfers of all microbatches over edges from or to the ranks."""
         send, receive = (
             (ActionKind.SEND_GRADS, ActionKind.RECV_GRADS)
             if gradient

@@ -1,5 +1,5 @@
-"""The stages, replicas and microbatches with the least time per step.
+"""Search for the stages, replicas and microbatches with the smallest step time.
 
 In: blocks, costs, devices. Out: a plan. Begin with `planner.py`; `stages.py` is the exact search, `estimate.py` its
-closed form E, `bounds.py` what it need not look at, `ranking.py` the simulator's word on the best ones.
+closed form E, `bounds.py` the lower bounds that prune it, `ranking.py` re-ranks the best plans with the simulator.
 """

@@ -1,16 +1,16 @@
-"""From below: what the stages that are still missing must add to E, whatever they are.
+"""Lower bounds: what the stages that are still missing must add to E, whatever they are.
 
-A stage with R replicas does ceil(P / R) of P pieces. If no round may take longer than T, a stage whose piece takes t
-needs at least ceil(P / (floor(T / t) + 1)) replicas. With so few devices for each stage, two shortest paths over the
-blocks say what T costs:
+A stage with R replicas runs ceil(P / R) of P microbatches. If no round may take longer than T, a stage that takes t per
+microbatch needs at least ceil(P / (floor(T / t) + 1)) replicas. With these minimum devices per stage, two shortest
+paths over the blocks give the cost of T:
 
     devices(T, i) = min over k < i of devices(T, k) + replicas(T, k, i)
     rest(T, i)    = min over k < i of fill(k, i) + max(forward(0, k) + exposed(T, k, i), rest(T, k))
 
-where devices(T, i) is more than there are, some round is longer than T. `rest` is fill and the reduction that is left,
-which drains of earlier stages shorten: by less than those stages fill. The paths are found for a hundred T at once.
-(Bottleneck search of chains-on-chains partitioning: Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D
-partitioning", 2004; here with replicas and a second cost.)
+If devices(T, i) exceeds the devices there are, some round is longer than T. `rest` is fill plus exposed reduction,
+which drains of earlier stages shorten: by less than the fill of those stages. The paths are computed for a hundred T at
+once. (Bottleneck search of chains-on-chains partitioning: Pinar and Aykanat, "Fast optimal load balancing algorithms
+for 1D partitioning", 2004; here with replicas and a second cost.)
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from rannd.plan.search.estimate import NEVER, StageTables
 from rannd.plan.topology import Table
 
 COARSE, FINE = 24, 64
-"""Numbers of T that are tried: over the whole range, and where the best plan must be."""
+"""Number of T to try: over the whole range, and close to the best plan."""
 
 
 class Bounds:
-    """Bounds for plans of two or more stages of one variant.
+    """Lower bounds for plans of two or more stages of one variant.
 
-    Tables are ``[stages left, first blocks, ..]``; where the number of stages is free only index 0 is there.
+    Tables are ``[stages left, first blocks, ..]``; if the number of stages is free, only index 0 exists.
     """
 
     def __init__(self, tables: StageTables, stages: int) -> None:
         self._tables = tables
         self._stages = stages
-        """0: any number."""
+        """Number of stages; 0: any."""
         self._world = tables.world
         self._pieces = tables.world * tables.variant.microbatches
         count = self._count = tables.blocks
         self._next = tables.next_allowed()
         forward, fewest = tables.forward_us, tables.fewest()
         self._forward = forward[0]
-        """Forward of the first blocks."""
+        """Forward time of the first blocks."""
         self._ways = [
             (fewest[0], *self._way(tables.backward_us, tables.weight_us)),
             (fewest[1], *self._way(tables.backward_us + forward, np.zeros_like(forward))),
         ]
-        """Without recomputing and with: fewest replicas, round of a piece, fill."""
-        # A stage on R of w devices runs P / R pieces; if all are equally busy the longest round is the mean.
+        """Without and with recomputing: minimum replicas, round of a microbatch, fill."""
+        # A stage on R of w devices runs P / R microbatches; if all are equally busy the longest round is the mean.
         devices = np.maximum(np.arange(self._world + 1), 1)
         work = (forward + tables.backward_us + tables.add_us - self._filled(tables.weight_us))[0]
         mean = work[:, None] * np.maximum(self._pieces - devices, 0) / devices
         mean[1:, 0] = np.inf
         self.rounds = np.repeat(mean[None], stages + 1, axis=0)
-        """``[.., devices]``: least longest round. Infinite where there is no device."""
+        """``[.., devices]``: lower bound of the longest round. Infinite without devices."""
         self._any = np.where(np.minimum(*fewest) < NEVER, 1, NEVER)[None]
         self._least_fill = np.where(fewest[0] < NEVER, self._ways[0][2], self._ways[1][2])
         self.rest = self._paths(self._any, np.zeros((1, count + 1, count + 1)), self._least_fill[None])[1][0]
-        """Least fill and reduction together."""
+        """Lower bound of fill plus exposed reduction."""
         self.together = self.rest[:, :, None] + self.rounds
-        """``[.., devices]``: least fill, reduction and longest round together, where nothing comes behind."""
+        """``[.., devices]``: lower bound of fill, reduction and longest round together, if no stage follows."""
 
     def _filled(self, waits: Table) -> Table:
-        """Of each piece's round the part that at most is taken by what waits: one piece in `microbatches` saves it."""
+        """Return how much delayed parameter gradients shorten a round at most: those of one in `microbatches`."""
         result: Table = np.minimum(waits, self._tables.forward_us) / self._tables.variant.microbatches
         return result
 
     def _way(self, backward: Table, waits: Table) -> tuple[Table, Table]:
-        """Round of a piece and fill of every stage, whose backward takes so long, and of it `waits` under zb_h1."""
+        """Return round per microbatch and fill of every stage, for `backward` times of which zb_h1 delays `waits`."""
         tables = self._tables
         forward = tables.forward_us
         values, grads = np.minimum(*tables.values_us), np.minimum(*tables.grads_us)
@@ -81,9 +81,10 @@ class Bounds:
         return np.maximum(forward, values) + np.maximum(backward, grads), fill
 
     def of(self, left: int, end: int, devices: int) -> tuple[Table, Table, Table, Table]:
-        """What is missing in front of a stage that ends at `end`, where it and what is missing have `devices`.
+        """Return bounds for what is missing before a stage that ends at `end`; it and the missing ones have `devices`.
 
-        ``[start, replicas - 1]`` of that stage: longest round; fill and reduction; all together; forward, which is no
+        Tables ``[start, replicas - 1]`` of that stage: longest round; fill and reduction; all together; forward, which
+        is not
         part of a drain.
         """
         rounds = self.rounds[left, :end, :devices][:, ::-1]
@@ -96,11 +97,11 @@ class Bounds:
 
     @property
     def root(self) -> float:
-        """Least E of all plans, as far as is known."""
+        """Lower bound of E for all plans."""
         return float(self.together[self._stages, self._count, self._world])
 
     def sharpen(self, below: float, number: int) -> None:
-        """Make the tables better, for plans that take less than `below`, with so many T."""
+        """Tighten the tables for plans that take less than `below`, with `number` values of T."""
         place = (self._stages, self._count)
         least = max(float(self.rounds[(*place, self._world)]), 1e-6)
         most = below - float(self.rest[place])
@@ -127,11 +128,11 @@ class Bounds:
         free = np.arange(self._world + 1)
         lower = np.append(0.0, limits)[:, None]
         for left in range(self._stages + 1):
-            # Devices fall as the limit grows: the first limit for which there are enough.
+            # The devices needed fall as the limit grows: find the first limit for which there are enough.
             first = (devices[:, left, :, None] > free).sum(axis=0)
             known = np.where(first > 0, limits[np.maximum(first - 1, 0)], 0.0)
             np.maximum(self.rounds[left], known, out=self.rounds[left])
-            # A longest round between two limits costs the lower one, and leaves what the upper one does.
+            # A longest round between two limits costs at least the lower limit, with the rest of the upper one.
             upper = np.concatenate([rest[:, left], self.rest[left][None]])
             least = np.minimum.accumulate((lower + upper)[::-1])[::-1]
             ends = np.arange(self._count + 1)[:, None]
@@ -146,7 +147,7 @@ class Bounds:
     def _paths(
         self, replicas: npt.NDArray[np.int64], exposed: Table, fill: Table
     ) -> tuple[npt.NDArray[np.int64], Table]:
-        """``[limit, stages left, end]``: fewest devices of the first blocks, and least fill and reduction.
+        """Return ``[limit, stages left, end]``: minimum devices for the first blocks, and minimum fill plus reduction.
 
         `replicas`, `exposed`, `fill`: ``[limit, start, end]``, of a stage.
         """

@@ -1,4 +1,4 @@
-"""Plans worth a simulation: what people would ask about, beside the one with the least E."""
+"""Plans to simulate beside the one with the smallest E: those that users would compare it with."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from rannd.plan.search.stages import Choice, best_choice, e_of
 from rannd.plan.topology import Mask
 
 EFFORT = 20_000
-"""Of the search for each of them."""
+"""Effort of the search for each of them, see `stages.EFFORT`."""
 MOST = 9
-"""Numbers of stages that are looked at."""
+"""Maximum number of stage counts to try."""
 
 MakeTables = Callable[[Mask, float, bool], list[StageTables]]
-"""Tables of all variants for the replicas that are allowed, bytes of a device, and recomputing everywhere."""
+"""Makes tables of all variants, from the allowed replicas, the bytes per device, and whether every stage recomputes."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A plan, and what is to be said of it."""
+    """A plan with its memory, and whether it fits and can be run."""
 
     choice: Choice
     table: StageTables
     most_bytes: int
-    """What the fullest device needs."""
+    """Memory of the fullest device."""
     over_bytes: int = 0
-    """By how much that is too much."""
+    """Bytes by which that exceeds the limit."""
 
     runs: bool = True
     """Whether the runtime can run it."""
 
     @property
     def name(self) -> str:
-        """As '4-way data parallel' or '2 stages x 2, 8 microbatches, ZeRO 1'."""
+        """Such as '4-way data parallel' or '2 stages x 2, 8 microbatches, ZeRO 1'."""
         replicas, variant = self.choice.replicas, self.choice.variant
         each = f" x {replicas[0]}" if replicas[0] > 1 else ""
         if len(set(replicas)) > 1:
@@ -50,7 +50,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None = None) -> Candidate:
-    """What `choice` needs; `over`: the bytes of a device, where it needs more."""
+    """Return `choice` with its memory; `over`: the bytes per device, if it needs more."""
     table = next(table for table in tables if table.variant == choice.variant)
     sizes = [
         table.estimate(start, end, replicas, used=used).total_bytes
@@ -61,10 +61,16 @@ def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None 
 
 
 def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[int], stages: int) -> Iterator[Candidate]:
-    """For 1, 2, 3 .. stages with equally many replicas: the least E, and the most even split in every variant.
+    """Yield plans with 1, 2, 3 .. stages with equally many replicas: smallest E, and the most even split per variant.
 
-    `allowed`: ``[start, end, replicas - 1]``; `sizes`: operators of each block; `stages`: their number, 0 where it is
-    free. What does not fit comes with what it needs if all stages recompute.
+    If none fits, the plan with the smallest E where all stages recompute is yielded with the memory it lacks.
+
+    Args:
+        make: Makes the tables of all variants.
+        allowed: ``[start, end, replicas - 1]``: stages that are allowed.
+        limit: Bytes per device.
+        sizes: Number of operators of each block.
+        stages: Number of stages; 0: free.
     """
     world, blocks = allowed.shape[2], allowed.shape[0] - 1
     counts = [count for count in range(1, min(world, blocks) + 1) if world % count == 0]
@@ -88,7 +94,7 @@ def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[in
 def later_candidates(
     make: Callable[[RunMode], list[StageTables]], ways: Sequence[RunMode], stages: int
 ) -> Iterator[Candidate]:
-    """In each of the ways that cannot be run yet the plan with the least E, where one fits."""
+    """Yield the plan with the smallest E for each run mode that cannot be run yet, if one fits."""
     for way in ways:
         tables = make(way)
         choice = best_choice(tables, stages=stages, effort=EFFORT).choice
@@ -97,7 +103,7 @@ def later_candidates(
 
 
 def even_starts(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
-    """First blocks of stages of equally many operators, as far as blocks of these sizes allow; () where they do not."""
+    """Return the first blocks of stages with about equally many operators; () if the blocks do not allow it."""
     ends = np.cumsum(sizes)
     cuts = [int(np.abs(ends - ends[-1] * part / stages).argmin()) + 1 for part in range(1, stages)]
     starts = (0, *cuts)

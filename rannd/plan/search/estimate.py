@@ -1,8 +1,8 @@
-"""The closed form E: what every stage that a plan could have adds to the time of a step, and what memory it needs.
+"""The closed form E: for every possible stage, what it adds to the step time, and its memory.
 
-docs/planning.md states E and where it comes from. Stages are put together from the last one on, because what a stage
-needs depends on what comes behind it: under 1F1B it keeps a piece until all later stages are through with it, and
-its gradients are reduced while all earlier stages still run backward.
+docs/planning.md states E and derives it. Stages are put together from the last one on, because what a stage needs
+depends on the later ones: under 1F1B it keeps a microbatch until all later stages have run it, and its gradients are
+reduced while all earlier stages still run backward.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, p2p_
 from rannd.plan.zero import ReplicaBytes, computing, held
 
 NEVER = 1 << 40
-"""More devices than there are."""
+"""A number of devices that no job has, for 'impossible'."""
 
 
 class Variant(msgspec.Struct, frozen=True, order=True):
-    """What all stages of a plan have in common."""
+    """Properties that all stages of a plan share."""
 
     schedule: str
     microbatches: int
     placement: str
     zero: int = 0
-    """Stage of ZeRO, see zero.py."""
+    """ZeRO stage, see zero.py."""
 
 
 class Terms(msgspec.Struct, frozen=True):
     """What stages that end at one block add to E: tables ``[first block, replicas - 1]``, microseconds."""
 
     fill: Table
-    """Once: the way of one piece through the stage and back. Infinite where a stage is not possible."""
+    """Paid once: one microbatch's way through the stage and back. Infinite if a stage is not possible."""
     rounds: Table
-    """``[term, ..]``: of each term the largest counts, for all pieces but one: the round of forward and backward
-    (1F1B), or forward and backward each (fill-drain)."""
+    """``[term, ..]``: per term the largest stage counts, for all microbatches but one: the round of forward and
+    backward (1F1B), or forward and backward each (fill-drain)."""
     exposed: Table
-    """Reduction of gradients that the stage's own backward does not hide."""
+    """Gradient reduction that does not overlap with the stage's own backward."""
     drain: Table
-    """Backward of the last piece: what later stages can reduce behind."""
+    """Backward of the last microbatch, with which reductions of later stages overlap."""
     recompute: Mask
 
 
 class Reductions:
-    """Times to reduce the gradients of all stages that there could be: the same for all variants.
+    """Times to reduce the gradients of every possible stage: the same for all variants.
 
-    Parameters that other stages read too are reduced over all stages that read them: here, as a bound, over all.
+    Parameters that other stages read, too, are reduced over all stages that read them; as a bound, over all ranks here.
     """
 
     def __init__(self, intervals: Intervals, machine: Machine) -> None:
@@ -69,17 +69,18 @@ class Reductions:
         )
 
     def of(self, end: int, inside: Mask | None, zero: int) -> tuple[Table, Table]:
-        """Whole and last bucket of stages that end at `end`: ``[start, replicas - 1]``.
+        """Return times of the reduction and its last bucket for stages that end at `end`: ``[start, replicas - 1]``.
 
-        `inside`: where replicas are on one node. Without it they are as far apart as there are nodes. With ZeRO own
-        gradients are only scattered, half of the way.
+        `inside`: whether the replicas are on one node; None: they count as on different nodes if there are several.
+        With ZeRO
+        own gradients are only reduce-scattered, half of an all-reduce.
         """
         part = 0.5 if zero else 1.0
         whole, bucket = (self._at(each, end, inside) * part for each in (self._own, self._bucket))
         return whole + self._shared[:end, end], np.maximum(bucket, self._shared_bucket[:end, end])
 
     def gather(self, end: int, inside: Mask | None) -> Table:
-        """To gather own parameters, or to scatter their gradients: half of an all-reduce."""
+        """Return the time to gather own parameters, or to scatter their gradients: half of an all-reduce."""
         return self._at(self._own, end, inside) * 0.5
 
     def _at(self, tables: list[Table], end: int, inside: Mask | None) -> Table:
@@ -88,7 +89,8 @@ class Reductions:
         return np.where(inside, tables[-1][:end, end], tables[0][:end, end])
 
     def least(self, zero: int) -> tuple[Table, Table, Table]:
-        """Whole, last bucket and gathering of all stages, ``[start, end, replicas - 1]``, wherever replicas are."""
+        """Return lower bounds of reduction, last bucket, gathering for any placement: ``[start, end, replicas -
+        1]``."""
         if zero not in self._least:
             part = 0.5 if zero else 1.0
             own, bucket = (np.minimum(each[0], each[-1]) for each in (self._own, self._bucket))
@@ -98,7 +100,7 @@ class Reductions:
 
 
 class StageTables:
-    """All possible stages of one variant."""
+    """Terms of E, memory and estimates of all possible stages of one variant."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class StageTables:
         allowed: Mask,
         reductions: Reductions,
     ) -> None:
-        """`rows`: of the largest piece; `limit`: bytes of a device; `allowed`: ``[start, end, replicas - 1]``."""
+        """`rows`: of the largest microbatch; `limit`: bytes per device; `allowed`: ``[start, end, replicas - 1]``."""
         self.intervals, self.machine, self.options, self.variant = intervals, machine, options, variant
         self.rows, self.limit, self.allowed = rows, limit, allowed
         self.reductions = reductions
@@ -120,52 +122,52 @@ class StageTables:
         self.blocks = intervals.count
         self.replicas = np.arange(1, world + 1)
         self.pieces = -(-world * variant.microbatches // self.replicas)
-        """Most pieces of a replica, by number of replicas."""
+        """Maximum number of microbatches of a replica, by number of replicas."""
         self.steady = variant.schedule != "fill_drain"
         """Whether forward and backward take turns."""
         self.splits = variant.schedule == "zb_h1"
-        """Whether gradients of parameters wait until there is time for them."""
+        """Whether parameter gradients are delayed until a slot would be idle."""
         self.waiting = -(-world // self.replicas)
-        """Under zb_h1 at most one piece less waits for them, by number of replicas."""
+        """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""
 
         self.forward_us = at(intervals.forward, rows)
         self.backward_us = at(intervals.backward, rows)
         self.weight_us = np.minimum(at(intervals.weight, rows), self.backward_us) * self.splits
-        """The part of it that waits; not where a stage recomputes."""
+        """The delayed part of it; not if a stage recomputes."""
         self.add_us = intervals.adding
-        """On top of each backward but the first: gradients are added to those of earlier pieces."""
+        """Added to each backward but the first: accumulates the gradients."""
         received, sent = at(intervals.received, rows), at(intervals.sent_grad, rows)
         self.values_us = [p2p_us(link, received) for link in (machine.link, machine.between)]
-        """Time to receive a piece's values, inside a node and from another."""
+        """Time to receive a microbatch's activations, inside a node and from another."""
         self.grads_us = [p2p_us(link, sent) for link in (machine.link, machine.between)]
         self.given = at(intervals.given, rows)
-        """Bytes of one piece's inputs: those of all pieces are there from the start."""
+        """Bytes of the model's inputs per microbatch; those of all microbatches are there from the start."""
         self.received = received
-        """Bytes of one piece that come from other stages."""
+        """Bytes per microbatch that come from other stages."""
         self.sent_grad = sent
-        """Bytes of the gradients that come back for them."""
+        """Bytes of the gradients that come back per microbatch."""
         self.crossing = received + at(intervals.sent, rows) + at(intervals.output, rows)
-        """Bytes of one piece that cross the stage's border and stay until its backward."""
+        """Bytes per microbatch that cross the stage's border and stay until its backward."""
         self.kept = at(intervals.activation, rows)
         self.working = 2.0 * intervals.largest(rows)
-        """Bytes that a backward needs for a moment: gradients of what the widest operator makes and reads."""
+        """Temporary bytes of a backward: gradients of the outputs and inputs of the largest operator."""
         sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
         self.fixed = sharded.state + sharded.working + self.working[:, :, None]
-        """``[start, end, replicas - 1]``, or the same for all replicas: bytes that do not depend on pieces, which are
-        parameters, their gradients (those of a step that waits, too), the optimizer's state and `working`."""
+        """``[start, end, replicas - 1]``, or one entry for all replicas: bytes that do not depend on microbatches:
+        parameters, gradients (also those of a delayed step), optimizer state and `working`."""
         ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
         self.ranks_us = ranks
-        """First input from a rank, first gradient of an output from it."""
+        """Time of the first input from a rank and of the first gradient of an output from it."""
         last = self.blocks
         outputs = at(intervals.output, rows)[0, last]
         inputs_grad = max(intervals.inputs_grad.at(rows), 0.0)
         self.agreeing_us = machine.agreeing_us
         self.to_ranks = machine.link.p2p_us(float(outputs)) + machine.link.p2p_us(float(inputs_grad))
-        """Outputs and gradients of inputs of the last piece."""
+        """Time of the outputs and input gradients of the last microbatch."""
         self._apart = machine.several and variant.placement == "replicas"
         """Whether it matters which slots a stage has."""
         self.late = variant.microbatches * float(outputs + inputs_grad)
-        """Bytes of a rank's own outputs, and gradients of its own inputs, which come when the step ends."""
+        """Bytes of a rank's own outputs, and gradients of its own inputs, which arrive at the end of the step."""
         self._bases: dict[int, tuple[Terms, bool]] = {}
         self._known: dict[tuple[int, int], Terms] = {}
         self._inside = machine.pipelines_inside if machine.several else np.ones(world, dtype=bool)
@@ -173,10 +175,11 @@ class StageTables:
     # -- what a stage adds ------------------------------------------------------------------------------------
 
     def stages(self, end: int, used: int) -> Terms:
-        """All stages that end before block `end`, where those behind have `used` devices.
+        """Return the terms of all stages that end before block `end`, if later stages have `used` devices.
 
         Tables are ``[start, replicas - 1]`` for ``start < end`` and as many replicas as there are devices left; a stage
-        that starts with block 0 takes them all, another one leaves at least one.
+        that
+        starts with block 0 takes them all, any other leaves at least one.
         """
         key = (end, used)
         found = self._known.get(key)
@@ -187,7 +190,7 @@ class StageTables:
     def _stages(self, end: int, used: int) -> Terms:
         left = self.world - used
         if end not in self._bases:
-            # Under 1F1B it matters then what comes behind a stage: it says how many pieces are in flight.
+            # If memory is tight, 1F1B terms depend on the later stages: they determine the microbatches in flight.
             self._bases[end] = (self._terms(end, None, None), self.steady and self._is_tight(end))
         base, tight = self._bases[end]
         if self._apart or tight:
@@ -203,7 +206,7 @@ class StageTables:
         return cut
 
     def _alone(self, terms: Terms) -> None:
-        """One stage on all devices moves nothing: every rank runs its own pieces."""
+        """Adapt the terms of one stage on all devices: it transfers nothing, every rank runs its own microbatches."""
         if np.isfinite(terms.fill[0, -1]):
             forward, backward, _ = (each[0, -1] for each in self._computing(self.blocks, terms.recompute, None))
             more = float(self.pieces[-1] - 1)
@@ -215,7 +218,7 @@ class StageTables:
             terms.exposed[0, -1] = self._exposed(self.blocks, np.array(backward), None)[0, -1]
 
     def _computing(self, end: int, again: Mask, inside: Mask | None) -> tuple[Table, Table, Table]:
-        """Forward of a piece, its backward, and the part of that which waits under zb_h1."""
+        """Return forward and backward per microbatch, and the part of the backward that zb_h1 delays."""
         rows = slice(0, end)
         forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
         backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
@@ -226,7 +229,7 @@ class StageTables:
         return forward, backward, waits
 
     def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
-        """Tables for all numbers of replicas. `links`: whether values, gradients and reductions stay inside nodes."""
+        """Return terms for all numbers of replicas. `links`: whether activations, gradients, reductions stay local."""
         rows = slice(0, end)
         values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
         replicas_inside = links[2] if links is not None else None
@@ -242,19 +245,19 @@ class StageTables:
         later = backward + self.add_us[rows, end, None]
         if self.steady:
             longest = np.maximum(np.maximum(forward + later, values), grads) * more
-            # Those that wait fill the time in which the slot would wait for others, a forward's for each piece.
+            # Delayed gradients fill the time in which the slot would wait for others: one forward per microbatch.
             rounds = (longest + waits - np.minimum(self.waiting - 1, more) * np.minimum(waits, forward))[None]
         else:
             rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
         fits = self.allowed[rows, end] & (self._memory(end, used, plain, again) <= self.limit)
         fill[~fits] = np.inf
         exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
-        # Under zb_h1 all slots are done at about the same time.
+        # Under zb_h1 all slots end at about the same time.
         drain = np.zeros_like(backward) if self.splits else backward + grads
         return Terms(fill, rounds, exposed, drain, again)
 
     def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
-        """Whether values, gradients, reductions stay inside nodes, of stages in front of the `used` last slots."""
+        """Whether activations, gradients, reductions stay inside nodes, for stages before the last `used` slots."""
         end = np.full(self.world, self.world - used)
         start = end - self.replicas
         return (
@@ -264,21 +267,23 @@ class StageTables:
         )
 
     def _exposed(self, end: int, backward: Table, inside: Mask | None) -> Table:
-        """Reduction left when the backward of the last piece ends: what did not fit behind it, and the last bucket."""
+        """Return the reduction left after the last microbatch's backward: what did not overlap, and the last bucket."""
         zero = self.variant.zero
         whole, tail = self.reductions.of(end, inside, zero)
         left: Table = whole if self.options.sync_allreduce else np.maximum(whole - backward, tail)
-        # With stages 1 and 2 parameters are gathered when the optimizer is done.
+        # With ZeRO 1 and 2 parameters are gathered after the optimizer.
         return left + self.reductions.gather(end, inside) if zero in (1, 2) else left
 
     # -- memory -----------------------------------------------------------------------------------------------
 
     def in_flight(self, end: int, used: int | None, *, split: bool = True) -> Counts:
-        """Most pieces that a stage keeps, where later stages have `used` devices.
+        """Return the maximum number of microbatches that a stage keeps, if later stages have `used` devices.
 
+        They are counted from forward to backward, or to its second half if the backward is split (`split`). With `used`
+        None,
+        the result is the maximum for any later stages. See schedules.py for the numbers of 1F1B and zb_h1. The result
+        is
         ``[start, replicas - 1]``, or one row for all starts.
-        Between forward and backward, or the end of its second half where there are two (`split`). With `used` None the
-        most that there can be. See schedule.py for the numbers of 1F1B and zb_h1.
         """
         if not self.steady or used is None:
             return self.pieces[None]
@@ -290,7 +295,7 @@ class StageTables:
         return result
 
     def _plain(self, end: int, used: int | None, *, split: bool = True) -> Table:
-        """Bytes of stages that end at `end` and do not recompute; `split`: gradients of parameters may wait."""
+        """Return the bytes of stages that end at `end`, not recomputing; `split`: parameter gradients may wait."""
         pieces = self.in_flight(end, used, split=split)
         rows = slice(0, end)
         return (
@@ -300,14 +305,14 @@ class StageTables:
         )
 
     def _posted(self, starts: slice, end: int, flying: Counts) -> Table:
-        """Bytes that messages have on top of what their pieces keep: receives are posted `AHEAD` computations early."""
+        """Return the bytes of messages beyond those kept per microbatch: receives are posted `AHEAD` early."""
         early = np.where(flying < self.pieces, self.received[starts, end, None], 0.0)
         grads = self.sent_grad[starts, end, None] * np.minimum(self.pieces, AHEAD + 1)
         result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
         return result
 
     def _held(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> ReplicaBytes:
-        """What stages have of parameters, gradients and the optimizer's state."""
+        """Return the memory of stages for parameters, gradients and optimizer state."""
         tables = self.intervals
         params, trainable, shared, unit = (
             table[starts, ends, ..., None] for table in (tables.params, tables.trainable, tables.shared, tables.unit)
@@ -318,15 +323,15 @@ class StageTables:
         )
 
     def _recomputes(self, plain: Table, used: int | None) -> Mask:
-        """Which stages do, that need `plain` bytes without."""
+        """Whether stages recompute, given that they need `plain` bytes without."""
         if self.options.checkpointing:
             return np.ones((len(plain), self.world), dtype=bool)
-        if used is None and self.steady:  # only asked for where everything fits
+        if used is None and self.steady:  # only called if everything fits
             return np.zeros((len(plain), self.world), dtype=bool)
         return np.greater(plain, self.limit)
 
     def _memory(self, end: int, used: int | None, plain: Table, again: Mask) -> Table:
-        """Bytes of a replica, `plain` ones of those that do not recompute."""
+        """Return the bytes of a replica; `plain` are those without recomputing."""
         if not again.any():
             return plain
         saved = self.kept[:end, end, None] * (self.in_flight(end, used, split=False) - 1)
@@ -334,7 +339,7 @@ class StageTables:
         return np.where(again, whole - saved, plain)
 
     def _least(self, end: int, used: int | None) -> Table:
-        """Bytes of a replica that recomputes where that needs less."""
+        """Return the bytes of a replica, with recomputing if that needs less."""
         plain = self._plain(end, used)
         everywhere = np.ones((end, self.world), dtype=bool)
         result: Table = np.minimum(plain, self._memory(end, used, plain, everywhere))
@@ -345,9 +350,9 @@ class StageTables:
         return bool((self._plain(end, None) > self.limit).any())
 
     def fewest(self) -> tuple[Counts, Counts]:
-        """Fewest replicas that a stage can have, without recomputing and with, whatever comes behind it.
+        """Return lower bounds for the replicas of a stage without and with recomputing, for any later stages.
 
-        ``[start, end]``; NEVER where it cannot be, or is a plan of its own.
+        ``[start, end]``; NEVER if the stage is not possible, or is a plan of its own.
         """
         pieces = np.ones(1) if self.steady else self.pieces
         border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
@@ -361,7 +366,7 @@ class StageTables:
         return found[0], found[1]
 
     def next_allowed(self) -> Counts:
-        """By number of replicas the least that is allowed somewhere and not smaller; NEVER behind the last."""
+        """For each number of replicas, the next number that is allowed for some stage; NEVER after the last."""
         may: Mask = np.asarray(self.allowed.any(axis=(0, 1)))
         following = np.full(self.world + 2, NEVER, dtype=np.int64)
         for replicas in range(self.world, 0, -1):
@@ -370,9 +375,9 @@ class StageTables:
         return following
 
     def exposed_at_least(self) -> Table:
-        """Reduction that a stage leaves at least, whatever comes behind it and wherever it is.
+        """Return lower bounds of the exposed reduction of a stage, for any later stages and any placement.
 
-        ``[start, end, replicas - 1]``, and never less with more replicas.
+        ``[start, end, replicas - 1]``, non-decreasing in the number of replicas.
         """
         backward = self.backward_us.copy()
         for end in range(1, self.blocks + 1):
@@ -380,7 +385,7 @@ class StageTables:
                 backward[:, end] += self.forward_us[:, end]  # some may recompute
         zero = self.variant.zero
         whole, tail, gather = self.reductions.least(zero)
-        # Where a backward waits for gradients to be scattered, their last bucket is what may be left.
+        # If a backward waits for gradients to be scattered, only their last bucket may be left.
         hidden = tail if zero >= 2 else np.maximum(whole - backward[:, :, None], tail)
         found = whole if self.options.sync_allreduce else hidden
         if zero in (1, 2):
@@ -389,7 +394,7 @@ class StageTables:
         return result
 
     def least_memory(self, end: int, used: int) -> Table:
-        """Bytes that stages that end here need at least, recomputing if that is less; infinite where not allowed."""
+        """Return the minimum bytes of stages that end here, recomputing if that is less; infinite if not allowed."""
         memory = self._least(end, used)
         left = self.world - used
         memory = np.where(self.allowed[:end, end], memory, np.inf)[:, :left]
@@ -398,7 +403,7 @@ class StageTables:
         return memory
 
     def bytes_needed(self, start: int, end: int, replicas: int, *, used: int) -> float:
-        """Bytes with which one stage would do, recomputing where that is less."""
+        """Return the minimum bytes of one stage, with recomputing if that is less."""
         return float(self._least(end, used)[start, replicas - 1])
 
     def recomputes(self, start: int, end: int, replicas: int, *, used: int) -> bool:
@@ -408,7 +413,7 @@ class StageTables:
     # -- one stage --------------------------------------------------------------------------------------------
 
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
-        """What one replica of the stage of blocks `start` to `end` - 1 does in a step."""
+        """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
         intervals = self.intervals
         recompute = self.recomputes(start, end, replicas, used=used)
         pieces = int(self.pieces[replicas - 1])

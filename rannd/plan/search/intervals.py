@@ -1,7 +1,7 @@
-"""Sums over all runs of consecutive blocks: what a stage made of blocks i to j-1 would read, send and hold.
+"""Sums over all runs of consecutive blocks: what a stage of blocks i to j-1 reads, sends and keeps.
 
-Every table is indexed ``[..., i, j]`` for ``0 <= i < j <= n`` (n blocks); elsewhere it holds zeros. Sizes that
-grow with the batch are polynomials of a piece's rows, ``[power, i, j]``, evaluated by :func:`at`.
+Every table is indexed ``[..., i, j]`` for ``0 <= i < j <= n`` (n blocks); other entries are zero. Sizes that grow with
+the batch are polynomials of a microbatch's rows, ``[power, i, j]``, evaluated by :func:`at`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Table = npt.NDArray[np.float64]
 
 
 def at(table: Table, rows: float) -> Table:
-    """A polynomial table for pieces of `rows` rows; never below zero, whatever a fit says."""
+    """Evaluate a polynomial table for microbatches of `rows` rows, clamped at 0."""
     result: Table = np.maximum(table[0] + rows * (table[1] + rows * table[2]), 0.0)
     return result
 
 
 class Intervals:
-    """The tables of one graph, its blocks and their costs. Bytes and microseconds."""
+    """Tables of one graph, its blocks and their costs. Bytes and microseconds."""
 
     def __init__(self, graph: TaskGraph, blocks: Sequence[Block], costs: Sequence[BlockCost]) -> None:
-        """PlanError where `costs` are not those of `blocks`."""
+        """PlanError if `costs` are not those of `blocks`."""
         if len(blocks) != len(costs):
             raise PlanError(f"costs of {len(costs)} blocks for a model of {len(blocks)}; profile these blocks again")
         self.count = len(blocks)
@@ -42,24 +42,24 @@ class Intervals:
         self.backward = self._sums(cost.backward_us for cost in costs)
         self.weight = self._sums(cost.weight_us for cost in costs)
         self.adding = self._sums(Size(cost.add_us) for cost in costs)[0]
-        """To add a piece's gradients to those of earlier pieces."""
+        """Time to accumulate a microbatch's parameter gradients."""
         activation = self._sums(cost.activation_bytes for cost in costs)
         self._made: list[list[Size]] = [[] for _ in blocks]
-        """Sizes of the values that each block makes."""
+        """Sizes of the values that each block computes."""
         for index, op in enumerate(graph.ops):
             self._made[block_of[index]] += {graph.values[value].bytes for value in op.outputs}
         self._values(graph, block_of)
         self._params(graph, block_of)
         self.activation = activation - self._twice(graph, block_of, costs)
-        """Kept from forward to backward; what is received, sent, given, or kept by several blocks, counts once."""
+        """Kept from forward to backward; what is also received, sent, an input, or kept by two blocks counts once."""
 
     def largest(self, rows: float) -> Table:
-        """Bytes of the largest value that each run makes, for pieces of `rows` rows."""
+        """Return the bytes of the largest value that each run computes, for microbatches of `rows` rows."""
         each = np.array([max((size.at(rows) for size in sizes), default=0.0) for sizes in self._made])
         return self._most(each)
 
     def _most(self, each: Table) -> Table:
-        """The largest of a number a block over each run."""
+        """Return the maximum over each run of one number per block."""
         found = np.zeros((self.count + 1, self.count + 1))
         for start in range(self.count):
             found[start, start + 1 :] = np.maximum.accumulate(each[start:])
@@ -69,7 +69,7 @@ class Intervals:
         return np.zeros((3, self.count + 1, self.count + 1))
 
     def _sums(self, sizes: Iterable[Size]) -> Table:
-        """Sum of one size a block over each run."""
+        """Return the sum over each run of one size per block."""
         ends = np.zeros((3, self.count + 1))
         ends[:, 1:] = np.cumsum([[size.c0, size.c1, size.c2] for size in sizes], axis=0).T
         return np.triu(ends[:, None, :] - ends[:, :, None])
@@ -85,7 +85,7 @@ class Intervals:
         self.sent = self._zeros()
         """Values of the run that later stages read; each once."""
         self.sent_grad = self._zeros()
-        """Those of `sent` that get gradients: what the run receives in the backward."""
+        """Those of `sent` that get gradients, which the run receives in the backward."""
         self.given = self._zeros()
         """Inputs of the model that the run reads."""
         outputs = [Size()] * self.count
@@ -111,11 +111,11 @@ class Intervals:
                 if value.requires_grad:
                     outputs_grad[home] += value.bytes
         self.output = self._sums(outputs)
-        """Outputs of the model that the run makes."""
+        """Outputs of the model that the run computes."""
         self.output_grad = self._sums(outputs_grad)
 
     def _twice(self, graph: TaskGraph, block_of: dict[int, int], costs: Sequence[BlockCost]) -> Table:
-        """Bytes of values that blocks keep and that count elsewhere too, or in another block of the run."""
+        """Return the bytes of kept values that are counted elsewhere, too, or in another block of the run."""
         keepers: dict[int, list[int]] = defaultdict(list)
         for block, cost in enumerate(costs):
             for value in cost.kept:
@@ -142,7 +142,7 @@ class Intervals:
         return found
 
     def _add_read(self, table: Table, size: Table, home: int, readers: Sequence[int]) -> None:
-        """Add `size` to every run behind block `home` that has one of the `readers`."""
+        """Add `size` to every run after block `home` that contains one of the `readers`."""
         for start in range(home + 1, readers[-1] + 1 if readers else 0):
             first = next(reader for reader in readers if reader >= start)
             table[:, start, first + 1 :] += size[:, 0]
@@ -153,10 +153,10 @@ class Intervals:
             for read in op.params:
                 readers[read].add(block_of[index])
         self.params = np.zeros((self.count + 1, self.count + 1))
-        """Parameters and buffers that the run reads, each once; a run from block 0 keeps the unused ones too."""
+        """Parameters and buffers that the run reads, each once; a run from block 0 also keeps the unused ones."""
         self.trainable = np.zeros_like(self.params)
         self.shared = np.zeros_like(self.params)
-        """Those of `trainable` that blocks outside of the run read too."""
+        """Those of `trainable` that blocks outside the run read, too."""
         sizes: dict[tuple[tuple[int, ...], bool], int] = defaultdict(int)
         for index, blocks in readers.items():
             sizes[tuple(sorted(blocks)), graph.params[index].trainable] += graph.params[index].bytes
@@ -173,5 +173,5 @@ class Intervals:
             if graph.params[index].trainable and len(blocks) == 1:
                 own[min(blocks)] += graph.params[index].bytes
         self.unit = self._most(own)
-        """Trainable bytes of the block that has most of its own."""
+        """Maximum over the run's blocks of the trainable bytes that only this block reads."""
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

@@ -1,4 +1,4 @@
-"""From a graph, its blocks and their costs to a deployment: the planner's door."""
+"""The planner: from a graph, its blocks and their costs to a deployment."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ __all__ = [
 
 _GIB = 1024**3
 _MOST_PASSED = 8
-"""Plans that the search has met on its way and that are simulated."""
+"""Maximum number of plans from the search that are simulated."""
 _MOST_NAMED = 3
-"""Opaque parts of the model that an error names."""
+"""Maximum number of opaque parts of the model that an error names."""
 
 
 def plan(
@@ -57,14 +57,26 @@ def plan(
     ranked: bool = False,
     way: RunMode | None = None,
 ) -> Deployment:
-    """The deployment of `graph` on `world` devices with the least E (docs/planning.md).
+    """Return the deployment of `graph` on `world` devices with the smallest E (docs/planning.md).
 
-    `slots`: place of each device, sorted; `batch_rows`: rows of the global batch; `memory_bytes`: what may be used of
-    each device, margin already taken off; `interleaved`: whether backward may begin inside a call, because the model
-    returns its loss: otherwise all forwards run before all backwards; `ranked`: simulate this plan and others, and take
-    the fastest, which takes longer than the search itself, and tell what could be had in ways that cannot be run yet;
-    `way`: in which the step is run, also one that cannot be run yet, None: as the options say. PlanError where demands
-    clash, DoesNotFitError with the smallest memory that would do where no plan fits.
+    Args:
+        graph: The task graph.
+        blocks: Its blocks.
+        costs: Costs of the blocks and links.
+        world: Number of devices.
+        slots: Place of each device, sorted.
+        batch_rows: Rows of the global batch.
+        memory_bytes: Memory that may be used per device, after the margin.
+        options: Constraints of the configuration.
+        interleaved: Whether backward may begin inside a call, because the model returns its loss. Otherwise all
+            forwards run before all backwards.
+        ranked: Simulate this plan and others, and return the fastest, which takes longer than the search itself. Also
+            report faster plans in run modes that cannot be run yet.
+        way: The run mode, also one that cannot be run yet; None: from the options.
+
+    Raises:
+        PlanError: Constraints contradict each other.
+        DoesNotFitError: No plan fits; the message has the smallest memory that would suffice.
     """
     chosen = way or RunMode(options.schedule if interleaved else "fill_drain")
     check_known(chosen)
@@ -124,10 +136,12 @@ def plan(
 
 
 def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool, why: str = "") -> list[int]:
-    """The numbers of microbatches to try: min_pipeline, doubled up to max_pipeline, or pipeline_num alone.
+    """Return the numbers of microbatches to try: min_pipeline, doubled up to max_pipeline, or only pipeline_num.
 
-    No piece may have fewer rows than min_pipeline_bs, and a graph that couples rows takes whole mini-batches.
-    PlanError where nothing is left.
+    No microbatch may have fewer rows than min_pipeline_bs, and a graph that couples rows takes whole mini-batches.
+
+    Raises:
+        PlanError: No number is left.
     """
     wanted = [options.pipeline_num]
     if not options.pipeline_num:
@@ -140,7 +154,7 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
             f"{asked}, but the model couples the rows of a batch (as BatchNorm does in training), so each mini-batch "
             f"has to run whole; set pipeline_num=1{why}"
         )
-    # Pieces without rows do not run, so the smallest that does has one row at least.
+    # Microbatches without rows do not run, so the smallest one has at least one row.
     smallest = {count: max(rows_per_rank // count, 1) for count in wanted}
     found = [count for count in wanted if (count == 1 or not coupled) and smallest[count] >= options.min_pipeline_bs]
     if not found:
@@ -156,7 +170,7 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
 def _measurable(
     graph: TaskGraph, blocks: Sequence[Block], costs: CostTable, counts: Sequence[int], batch_rows: int, world: int
 ) -> list[int]:
-    """The numbers of microbatches with pieces in which no block alone ran out of memory while it was measured."""
+    """Filter numbers of microbatches: those with which no block alone ran out of memory when it was measured."""
     bounds = [(cost.most_rows, number) for number, cost in enumerate(costs.blocks) if cost.most_rows]
     if not bounds:
         return list(counts)
@@ -174,13 +188,13 @@ def _measurable(
 
 
 def _modules(graph: TaskGraph, block: Block) -> str:
-    """The first modules of a block."""
+    """Return the first modules of a block, for messages."""
     modules = list(dict.fromkeys(graph.ops[op].module or graph.ops[op].name for op in block.ops))
     return ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
 
 
 def _opaque(graph: TaskGraph) -> str:
-    """The code that cannot be cut because it runs as one operator, to add to an error; '' where there is none."""
+    """Return a sentence for errors that names code which cannot be cut because it runs as one operator, or ''."""
     code = list(dict.fromkeys(op.opaque for op in graph.ops if op.opaque))
     if not code:
         return ""
@@ -194,10 +208,14 @@ def _opaque(graph: TaskGraph) -> str:
 def _demands(
     options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str
 ) -> tuple[int, npt.NDArray[np.bool_]]:
-    """The number of stages (0: free), and by number of replicas (from 1) whether a stage may have so many.
+    """Return the number of stages (0: free), and by number of replicas (from 1) whether a stage may have so many.
 
-    `blocks`: parts that may be stages of their own; `marked`: CutPoints divide them; `why`: what is told where these
-    are too few.
+    Args:
+        options: Constraints of the configuration.
+        world: Number of devices.
+        blocks: Number of parts that may be stages of their own.
+        marked: Whether CutPoints separate these parts.
+        why: Added to the error if there are too few parts.
     """
     stages, replicas = options.partition_num, options.replica_num
     if replicas:
@@ -235,7 +253,7 @@ def _demands(
 
 
 def stage_name(start: int, end: int) -> str:
-    """Name of the stage of blocks `start` to `end` - 1, as in the estimate's log lines."""
+    """Return the name of the stage of blocks `start` to `end` - 1, as in the estimate's log lines."""
     return f"MERGE_{start}_{end - 1}"
 
 
@@ -289,10 +307,10 @@ def _does_not_fit(
     world: int,
     would: Candidate | None,
 ) -> DoesNotFitError:
-    """The error that names what would do, and the block that needs most of it. `would`: do, if it could be run."""
+    """Return the error with the memory that would suffice. `would`: a plan that fits but cannot be run yet."""
     least = math.ceil(need.bytes)
     block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
-    # Rounded up, so that the number given is one that does.
+    # Rounded up, so that the number in the message suffices.
     limit_gb = math.ceil(least / (1 - options.mem_margin) / _GIB * 1000 + 1e-6) / 1000
     return DoesNotFitError(
         f"no plan fits: {memory_bytes} bytes may be used of each of {world} devices, and the best plan needs "
@@ -306,7 +324,7 @@ def _does_not_fit(
 
 
 def estimate_lines(deployment: Deployment) -> list[str]:
-    """The estimate as lines of the log, as RaNNC's tutorial shows it: times in microseconds, sizes in bytes."""
+    """Format the estimate as log lines, as in RaNNC's tutorial: times in microseconds, sizes in bytes."""
     lines = [
         f"Estimated profiles of subgraphs: batch_size={deployment.batch_rows} np={len(deployment.slots)} "
         f"pipeline={deployment.microbatches} use_amp=0 zero={deployment.zero}"
@@ -325,7 +343,7 @@ def estimate_lines(deployment: Deployment) -> list[str]:
 
 
 def alternative_lines(deployment: Deployment) -> list[str]:
-    """What was not chosen, and how far the plan is from the best, as lines of the log."""
+    """Format the plans that were not chosen, and the distance from the optimum, as log lines."""
     lines = []
     if deployment.bound_us > 0 and not deployment.searched_all:
         gap = deployment.e_us / deployment.bound_us - 1
@@ -341,7 +359,7 @@ def alternative_lines(deployment: Deployment) -> list[str]:
 
 
 def assignment_lines(deployment: Deployment, ranks: Sequence[int]) -> list[str]:
-    """Which ranks run which stage, a line a stage; `ranks` is the rank that is bound to each slot."""
+    """Format which ranks run which stage as log lines; `ranks` is the rank that is bound to each slot."""
     return [
         f"Assigned subgraph {stage.name} to rank[{','.join(str(ranks[slot]) for slot in stage.slots)}]"
         for stage in deployment.stages

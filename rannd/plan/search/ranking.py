@@ -1,4 +1,4 @@
-"""The best plans again, by the simulator: E does not see pieces that queue behind each other."""
+"""Re-ranks the best plans with the simulator: E does not model microbatches that queue behind each other."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rannd.plan.simulate.simulator import predict
 from rannd.profile.costs import CostTable
 
 MOST_PLAYED = 32
-"""Plans that are simulated, those with the least E."""
+"""Maximum number of simulated plans, those with the smallest E."""
 FEWEST_PLAYED = 4
 MOST_WORK = 50_000
-"""Pieces times stages that are played in all, but for the first few plans: a second or two."""
+"""Maximum of microbatches times stages that are simulated in total, beyond the first few plans: a second or two."""
 MOST_TOLD = 8
-"""Plans that a deployment tells of."""
+"""Maximum number of alternatives that a deployment lists."""
 WORTH = 0.99
-"""Of the time of a step: plans that cannot be run yet are told of where they take less."""
+"""Plans that cannot be run yet are listed if they take less than this fraction of the step time."""
 
 
 def simulated_us(graph: TaskGraph, costs: CostTable, deployment: Deployment, *, overlap: bool) -> float:
-    """Step of a deployment by the simulator. `overlap`: gradients are reduced while backward runs."""
+    """Return the simulated step time of a deployment. `overlap`: gradients are reduced during the backward."""
     given = step_costs(graph, deployment, costs.link, costs.between, overlap=overlap)
     return predict(deployment.schedule, loss_layout(layout_of(graph, deployment)), given).step_us
 
 
 def _work(plan: Candidate) -> int:
-    """Pieces times stages that a simulation plays, of which equal parts of the job are played once."""
+    """Return the microbatches times stages of a simulation, where identical parts of the job count once."""
     replicas = plan.choice.replicas
     return plan.choice.variant.microbatches * sum(replicas) * len(replicas) // math.gcd(*replicas)
 
@@ -45,9 +45,9 @@ def rank(
     *,
     overlap: bool,
 ) -> Deployment:
-    """The fastest of the plans that fit and can be run, in simulated time; it tells of the others. Of equals the first.
+    """Return the fastest plan, in simulated time, that fits and can be run; of equal ones the first.
 
-    Of those that cannot be run yet the ones that would be faster are told.
+    Its alternatives are the other plans, and those that would be faster but cannot be run yet.
     """
     work = MOST_WORK
     fits = sorted((plan for plan in plans if not plan.over_bytes), key=lambda plan: plan.choice.step_us)
@@ -70,7 +70,7 @@ def rank(
         if not plan.runs and plan.choice.step_us < step_us
     ]
     told: dict[tuple[int, ...], Alternative] = {}
-    """The best of each kind: cuts and microbatches are its own."""
+    """The best plan for each tuple of replicas, with its own cuts and microbatches."""
     for other_us, _, plan, _ in played[1:]:
         if plan.choice.replicas != chosen.choice.replicas:
             told.setdefault(plan.choice.replicas, Alternative(plan.name, other_us, plan.most_bytes, 0))

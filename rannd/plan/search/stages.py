@@ -1,15 +1,15 @@
-"""Third phase: stages of consecutive blocks, their replicas and what all of them have in common, with the least E.
+"""Third phase: finds the stages of consecutive blocks, their replicas and variant with the smallest E.
 
 Best-first search over partial plans (Hart, Nilsson, Raphael 1968), from the last stage to the first. A partial plan has
-placed all blocks from some block on, on some of the devices; it is described by that block, the devices used and
-the terms of E so far:
+placed all blocks from some block on, on some of the devices; its state is that block, the devices used and the terms of
+E so far:
 
-    (sum of fill, longest rounds, reduction that is left when the drain of later stages is over)
+    (sum of fill, longest rounds, reduction that is left after the drain of later stages)
 
-No single number would do: max F + max B has no optimal substructure. Of two partial plans in the same place, one whose
-terms are all at least as large is dropped. What is still to come is bounded from below (bounds.py), so the first whole
-plan that no open partial plan can beat is the optimum of E, exactly. A search that is cut off knows by how much it
-may be wrong: no plan is better than the least bound that was open.
+A single number would not do: max F + max B has no optimal substructure. Of two partial plans with the same block and
+devices, one whose terms are all at least as large is dropped. Bounds (bounds.py) give a lower limit of what is still to
+come, so the first complete plan that no open partial plan can beat is the exact optimum of E. A search that is cut off
+knows its maximum error: no plan is better than the smallest open bound.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rannd.plan.search.estimate import StageTables, Variant
 from rannd.plan.topology import Table
 
 EFFORT = 200_000
-"""A search gives up proving that its plan is the best when it has looked behind so many partial plans times devices
-(and 8, for what does not depend on them): some seconds."""
+"""Maximum effort of a search to prove that its plan is the best: partial plans expanded times devices (plus 8, for
+costs that do not depend on devices); a few seconds."""
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A plan as the stage phase makes it."""
+    """A plan of the stage search."""
 
     variant: Variant
     starts: tuple[int, ...]
@@ -41,7 +41,7 @@ class Choice(msgspec.Struct, frozen=True):
     """E."""
 
     def spans(self, blocks: int) -> list[tuple[int, int, int, int]]:
-        """(first block, end, replicas, devices of later stages) of each stage, of so many blocks."""
+        """Return (first block, end, replicas, devices of later stages) of each stage, for `blocks` blocks."""
         later = sum(self.replicas)
         found = []
         for start, end, count in zip(self.starts, [*self.starts[1:], blocks], self.replicas, strict=True):
@@ -51,53 +51,54 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a search came to."""
+    """Result of a search."""
 
     choice: Choice | None
     bound_us: float
-    """No plan has a smaller E. Infinite where no plan fits."""
+    """Lower bound of E for all plans. Infinite if no plan fits."""
     searched_all: bool
-    """False where the search was cut off."""
+    """False if the search was cut off."""
     passed: tuple[Choice, ...] = ()
-    """Whole plans that were met on the way, the best first."""
+    """Complete plans found during the search, best first."""
 
 
 class Need(msgspec.Struct, frozen=True):
-    """The smallest memory per device with which some plan would do, and the stage that needs it."""
+    """The smallest memory per device that some plan needs, and the stage that needs it."""
 
     bytes: float
     start: int
     end: int
     replicas: int
     used: int
-    """Devices of the stages behind it."""
+    """Devices of the later stages."""
     of_block: tuple[float, ...]
-    """What each of its blocks would need as a stage of its own."""
+    """Memory of each of its blocks as a stage of its own."""
 
 
 class _Partial(msgspec.Struct, frozen=True):
     start: int
     """First block that is placed."""
     used: int
-    """Devices of the blocks that are placed."""
+    """Devices of the placed blocks."""
     stages: int
-    """Stages left; 0 where their number is free."""
+    """Stages left; 0 if their number is free."""
     terms: tuple[float, ...]
     """Fill, each of the rounds, reduction."""
     parent: _Partial | None = None
 
 
 def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT) -> Found:
-    """The plan with the least E of all that fit.
+    """Return the plan with the smallest E of all that fit.
 
-    `tables`: one for each variant; `stages`: their number, 0 where it is free. Among equal plans the one found first
-    stays, which is the same everywhere.
+    `tables`: one per variant; `stages`: number of stages, 0: free. Of equal plans the first one found is kept; the
+    order is
+    deterministic.
     """
     best: Choice | None = None
     passed: list[Choice] = []
     for table in tables if stages in (0, 1) else ():
         if table.splits:
-            continue  # one stage has nothing to wait for: it runs as under 1F1B
+            continue  # one stage has nothing to delay: it runs as under 1F1B
         alone = e_of(table, (0,), (table.world,))
         if alone is not None and (best is None or alone.step_us < best.step_us):
             best = alone
@@ -116,7 +117,7 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
 
 
 def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...]) -> Choice | None:
-    """A plan that is given, with its E; None where it is not possible."""
+    """Return the given plan with its E; None if it is not possible."""
     choice = Choice(table.variant, starts, replicas, 0.0)
     fill = left_over = 0.0
     rounds = np.zeros(1 if table.steady else 2)
@@ -131,7 +132,7 @@ def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...])
 
 
 class _Search:
-    """Partial plans of one variant, of two or more stages."""
+    """Partial plans of one variant, with two or more stages."""
 
     def __init__(self, table: StageTables, stages: int) -> None:
         self.table = table
@@ -139,7 +140,7 @@ class _Search:
         self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if table.steady else 3) + (0.0,))
 
     def children(self, partial: _Partial, below: float) -> Iterator[tuple[float, _Partial]]:
-        """What one more stage makes of `partial`, with the bound of E, where that is less than `below`."""
+        """Yield `partial` extended by one stage, with the bound of E, where that is below `below`."""
         bound, *terms = self._extended(partial)
         for start, step in zip(*np.nonzero(bound < below), strict=True):
             yield float(bound[start, step]), self._child(partial, int(start), int(step), terms)
@@ -150,7 +151,7 @@ class _Search:
         return _Partial(start, partial.used + 1 + step, max(partial.stages - 1, 0), found, partial)
 
     def _extended(self, partial: _Partial) -> tuple[Table, Table, Table, Table]:
-        """Bound of E, fill, rounds and left over reduction with one more stage: ``[.., start, replicas - 1]``."""
+        """Return bound of E, fill, rounds, remaining reduction with one more stage: ``[.., start, replicas - 1]``."""
         end, used = partial.start, partial.used
         stage = self.table.stages(end, used)
         left = self.table.world - used
@@ -162,11 +163,11 @@ class _Search:
         bound = np.maximum(rest, left_over + forward) + np.maximum(rounds.sum(axis=0), rest_rounds)
         bound = fill + np.maximum(bound, together)
         if partial is self.root:
-            bound[0] = np.inf  # one stage alone is no matter of bounds
+            bound[0] = np.inf  # bounds do not hold for a single stage
         return bound, fill, rounds, left_over
 
     def dive(self, best: Choice | None) -> Choice | None:
-        """A good plan at once: the most promising stage, again and again. `best` where it is no better."""
+        """Find a good plan greedily, by the stage with the smallest bound; `best` if that is no better."""
         partial = self.root
         below = best.step_us if best is not None else np.inf
         while partial.start:
@@ -189,7 +190,7 @@ class _Search:
 
 
 class _Frontier:
-    """Open partial plans of all variants, the most promising first."""
+    """Open partial plans of all variants, by ascending bound."""
 
     def __init__(self, searches: Sequence[_Search], best: Choice | None, passed: list[Choice], most: int) -> None:
         self.searches = searches
@@ -231,7 +232,7 @@ class _Frontier:
 
     def _push(self, number: int, bound: float, partial: _Partial) -> None:
         if bound < self._below:
-            self.ticks += 1  # among equals deeper plans, then older ones: the order is the same everywhere
+            self.ticks += 1  # ties: deeper plans first, then older ones; the order is deterministic
             heapq.heappush(self.open, (bound, partial.start, self.ticks, number, partial))
 
     def _dominated(self, number: int, partial: _Partial) -> bool:
@@ -243,9 +244,9 @@ class _Frontier:
 
 
 def smallest_memory(tables: Sequence[StageTables], *, stages: int) -> Need | None:
-    """The least memory per device with which some plan would do, with or without recomputing.
+    """Return the smallest memory per device with which some plan fits, with or without recomputing.
 
-    None where no plan exists at any memory: the numbers that were asked for clash.
+    None if no plan exists at any memory: the requested numbers contradict each other.
     """
     best: Need | None = None
     for table in tables:
@@ -256,9 +257,9 @@ def smallest_memory(tables: Sequence[StageTables], *, stages: int) -> Need | Non
 
 
 def _smallest(table: StageTables, stages: int) -> Need | None:
-    """Of all ways to place blocks from the last one on: the least of the largest stage, place by place."""
+    """Minimise the memory of the largest stage by dynamic programming, placing blocks from the last one on."""
     count, world = table.blocks, table.world
-    # [stages placed, first block placed, devices used]; where the number of stages is free only index 0 is used
+    # [stages placed, first block placed, devices used]; if the number of stages is free, only index 0 is used
     least = np.full((stages + 1, count + 1, world + 1), np.inf)
     least[0, count, 0] = 0.0
     came: dict[tuple[int, int, int], tuple[int, int, int]] = {}

@@ -1,11 +1,11 @@
-"""A clock for Programs: when each computation and each transfer begins and ends.
+"""Simulates when each computation and each transfer of a Program begins and ends.
 
-The machine is the runtime's (docs/schedules.md). A slot computes in the Program's order. What it sends leaves when it
-is made and holds up nobody; a message takes its time on the link of its pair and direction, one after the other. A
-slot waits for a message where it needs it: at the computation that uses it, or at the end of a phase where it is for
-the rank. So transfers overlap with computing.
+It models the runtime (docs/schedules.md). A slot computes in the Program's order. A message is sent when its values are
+computed, without blocking the sender; messages of one pair and direction share a link one after the other. A slot waits
+for a message where it needs it: at the computation that uses it, or at the end of the phase if it is for the rank. So
+transfers overlap with computing.
 
-All times are sums and maxima of earlier ones: in which order slots are looked at changes nothing.
+All times are sums and maxima of earlier ones, so the order in which slots are visited does not matter.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from rannd.plan.simulate.timeline import COMPUTE, RECEIVE, Event
 
 
 class Played(msgspec.Struct):
-    """What a step took on each slot, but for its reductions. Microseconds."""
+    """Times of a step on each slot, without reductions. Microseconds."""
 
     ends: list[float]
-    """When it was done with all that it computes and receives."""
+    """End of the last computation and the last receive."""
     busy: list[float]
-    """Spent in computations."""
+    """Time spent in computations."""
     last: list[tuple[float, float]]
-    """Start and end of the last computation that makes gradients of parameters."""
+    """Start and end of the last computation of parameter gradients."""
     links: list[dict[int, float]]
-    """Until when the link to each receiver was in use."""
+    """End of the last message to each receiver."""
     events: list[Event]
-    """What happened, where that was asked for."""
+    """Recorded events; empty unless requested."""
 
 
 def play(program: Program, costs: StepCosts, *, record: bool = False) -> Played:
-    """Play one step of `program`. PlanError where it would wait for ever."""
+    """Simulate one step of `program`; PlanError if it deadlocks."""
     return _Clock(program, costs).play(record=record)
 
 
 _Send = tuple[int, int, float]
 """(message, receiver, microseconds on the link)"""
 _Step = tuple[float, Sequence[int], list[_Send], Action | None]
-"""(microseconds, messages that are needed, what is sent afterwards, computation); no computation: a place to wait."""
+"""(microseconds, messages it waits for, messages sent afterwards, computation); no computation: only a wait."""
 
 
 class _Clock:
@@ -52,7 +52,7 @@ class _Clock:
         self.layout = layout = program.layout
         self.total = layout.pieces_total
         self.numbers = {edge: 2 * number for number, edge in enumerate(layout.edges)}
-        """A message is (number of its edge, + 1 for gradients) * pieces + piece."""
+        """A message is numbered (number of its edge, + 1 for gradients) * microbatches + microbatch."""
         self.near = _prices(layout, costs.values_us, costs.grads_us)
         self.far = self.near
         if costs.far_values_us is not None or costs.far_grads_us is not None:
@@ -110,11 +110,11 @@ class _Clock:
         return Played(clocks, busy, last, links, events)
 
     def _steps(self, slot: int) -> list[_Step]:
-        """What a slot does, with what it needs and sends, as numbers."""
+        """Translate the actions of a slot into steps of numbers: durations, messages needed, messages sent."""
         program, costs, total, numbers = self.program, self.costs, self.total, self.numbers
         actions, border = program.slots[slot], program.forward_length[slot]
         nodes = self.nodes
-        # A slot of a rank alone computes nothing.
+        # A slot that only stands for a rank (`LayoutPart.ranks`) computes nothing.
         stage = self.layout.stage_of(slot) if slot < self.layout.world else NOWHERE
         forward = backward = weight = 0.0
         if stage != NOWHERE:
@@ -126,7 +126,7 @@ class _Clock:
         values: dict[int, list[int]] = {}
         grads: dict[int, list[int]] = {}
         late: list[int] = []
-        """What the rank gets: needed at the end of the phase."""
+        """Messages for the rank: waited for at the end of the phase."""
         for place, action in enumerate(actions):
             if place == border:
                 sends = []
@@ -158,7 +158,7 @@ class _Clock:
         return steps
 
     def _name(self, message: int, sender: int | None = None) -> str:
-        """The receive of a message."""
+        """Return the text of the action that receives a message."""
         number, piece = divmod(message, self.total)
         edge = self.layout.edges[number // 2]
         if sender is None:
@@ -167,5 +167,5 @@ class _Clock:
 
 
 def _prices(layout: Layout, values: Mapping[Edge, float], grads: Mapping[Edge, float]) -> list[float]:
-    """Time of a message by its number."""
+    """Return the transfer time of each message kind, by its number."""
     return [us for edge in layout.edges for us in (values[edge], grads.get(edge, 0.0))]

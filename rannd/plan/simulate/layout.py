@@ -1,4 +1,4 @@
-"""From a deployment to what a schedule and the simulator need: who sends what to whom, and how long it takes."""
+"""Derives layout and costs of a deployment for schedules and the simulator: who sends what to whom, and the times."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from rannd.profile.costs import LinkCost
 
 
 def piece_rows(batch_rows: int, world: int, microbatches: int) -> int:
-    """Rows of the largest piece of a global batch of `batch_rows` rows."""
+    """Return the rows of the largest microbatch of a global batch of `batch_rows` rows."""
     return math.ceil(math.ceil(batch_rows / world) / microbatches)
 
 
 def layout_of(graph: TaskGraph, deployment: Deployment) -> Layout:
-    """The layout in which `deployment` runs `graph`.
+    """Return the layout in which `deployment` runs `graph`.
 
-    An input that the model hands back as it is stays with its rank and is no edge. DeploymentError where the
-    deployment places other ops than the graph's.
+    An input that the model returns unchanged stays with its rank and is no edge.
+
+    Raises:
+        DeploymentError: The ops of the deployment are not those of the graph.
     """
     sizes, grads = _edge_sizes(graph, deployment)
     return Layout(
@@ -41,7 +43,7 @@ def layout_of(graph: TaskGraph, deployment: Deployment) -> Layout:
 
 
 def loss_layout(layout: Layout) -> Layout:
-    """The layout of a step whose backward begins at its loss: no gradients of outputs come from the ranks."""
+    """Return the layout of a step whose backward begins at its loss: no gradients of outputs come from the ranks."""
     last = len(layout.stages)
     grads = tuple(edge for edge in layout.grad_edges if edge[1] < last)
     return Layout(layout.world, layout.microbatches, layout.stages, layout.edges, grads, layout.tied)
@@ -55,11 +57,17 @@ def step_costs(
     *,
     overlap: bool = True,
 ) -> StepCosts:
-    """Costs of the actions of a Program of `deployment`, by its estimates and by the links.
+    """Return the costs of the actions of a Program of `deployment`, from its estimates and the links.
 
-    `link`: between slots of one node; `between`: of different nodes, None: as within one; `overlap`: gradients are
-    reduced in buckets while the last backward runs. Where backward comes in two halves, all that a piece keeps counts
-    until the second one is done, as the gradients of parameters need the inputs of every op.
+    If the backward is split, all that a microbatch keeps counts until the second half is done, because the gradients of
+    parameters need the inputs of every op.
+
+    Args:
+        graph: The task graph.
+        deployment: A deployment of it.
+        link: Link between slots of the same node.
+        between: Link between slots of different nodes; None: the same as `link`.
+        overlap: Whether gradients are reduced in buckets during the last backward.
     """
     layout = layout_of(graph, deployment)
     rows = piece_rows(deployment.batch_rows, layout.world, layout.microbatches)
@@ -70,7 +78,7 @@ def step_costs(
     kept, working = [], []
     for stage, count in zip(deployment.stages, pieces, strict=True):
         each = stage.estimate
-        # What does not say how many pieces it counts was made for fill-drain, which keeps all of them.
+        # An estimate without a number of microbatches in flight was made for fill-drain, which keeps all of them.
         flying = each.in_flight if each.pieces == count else count
         activation = math.ceil(each.activation_bytes / (1 if stage.recompute else flying))
         kept.append(each.output_bytes + (0 if stage.recompute else activation))
@@ -122,7 +130,7 @@ def _times(sizes: Mapping[Edge, Size], rows: int, link: LinkCost) -> dict[Edge, 
 
 
 def _stages_of(graph: TaskGraph, deployment: Deployment) -> list[int]:
-    """The stage of each op."""
+    """Return the stage of each op."""
     stage_of_name = {name: number for number, stage in enumerate(deployment.stages) for name in stage.ops}
     if sum(len(stage.ops) for stage in deployment.stages) != len(stage_of_name) or set(stage_of_name) != {
         op.name for op in graph.ops
@@ -135,7 +143,7 @@ def _stages_of(graph: TaskGraph, deployment: Deployment) -> list[int]:
 
 
 def _trained_bytes(graph: TaskGraph, deployment: Deployment) -> dict[tuple[int, ...], int]:
-    """Bytes of trained parameters by the stages that read them."""
+    """Return the bytes of trainable parameters, by the stages that read them."""
     readers: dict[int, set[int]] = defaultdict(set)
     for op, stage in zip(graph.ops, _stages_of(graph, deployment), strict=True):
         for read in op.params:
@@ -148,7 +156,7 @@ def _trained_bytes(graph: TaskGraph, deployment: Deployment) -> dict[tuple[int, 
 
 
 def _edge_sizes(graph: TaskGraph, deployment: Deployment) -> tuple[dict[Edge, Size], dict[Edge, Size]]:
-    """Bytes of the values, and of the gradients, that go over each edge."""
+    """Return the bytes of the activations, and of the gradients, that go over each edge."""
     stage_of = _stages_of(graph, deployment)
     last = len(deployment.stages)
     targets: dict[int, set[int]] = defaultdict(set)

@@ -1,7 +1,7 @@
-"""A memory meter for Programs: the most bytes that a slot holds at a time.
+"""Computes the peak memory of each slot in a Program.
 
-What a slot holds follows from the order of what it does, not from when it does it: messages have memory from when they
-are posted, `AHEAD` computations early, to the end of the backward that uses them.
+It depends on the order of a slot's actions, not on their times: a message occupies memory from when its receive is
+posted, `AHEAD` computations early, to the end of the backward that uses it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from rannd.plan.simulate.step_costs import StepCosts
 
 
 def peak_bytes(program: Program, costs: StepCosts, slot: int, *, late: int = 0) -> int:
-    """Most bytes that `slot` holds at a time, with its stage's parameters and optimizer.
+    """Return the peak memory of `slot` in bytes, including its stage's parameters and optimizer state.
 
-    `late`: bytes of messages for its rank at the end of the step that `program` does not show.
+    `late`: bytes of messages for its rank at the end of the step that `program` does not contain.
     """
     stage, actions = program.layout.stage_of(slot), program.slots[slot]
     kept, later = costs.kept_bytes[stage], costs.weight_bytes[stage]
     split = any(action.kind is ActionKind.WEIGHT for action in actions)
     count = sum(action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT) for action in actions)
     change = [0] * (count + 1)
-    """By how much the bytes that are held change before each computation; the last entry: after all of them."""
+    """Change of the bytes held before each computation; the last entry: after all of them."""
     working = [0] * (count + 1)
     received: dict[int, int] = {}
-    """Bytes of messages that each piece still needs."""
+    """Bytes of received messages that each microbatch still needs."""
     done = 0
     for action in actions:
         kind, piece = action.kind, action.piece
@@ -52,7 +52,7 @@ def peak_bytes(program: Program, costs: StepCosts, slot: int, *, late: int = 0) 
 
 
 def received_bytes(program: Program, costs: StepCosts, slot: int) -> int:
-    """Bytes of all messages that `slot` receives."""
+    """Return the bytes of all messages that `slot` receives."""
     return sum(
         (costs.grads_bytes if action.kind is ActionKind.RECV_GRADS else costs.values_bytes)[action.src, action.dst]
         for action in program.slots[slot]

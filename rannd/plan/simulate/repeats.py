@@ -1,13 +1,14 @@
-"""Parts of a large job that do the same: each needs to be simulated once.
+"""Finds identical parts of a large job, so that each is simulated only once.
 
-Where all numbers of replicas are multiples of g, a job of W ranks falls into g blocks that never talk to each other but
-to reduce (`Layout.pipelines`): the first of g parts of each stage's replicas runs all pieces of the first W / g ranks.
-Only the ranks themselves, who give inputs and take outputs, may have their slots in other blocks::
+If all numbers of replicas are multiples of g, a job of W ranks consists of g blocks that communicate only to reduce
+gradients (`Layout.pipelines`): the first of g parts of each stage's replicas runs all microbatches of the first W / g
+ranks. Only the ranks themselves, who provide inputs and receive outputs, may have their slots in other blocks::
 
     4 ranks, stages (0 2) (1 3)      slots 0 1 run the pieces of ranks 0 1, slots 2 3 those of ranks 2 3
              stages (0 1) (2 3)      slots 0 2 run the pieces of ranks 0 1, slots 1 3 those of ranks 2 3
 
-Blocks are alike where ranks have the same place in them, or none, and where slots lie alike on nodes.
+Two blocks are identical if their ranks have the same slots in them, or none, and if their slots are distributed over
+nodes in the same way.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from rannd.plan.schedule.program import Layout
 
 
 class LayoutPart(Layout, frozen=True, dict=True):
-    """A part of a job, with slots of its own numbers; what the job ties is left out, as reductions cross blocks."""
+    """A block of a job with its own slot numbers; tied stages are left out, because reductions cross blocks."""
 
     ranks: tuple[int, ...] = ()
-    """Slot of each rank; from `world` on: slots that do nothing else here."""
+    """Slot of each rank; numbers from `world` on are slots that only stand for a rank here."""
 
     @property
     def slot_count(self) -> int:
@@ -41,17 +42,17 @@ class LayoutPart(Layout, frozen=True, dict=True):
 
 
 class Repeat(msgspec.Struct, frozen=True):
-    """A block, and where the job has it."""
+    """A block, and the places where the job has it."""
 
     block: LayoutPart
     nodes: tuple[int, ...]
-    """Node of each slot of the block, numbered from 0; empty where all of the job are on one."""
+    """Node of each slot of the block, numbered from 0; empty if the whole job is on one node."""
     places: tuple[tuple[int, ...], ...]
-    """For each time that the job has this block, the job's slots, in the order of the block's."""
+    """For each occurrence of this block, the slots of the job, in the order of the block's slots."""
 
 
 def repeats(layout: Layout, nodes: Sequence[int]) -> list[Repeat]:
-    """The blocks that `layout` consists of, equal ones together. `nodes`: of each slot; empty where all are on one."""
+    """Return the distinct blocks of `layout`. `nodes`: node of each slot; empty if all are on one."""
     count = layout.pipelines
     size = layout.world // count
     parts = [len(slots) // count for slots in layout.stages]

@@ -1,7 +1,7 @@
-"""The simulator: what a step takes and needs, by playing its Program on costs.
+"""Predicts time and memory of a step by running its Program on costs.
 
-`clock` plays computations and transfers, `peak` counts bytes, and here the reductions of gradients follow, which
-nothing else waits for. Large jobs consist of blocks that do the same (`repeats`): :func:`predict` plays each once.
+`clock` simulates computations and transfers, `peak_memory` counts bytes; reductions of gradients follow here, because
+nothing else waits for them. Large jobs consist of identical blocks (`repeats`): :func:`predict` simulates each once.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ from rannd.plan.simulate.timeline import REDUCE, Event
 
 
 class Simulation(msgspec.Struct, frozen=True):
-    """What a simulated step took, by slot."""
+    """Predicted times and peak memory of a step, by slot."""
 
     step_us: float
     busy_us: tuple[float, ...]
-    """Forwards and backwards."""
+    """Time in forwards and backwards."""
     idle_us: tuple[float, ...]
     """The rest of the step: waiting, transfers, reductions."""
     peak_bytes: tuple[int, ...]
-    """Most bytes at a time."""
+    """Peak memory."""
     events: tuple[Event, ...] = ()
-    """What happened on each slot, in order, where that was asked for."""
+    """What ran on each slot, in order; empty unless recorded."""
 
     @property
     def bubble(self) -> float:
-        """Part of all slots' time that is not spent in forwards and backwards."""
+        """Fraction of all slots' time that is not spent in forwards and backwards."""
         return sum(self.idle_us) / (self.step_us * len(self.idle_us)) if self.step_us > 0 else 0.0
 
 
 def simulate(program: Program, costs: StepCosts, *, record: bool = False) -> Simulation:
-    """Play one step of `program`; `record`: and tell what happened when. PlanError where it would wait for ever."""
+    """Simulate one step of `program`; PlanError if it deadlocks. `record`: also return the events."""
     peaks = [peak_bytes(program, costs, slot) for slot in range(program.layout.world)]
     return _simulation(program.layout, costs, play(program, costs, record=record), peaks, record=record)
 
 
 def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
-    """What `simulate` says of the step of `layout` under `schedule`, in much less time for large jobs.
+    """Return what `simulate` predicts for `layout` under `schedule`, much faster for large jobs.
 
-    PlanError for a schedule that is not known.
+    Raises:
+        PlanError: The schedule is not known.
     """
     world = layout.world
     ends, busy, last = [0.0] * world, [0.0] * world, [(0.0, 0.0)] * world
     given, late = [0.0] * world, [0] * world
-    """Of ranks whose slots are in other blocks: until when they send inputs, and bytes that they get."""
+    """For ranks whose slots are in other blocks: end of the sends of their inputs, and bytes that they receive."""
     programs: list[tuple[Program, StepCosts]] = []
     home = [(0, 0)] * world
-    """Program of each slot's block, and its number there."""
+    """Index in `programs` and slot number of each slot's block."""
     for repeat in repeats(layout, costs.nodes):
         part = msgspec.structs.replace(costs, nodes=repeat.nodes)
         program = planned_program(schedule, repeat.block, costs.split)
@@ -76,7 +77,7 @@ def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
                     given[slot], late[slot] = sends, gets
         programs.append((program, part))
     if any(until > end for until, (_, end) in zip(given, last, strict=True)):
-        # Inputs may hold up what a slot sends in its own block: blocks are not by themselves.
+        # Sending inputs may delay what a slot sends in its own block: blocks are not independent.
         return simulate(planned_program(schedule, layout, costs.split), costs)
     known: dict[tuple[int, int, int], int] = {}
     peaks = []
@@ -88,11 +89,11 @@ def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
 
 
 def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequence[int], *, record: bool) -> Simulation:
-    """Add the reductions, and what is gathered behind them."""
+    """Add the reductions, and the gathering of parameters after them (ZeRO)."""
     ends = np.array(played.ends)
     starts, stops = np.array(played.last).T
     free = np.zeros(layout.world)
-    """Until when each slot is busy with reductions: a slot does one at a time."""
+    """When each slot ends its last reduction: a slot runs one at a time."""
     events = list(played.events)
     for stages in layout.reductions:
         buckets = costs.reduce_us[stages[0]] if len(stages) == 1 else costs.tied_us[layout.tied.index(stages)]
@@ -124,9 +125,10 @@ _Times = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 def _reduce(buckets: Sequence[float], starts: _Times, stops: _Times, free: float) -> tuple[float, float]:
-    """When the reduction of some gradients begins and ends, which slots make from `starts` to `stops`.
+    """Return begin and end of the reduction of gradients that slots compute from `starts` to `stops`.
 
-    Each bucket starts when it is complete on all slots and the one before is done; gradients come evenly.
+    Each bucket starts when it is complete on all slots and the previous one is done. Gradients are assumed to become
+    available at a constant rate.
     """
     made, end, whole = 0.0, free, sum(buckets)
     begins = -1.0

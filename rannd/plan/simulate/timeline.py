@@ -1,7 +1,7 @@
-"""Timelines: what happened on each slot, and when; predicted or measured, in one format.
+"""Timelines of a step, predicted or measured: what ran on each slot, and when.
 
-:func:`chrome_trace` writes the JSON of Chrome's trace viewer, which Perfetto (https://ui.perfetto.dev) opens: a
-process for each node, threads for each slot: what it computes, what it receives, what it reduces.
+:func:`chrome_trace` writes the JSON of Chrome's trace viewer, which Perfetto (https://ui.perfetto.dev) opens: one
+process per node; threads per slot for computing, receiving and reducing.
 
 Source of the format: "Trace Event Format" (Chromium), complete events (``"ph": "X"``).
 """
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 COMPUTE, RECEIVE, REDUCE = "compute", "receive", "reduce"
-"""Categories of events: forwards and backwards; messages on their way; reductions of gradients, and parameters that are
-gathered behind them (ZeRO, "G")."""
+"""Categories of events: forwards and backwards; messages in transit; reductions of gradients, and the gathering of
+parameters after them (ZeRO, "G")."""
 CATEGORIES = (COMPUTE, RECEIVE, REDUCE)
 
 
 class Event(msgspec.Struct, frozen=True, order=True, gc=False):
-    """Something that took a time on a slot."""
+    """An interval on a slot."""
 
     slot: int
     category: str
@@ -30,10 +30,14 @@ class Event(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 def chrome_trace(events: Iterable[Event], nodes: Sequence[int], *, title: str = "") -> bytes:
-    """The events as JSON for Chrome's trace viewer and Perfetto.
+    """Format events as JSON for Chrome's trace viewer and Perfetto.
 
-    `nodes`: the node of each slot; `title`: what the timeline is of, as 'predicted'. Events of one slot and category
-    that overlap (messages of several senders) get threads of their own.
+    Events of one slot and category that overlap (messages of several senders) get separate threads.
+
+    Args:
+        events: The events.
+        nodes: Node of each slot.
+        title: Prefix of the process names, such as 'predicted'.
     """
     found: list[dict[str, object]] = []
     for node in sorted(set(nodes)):

@@ -1,4 +1,4 @@
-"""Timelines as text: a line for each slot, a column for each unit of time."""
+"""Draws timelines as text: one line per slot, one column per unit of time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rannd.plan.simulate.timeline import COMPUTE, REDUCE, Event
 
 
 def draw(events: Iterable[Event], world: int, unit_us: float) -> str:
-    """What the slots compute and reduce, one column for each `unit_us` microseconds::
+    """Draw what the slots compute and reduce, one column per `unit_us` microseconds::
 
         slot 0  F0  F1  .   .   B0  --  B1  --
         slot 1  .   F0  B0  --  F1  B1  --  .
 
-    ``--`` the same goes on, ``.`` nothing to compute. A column shows what runs in its middle; transfers are not drawn,
+    ``--`` the same action continues, ``.`` idle. A column shows what runs in its middle; transfers are not drawn,
     reductions only where nothing is computed.
     """
     shown = sorted((event for event in events if event.category in (COMPUTE, REDUCE)), key=lambda each: each.category)
@@ -21,7 +21,7 @@ def draw(events: Iterable[Event], world: int, unit_us: float) -> str:
     cells = [["."] * columns for _ in range(world)]
     for event in shown:
         text = event.name
-        # The first column whose middle is not before the start, and those up to the end.
+        # From the first column whose middle is not before the start to the last one before the end.
         for column in range(round(event.start_us / unit_us), round((event.start_us + event.us) / unit_us)):
             if cells[event.slot][column] == ".":
                 cells[event.slot][column], text = text, "--"
