@@ -1,8 +1,8 @@
-"""Follow the samples of a batch through the graph.
+"""Propagate the batch dimension through the graph.
 
-For every node: does it depend on the samples, and where in its shape are they? The rules (row_rules/) are
-conservative: what no rule knows is reported as *coupling* the samples, and then each rank's mini-batch runs
-whole. That is right for any model; it only rules microbatches out.
+For every node: does it depend on the samples, and which dimension holds them? The rules (rules/) are conservative: an
+operator without a matching rule counts as *coupling* the samples, and then each rank's mini-batch runs unsplit. That
+is correct for any model; it only rules out microbatches.
 """
 
 from __future__ import annotations
@@ -49,44 +49,44 @@ from rannd.graph.rows.walk import Walk, state_of
 
 SIZES = ("size", "sizes", "shape", "repeats", "start", "end", "step", "length", "split_size", "split_sizes",
          "output_size")  # fmt: skip
-"""Arguments that may be made of the number of rows; `_check` sees what comes of it."""
+"""Arguments that may be computed from the number of rows; `_check` validates the resulting shape."""
 
 REGIONS = ("higher_order::wrap_with_set_grad_enabled", "higher_order::wrap_with_autocast")
-"""Operators that run a graph of their own once, with the arguments that follow it."""
+"""Higher-order operators that run a subgraph once, with the arguments that follow it."""
 
 
 @dataclass(frozen=True)
 class RowAnalysis:
-    """Where the samples are.
+    """Result of the batch-dimension analysis: a state per node.
 
-    `coupled` says which op mixes samples (None: rows are independent). `weighted` lists operands that have to
-    be multiplied by the piece's share of the rows so that the sum they enter adds up over pieces:
-    (node, name of the argument).
+    `coupled` says which operator mixes samples (None: samples are independent). `weighted` lists operands,
+    as (node, argument name), to be multiplied by the microbatch's share of the rows so that the sum they enter adds
+    up over microbatches.
     """
 
     states: Mapping[Node, State]
     coupled: str | None
     weighted: tuple[tuple[Node, str], ...] = ()
     masked: tuple[Node, ...] = ()
-    """Means with a denominator that is known before the first piece runs: losses averaged over the labels that count,
-    and sums divided by a number that is made of the arguments alone."""
+    """Means whose denominator is known before the first microbatch runs: losses averaged over non-ignored labels, and
+    sums divided by a number computed from the arguments alone."""
     squeezed: tuple[Node, ...] = ()
-    """Nodes that would drop the dimension of the samples where a piece has one row."""
+    """Squeeze nodes that would drop the batch dimension of a microbatch with one row."""
 
 
 def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalysis:
-    """Follow the samples through a traced model; `early` nodes are computed from the inputs alone."""
+    """Analyse a traced model; `early` nodes are computed from the inputs alone."""
     found = _analyse(Walk(early=early), traced, signature)
     if found.coupled is None:
         return found
-    # Mini-batches run whole: a mean over labels has its own denominator, whatever the model makes of it.
+    # Mini-batches run unsplit: a mean over labels has its own denominator, however the model uses it.
     whole = _analyse(Walk(early=early, whole=True), traced, signature)
     kept = tuple(site for site in whole.weighted if not _bends(whole, site[0]))
     return dataclasses.replace(whole, coupled=found.coupled, weighted=kept)
 
 
 def _bends(analysis: RowAnalysis, node: Node) -> bool:
-    """Whether something nonlinear is made of a sum of terms: it has to get the rank's own value, with no weights."""
+    """Whether a sum of terms is used nonlinearly; such uses need the rank's own, unweighted value."""
     seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:
@@ -116,7 +116,7 @@ def _analyse(walk: Walk, traced: Traced, signature: Signature) -> RowAnalysis:
 
 
 def _walk(walk: Walk, graph: Graph, root: nn.Module, inputs: Sequence[State]) -> tuple[State, ...]:
-    """Compute the state of every node; returns the states of the graph's outputs."""
+    """Compute the state of every node and return the states of the graph's outputs."""
     given = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -142,7 +142,7 @@ def _result(walk: Walk, node: Node, root: nn.Module) -> State:
         return FIXED
     try:
         state = _follow(walk, node, states, root)
-        if state is WHOLE:  # an element of a tuple that nobody may want; what follows it is coupled
+        if state is WHOLE:  # a possibly unused element of a tuple; its users are coupled
             return WHOLE
         _check(value, state)
     except Coupled as reason:
@@ -152,7 +152,7 @@ def _result(walk: Walk, node: Node, root: nn.Module) -> State:
 
 
 def _follow(walk: Walk, node: Node, states: Sequence[State], root: nn.Module) -> State:
-    """The state of a node with arguments that depend on the samples; Coupled where they are mixed."""
+    """Compute the state of a node whose arguments depend on the samples; Coupled if it mixes them."""
     if node.target is operator.getitem:
         source = walk.states[node.args[0]]  # type: ignore[index]
         if not isinstance(source, tuple):
@@ -171,16 +171,16 @@ def _follow(walk: Walk, node: Node, states: Sequence[State], root: nn.Module) ->
 
 
 def _check(value: Any, state: State) -> None:
-    """Coupled where a state does not fit what was made: a safety net under all rules.
+    """Raise Coupled if a state contradicts the shape of the value: a safety net under all rules.
 
-    Nothing but the dimension that holds the samples may change with the number of rows, and that one has to
-    be a multiple of it, for every number.
+    Only the dimension that holds the samples may depend on the number of rows, and it must be a multiple of it for
+    every number of rows.
     """
     if isinstance(value, (tuple, list)):
         if not isinstance(state, tuple) or len(state) != len(value):
             raise Coupled("no rule knows all that an op makes")
         for each, own in zip(value, state, strict=True):
-            if own is not WHOLE:  # what follows it is coupled
+            if own is not WHOLE:  # users of a WHOLE element are coupled
                 _check(each, own)
     elif isinstance(value, TensorValue):
         expected = [0] * value.ndim
@@ -199,7 +199,7 @@ def _check(value: Any, state: State) -> None:
 
 
 def _apply(walk: Walk, node: Node) -> State:
-    """The state by the operator's rule."""
+    """Apply the operator's rule."""
     if operator_name(node.target) == LEAF:
         raise Coupled("nobody sees into a module that runs as one operator")
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -242,7 +242,7 @@ def _apply(walk: Walk, node: Node) -> State:
 
 
 def _drops_a_single_row(walk: Walk, named: Mapping[str, Any]) -> bool:
-    """Whether a squeeze is one of the dimension of the samples, if that has size 1."""
+    """Whether a squeeze would remove the batch dimension if its size were 1."""
     source = named["self"]
     state = walk.states[source]
     if not isinstance(state, (Rows, RowIndex)) or (isinstance(state, Rows) and state.outer * state.inner != 1):
@@ -253,7 +253,7 @@ def _drops_a_single_row(walk: Walk, named: Mapping[str, Any]) -> bool:
 
 
 def _probed(value: Any) -> tuple[int, ...]:
-    """Shape of a value for PROBE_ROWS rows; Coupled where it depends on more than the rows."""
+    """Shape of a value for PROBE_ROWS rows; Coupled if it depends on tensor values."""
     if not isinstance(value, Node):
         return ()
     if not is_plain_tensor(value):
@@ -262,7 +262,7 @@ def _probed(value: Any) -> tuple[int, ...]:
 
 
 def _nested(walk: Walk, node: Node, root: nn.Module) -> State:
-    """A region of its own (no_grad, autocast): follow the samples inside."""
+    """Analyse the subgraph of a no_grad or autocast region."""
     region = nested_graph(root, node) if operator_name(node.target) in REGIONS else None
     if region is None:
         raise Coupled(f"{operator_name(node.target)} is not followed")

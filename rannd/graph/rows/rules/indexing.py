@@ -1,4 +1,4 @@
-"""Rules of operators that take indices: tensor[i, j, ...], gather, embeddings and other tables."""
+"""Rules of operators that take indices: tensor[i, j, ...], index_put, embeddings, searchsorted."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rannd.graph.rows.rules.states import FIXED, WHOLE, Coupled, RowIndex, Rows,
 
 @dataclass(frozen=True)
 class _Places:
-    """Where tensor[indices] has its dimensions: those of the indices (broadcast) are together, at `start`."""
+    """Dimensions of tensor[indices]: those of the broadcast indices are adjacent, at `start`."""
 
     used: tuple[int, ...]
-    """Dimensions of the tensor that have an index."""
+    """Indexed dimensions of the tensor."""
     width: int
-    """Dimensions of the indices."""
+    """Number of dimensions of the broadcast indices."""
     start: int
 
     def outside(self, dim: int) -> int:
-        """Where a dimension without index comes to be."""
+        """Position of a dimension without index in the result."""
         before = sum(other not in self.used for other in range(dim))
         return before + (self.width if before >= self.start else 0)
 
@@ -41,7 +41,7 @@ def _is_mask(index: Node) -> bool:
 
 
 def _looked_up(op: Operation, indices: list[Any]) -> Rows:
-    """Samples in tensor[indices]; Coupled where it does not look up in a fixed table or within each sample."""
+    """State of tensor[indices]; Coupled unless it indexes a fixed table or within each sample."""
     places = _places(op, indices)
     states = {dim: op.state(indices[dim]) for dim in places.used}
     rows = op.rows("self")
@@ -74,13 +74,13 @@ def _looked_up(op: Operation, indices: list[Any]) -> Rows:
 
 @rule("index", "_unsafe_index")
 def index(op: Operation) -> State:
-    """Looks up in a fixed table, or within each sample."""
+    """Indexes a fixed table, or within each sample."""
     return _looked_up(op, list(op.args["indices"]))
 
 
 @rule("index_put", "index_put_", "_unsafe_index_put")
 def index_put(op: Operation) -> State:
-    """Writes within each sample: at places that are the same for all, or at places of its own."""
+    """Writes within each sample, at positions that are shared or the sample's own."""
     rows = op.rows("self")
     if rows is None:
         raise Coupled(f"{op.name} writes samples into a fixed tensor")
@@ -101,7 +101,7 @@ def index_put(op: Operation) -> State:
 
 
 def _masked(op: Operation, rows: Rows, mask: Node, values: Node) -> State:
-    """One fixed value, or one for each place behind those that the mask has, wherever the mask is true."""
+    """Writes a fixed value where a mask is true; it may vary only over dimensions that the mask lacks."""
     behind = len(op.shape(op.args["self"])) - len(op.shape(mask))
     shape = op.shape(values)
     single = all(size == 1 for size in shape[: max(len(shape) - behind, 0)])
@@ -131,7 +131,7 @@ def one_hot(op: Operation) -> State:
 
 @rule("embedding_bag")
 def embedding_bag(op: Operation) -> State:
-    """(bags, ...): all bags are of one size, and each of the samples has one."""
+    """One bag per sample, all of the same size: offsets are an arange with that step."""
     op.fixed("weight")
     if op.args.get("scale_grad_by_freq"):
         raise Coupled("embedding_bag scales its gradient by how often an index is in the batch")
@@ -147,7 +147,7 @@ def embedding_bag(op: Operation) -> State:
 
 @rule("searchsorted")
 def searchsorted(op: Operation) -> State:
-    """Places in a fixed row of numbers, or in a row of numbers of each sample."""
+    """Searches a fixed sorted sequence, or one sequence per sample."""
     op.fixed("sorter")
     name = "sorted_sequence"
     rows = op.rows("self")

@@ -1,14 +1,14 @@
-"""Tokens that are sorted by the expert they chose, run through experts in groups, and put back in their own places.
+"""Rules of mixture-of-experts routing: tokens sorted by expert, processed in groups, and put back in order.
 
-The order of all samples' tokens depends on all of them, but what comes back does not: each token went through the
-expert that it chose. That is followed by what the order is made of, never guessed:
+The order of the tokens depends on all samples, but the final result does not: each token went through the expert that
+it chose. The rules recognize this by tracking the sort that the order comes from, never by guessing:
 
-    keys, order = sort(choices)          choices: one for each of rows x inner places, out of E
-    tokens[order]                        VALUES, in sorted order (tokens[order // k] where k places share a token)
+    keys, order = sort(choices)          choices: one of E experts for each of rows x inner positions
+    tokens[order]                        VALUES, in sorted order (tokens[order // k] if k positions share a token)
     ends = cumsum(histc(keys, E), 0)     where the group of each expert ends
-    grouped_mm(values, weight, ends)     each place with the weight of its own choice
-    inverse[order] = arange(places)      the way back
-    values[inverse]                      the samples' places, as before
+    grouped_mm(values, weight, ends)     each position with the weight of its own choice
+    inverse[order] = arange(positions)   the inverse permutation
+    values[inverse]                      back in the original order
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rannd.graph.rows.rules.reductions import along_dims
 from rannd.graph.rows.rules.states import FIXED, Arange, Coupled, Role, RowIndex, Rows, Sorted, State
 
 SORTED_RULES: dict[str, Rule] = {}
-"""Rules for operators with an argument that is `Sorted`; all other operators couple the samples."""
+"""Rules for operators with a `Sorted` argument; all other operators on such arguments couple the samples."""
 
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
-"""Types that hold every number of an expert."""
+"""Dtypes that represent every expert index exactly."""
 
 
 def sorted_rule(*names: str) -> Callable[[Rule], Rule]:
@@ -47,7 +47,7 @@ def sorted_rule(*names: str) -> Callable[[Rule], Rule]:
 
 @rule("sort", "argsort")
 def sort(op: Operation) -> State:
-    """Of all places at once: keys and order. Otherwise within each sample."""
+    """A sort of all positions of a 1-d tensor gives keys and order; any other one must be within each sample."""
     rows = op.rows("self")
     if rows is None or len(op.shape(op.args["self"])) != 1 or rows.outer != 1 or op.args.get("descending"):
         return along_dims(op)
@@ -56,12 +56,12 @@ def sort(op: Operation) -> State:
 
 
 def is_sorted(state: State) -> bool:
-    """Whether an operator with such an argument is one for SORTED_RULES."""
+    """Whether operators on an argument with this state use SORTED_RULES."""
     return isinstance(state, Sorted)
 
 
 def _role(op: Operation, value: Any, *roles: Role) -> Sorted:
-    """State of an argument that has one of the roles."""
+    """State of a `Sorted` argument; Coupled unless it has one of the roles."""
     state = op.state(value)
     if not isinstance(state, Sorted) or state.role not in roles:
         raise Coupled(f"{op.name} works across the samples, which are sorted")
@@ -69,7 +69,7 @@ def _role(op: Operation, value: Any, *roles: Role) -> Sorted:
 
 
 def _choices(op: Operation, by: Node) -> int | None:
-    """Among how many the sorted keys were chosen (by topk or argmax); None where nobody knows."""
+    """Number of experts from which the sorted keys were chosen (by topk or argmax), None if unknown."""
     source = arguments(by)["self"]
     while base_name(source) in ("view", "reshape", "flatten", "to", "_to_copy", "contiguous", "clone", "detach"):
         source = arguments(source)["self"]
@@ -96,7 +96,7 @@ def convert(op: Operation) -> State:
 
 @sorted_rule("floor_divide", "div")
 def divide(op: Operation) -> State:
-    """order // k: the tokens of places that share one."""
+    """order // k: token index of positions that share a token."""
     state, by = op.state(op.args["self"]), op.args["other"]
     if not isinstance(state, Sorted) or state.role is not Role.ORDER:
         return pointwise(op)
@@ -108,7 +108,7 @@ def divide(op: Operation) -> State:
 
 @sorted_rule("index", "index_select")
 def take(op: Operation) -> State:
-    """Into the order, back from it, or of a table by the keys."""
+    """Index by the order, by its inverse, or into a fixed table by the keys."""
     if op.name == "index_select":
         chosen, first = op.args["index"], op.args["dim"] == 0
     else:
@@ -128,7 +128,7 @@ def take(op: Operation) -> State:
 
 @sorted_rule("histc")
 def count(op: Operation) -> State:
-    """How many places chose each; counted exactly where bins are the numbers 0 .. E-1."""
+    """Positions per expert; exact only if the bins are the integers 0 .. E-1."""
     state = _role(op, op.args["self"], Role.KEYS)
     bins = op.args["bins"]
     if bins < 2 or (op.args["min"], op.args["max"]) != (0, bins - 1) or _choices(op, state.by) != bins:
@@ -146,7 +146,7 @@ def ends(op: Operation) -> State:
 
 @sorted_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_mm(op: Operation) -> State:
-    """The group of each place is that of its own key."""
+    """Grouped matrix product, if the groups come from the same sort as the values."""
     names = ("input", "weight") if "weight" in op.args else ("self", "mat2")
     state, groups = _role(op, op.args[names[0]], Role.VALUES), _role(op, op.args["offs"], Role.ENDS)
     op.fixed(names[1], "bias")
@@ -163,7 +163,7 @@ def blank(op: Operation) -> State:
 
 @sorted_rule("index_put", "index_put_")
 def invert(op: Operation) -> State:
-    """inverse[order] = 0, 1, 2 ...: writes all places."""
+    """inverse[order] = 0, 1, 2 ...: writes all positions."""
     state = _role(op, op.args["self"], Role.BLANK)
     order = replace(state, role=Role.ORDER)
     places = {Arange(state.inner), RowIndex(0)} if state.inner == 1 else {Arange(state.inner)}
@@ -175,7 +175,7 @@ def invert(op: Operation) -> State:
 
 @sorted_rule("argsort")
 def invert_by_sorting(op: Operation) -> State:
-    """The order of an order is its inverse."""
+    """argsort of a permutation is its inverse."""
     state = _role(op, op.args["self"], Role.ORDER)
     if state.share != 1 or op.args.get("descending"):
         raise Coupled("argsort of the order of samples is not followed")
@@ -185,7 +185,7 @@ def invert_by_sorting(op: Operation) -> State:
 @sorted_rule("unsqueeze", "chunk", "split", "split_with_sizes", "slice", "narrow", "select", "softmax", "sum", "mean",
              "amax", "glu")  # fmt: skip
 def behind(op: Operation) -> State:
-    """Works on the dimensions behind the first."""
+    """Works on dimensions other than 0, with no other argument that depends on the samples."""
     state = _role(op, op.args["self"], Role.VALUES)
     if op.name in ("slice", "narrow") and op.out == op.shape(op.args["self"]):
         return state
@@ -200,7 +200,7 @@ def behind(op: Operation) -> State:
 
 
 def pointwise(op: Operation) -> State:
-    """Every place alone, with what is the same for all."""
+    """Elementwise operator on sorted values, with fixed tensors that broadcast over the positions."""
     found: set[Sorted] = set()
     right: set[int] = set()
     tensors = [each for value in op.args.values() for each in leaves(value) if isinstance(each, Node)]

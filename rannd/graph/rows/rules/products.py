@@ -1,4 +1,4 @@
-"""Sums of products: matrices, einsum, attention."""
+"""Rules of sums of products: linear, matmul, einsum, attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def linear(op: Operation) -> State:
 
 
 def _product(op: Operation, left: Any, right: Any) -> Rows:
-    """Matrix product with broadcast leading dimensions; dimensions counted from the right."""
+    """State of a matrix product with broadcast leading dimensions; dimensions are counted from the right."""
     a, b = op.as_rows(left), op.as_rows(right)
     places = set()
     if a is not None:
@@ -75,7 +75,7 @@ def addmm(op: Operation) -> State:
 
 
 def _sum_of_products(op: Operation, inputs: list[tuple[str, Any]], result: str) -> State:
-    """Each tensor has a letter for each of its dimensions; letters that are not in the result are summed over."""
+    """State of an einsum: one letter per dimension; letters missing from the result are summed over."""
     found = set()
     for letters, tensor in inputs:
         rows = op.as_rows(tensor)
@@ -95,7 +95,7 @@ def _sum_of_products(op: Operation, inputs: list[tuple[str, Any]], result: str) 
 
 
 _ELLIPSIS = "0123456789"
-"""Stand for the dimensions behind an ellipsis, the last of them first."""
+"""Letters for the dimensions of an ellipsis, last dimension first."""
 
 
 @rule("einsum")
@@ -114,7 +114,7 @@ def einsum(op: Operation) -> State:
         inputs.append((letters, tensor))
     if arrow:
         result = result.replace("...", widest)
-    else:  # what is there once, in the order of the alphabet
+    else:  # implicit output: letters that occur once, in alphabetical order
         every = given.replace("...", "").replace(",", "")
         result = widest + "".join(sorted(letter for letter in set(every) if every.count(letter) == 1))
     return _sum_of_products(op, inputs, result)
@@ -143,7 +143,7 @@ def outer(op: Operation) -> State:
 
 @rule("dot", "vdot", "inner")
 def inner(op: Operation) -> State:
-    """Of vectors; products of several of them are not followed."""
+    """Dot product of two vectors; batched `inner` is not supported."""
     left, right = list(op.args.values())[:2]
     if len(op.shape(left)) != 1 or len(op.shape(right)) != 1:
         raise Coupled(f"{op.name} of several vectors is not followed")

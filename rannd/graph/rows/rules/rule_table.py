@@ -1,4 +1,4 @@
-"""All rules, by the name of the operator without its overload."""
+"""Table of all propagation rules, keyed by operator name without overload."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ from rannd.graph.rows.rules import (
 from rannd.graph.rows.rules.operation import RULES as RULES
 
 MODULES = (elementwise, indexing, layers, loss_rules, moe_routing, parts, products, reductions, shapes)
-"""The modules of rules: importing one registers its rules. A new module is added here."""
+"""Modules that register rules when imported; add new ones here."""
