@@ -33,7 +33,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,18 +223,17 @@ def declare_hook(name: str, register: Callable[[Callable[..., Any]], RemovableHa
 def patched(*uses: Use) -> Iterator[None]:
     """Put uses in force for this thread, in this order, until the block ends; each may be given once."""
     try:
-        for use in uses:
-            use.place(threading.get_ident())
-        yield
-    finally:
         try:
-            _undo_all(uses)
-        except BaseException:  # interrupted in between
-            _undo_all(uses)
-            raise
+            for use in uses:
+                use.place(threading.get_ident())
+            yield
+        finally:
+            _undo(uses)
+    finally:
+        _undo(uses)  # Ctrl-C may have interrupted the first
 
 
-def _undo_all(uses: tuple[Use, ...]) -> None:
+def _undo(uses: Sequence[Use]) -> None:
     for use in reversed(uses):
         use.undo()
 

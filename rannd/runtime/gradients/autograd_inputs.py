@@ -21,7 +21,7 @@ from rannd.runtime.parameters.ownership import Parameters
 
 # `backward` and `grad` call it, whatever names they were imported by.
 _ENGINE = patches.declare(
-    "gradients that are asked for by name",
+    "gradients asked for by name",
     torch.autograd,
     "_engine_run_backward",
     "parameters of deployed models are not in the script's autograd graph",

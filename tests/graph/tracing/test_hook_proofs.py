@@ -71,7 +71,8 @@ def switch_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif name == "branches on unknown sizes":
         monkeypatch.setattr(data_dependent, "of_torch", lambda _: True)
     elif name.startswith("random numbers"):
-        monkeypatch.setattr(foreign_rng, "MODULE_LEFT", GlobalHook("none", lambda _: RemovableHandle(OrderedDict()), ""))
+        hook = GlobalHook("none", lambda _: RemovableHandle(OrderedDict()), "a test")
+        monkeypatch.setattr(foreign_rng, "MODULE_LEFT", hook)
     elif name.startswith("checkpoints"):
         monkeypatch.setattr(hook_proofs, "no_checkpoints", nothing)
         if name == "checkpoints":
