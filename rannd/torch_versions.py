@@ -339,6 +339,10 @@ PRIVATE_NAMES = (
         "Hooks of all modules, which a cached trace must not miss.",
     ),
     PrivateName(
+        "torch.nn.modules.module._global_buffer_registration_hooks",
+        "Hooks of all modules, of which 2.11 and 2.12 leave some behind.",
+    ),
+    PrivateName(
         "torch.nn.modules.module._global_forward_hooks", "Hooks of all modules, which a cached trace must not miss."
     ),
     PrivateName(
@@ -426,15 +430,26 @@ _CHECKPOINTS = declare(
 )
 
 
-def tracing() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
     """What has to be in place while a model is traced, and must not be while it runs.
 
     Until 2.12 ``F.binary_cross_entropy`` with weights computes a shape in C++ (``_infer_size``), which takes no symbol
     for a size: the number of rows would be fixed. From 2.13 on it is ``broadcast_shapes``, as here; torch.jit, which
     compiles the other, cannot compile this.
+
+    Until 2.12 an export that fails leaves a hook of all modules behind, which holds the model and the graph.
     """
-    has_it = hasattr(torch.nn.functional, "_infer_size")
-    return patched(_SHAPES.by(torch.broadcast_shapes)) if has_it else contextlib.nullcontext()
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks if VERSION < (2, 13) else {}
+    before = set(hooks)
+    shapes = (_SHAPES.by(torch.broadcast_shapes),) if hasattr(torch.nn.functional, "_infer_size") else ()
+    try:
+        with patched(*shapes):
+            yield
+    finally:
+        for key in set(hooks) - before:
+            if hooks[key].__module__.startswith("torch."):
+                del hooks[key]
 
 
 def no_recomputing() -> contextlib.AbstractContextManager[None]:
