@@ -20,12 +20,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import UsageError
+from rannd.patches import declare_hook, patched
 from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World, current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.parameters.op_recorder import Recorder
 from rannd.runtime.parameters.op_tape import View
+
+_REGISTRATIONS = tuple(
+    declare_hook(register.__name__, register, "the modules that a constructor makes")
+    for register in (
+        registration.register_module_parameter_registration_hook,
+        registration.register_module_buffer_registration_hook,
+        registration.register_module_module_registration_hook,
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -125,18 +135,12 @@ def _watched() -> Iterator[weakref.WeakSet[nn.Module]]:
     def look(module: nn.Module, name: str, value: Any) -> None:
         seen.add(module)
 
-    handles = [
-        registration.register_module_parameter_registration_hook(look),
-        registration.register_module_buffer_registration_hook(look),
-        registration.register_module_module_registration_hook(look),
-    ]
-    process_flags.building = True
-    try:
-        yield seen
-    finally:
-        process_flags.building = False
-        for handle in handles:
-            handle.remove()
+    with patched(*(hook.by(look) for hook in _REGISTRATIONS)):
+        process_flags.building = True
+        try:
+            yield seen
+        finally:
+            process_flags.building = False
 
 
 def _register(roots: weakref.WeakSet[nn.Module], recorder: Recorder) -> None:
