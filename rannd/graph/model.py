@@ -104,7 +104,7 @@ def build(
     placement = place(traced, signature)
     nodes = {f"{number}:{_short(node)}": node for number, node in enumerate(placement.placed)}
     coupled = analysis.coupled is not None
-    task = _task_graph(model, traced, placement, nodes, digest, signature.mode.autocast, coupled, cuts)
+    task = _task_graph(model, traced, placement, nodes, digest, signature.mode.autocast, coupled, cuts, results)
     return ModelGraph(
         signature, traced, placement, task, nodes, results, weights, counts, analysis.coupled, analysis, cuts.idle
     )
@@ -123,6 +123,7 @@ def _task_graph(
     autocast: str,
     coupled: bool,
     cuts: Segments,
+    results: Sequence[loss_weights.Result],
 ) -> TaskGraph:
     params: list[Param] = []
     param_number: dict[str, int] = {}
@@ -139,13 +140,15 @@ def _task_graph(
 
     values: list[Value] = []
     value_number: dict[Node, int] = {}
-    results = set(traced.results)
+    result_of = dict(zip(traced.results, results, strict=True))
 
     def value(node: Node, producer: int) -> int:
         if node not in value_number:
             size = tensor_bytes(node.meta["val"]) if is_plain_tensor(node) else Size()
             value_number[node] = len(values)
-            values.append(Value(node.name, producer, size, node in placement.requires_grad, node in results))
+            result = result_of.get(node)
+            sent = result is None or result.is_sent
+            values.append(Value(node.name, producer, size, node in placement.requires_grad, result is not None, sent))
         return value_number[node]
 
     ops: list[Op] = []

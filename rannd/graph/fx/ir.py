@@ -38,6 +38,9 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
     requires_grad: bool
     is_output: bool = False
     """Handed back to the user."""
+    is_sent: bool = True
+    """Whether an output travels to the ranks with each microbatch. Losses are summed once a call instead, and numbers
+    of rows are known there."""
 
 
 class Param(msgspec.Struct, frozen=True, array_like=True):

@@ -50,6 +50,11 @@ class Result:
     kind: str
     dim: int = 0
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether each microbatch's value is sent to its rank; the others are summed once a call, or known there."""
+        return self.kind not in ("number", "global")
+
 
 def results(traced: Traced, analysis: RowAnalysis) -> tuple[Result, ...]:
     """Decide how each output of the model is assembled."""

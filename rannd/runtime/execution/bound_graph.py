@@ -16,6 +16,7 @@ from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment
 from rannd.plan.schedule.program import Edge, Layout, Program
 from rannd.plan.schedule.schedules import fill_drain, interleaved_program
+from rannd.plan.simulate.layout import layout_of
 
 LARGE_OUTPUT = 1 << 16
 """Bytes of one row above which an output beside the loss stays where it is made, unless it is asked for."""
@@ -145,9 +146,11 @@ def bind(
             source = -1 if node.op == "placeholder" else stage_of[node]
             edges.setdefault((source, number), []).append(node)
     for node, result in zip(graph.traced.results, graph.results, strict=True):
-        if result.kind not in ("number", "global"):  # numbers of all pieces are added up where they are made
+        if result.is_sent:  # numbers of all pieces are added up where they are made
             edges.setdefault((stage_of[node], count), []).append(node)
     layout = _layout(graph, deployment, edges, graph.placement.requires_grad)
+    if owners is None:
+        _check_planned(layout, layout_of(graph.task, deployment))
     traffic = Traffic(fill_drain(layout), _sorted(edges))
     borrowers: dict[str, set[int]] = {}
     for number, part in enumerate(parts):
@@ -175,6 +178,18 @@ def bind(
         borrowed,
         stage_of,
     )
+
+
+def _check_planned(bound: Layout, planned: Layout) -> None:
+    """Check that a planned graph's cut parts exchange what the planner has simulated.
+
+    Raises:
+        DeploymentError: They do not.
+    """
+    for name in ("world", "stages", "edges", "grad_edges"):
+        here, there = getattr(bound, name), getattr(planned, name)
+        if here != there:
+            raise DeploymentError(f"the stages have {name} {here}, the plan has {there}; please report this")
 
 
 def _sorted(edges: Mapping[Edge, list[Node]]) -> dict[Edge, tuple[Node, ...]]:

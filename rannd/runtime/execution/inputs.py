@@ -63,7 +63,7 @@ class MiniBatch:
         """Split the gradients of the rank's outputs into those of its pieces."""
         sizes, pieces = step.pieces, step.pieces.of_slot(self._slot)
         for node, result, gradient in zip(self._graph.traced.results, self._graph.results, gradients, strict=True):
-            if node not in live or result.kind in ("number", "global"):
+            if node not in live or not result.is_sent:
                 continue
             for piece in pieces:
                 first, rows = sizes.slices[piece]
