@@ -17,7 +17,8 @@ from rannd.graph.call.signature import flatten_call
 from rannd.plan.deployment import Deployment
 from rannd.runtime import registry
 from rannd.runtime.comm import process_flags
-from rannd.runtime.comm.world import current, made
+from rannd.runtime.comm.lockstep import forget_uncompared
+from rannd.runtime.comm.world import current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.parameters.state_dict import copy_of, gather_state, load_later, load_state, own_state
@@ -453,8 +454,6 @@ def clear() -> None:
     _wrapped.clear()
     grad_norm.remove()
     autograd_inputs.remove()
-    world = made()
-    if world is not None:
-        world.uncompared.clear()
+    forget_uncompared()
     process_flags.delayed = False
     process_flags.keeps_graph = False

@@ -40,8 +40,8 @@ from rannd.profile.costs import CostTable
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.cache_client import GIB, Cache, holder, tell_miss, understood
-from rannd.runtime.comm.device_memory import amount
-from rannd.runtime.comm.world import World, device_memory, device_model
+from rannd.runtime.comm.device import amount, backend_of, device_memory, device_model
+from rannd.runtime.comm.world import World
 from rannd.runtime.execution.bound_graph import planned_stages
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.memory_fit import lower_limit, short
@@ -104,15 +104,16 @@ class Planner:
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )
         """Whether backward begins inside a call."""
-        self._memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
+        memory = device_memory(world.device, world.local_size)
+        self._memory = min(memory for (memory,) in world.gather_numbers([memory]))
         self.usable_memory = self._usable()
-        self._model_name = device_model(world)
+        self._model_name = device_model(world.device)
         self._doing: Callable[[str], None] = _nobody
         """Tells those who wait for this job's plan what it is doing."""
         self._used: Key | None = None
         self._base: Key | None = None
         self._file = ProfileFile(config, self._model_name)
-        self._backend = "nccl" if world.device.type == "cuda" else "gloo"
+        self._backend = backend_of(world.device)
         self._versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
         self._versions["rannd source"] = source_digest()
         self._made = Provenance(self._model_name, "measured", version(), str(torch.__version__))

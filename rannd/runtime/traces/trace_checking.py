@@ -18,7 +18,7 @@ from rannd.graph.comparison import Mismatch, NotComparable, compare_few, rows_to
 from rannd.graph.model import ModelGraph
 from rannd.graph.modules.bisection import first_wrong, outermost, twins
 from rannd.graph.modules.source_location import described
-from rannd.runtime.comm.device_memory import amount
+from rannd.runtime.comm.device import amount
 from rannd.runtime.comm.world import World
 from rannd.runtime.planning.memory_fit import room
 
