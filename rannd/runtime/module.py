@@ -17,6 +17,7 @@ from rannd.graph.call.signature import flatten_call
 from rannd.plan.deployment import Deployment
 from rannd.runtime import registry
 from rannd.runtime.comm import process_flags
+from rannd.runtime.comm.context import Context, WrapOptions
 from rannd.runtime.comm.lockstep import forget_uncompared
 from rannd.runtime.comm.world import current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
@@ -119,11 +120,7 @@ class RaNNCModule(nn.Module):
         self.__dict__["_inner"] = model
         self._config = config
         self._optimizer = optimizer
-        self._session = Session(
-            current(config),
-            config,
-            model,
-            optimizer,
+        options = WrapOptions(
             load_deployment=file,
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
             sync=process_flags.sync_params,
@@ -131,6 +128,7 @@ class RaNNCModule(nn.Module):
             scaler=scaler,
             shared=not gather_inputs,
         )
+        self._session = Session(Context.of(current(config), config, model, optimizer, options))
         self.training = model.training
         _wrapped.add(self)
         registry.enter(self, model)

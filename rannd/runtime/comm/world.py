@@ -24,7 +24,6 @@ from rannd.runtime.comm.device import backend_of, choose_device
 from rannd.runtime.comm.rendezvous import LaunchedRank
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.detector import FailureDetector
-from rannd.runtime.failure.nan_check import Finite
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class World:
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     watch: FailureDetector = field(default_factory=FailureDetector)
     """Failures of this rank and of others."""
-    finite: Finite = field(default_factory=Finite)
 
     @property
     def rank(self) -> int:
@@ -202,14 +200,13 @@ def _make(config: Config) -> World:
     connections = Connections()
     rendezvous.join(place, connections)
     device = choose_device(config.device, place.local_rank)
-    finite = Finite(config.check_nan)
     if place.size == 1:
-        return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, None, finite=finite)
+        return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, None)
     control, forward, backward = (
         rendezvous.make_group(connections, backend) for backend in ("gloo", backend_of(device), backend_of(device))
     )
     watch = FailureDetector(connections)
-    world = World(place, device, (), (), (), control, forward, backward, watch=watch, finite=finite)
+    world = World(place, device, (), (), (), control, forward, backward, watch=watch)
     mine = (host, _node_identity(), device.type, device.index if device.index is not None else place.local_rank)
     everyone = [
         msgspec.msgpack.decode(data, type=tuple[str, str, str, int])
