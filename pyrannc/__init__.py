@@ -25,8 +25,8 @@ from rannd.plan.plan_text import show as _show
 from rannd.runtime.comm.lockstep import Phase as _Phase
 from rannd.runtime.comm.lockstep import meet as _meet
 from rannd.runtime.comm.process_flags import delay_grad_allreduce, keep_graph, sync_params_on_init
+from rannd.runtime.comm.rendezvous import find_place as _find_place
 from rannd.runtime.comm.world import current as _current
-from rannd.runtime.comm.world import find_place as _find_place
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.parameters.deferred_init import DistributeModelParams
 from rannd.runtime.planning.deployment_file import named as _named

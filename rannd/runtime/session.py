@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 
 from rannd import log
-from rannd.config import Config
 from rannd.errors import StepError, TraceError
 from rannd.graph.call.call_diff import difference, of_call
 from rannd.graph.call.call_errors import check_ready
@@ -23,9 +20,8 @@ from rannd.graph.modules.guards import PythonState
 from rannd.graph.tracing.dropout import traced_with
 from rannd.plan.deployment import Deployment
 from rannd.profile.graph_profile import GraphProfile
-from rannd.runtime.comm.cache_client import Cache
+from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, agree, meet
-from rannd.runtime.comm.world import World
 from rannd.runtime.deployment.deployer import Deployed, Deployer
 from rannd.runtime.deployment.graph_table import UNKNOWN, Graphs
 from rannd.runtime.deployment.undeploy import gather_gradient, undeploy
@@ -49,51 +45,20 @@ MANY_GRAPHS = 16
 class Session:
     """Runs calls of a model. Everything here is collective: all ranks make the same calls in the same order."""
 
-    def __init__(
-        self,
-        world: World,
-        config: Config,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        load_deployment: Path | None,
-        checkpoint: Path | None,
-        sync: bool,
-        all_outputs: bool = False,
-        scaler: torch.amp.GradScaler | None = None,
-        shared: bool = False,
-    ) -> None:
-        self.world = world
-        self._config = config
-        self._model = model
-        self._optimizer = optimizer
-        self._scaler = scaler
-        self._shared = shared
-        """All ranks run rank 0's mini-batch."""
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.world = world = context.world
         meet(world, Phase.WRAP)
         self._seed = int.from_bytes(world.broadcast_bytes(torch.initial_seed().to_bytes(8, "big")), "big")
-        self.values = InitialValues(world, model, checkpoint, sync=sync)
-        self._graphs = Graphs(world, model)
-        self._cache = Cache(world, config)
-        self._tracer = Tracer(world, self._cache, model, check=config.verify_trace)
-        self._deployer = Deployer(
-            world,
-            config,
-            self._cache,
-            model,
-            optimizer,
-            self.values,
-            load=load_deployment,
-            sync=sync,
-            averaged=1 if shared else world.size,
-            all_outputs=all_outputs,
-            scaler=scaler,
-        )
+        self.values = InitialValues(context)
+        self._graphs = Graphs(context)
+        self._tracer = Tracer(context)
+        self._deployer = Deployer(context, self.values)
         self._steps = 0
         self.dropout: bool | None = None
         """What `RaNNCModule.enable_dropout` says; None: as the modules' training flags do."""
-        if optimizer is not None:
-            whole_optimizer(optimizer, world)
+        if context.optimizer is not None:
+            whole_optimizer(context.optimizer, world)
         self._deployed: Deployed | None = None
 
     @property
@@ -136,7 +101,7 @@ class Session:
         """
         watch = self.world.watch
         watch.where.step, watch.promise = self._steps, self._promise
-        if self._shared:
+        if self._context.options.shared:
             meet(self.world, Phase.FORWARD)
             call = from_rank_0(self.world, call)
         mode = Mode.current(training, self.dropout)
@@ -151,7 +116,7 @@ class Session:
             number = self._graphs.find(call, mode, state)
             told = self._agree(number, call, waits=waits)
         if any(each == UNKNOWN for each, _ in told):
-            with self._cache.connected():
+            with self._context.cache.connected():
                 watch.where.preparing = True
                 number = self._prepare(call, mode, state)
                 watch.where.preparing, watch.promise = False, self._promise
@@ -162,7 +127,7 @@ class Session:
         executor = self._graphs.use(number)
         graph = executor.bound.graph
         by_slot = tuple(told[rank][1] for rank in self.world.rank_of_slot)
-        if self._shared:
+        if self._context.options.shared:
             by_slot = rows_by_slot(self.world, graph, by_slot[0])
         if not any(by_slot):
             raise StepError("the mini-batches of all ranks are empty; skip the step")
@@ -173,7 +138,7 @@ class Session:
         leaves = [tensor.to(self.world.device) for tensor in call.tensors]
         step = Step(self._steps, executor.pieces(by_slot), leaves)
         share: Share | None = None
-        if self._shared:
+        if self._context.options.shared:
             share = Share(self.world, graph, by_slot)
             step.leaves, step.whole = share.inputs(leaves), leaves
         step.interleaved, step.seed = self._interleaves(executor, mode)
@@ -211,10 +176,15 @@ class Session:
 
         In half precision small gradients need the scale of the script's GradScaler from the start.
         """
-        if not self._config.interleave_loss or executor.bound.interleaved is None or not torch.is_grad_enabled():
+        if (
+            not self._context.config.interleave_loss
+            or executor.bound.interleaved is None
+            or not torch.is_grad_enabled()
+        ):
             return False, 1.0
-        if self._scaler is not None and self._scaler.is_enabled():
-            return True, float(self._scaler.get_scale())
+        scaler = self._context.options.scaler
+        if scaler is not None and scaler.is_enabled():
+            return True, float(scaler.get_scale())
         return not mode.float16, 1.0
 
     def _check_losses(self, executor: Executor, step: Step, outputs: Sequence[Any]) -> None:
@@ -241,7 +211,7 @@ class Session:
                 }
                 return {**inputs, **{f"parameter {name}": held.tensors[name] for name in held.own}}
 
-            self.world.finite.losses(
+            self._context.finite.losses(
                 losses, given, lambda: executor.mini_batch.counts_no_label(step), run_again, half=half
             )
 
@@ -280,7 +250,7 @@ class Session:
         meet(self.world, Phase.UNDEPLOY)
         deployed.parameters.adopt()
         deployed.frozen.agree()
-        undeploy(self.world, deployed.parameters, deployed.origin, self._optimizer)
+        undeploy(self.world, deployed.parameters, deployed.origin, self._context.optimizer)
         self.close()
         if self.world.rank == 0:
             log.get("RaNNCModule").info("The model is whole again on every rank; the next call deploys it anew")
@@ -311,7 +281,7 @@ class Session:
             deployed.parameters.adopt()
         else:
             planned = self._as_trained(graph, call)
-            if self._config.verify_partitioning and not self._config.partitioning_dry_run_np:
+            if self._context.config.verify_partitioning and not self._context.config.partitioning_dry_run_np:
                 self._verify(planned, call)
             self._deployed = self._deployer.deploy(planned, call, rows)
         assert self._deployed is not None
@@ -325,13 +295,13 @@ class Session:
 
     def profile(self, call: Call, training: bool) -> GraphProfile:
         """Measure the blocks of a call's graph for plans of any size; nothing is deployed."""
-        with self._cache.connected():
+        with self._context.cache.connected():
             graph, signature = self._graph_of(call, Mode.current(training, self.dropout))
             return self._deployer.profile(graph, call, self._rows(signature, call))
 
     def _graph_of(self, call: Call, mode: Mode) -> tuple[ModelGraph, Signature]:
         """The graph of a call that all ranks make alike, and what it is traced for."""
-        check_ready(self._model, call.names, call.tensors)
+        check_ready(self._context.model, call.names, call.tensors)
         told = self.world.gather_bytes(msgspec.msgpack.encode(of_call(call, mode)))
         what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
         if what:
@@ -350,7 +320,7 @@ class Session:
     def _rows(self, signature: Signature, call: Call) -> list[int]:
         """Rows of each rank."""
         rows = [count for (count,) in self.world.gather_numbers([signature.rows(call.tensors)])]
-        if self._shared:
+        if self._context.options.shared:
             rows = [count for _, count in split_rows(rows[0], self.world.size)]
         if not any(rows):
             raise StepError("the mini-batches of all ranks are empty; skip the step")
@@ -363,10 +333,10 @@ class Session:
         training (it wants labels, say) is planned for the call at hand.
         """
         mode = Mode(True, True, graph.signature.mode.autocast)
-        if self._optimizer is None or graph.signature.mode == mode:
+        if self._context.optimizer is None or graph.signature.mode == mode:
             return graph
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.train()
+        modes = [(module, module.training) for module in self._context.model.modules()]
+        self._context.model.train()
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 return self._trace(dataclasses.replace(graph.signature, mode=mode, fixed_rows=None), call)
@@ -379,14 +349,14 @@ class Session:
 
     def _trace(self, signature: Signature, call: Call) -> ModelGraph:
         """The graph of a call, from the cache or traced now; checked against the model where that is wanted."""
-        with self._whole_model() as empty, traced_with(self._model, signature.mode):
+        with self._whole_model() as empty, traced_with(self._context.model, signature.mode):
             graph, cached = self._tracer.graph(signature, call.tensors, self._graphs.state(), empty)
-            if cached and self._config.verify_partitioning and self.deployment is None:
+            if cached and self._context.config.verify_partitioning and self.deployment is None:
                 wrong = self._verified(graph, call)
                 if wrong:
                     self._tracer.distrust(wrong)
                     graph, _ = self._tracer.graph(signature, call.tensors, self._graphs.state(), empty)
-        if not self._config.partitioning_dry_run_np:
+        if not self._context.config.partitioning_dry_run_np:
             self.values.check_leaves(graph.traced.leaf_paths)
         if self.world.rank == 0 and self.deployment is None:
             log.get("RaNNCModule").info("Converting torch model to IR ...")
@@ -403,7 +373,7 @@ class Session:
 
     def _verify(self, graph: ModelGraph, call: Call) -> None:
         if not self.values.bare:
-            verify(self._model, graph, call.tensors)
+            verify(self._context.model, graph, call.tensors)
         elif self.world.rank == 0:
             log.get("RaNNCModule").warning(
                 "verify_partitioning: not done, because no rank has the whole model (meta device)"
@@ -416,4 +386,4 @@ class Session:
         """
         if self._deployed is not None:
             return self._deployed.parameters.hollow()
-        return self.values.readable(planned_only=bool(self._config.partitioning_dry_run_np))
+        return self.values.readable(planned_only=bool(self._context.config.partitioning_dry_run_np))

@@ -19,7 +19,8 @@ from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, check_plain, man
 from rannd.runtime.checkpoint.rng_state import random_state
 from rannd.runtime.comm.gather_objects import agree_on_errors, seal, unseal
 from rannd.runtime.comm.lockstep import Phase, meet
-from rannd.runtime.comm.world import TIMEOUT, World
+from rannd.runtime.comm.rendezvous import TIMEOUT
+from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.optimizer_state import merge_groups
 from rannd.runtime.parameters.initial_values import InitialValues

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from rannd.errors import StepError
 from rannd.plan.schedule.program import Action, ActionKind
+from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import (
     Phase,
     agree,
@@ -26,7 +27,6 @@ from rannd.runtime.comm.lockstep import (
     unpack_flags,
     unpack_floats,
 )
-from rannd.runtime.comm.world import World
 from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.inputs import MiniBatch
@@ -51,30 +51,27 @@ class Executor:
 
     def __init__(
         self,
-        world: World,
+        context: Context,
         bound: BoundGraph,
         state: Mapping[str, torch.Tensor],
         reducer: Reducer,
-        seed: int,
-        *,
-        averaged: int,
         anchor: Anchor,
+        seed: int,
     ) -> None:
-        """`averaged`: the number of ranks whose mini-batches are averaged over, 1 where one is shared by all."""
         self.anchor = anchor
-        self.world = world
+        self.world = world = context.world
         self.bound = bound
         self.closed = False
         """The deployment is gone."""
-        self.computing = Computing(world, bound, state, seed)
+        self.computing = Computing(context, bound, state, seed)
         """This rank's part."""
-        self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, averaged)
+        self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, context.averaged)
         """What this rank gives and gets."""
         self._reducer = reducer
         self._graph = bound.graph
         self._slot = bound.slot
         self._last = len(bound.layout.stages)
-        self._totals = Totals(world, bound.graph, averaged)
+        self._totals = Totals(world, bound.graph, context.averaged)
         self._buffers = MessageBuffers(world.device)
         self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
         self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()

@@ -14,7 +14,7 @@ from rannd.runtime.execution.step import Step
 
 
 class MiniBatch:
-    """The mini-batches of the rank in `slot`, on `device`; `averaged`: see Executor."""
+    """The mini-batches of the rank in `slot`, on `device`; `averaged`: see Context."""
 
     def __init__(self, graph: ModelGraph, slot: int, device: torch.device, averaged: int) -> None:
         self._graph = graph

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.fx import Node
 
-from rannd.runtime.comm.world import World, finish
+from rannd.runtime.comm.context import Context
+from rannd.runtime.comm.world import finish
 from rannd.runtime.execution.bound_graph import BoundGraph
 from rannd.runtime.execution.step import Saved, Step
 
@@ -18,10 +19,11 @@ from rannd.runtime.execution.step import Saved, Step
 class Computing:
     """Runs this rank's part of a bound graph with `state` (name -> tensor to compute with)."""
 
-    def __init__(self, world: World, bound: BoundGraph, state: Mapping[str, torch.Tensor], seed: int) -> None:
+    def __init__(self, context: Context, bound: BoundGraph, state: Mapping[str, torch.Tensor], seed: int) -> None:
         self.seed = seed
         """Random numbers depend on it."""
-        self._world = world
+        self._world = context.world
+        self._finite = context.finite
         self._bound = bound
         self._state = state
         self._written = sorted(bound.graph.placement.written & set(bound.part.tensors))
@@ -131,9 +133,9 @@ class Computing:
                 seeds.append(gradient)
         if roots:
             torch.autograd.backward(roots, seeds, retain_graph=step.keep)
-            if self._world.finite.every:
+            if self._finite.every:
                 found = {node: value.grad for node, value in saved.inputs.items()}
-                self._world.finite.gradients(dict(enumerate(seeds)), found)
+                self._finite.gradients(dict(enumerate(seeds)), found)
         for node, value in saved.inputs.items():
             if node not in live:
                 continue
@@ -162,7 +164,7 @@ class Computing:
             self._bound.graph.signature.mode.autocasting(),
         ):
             arguments = (*inputs.values(), *tensors, *part.numbers_at(step.pieces.rows[piece]))
-            values = self._world.finite.run(part.module, arguments)
+            values = self._finite.run(part.module, arguments)
         return dict(zip(part.outputs, values, strict=True))
 
     @contextlib.contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import torch
@@ -22,8 +21,8 @@ from torch import nn
 from rannd import log
 from rannd.errors import CheckpointError, RanndError, TraceError, UsageError
 from rannd.profile.out_of_memory import is_out_of_memory
+from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.gather_objects import agree_on_errors
-from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.deferred_init import Recipe, check_unchanged, draw_seed, forget, recipes_of, recorders_of
 from rannd.runtime.parameters.op_tape import Unrepeatable, kept_generators
 from rannd.runtime.parameters.reset_parameters import record_initialisation
@@ -39,16 +38,12 @@ ADVICE = (
 
 
 class InitialValues:
-    """The values of one model, until it is deployed. Making it, and all methods that say so, are collective.
+    """The values of one model, until it is deployed. Making it, and all methods that say so, are collective."""
 
-    Args:
-        checkpoint: A file or folder, see weights.open_weights.
-    """
-
-    def __init__(self, world: World, model: nn.Module, checkpoint: Path | None, *, sync: bool) -> None:
-        self._world = world
-        self._model = model
-        self._sync = sync
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._world = world = context.world
+        self._sync = context.options.sync
         self._given: dict[str, tuple[Weights, str]] = {}
         """Checkpoint, and name in it, of tensors, by first name."""
         self._finish: Callable[[], None] | None = None
@@ -64,6 +59,7 @@ class InitialValues:
         self._seed = draw_seed(world) if self.bare else 0
         if self.bare:
             self._together(self._fill_plain, UsageError)
+        checkpoint = context.options.checkpoint
         if checkpoint is not None:
             self._together(lambda: self._load(open_weights(checkpoint.expanduser())), CheckpointError)
 
@@ -71,7 +67,7 @@ class InitialValues:
 
     def _look(self) -> None:
         """Which tensors have no values, on this rank and on others. Collective."""
-        lacking = {name for name, tensor in _first(self._model)[1].items() if tensor.is_meta}
+        lacking = {name for name, tensor in _first(self._context.model)[1].items() if tensor.is_meta}
         told = self._world.gather_bytes(msgspec.msgpack.encode(sorted(lacking)))
         by_rank = [set(msgspec.msgpack.decode(data, type=list[str])) for data in told]
         self._lacking = by_rank[0] if self._sync else lacking
@@ -80,7 +76,7 @@ class InitialValues:
             _check_rank_0(by_rank)
 
     def _load(self, weights: Weights) -> None:
-        found = match(self._model, _first(self._model)[0], weights)
+        found = match(self._context.model, _first(self._context.model)[0], weights)
         if found.missing or found.unexpected:
             raise CheckpointError(
                 f"{weights.where} does not belong to this model: missing {_some(found.missing)}, unexpected "
@@ -90,7 +86,7 @@ class InitialValues:
 
     def take(self, weights: Weights, names: Mapping[str, str]) -> None:
         """Use a checkpoint, by the names in it for names of the model, when the model is deployed."""
-        first = _first(self._model)[0]
+        first = _first(self._context.model)[0]
         self._given.update({first[name]: (weights, there) for name, there in names.items()})
 
     def afterwards(self, finish: Callable[[], None]) -> None:
@@ -115,8 +111,8 @@ class InitialValues:
                 self._check_alike()
 
     def _prepare(self, used: Callable[[str], bool]) -> None:
-        _, tensors = _first(self._model)
-        by_id = recipes_of(self._model)
+        _, tensors = _first(self._context.model)
+        by_id = recipes_of(self._context.model)
         recipes = {name: by_id[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_id}
         for recorder in dict.fromkeys(recipe.recorder for recipe in recipes.values()):
             recorder.tape.name_draws([(name, each.view) for name, each in recipes.items() if each.recorder is recorder])
@@ -129,8 +125,8 @@ class InitialValues:
         if not without:
             return
         with self._all_bare():
-            recorder = record_initialisation(self._model, {id(tensors[name]) for name in without}, self._seed)
-            _, tensors = _first(self._model)  # buffers may be others now
+            recorder = record_initialisation(self._context.model, {id(tensors[name]) for name in without}, self._seed)
+            _, tensors = _first(self._context.model)  # buffers may be others now
             views = [(name, recorder.view(tensor)) for name, tensor in tensors.items()]
         known = [(name, view) for name, view in views if view is not None and recorder.tape.written(view)]
         recorder.tape.name_draws(known)
@@ -140,7 +136,8 @@ class InitialValues:
         if fatal:
             raise UsageError(
                 f"{_what(tensors[fatal[0]])} {fatal[0]} is on the meta device, and nothing says what its values are"
-                f"{_owner(self._model, fatal[0])}; {ADVICE}" + (f" (also: {_some(fatal[1:])})" if fatal[1:] else "")
+                f"{_owner(self._context.model, fatal[0])}; {ADVICE}"
+                + (f" (also: {_some(fatal[1:])})" if fatal[1:] else "")
             )
         if unknown and self._world.rank == 0:
             log.get("ParamStorage").warning("Buffers %s have no values and are not used: they read as NaN", unknown)
@@ -211,8 +208,9 @@ class InitialValues:
             ) from exc
         if holes is not None:
             if name in self._own:
+                owner = _owner(self._context.model, name)
                 raise UsageError(
-                    f"{name} is on the meta device, and the initialisation of its module{_owner(self._model, name)} "
+                    f"{name} is on the meta device, and the initialisation of its module{owner} "
                     f"leaves {int(holes.sum())} of its {value.numel()} values open; {ADVICE}"
                 )
             value = value.masked_fill(holes, 0)
@@ -234,9 +232,9 @@ class InitialValues:
 
     def _fill_plain(self) -> None:
         """Tensors in other attributes of modules, which every rank has whole: a graph has them as constants."""
-        recorders = recorders_of(self._model)
+        recorders = recorders_of(self._context.model)
         with kept_generators(), torch.no_grad():
-            for path, tensor in plain_tensors(self._model):
+            for path, tensor in plain_tensors(self._context.model):
                 for recorder in recorders if tensor.is_meta else ():
                     view = recorder.view(tensor)
                     if view is None:
@@ -253,7 +251,7 @@ class InitialValues:
         self._own.clear()
         self._constructed.clear()
         self._given.clear()
-        forget(self._model)
+        forget(self._context.model)
 
     # -- without values ---------------------------------------------------------------------------------------
 
@@ -268,7 +266,7 @@ class InitialValues:
             yield ()
             return
         lost = self._lost()
-        tensors = [*_first(self._model)[1].values(), *(lost.values() if planned_only else ())]
+        tensors = [*_first(self._context.model)[1].values(), *(lost.values() if planned_only else ())]
         away = [tensor for tensor in tensors if tensor.device.type != "cpu" and tensor.layout is torch.strided]
         try:
             with others(away, unwritten):
@@ -287,12 +285,12 @@ class InitialValues:
 
     def _lost(self) -> dict[str, torch.Tensor]:
         """Tensors in other attributes of modules that have no values."""
-        return {path: tensor for path, tensor in plain_tensors(self._model) if tensor.is_meta}
+        return {path: tensor for path, tensor in plain_tensors(self._context.model) if tensor.is_meta}
 
     @contextlib.contextmanager
     def _all_bare(self) -> Iterator[None]:
         """All of the model on the meta device, as a Recorder wants it."""
-        tensors = [*_first(self._model)[1].values(), *(each for _, each in plain_tensors(self._model))]
+        tensors = [*_first(self._context.model)[1].values(), *(each for _, each in plain_tensors(self._context.model))]
         with others([each for each in tensors if not each.is_meta and each.layout is torch.strided], bare):
             yield
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from rannd.errors import StepError
 from rannd.plan.deployment import Deployment
-from rannd.runtime.comm.world import World, finish
+from rannd.runtime.comm.context import Context
+from rannd.runtime.comm.world import finish
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.tensor_swap import give, hollow
 
@@ -26,16 +27,13 @@ class Parameters:
 
     def __init__(
         self,
-        world: World,
-        model: nn.Module,
+        context: Context,
         owners: Mapping[str, tuple[int, ...]],
         deployment: Deployment,
-        *,
         values: InitialValues,
-        sync: bool,
     ) -> None:
-        self._world = world
-        self._model = model
+        self._context = context
+        self._world = world = context.world
         self.owners = owners
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: dict[str, str] = {}
@@ -51,15 +49,15 @@ class Parameters:
             for name, stages in owners.items()
         }
         settled = values.fill(self.own, self.tensors)
-        if sync:
+        if context.options.sync:
             self._from_rank_0(settled)
         self._settle()
         self.aliases: dict[str, torch.Tensor] = {}
         self.refresh()
 
     def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._model.named_parameters(remove_duplicate=False)
-        yield from self._model.named_buffers(remove_duplicate=False)
+        yield from self._context.model.named_parameters(remove_duplicate=False)
+        yield from self._context.model.named_buffers(remove_duplicate=False)
 
     def _from_rank_0(self, settled: Collection[str]) -> None:
         """Give rank 0's values to all ranks that hold them (ranks may have been seeded differently).
