@@ -77,7 +77,8 @@ class SnapshotWriter:
 
     def module(self, module: nn.Module) -> dict[str, object]:
         """The state of one module."""
-        skipped, known, found = self._skipped, self._known, dict[str, object]()
+        skipped, known = self._skipped, self._known
+        found: dict[str, object] = {}
         own = object.__getattribute__(module, "__dict__")
         for key, value in own.items():
             if key in skipped:
