@@ -293,6 +293,23 @@ def test_a_buffer_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_not_the_same_twice_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+
+    class State:
+        calls = 0
+
+    def counted(a: torch.Tensor) -> torch.Tensor:
+        State.calls += 1
+        return a * State.calls
+
+    model = pyrannc.RaNNCModule(Model(counted, True).double(), None)
+    with caplog.at_level(logging.INFO):
+        model(torch.randn(4, WIDTH, dtype=torch.float64))
+    assert "The trace was not compared with the model: the model is not the same twice" in caplog.text
+
+
+def test_what_a_closure_counts_is_put_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As what an attribute counts; the model is the same twice then."""
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
     state = {"calls": 0}
 
     def counted(a: torch.Tensor) -> torch.Tensor:
@@ -301,8 +318,12 @@ def test_what_is_not_the_same_twice_is_told(monkeypatch: pytest.MonkeyPatch, cap
 
     model = pyrannc.RaNNCModule(Model(counted, True).double(), None)
     with caplog.at_level(logging.INFO):
-        model(torch.randn(4, WIDTH, dtype=torch.float64))
-    assert "The trace was not compared with the model: the model is not the same twice" in caplog.text
+        for _ in range(2):
+            model(torch.randn(4, WIDTH, dtype=torch.float64))
+    assert "The trace computes what the model computes" in caplog.text
+    assert "forward changes attribute function of module inner" in caplog.text
+    assert caplog.text.count("Tracing model") == 1
+    assert state == {"calls": 0}
 
 
 def test_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
