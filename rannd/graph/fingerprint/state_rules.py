@@ -44,7 +44,7 @@ LIBRARY_LEVELS = 4
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
-class Part(Enum):
+class AttributeKind(Enum):
     """How one of the attributes that every module has counts."""
 
     VALUE = "by its value"
@@ -57,23 +57,23 @@ class Part(Enum):
 
 
 MODULE_PARTS = {
-    "training": Part.VALUE,
-    "_is_full_backward_hook": Part.VALUE,
-    "_parameters": Part.TENSORS,
-    "_buffers": Part.TENSORS,
-    "_non_persistent_buffers_set": Part.NAMES,
-    "_modules": Part.MODULES,
-    "_forward_hooks": Part.HOOKS,
-    "_forward_hooks_with_kwargs": Part.FLAGS,
-    "_forward_hooks_always_called": Part.FLAGS,
-    "_forward_pre_hooks": Part.HOOKS,
-    "_forward_pre_hooks_with_kwargs": Part.FLAGS,
-    "_backward_hooks": Part.HOOKS,
-    "_backward_pre_hooks": Part.HOOKS,
-    "_state_dict_hooks": Part.SAVING,
-    "_state_dict_pre_hooks": Part.SAVING,
-    "_load_state_dict_pre_hooks": Part.SAVING,
-    "_load_state_dict_post_hooks": Part.SAVING,
+    "training": AttributeKind.VALUE,
+    "_is_full_backward_hook": AttributeKind.VALUE,
+    "_parameters": AttributeKind.TENSORS,
+    "_buffers": AttributeKind.TENSORS,
+    "_non_persistent_buffers_set": AttributeKind.NAMES,
+    "_modules": AttributeKind.MODULES,
+    "_forward_hooks": AttributeKind.HOOKS,
+    "_forward_hooks_with_kwargs": AttributeKind.FLAGS,
+    "_forward_hooks_always_called": AttributeKind.FLAGS,
+    "_forward_pre_hooks": AttributeKind.HOOKS,
+    "_forward_pre_hooks_with_kwargs": AttributeKind.FLAGS,
+    "_backward_hooks": AttributeKind.HOOKS,
+    "_backward_pre_hooks": AttributeKind.HOOKS,
+    "_state_dict_hooks": AttributeKind.SAVING,
+    "_state_dict_pre_hooks": AttributeKind.SAVING,
+    "_load_state_dict_pre_hooks": AttributeKind.SAVING,
+    "_load_state_dict_post_hooks": AttributeKind.SAVING,
 }
 """The attributes that `nn.Module.__init__` makes. All other attributes of a module count by what they hold."""
 
