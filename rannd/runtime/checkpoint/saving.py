@@ -83,7 +83,13 @@ def save(
         error = str(exc)
     agree_on_errors(world, error, UsageError)
     outlines = world.gather_bytes(outline)
-    script = _script([unseal(each) for each in outlines], step, extra) if world.rank == 0 else b""
+    script = b""
+    if world.rank == 0:
+        try:
+            script = _script([unseal(each) for each in outlines], step, extra)
+        except UsageError as exc:
+            error = str(exc)
+    agree_on_errors(world, error, UsageError)
     draft, folder = _draft(world, path)
     told = manifest(prefix, world.size, step, {})
 

@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from rannd.errors import UsageError
+
 MARK = "\0tensor"
 """A tensor's place in a skeleton is ``{MARK: its number among those of its parameter}``."""
 
@@ -104,7 +106,11 @@ def merge(parts: Sequence[NamedState[Key]]) -> NamedState[Key]:
 
     Ranks that were given the same parameters agree on the groups. Where a script gave each rank only its own (a group
     added after the model was deployed), parameters are in the order of the ranks, and within a rank in the script's.
+    UsageError where ranks have different numbers of groups.
     """
+    counts = [len(part.groups) for part in parts]
+    if len(set(counts)) > 1:
+        raise UsageError(f"the ranks' optimizers have {counts} groups; call add_param_group on every rank")
     groups = []
     for same in zip(*(part.groups for part in parts), strict=True):
         group = {**same[0], "params": list(dict.fromkeys(key for each in same for key in each["params"]))}
