@@ -159,8 +159,7 @@ class DaemonSession:
             after = page.next
 
     def prune(self, max_bytes: int) -> list[protocol.EntryInfo]:
-        """Remove least recently used entries that are not leased, until values take at most `max_bytes`; return
-        them."""
+        """Remove least recently used entries, except leased ones, down to `max_bytes` of values; return them."""
         removed: list[protocol.EntryInfo] = []
         while True:
             page = self.ask(protocol.Prune(max_bytes), protocol.Entries)

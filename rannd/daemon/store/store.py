@@ -147,8 +147,7 @@ class Store:
         return 0, 0
 
     def verify(self, after: str = "") -> tuple[int, list[str], str | None]:
-        """Check up to VERIFY_PAGE entries after `after`; return the number of sound ones, keys set aside, next
-        `after`."""
+        """Check up to VERIFY_PAGE entries after `after`: number of sound ones, keys set aside, next `after`."""
         with self._db.errors("read"), self._db.healing():
             rows = self._db.sql.execute(
                 f"SELECT {INFO}, value FROM entries WHERE key > ? ORDER BY key LIMIT ?", (after, VERIFY_PAGE)
@@ -297,8 +296,7 @@ class Store:
     def clear(
         self, *, kind: str | None = None, older_than_s: float | None = None, keys: Collection[str] | None = None
     ) -> tuple[list[EntryInfo], bool]:
-        """Remove up to PAGE entries that match all given conditions; return the readable ones, and whether to call
-        again.
+        """Remove up to PAGE entries that match all given conditions; return them, and whether there are more.
 
         Args:
             kind: Entries of this kind.
