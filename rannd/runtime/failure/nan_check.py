@@ -1,10 +1,10 @@
-"""NaN: a loss that is not a number ends the training, and says which operator of which stage made the first one.
+"""NaN check of losses: ends the training with an error that names the operator and stage of the first NaN.
 
-A loss that the model computes is the same on all ranks, so all of them see it without a word. To find where it came
-from they run the same step once more, looking at the result of every operator (`check_nan=all` always does): the first
-rank whose stage makes a NaN out of numbers raises, and the others hear of it as of any failure.
+A loss computed by the model is the same on all ranks, so all of them notice a NaN without communication. To find its
+origin they run the same step again and check the result of every operator (as `check_nan=all` always does): the first
+rank whose stage turns numbers into a NaN raises, and the other ranks learn of it as of any failure.
 
-Infinities are left alone: masks are full of them, and GradScaler lives on them.
+Infinities are not checked: masks contain them, and GradScaler relies on them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rannd.errors import NotANumberError
 
 
 class Finite:
-    """The checks of one process, as `check_nan` says."""
+    """NaN checks of one process, as configured by `check_nan`."""
 
     def __init__(self, wanted: str = "loss") -> None:
         self.every = wanted == "all"
-        """Look at the result of every operator."""
+        """Whether to check the result of every operator."""
         self._loss = wanted != "off"
         self._warned = False
 
     def run(self, module: GraphModule, arguments: Sequence[Any]) -> Sequence[Any]:
-        """``module(*arguments)``; with `every`, NotANumberError at the first operator that makes a NaN."""
+        """Run ``module(*arguments)``; with `every`, NotANumberError at the first operator that returns a NaN."""
         if not self.every or any(_has_nan(value) for value in arguments):
             return module(*arguments)  # type: ignore[no-any-return]
         return _Looking(module).run(*arguments)  # type: ignore[no-any-return]
 
     def gradients(self, given: Mapping[Any, torch.Tensor | None], found: Mapping[Any, torch.Tensor | None]) -> None:
-        """With `every`: NotANumberError where a backward made a NaN of numbers. Names to gradients."""
+        """With `every`: NotANumberError if a backward turned gradients `given` without NaN into NaN. Keys are names."""
         if not self.every or any(_has_nan(value) for value in given.values()):
             return
         for name, value in found.items():
@@ -51,14 +51,14 @@ class Finite:
         *,
         half: bool,
     ) -> None:
-        """Check the scalars of a training step that need gradients; all ranks have the same ones.
+        """Check the scalar outputs of a training step that require gradients; they are equal on all ranks.
 
         Args:
             losses: Name to value.
-            given: What this rank's stage computes with: inputs and parameters, by name.
-            empty: Whether a mean of this rank's mini-batch is one over no labels.
+            given: Returns the inputs and parameters of this rank's stage, by name.
+            empty: Whether some mean over this rank's mini-batch has no labels.
             again: Runs the step's forward once more, and waits for all ranks.
-            half: Under autocast to float16, where a GradScaler skips such a step: a warning, once, and no error.
+            half: Under autocast to float16, where a GradScaler skips such a step: warn once instead of raising.
 
         Raises:
             NotANumberError: one of them is NaN.
@@ -100,11 +100,11 @@ class Finite:
 
 
 class _Looking(Interpreter):
-    """Runs a part and looks at the result of every operator."""
+    """Interpreter of a stage that checks the result of every operator."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # the message says it already
+        self.extra_traceback = False  # the message already names the node
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
@@ -127,7 +127,7 @@ class _Looking(Interpreter):
 
 
 def _empties(node: Node) -> bool:
-    """Memory that nobody has written yet may hold anything."""
+    """Whether a node returns uninitialized memory, which may contain NaN."""
     return "empty" in str(node.target)
 
 
@@ -140,6 +140,6 @@ def _has_nan(value: Any) -> bool:
 
 
 def _made_at(node: Node) -> str:
-    """The module of the user's model that an operator belongs to, if it is known."""
+    """' of module PATH' for the user's module that an operator belongs to, '' if unknown."""
     path = node.meta.get("source", node).meta.get("module") or ""
     return f" of module {path}" if path else ""
