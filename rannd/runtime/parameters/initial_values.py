@@ -1,12 +1,12 @@
-"""Where a model's values come from, and getting them to the ranks that hold them.
+"""Initial values of a model's parameters and buffers: find their source, and materialize them on the ranks.
 
-A tensor with memory has its values already; a rank that holds it takes rank 0's. One on the meta device gets them, on
-each rank that holds it and on no other, from the first of these that knows it:
+A tensor with memory already has values; ranks that hold it take rank 0's. A tensor on the meta device is materialized
+only on the ranks that hold it, from the first available source of:
 
-1. the checkpoint that RaNNCModule was given, or that was loaded since (it also replaces values that are there);
-2. rank 0, where it has values there (a model that only rank 0 has built);
-3. the constructor that made it, under DistributeModelParams;
-4. the own initialisation of its module's class.
+1. the checkpoint passed to RaNNCModule or loaded since (it also replaces existing values);
+2. rank 0, if the tensor has values there (a model that only rank 0 has built);
+3. its constructor, recorded under DistributeModelParams;
+4. the initialization method of its module's class.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rannd.runtime.parameters.tensor_swap import bare, give, others, plain_tenso
 from rannd.runtime.storage.weight_files import Weights, match, open_weights
 
 MOST_NAMES = 5
-"""So many names are told in one message."""
+"""Maximum number of names in one message."""
 ADVICE = (
     "give RaNNCModule(checkpoint=...) a file that has it, define reset_parameters() in the module's class, or build "
     "the model under pyrannc.DistributeModelParams() in place of torch.device('meta')"
@@ -39,10 +39,10 @@ ADVICE = (
 
 
 class InitialValues:
-    """The values of one model, until it is deployed. Making it, and all methods that say so, are collective.
+    """Sources of the values of one model until it is deployed. The constructor and marked methods are collective.
 
     Args:
-        checkpoint: A file or folder, see weights.open_weights.
+        checkpoint: A file or folder, see storage.weight_files.open_weights.
     """
 
     def __init__(self, world: World, model: nn.Module, checkpoint: Path | None, *, sync: bool) -> None:
@@ -50,16 +50,16 @@ class InitialValues:
         self._model = model
         self._sync = sync
         self._given: dict[str, tuple[Weights, str]] = {}
-        """Checkpoint, and name in it, of tensors, by first name."""
+        """(checkpoint, name in it) of tensors, by first name."""
         self._finish: Callable[[], None] | None = None
         self._own: dict[str, Recipe] = {}
-        """Own initialisation of tensors, by first name."""
+        """Recorded initialization methods of tensors, by first name."""
         self._constructed: dict[str, Recipe] = {}
-        """What constructors under DistributeModelParams did."""
+        """Recorded constructors (DistributeModelParams) of tensors, by first name."""
         self._lacking: set[str] = set()
-        """Tensors that nobody but a checkpoint or the model's code has values for."""
+        """Tensors without values, which only a checkpoint or the model's code can provide."""
         self.bare = False
-        """Some rank has tensors without values."""
+        """Whether some rank has tensors without values."""
         self._look()
         self._seed = draw_seed(world) if self.bare else 0
         if self.bare:
@@ -70,7 +70,7 @@ class InitialValues:
     # -- where values come from -------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Which tensors have no values, on this rank and on others. Collective."""
+        """Exchange which tensors have no values on which ranks. Collective."""
         lacking = {name for name, tensor in _first(self._model)[1].items() if tensor.is_meta}
         told = self._world.gather_bytes(msgspec.msgpack.encode(sorted(lacking)))
         by_rank = [set(msgspec.msgpack.decode(data, type=list[str])) for data in told]
@@ -89,27 +89,27 @@ class InitialValues:
         self.take(weights, found.names)
 
     def take(self, weights: Weights, names: Mapping[str, str]) -> None:
-        """Use a checkpoint, by the names in it for names of the model, when the model is deployed."""
+        """Use a checkpoint when the model is deployed; `names` maps the model's names to the checkpoint's."""
         first = _first(self._model)[0]
         self._given.update({first[name]: (weights, there) for name, there in names.items()})
 
     def afterwards(self, finish: Callable[[], None]) -> None:
-        """Do something once the values are there and the optimizer has this rank's parameters."""
+        """Register a callback for when values are materialized and the optimizer has this rank's parameters."""
         self._finish = finish
 
     def finish(self) -> None:
-        """Do what was wanted `afterwards`. Collective."""
+        """Run the callback of `afterwards`. Collective."""
         finish, self._finish = self._finish, None
         if finish is not None:
             self._together(finish, CheckpointError)
 
     def prepare(self, used: Callable[[str], bool]) -> None:
-        """Find out how each value will be made, before anything is; `used` tells whether the graph reads a tensor.
+        """Decide the source of each value before materializing any; `used` tells whether the graph reads a tensor.
 
-        UsageError for values that nobody knows. Collective.
+        UsageError for tensors without a source. Collective.
         """
         if self.bare:
-            self._look()  # the script may have given values since
+            self._look()  # the script may have assigned values since
             self._together(lambda: self._prepare(used), UsageError)
             if self._sync:
                 self._check_alike()
@@ -130,7 +130,7 @@ class InitialValues:
             return
         with self._all_bare():
             recorder = record_initialisation(self._model, {id(tensors[name]) for name in without}, self._seed)
-            _, tensors = _first(self._model)  # buffers may be others now
+            _, tensors = _first(self._model)  # buffers may have been replaced
             views = [(name, recorder.view(tensor)) for name, tensor in tensors.items()]
         known = [(name, view) for name, view in views if view is not None and recorder.tape.written(view)]
         recorder.tape.name_draws(known)
@@ -146,7 +146,7 @@ class InitialValues:
             log.get("ParamStorage").warning("Buffers %s have no values and are not used: they read as NaN", unknown)
 
     def _check_alike(self) -> None:
-        """UsageError where ranks would make other values of a tensor: Python's and NumPy's random numbers differ."""
+        """UsageError if ranks would compute different values of a tensor, e.g. due to Python's or NumPy's RNG."""
         recipes = {**self._constructed, **self._own}
         mine = {name: recipe.recorder.tape.digest(recipe.view) for name, recipe in recipes.items()}
         told = self._world.gather_bytes(msgspec.msgpack.encode(mine))
@@ -163,10 +163,10 @@ class InitialValues:
     # -- getting them -----------------------------------------------------------------------------------------
 
     def fill(self, own: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Give the tensors that this rank holds their values, one at a time. Collective.
+        """Materialize the tensors that this rank holds, one at a time. Collective.
 
-        Returns the names of those that have their final values on every rank that holds them; all others have rank 0's,
-        or none where rank 0 has to send them.
+        Returns the names of tensors that have their final values on every rank that holds them; the others have or
+        await rank 0's.
         """
         if self.bare or self._given:
             self._together(lambda: self._fill(own, tensors), CheckpointError if self._given else UsageError)
@@ -190,7 +190,7 @@ class InitialValues:
                     value = self._remade(name, recipe, blank)
                     counts["initialisation" if name in self._own else "constructor"] += 1
                 elif tensor.is_meta:
-                    value = torch.full((), float("nan")).expand(tensor.shape)  # from rank 0, or a buffer nobody reads
+                    value = torch.full((), float("nan")).expand(tensor.shape)  # rank 0 sends it, or it is unused
                     value = value if tensor.is_floating_point() else torch.zeros(tensor.shape)
                 else:
                     continue
@@ -202,7 +202,7 @@ class InitialValues:
             value, holes = recipe.recorder.tape.replay(recipe.view)
         except Unrepeatable as exc:
             raise UsageError(f"{name} cannot be made again from what its constructor did: {exc}") from exc
-        except Exception as exc:  # operators raise what they like
+        except Exception as exc:  # operators may raise anything
             if is_out_of_memory(exc):
                 raise
             raise UsageError(
@@ -233,7 +233,7 @@ class InitialValues:
         tensor.grad = None
 
     def _fill_plain(self) -> None:
-        """Tensors in other attributes of modules, which every rank has whole: a graph has them as constants."""
+        """Materialize plain tensor attributes of modules on every rank, since graphs contain them as constants."""
         recorders = recorders_of(self._model)
         with kept_generators(), torch.no_grad():
             for path, tensor in plain_tensors(self._model):
@@ -247,7 +247,7 @@ class InitialValues:
                     break
 
     def close(self) -> None:
-        """Drop what is not needed once the values are there; they are as any model's then."""
+        """Free everything that is not needed once all values are materialized."""
         self.bare = False
         self._lacking = set()
         self._own.clear()
@@ -259,10 +259,10 @@ class InitialValues:
 
     @contextlib.contextmanager
     def readable(self, *, planned_only: bool) -> Iterator[Sequence[torch.Tensor] | None]:
-        """While a graph is traced: what has no values is on the CPU, as in any model, without taking memory.
+        """During tracing, make tensors without values appear on the CPU, without using memory.
 
-        So are constants without values where a graph is `planned_only`; otherwise they are UsageErrors, where the
-        trace fails, as it does where they are read. Gives None then, and no tensors otherwise: all have values.
+        This includes plain tensor attributes if the graph is `planned_only`; otherwise a trace that fails because it
+        reads one raises a UsageError. Yields None in this case, and an empty sequence if all tensors have values.
         """
         if not self.bare:
             yield ()
@@ -279,19 +279,19 @@ class InitialValues:
             raise UsageError(f"{_without(list(lost))}. Tracing ended with: {exc}") from exc
 
     def check_leaves(self, paths: Iterable[str]) -> None:
-        """UsageError where a module that runs as one operator may read a constant without values."""
+        """UsageError if an opaque module may read a plain tensor attribute without values."""
         lost = self._lost() if self.bare else {}
         inside = [name for name in lost for path in paths if not path or f"{name}.".startswith(f"{path}.")]
         if inside:
             raise UsageError(f"{_without(inside)}. (The module runs as it is, because it cannot be traced)")
 
     def _lost(self) -> dict[str, torch.Tensor]:
-        """Tensors in other attributes of modules that have no values."""
+        """Plain tensor attributes of modules (neither parameters nor buffers) that have no values."""
         return {path: tensor for path, tensor in plain_tensors(self._model) if tensor.is_meta}
 
     @contextlib.contextmanager
     def _all_bare(self) -> Iterator[None]:
-        """All of the model on the meta device, as a Recorder wants it."""
+        """Temporarily move the whole model to the meta device, as a Recorder requires."""
         tensors = [*_first(self._model)[1].values(), *(each for _, each in plain_tensors(self._model))]
         with others([each for each in tensors if not each.is_meta and each.layout is torch.strided], bare):
             yield
@@ -299,7 +299,7 @@ class InitialValues:
     # -- all ranks --------------------------------------------------------------------------------------------
 
     def _together(self, act: Callable[[], object], raised: type[RanndError]) -> None:
-        """Run on every rank; an error on one is an error on all."""
+        """Run `act` on every rank; an error on one rank is raised on all."""
         error = ""
         cause: RanndError | None = None
         try:
@@ -345,7 +345,7 @@ def _check_rank_0(by_rank: Sequence[set[str]]) -> None:
 
 
 def _first(model: nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """First name of the tensor behind each name, and the tensors by their first names."""
+    """Map each name to the first name of its tensor, and first names to tensors."""
     names: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}
@@ -359,7 +359,7 @@ def _first(model: nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 
 
 def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a tensor of its own memory that lies as this one does."""
+    """Strides of a dense tensor with the same order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
