@@ -109,7 +109,7 @@ def compare(
         with _apart():
             return _compared(model, graph, tensors, wanted)
     except _Waits:
-        raise NotComparable("its code waits for other ranks") from None
+        raise NotComparable("its code calls collectives, which wait for other ranks") from None
     except NotComparable:
         raise
     except Exception as exc:
@@ -119,7 +119,7 @@ def compare(
 def _compared(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> Mismatch | None:
     expected = _of_model(model, graph, tensors, gradients)
     if not _finite(expected):
-        raise NotComparable("what the model computes is not finite")
+        raise NotComparable("the model's outputs are not finite")
     try:
         found = _of_graph(model, graph, tensors, gradients)
     except torch.OutOfMemoryError as exc:
@@ -131,7 +131,7 @@ def _compared(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tenso
         return None
     again = _difference(expected, _of_model(model, graph, tensors, gradients))
     if again is not None:
-        raise NotRepeatable(f"the model is not the same twice: {again}")
+        raise NotRepeatable(f"the model gives different results in two calls: {again}")
     return difference
 
 

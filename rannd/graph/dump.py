@@ -91,7 +91,7 @@ def _write(file: Path, data: bytes) -> Path:
         Path(temporary.name).replace(file)
     except OSError as exc:
         raise UsageError(
-            f"dump_graph: {file} cannot be written: {exc.strerror}; let dump_graph_prefix begin with a folder that is "
-            "there"
+            f"dump_graph: {file} cannot be written: {exc.strerror}; dump_graph_prefix has to begin with a folder "
+            "that exists"
         ) from exc
     return file

@@ -217,7 +217,7 @@ class Executor:
         results = self._graph.traced.results
         if any(g is not None for node, g in zip(results, gradients, strict=True) if node is not loss):
             raise StepError(
-                "backward came through an output beside the loss, but this call has run its backward from the loss "
+                "backward came through an output besides the loss, but this call has run its backward from the loss "
                 "already; set interleave_loss=false (RANNC_INTERLEAVE_LOSS=false) to have backward run when it is "
                 "asked for"
             )

@@ -29,9 +29,9 @@ class NotSent(torch.Tensor):
         shape, dtype = crossing_shape(node, rows), node.meta["val"].dtype
         found: NotSent = torch.Tensor._make_wrapper_subclass(NotSent, shape, dtype=dtype)
         found._told = (
-            f"{place} of the model, {dtype} {tuple(shape)}, was not sent to this rank: while a loss is trained, large "
-            'outputs beside it stay where they are made. Wrap the model with RaNNCModule(..., outputs="all") to have '
-            "them sent, or read them in eval mode"
+            f"{place} of the model, {dtype} {tuple(shape)}, was not sent to this rank: in training, large outputs "
+            'besides the loss stay where they are computed. Wrap the model with RaNNCModule(..., outputs="all") to '
+            "have them sent, or read them in eval mode"
         )
         return found
 

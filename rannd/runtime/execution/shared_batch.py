@@ -46,7 +46,7 @@ def from_rank_0(world: World, call: Call) -> Call:
     if len(set(counts)) > 1:
         other = next(rank for rank, count in enumerate(counts) if count != counts[0])
         raise StepError(
-            f"rank 0 gives {counts[0]} tensors, rank {other} {counts[other]}; with gather_inputs=False the values of "
+            f"rank 0 passes {counts[0]} tensors, rank {other} {counts[other]}; with gather_inputs=False the values of "
             "other ranks do not matter, but their arguments have to be of the same structure as rank 0's"
         )
     tensors = list(call.tensors)

@@ -52,7 +52,7 @@ class Connections:
                 if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
                     group._get_backend(torch.device("cuda")).abort()
             except (RuntimeError, ValueError) as exc:
-                log.get("RaNNCProcess").warning("a group of NCCL cannot be aborted: %s", exc)
+                log.get("RaNNCProcess").warning("an NCCL process group cannot be aborted: %s", exc)
 
 
 def _connected() -> set[tuple[int, int]]:

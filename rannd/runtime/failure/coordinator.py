@@ -113,7 +113,7 @@ class Hub:
                 else:
                     self._take(rank, message)
         except ChannelError as exc:
-            log.get("RaNNCProcess").warning("the side channel got what is no message of ours (%s)", exc)
+            log.get("RaNNCProcess").warning("invalid message on the side channel (%s)", exc)
             messages = None
         if messages is None:
             self._drop(channel)
@@ -123,9 +123,9 @@ class Hub:
 
     def _meet(self, channel: Channel, message: AnyMessage) -> int:
         if not isinstance(message, RankHello) or not token_matches(message.token, self._token):
-            raise ChannelError("who connects is not of this job")
+            raise ChannelError("a client is not part of this job")
         if message.rank in self._channels or not 0 <= message.rank < self._size:
-            raise ChannelError(f"there is no second rank {message.rank}")
+            raise ChannelError(f"another client is rank {message.rank}")
         self._strangers.discard(channel)
         self._channels[message.rank] = channel
         self._hellos[message.rank] = message
@@ -155,7 +155,7 @@ class Hub:
     def _part(self, rank: int) -> None:
         """Handle the end of a rank's connection: a failure unless the rank has left or the job has failed."""
         if rank not in self._left and self._failure is None:
-            why = "it was killed, or ended without Python's knowledge (out of memory?), or its machine is gone"
+            why = "it was killed, or crashed outside Python (out of memory?), or its machine is gone"
             self._decide(Failure(rank, self._hellos[rank].host, self._hellos[rank].pid, "gone", "", why))
         self._tell(Gone(rank))
         self._all_heard()
@@ -210,7 +210,7 @@ class Hub:
             return
         silent = sorted(self._channels.keys() - answers.keys())
         words = [f"rank {rank} {_doing(answers[rank])}" for rank in sorted(answers)]
-        words += [f"rank {rank} does not answer: it is stopped, or native code holds Python's lock" for rank in silent]
+        words += [f"rank {rank} does not answer: it is stopped, or native code holds the GIL" for rank in silent]
         words += [f"rank {rank} has ended its script" for rank in sorted(self._left)]
         others = [rank for rank in sorted(answers) if answers[rank].doing != "waiting"]
         culprit = (silent or others or [stuck.rank])[0]

@@ -67,7 +67,7 @@ STUBBORN_S = 20.0
 MOST_CHECK_S = 5.0
 """Maximum seconds between two checks of the watchdog."""
 
-ANEW = "the ranks are no longer in step; start the job anew"
+ANEW = "the ranks are out of sync; restart the job"
 
 
 class PromisedMemory(Protocol):
@@ -158,8 +158,8 @@ class FailureDetector:
             self._channel = connect(places, port)
             if self._channel is None:
                 log.get("RaNNCProcess").warning(
-                    "rank %d reaches none of %s, port %d: it will hear late of ranks that fail (GLOO_SOCKET_IFNAME "
-                    "names the interface to use)",
+                    "rank %d cannot connect to any of %s, port %d: it will learn late of failed ranks (set "
+                    "GLOO_SOCKET_IFNAME to the network interface to use)",
                     rank,
                     ", ".join(places),
                     port,
@@ -295,7 +295,7 @@ class FailureDetector:
                     self._hub.tick()
                 self._look()
         except Exception as exc:  # a failing watcher must be logged, but must not end the training
-            log.get("RaNNCProcess").exception("the watch of rank %d has ended: %s", self._rank, exc)
+            log.get("RaNNCProcess").exception("the failure detector of rank %d has stopped: %s", self._rank, exc)
         for _ in range(2):  # this rank's own Left message may still be on its way to the hub
             for key, _ in self._selector.select(0):
                 key.data()
@@ -315,13 +315,13 @@ class FailureDetector:
         try:
             messages = self._channel.receive()
         except ChannelError as exc:
-            log.get("RaNNCProcess").warning("rank %d cannot understand rank 0: %s", self._rank, exc)
+            log.get("RaNNCProcess").warning("rank %d got an invalid message from rank 0: %s", self._rank, exc)
             messages = None
         if messages is None:
             self._selector.unregister(self._channel.socket)
             self._ending = self._stubborn_at is None
             if 0 not in self._left and self.failure is None:
-                why = "it was killed, or ended without Python's knowledge (out of memory?), or its machine is gone"
+                why = "it was killed, or crashed outside Python (out of memory?), or its machine is gone"
                 self._take(Failure(0, self._hosts[0], 0, "gone", "", why))
                 self._ending = False
             for event in self._gone.values():
@@ -403,7 +403,7 @@ class FailureDetector:
         """Kill this process because it does not react to a failure elsewhere."""
         assert self.failure is not None
         text = (
-            f"rannd: rank {self._rank} does not come back from {self.where.words()} and is ended now, because "
+            f"rannd: rank {self._rank} does not return from {self.where.words()} and is killed now, because "
             f"{self.failure.words()}\n{stack_dump.dump()}"
         )
         with contextlib.suppress(OSError, ValueError):

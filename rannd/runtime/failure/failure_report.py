@@ -43,7 +43,7 @@ class Failure(msgspec.Struct, frozen=True):
         who = f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank} ({self.host})"
         if self.kind == "gone":
             runs = "" if self.stage is None else f", which runs stage {self.stage},"
-            return f"{who}{runs} has ended without a word; {self.error}"
+            return f"{who}{runs} has ended without an error message; {self.error}"
         if self.kind == "hang":
             return f"the job hangs: {self.error}"
         what = "ran out of memory" if self.kind == "memory" else "failed"

@@ -40,7 +40,9 @@ class Finite:
             return
         for name, value in found.items():
             if _has_nan(value):
-                raise NotANumberError(f"check_nan: the gradient of {name} is NaN, those that it is made of are not")
+                raise NotANumberError(
+                    f"check_nan: the gradient of {name} is NaN, but the gradients that it is computed from are not"
+                )
 
     def losses(
         self,
@@ -77,7 +79,9 @@ class Finite:
             return
         for name, value in given().items():
             if _has_nan(value):
-                raise NotANumberError(f"{text}, because {name} of this rank holds NaN (check_nan=off trains on)")
+                raise NotANumberError(
+                    f"{text}, because {name} of this rank holds NaN (check_nan=off continues training)"
+                )
         if empty():
             raise NotANumberError(
                 f"{text}, because no label of this rank's mini-batch counts (all are ignored or masked), and the mean "
@@ -90,13 +94,13 @@ class Finite:
             self.every = every
         raise NotANumberError(
             f"{text}, but no operator made a NaN when the step ran again: look at the inputs, and at what the model "
-            "changes while it runs (check_nan=off trains on)"
+            "changes while it runs (check_nan=off continues training)"
         )
 
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            log.get("RaNNCModule").warning("%s (said once)", text)
+            log.get("RaNNCModule").warning("%s (logged once)", text)
 
 
 class _Looking(Interpreter):
@@ -112,7 +116,7 @@ class _Looking(Interpreter):
             raise NotANumberError(
                 f"the operator {n.name}{_made_at(n)} made a NaN of {', '.join(self._words(each) for each in n.args)}; "
                 "numbers that overflow, log or sqrt of what is not positive, 0/0, a learning rate too high in earlier "
-                "steps? (check_nan=off trains on)"
+                "steps? (check_nan=off continues training)"
             )
         return result
 

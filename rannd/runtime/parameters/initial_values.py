@@ -139,7 +139,7 @@ class InitialValues:
         fatal = [name for name in unknown if used(name) or isinstance(tensors[name], nn.Parameter)]
         if fatal:
             raise UsageError(
-                f"{_what(tensors[fatal[0]])} {fatal[0]} is on the meta device, and nothing says what its values are"
+                f"{_what(tensors[fatal[0]])} {fatal[0]} is on the meta device, and has no source of initial values"
                 f"{_owner(self._model, fatal[0])}; {ADVICE}" + (f" (also: {_some(fatal[1:])})" if fatal[1:] else "")
             )
         if unknown and self._world.rank == 0:
@@ -155,7 +155,7 @@ class InitialValues:
             other = [name for name, digest in by_rank[0].items() if theirs.get(name) != digest]
             if other:
                 raise UsageError(
-                    f"rank {rank} would make other values of {_some(other)} than rank 0: the code that makes them "
+                    f"rank {rank} would compute other values of {_some(other)} than rank 0: the code that makes them "
                     "draws from Python's or NumPy's random numbers, or does something else, or prints values, on some "
                     "ranks only; seed these alike, and let all ranks build the model in the same way"
                 )
@@ -201,19 +201,19 @@ class InitialValues:
         try:
             value, holes = recipe.recorder.tape.replay(recipe.view)
         except Unrepeatable as exc:
-            raise UsageError(f"{name} cannot be made again from what its constructor did: {exc}") from exc
+            raise UsageError(f"{name} cannot be reproduced from its recorded constructor: {exc}") from exc
         except Exception as exc:  # operators may raise anything
             if is_out_of_memory(exc):
                 raise
             raise UsageError(
-                f"what makes {name} fails with the values that it gets: {type(exc).__name__}: {exc}; the model's own "
-                "code would fail so without DistributeModelParams and the meta device, too"
+                f"the recorded operators of {name} fail with actual values: {type(exc).__name__}: {exc}; the model's "
+                "own code would fail so without DistributeModelParams and the meta device, too"
             ) from exc
         if holes is not None:
             if name in self._own:
                 raise UsageError(
                     f"{name} is on the meta device, and the initialisation of its module{_owner(self._model, name)} "
-                    f"leaves {int(holes.sum())} of its {value.numel()} values open; {ADVICE}"
+                    f"leaves {int(holes.sum())} of its {value.numel()} values uninitialised; {ADVICE}"
                 )
             value = value.masked_fill(holes, 0)
             blank.append(name)

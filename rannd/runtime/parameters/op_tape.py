@@ -236,7 +236,7 @@ class Tape:
         storage = self.storages[number]
         if storage.value is not None:
             if storage.value._version != storage.version:
-                raise Unrepeatable("a tensor that it was made from was changed since")
+                raise Unrepeatable("a tensor that it was computed from has been modified since")
             # a copy, because replayed operators may write into it
             copy: torch.UntypedStorage = storage.value.untyped_storage().clone()
             return copy

@@ -107,7 +107,7 @@ class Parameters:
             if first is None or first != name:
                 if first is None:
                     raise StepError(
-                        f"the model has a new parameter or buffer {name} since it was deployed; wrap it anew"
+                        f"the model has a new parameter or buffer {name} since it was deployed; wrap the model again"
                     )
                 continue
             old = self.tensors[first]

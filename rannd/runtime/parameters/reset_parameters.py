@@ -39,8 +39,8 @@ def record_initialisation(model: nn.Module, wanted: set[int], seed: int) -> Reco
                         run()
                 except Exception as exc:
                     raise UsageError(
-                        f"{type(module).__qualname__}.{name} of module {path or 'the model'} fails where it should "
-                        f"initialise a model from the meta device: {type(exc).__name__}: {str(exc).rstrip('.')}; give "
+                        f"{type(module).__qualname__}.{name} of module {path or 'the model'} failed while "
+                        f"initialising a model on the meta device: {type(exc).__name__}: {str(exc).rstrip('.')}; give "
                         "RaNNCModule a checkpoint, or build the model under pyrannc.DistributeModelParams() instead"
                     ) from exc
     return recorder
