@@ -1,4 +1,4 @@
-"""The command `rannd`: start, stop and look at this user's daemon on this node."""
+"""The command `rannd`: starts, stops and inspects this user's daemon on this node."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from rannd.daemon.status_text import lines
 from rannd.errors import DaemonError, UsageError
 
 NOT_RUNNING = 3
-"""Exit code of `rannd status` without a daemon, as with systemctl and LSB scripts."""
+"""Exit code of `rannd status` if no daemon runs, as for systemctl and LSB scripts."""
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version(), prog_name="rannd")
 def main() -> None:
-    """The daemon that keeps deployments and profiles. It starts by itself when a job needs it."""
+    """The daemon that caches traces, profiles and deployments. Jobs start it when they need it."""
 
 
 @main.command()
 def start() -> None:
-    """Start the daemon; succeeds where it runs already."""
+    """Start the daemon; succeeds if it runs already."""
     _tell(configured_session().greet())
 
 
 @main.command()
 def stop() -> None:
-    """Let the daemon answer what is queued, and end it."""
+    """Stop the daemon after it has answered its queued requests."""
     stopped = _stop(configured_session(), "rannd stop")
     click.echo("the daemon has ended" if stopped else "no daemon runs")
 
 
 @main.command()
 def restart() -> None:
-    """End the daemon where it runs, and start it anew."""
+    """Stop the daemon if it runs, and start it again."""
     session = configured_session()
     _stop(session, "rannd restart")
     _tell(session.greet())
@@ -58,11 +58,11 @@ def restart() -> None:
 @click.option("--prometheus", is_flag=True, help="Print metrics in Prometheus' text format.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool, prometheus: bool) -> None:
-    """Show how the daemon is, without starting it. Exit code 3: it does not run."""
+    """Show the state of the daemon without starting it. Exit code 3: it does not run."""
     if as_json and prometheus:
         raise UsageError("--json and --prometheus are two formats; give one of them")
     session = configured_session()
-    if os.path.lexists(session.places.runtime):  # it is not made for a look
+    if os.path.lexists(session.places.runtime):  # not created only to look at it
         session.places.secure_runtime()
     if not (boot.lives(session.places) and answers(session.places.socket)):
         if as_json:
@@ -84,7 +84,7 @@ def status(ctx: click.Context, as_json: bool, prometheus: bool) -> None:
 @main.command()
 @click.option("--idle", type=click.FloatRange(min=0), help="Exit after so many seconds without work; 0: never.")
 def run(idle: float | None) -> None:
-    """Be the daemon, in the foreground: for systemd, for a look at what it does."""
+    """Run the daemon in the foreground, for systemd or debugging."""
     session = configured_session(pinned=True)
     settings = session.settings
     if idle is not None:
@@ -99,14 +99,14 @@ def run(idle: float | None) -> None:
 @click.option("--print", "only_print", is_flag=True, help="Print the units and write nothing.")
 @click.option("--force", is_flag=True, help="Write over units that say something else.")
 def install_service(only_print: bool, force: bool) -> None:
-    """Write units for systemd, so that it listens for the daemon and starts it. Enables nothing."""
+    """Write systemd user units that start the daemon on demand. Does not enable them."""
     where = places()
     made, folder = systemd_units.units(where, systemd_units.executable()), systemd_units.directory()
     if only_print:
         for name, text in made.files().items():
             click.echo(f"# {folder / name}\n{text}")
         return
-    where.secure_cache()  # the service may write there, but could not make it
+    where.secure_cache()  # the service may write there, but cannot create it
     files = systemd_units.install(made, folder, force=force)
     for file, written in files.items():
         click.echo(f"wrote {file}" if written else f"{file} is there already")

@@ -1,4 +1,4 @@
-"""What the commands `rannd` and `rannc-cache` share: configuration, errors, and words for numbers."""
+"""Shared by the commands `rannd` and `rannc-cache`: configuration, error output, number formats."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rannd.errors import RanndError
 
 
 class Commands(click.Group):
-    """A group of commands; an error of rannd becomes one line and its exit code."""
+    """A click group that prints a RanndError as one line and exits with its exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command named on the command line."""
+        """Run the subcommand named on the command line."""
         try:
             return super().invoke(ctx)
         except RanndError as exc:
@@ -29,10 +29,10 @@ class Commands(click.Group):
 
 
 def configured_session(config: Config | None = None, *, pinned: bool = False) -> DaemonSession:
-    """A session with the limits of a configuration, by default the user's own. Touches no daemon yet.
+    """Return a session with the limits of a configuration, by default the user's own. Does not contact the daemon.
 
     Raises:
-        ConfigError: the configuration is wrong.
+        ConfigError: The configuration is wrong.
     """
     config = config if config is not None else rannd.config.load()
     max_bytes = int(config.cache_max_gb * 2**30)
@@ -47,7 +47,7 @@ def print_json(value: object) -> None:
 
 
 def size_text(number: int) -> str:
-    """Bytes in words: ``512 B``, ``1.5 KiB``."""
+    """Format a number of bytes: ``512 B``, ``1.5 KiB``."""
     amount = float(number)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:
@@ -57,7 +57,7 @@ def size_text(number: int) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A time span in words, in its largest unit: ``45 s``, ``3 min``, ``2 h``, ``9 d``."""
+    """Format a time span in its largest unit: ``45 s``, ``3 min``, ``2 h``, ``9 d``."""
     seconds = max(0.0, seconds)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

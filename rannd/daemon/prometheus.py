@@ -1,7 +1,7 @@
-"""The daemon's state for Prometheus, in its text format (version 0.0.4).
+"""Formats the daemon's state as Prometheus metrics (text format version 0.0.4).
 
-A metric is its HELP and TYPE lines and its samples; counters end in ``_total`` and begin at 0 when the daemon starts
-(requests) or when `rannc-cache stats --zero` says so (all others), which Prometheus takes for a restart.
+A metric consists of HELP and TYPE lines and its samples. Counters end in ``_total`` and restart from 0 when the daemon
+starts (requests) or with `rannc-cache stats --zero` (all others); Prometheus handles both as a counter reset.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Samples: TypeAlias = Iterable[tuple[Labels, float]]
 
 
 def exposition(state: State | None) -> str:
-    """All metrics of a daemon, or that there is none (`state` None)."""
+    """Return all metrics of a daemon; for None only ``rannd_up 0``."""
     metrics = [_metric("up", "gauge", "Whether the daemon runs.", [({}, int(state is not None))])]
     if state is not None:
         metrics += _metrics(state)

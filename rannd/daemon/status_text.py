@@ -1,4 +1,4 @@
-"""The daemon's state in words, for `rannd status`."""
+"""Formats the daemon's state as text, for `rannd status`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rannd.daemon.common.printable import plain
 from rannd.daemon.common.protocol import LeaseInfo, State
 
 ERRORS_SHOWN = 5
-"""The latest of those that the daemon remembers; `rannd status --json` has all of them."""
+"""Number of latest errors to show; `rannd status --json` shows all that the daemon remembers."""
 
 
 def lines(state: State) -> list[str]:
-    """One line for each thing there is to say, the latest error first."""
+    """Return the lines to print, with the latest error first."""
     idle = f"exits after {state.idle_s:g} s without work" if state.idle_s > 0 else "never exits by itself"
     return [
         f"rannd {state.version}, pid {state.pid}, up for {duration_text(state.uptime_s)}, {idle}",

@@ -1,10 +1,10 @@
-"""Units with which systemd's user manager listens for the daemon and starts it when somebody asks.
+"""systemd user units that listen for the daemon and start it on the first request (socket activation).
 
-A socket that systemd holds is there before the daemon and after it. The daemon finds it by `LISTEN_FDS` (boot.py) and
-refuses one that is not where clients look: hence the units name the very paths of this environment.
+The socket belongs to systemd and exists before and after the daemon. The daemon gets it by `LISTEN_FDS` (boot.py) and
+refuses one that is not where clients look, so the units contain the paths of this environment.
 
-The service may do what the daemon needs and nothing else. All of it works for user units; what needs namespaces
-(`ProtectSystem`, `PrivateNetwork`) is ignored by systemd before version 253, and where the kernel refuses user
+The service is restricted to what the daemon needs. All settings work for user units; those that need namespaces
+(`ProtectSystem`, `PrivateNetwork`) are ignored by systemd before version 253, and if the kernel refuses user
 namespaces.
 """
 
@@ -71,20 +71,20 @@ ProtectSystem=strict
 
 
 class Units(msgspec.Struct, frozen=True):
-    """The texts of the two files."""
+    """Contents of the socket unit and the service unit."""
 
     socket: str
     service: str
 
     def files(self) -> dict[str, str]:
-        """Text of each file by its name."""
+        """Return the text of each file by its name."""
         return {SOCKET: self.socket, SERVICE: self.service}
 
 
 def sample() -> Units:
-    """Units for the default cache directory and a `rannd` in ~/.local/bin: those in the folder systemd/ of the source.
+    """Return units for the default cache directory and ~/.local/bin/rannd: the samples in the folder systemd/.
 
-    Systemd itself fills in the directories: %t is $XDG_RUNTIME_DIR, %h the home directory.
+    systemd itself substitutes the directories: %t is $XDG_RUNTIME_DIR, %h the home directory.
     """
     origin = "A sample; `rannd install-service` writes one for your environment (docs/daemon.md)."
     lines = "CacheDirectory=rannd\nCacheDirectoryMode=0700\nReadWritePaths=%t/rannd"
@@ -95,14 +95,14 @@ def sample() -> Units:
 
 
 def units(places: DaemonPaths, executable: str) -> Units:
-    """Units for the daemon of `places`.
+    """Return units for the daemon with these paths.
 
     Args:
-        places: Where clients of this environment look.
+        places: Paths of the daemon, where clients of this environment look.
         executable: Absolute path of `rannd`.
 
     Raises:
-        DaemonError: there is no $XDG_RUNTIME_DIR, or a path holds what a unit cannot express.
+        DaemonError: There is no $XDG_RUNTIME_DIR, or a path contains what a unit cannot express.
     """
     runtime, name = os.path.split(places.runtime)
     if name != "rannd":
@@ -125,12 +125,12 @@ def units(places: DaemonPaths, executable: str) -> Units:
 
 
 def executable() -> str:
-    """Absolute path of this environment's `rannd`.
+    """Return the absolute path of this environment's `rannd`.
 
     Raises:
-        DaemonError: it is not installed.
+        DaemonError: It is not installed.
     """
-    # The command that runs is best: there are several folders of scripts, as that of `pip install --user`.
+    # Prefer the running command: there are several script folders, such as that of `pip install --user`.
     running = Path(sys.argv[0]).absolute()
     candidates = [running] if running.name == "rannd" else []
     candidates.append(Path(sysconfig.get_path("scripts"), "rannd"))
@@ -141,10 +141,10 @@ def executable() -> str:
 
 
 def directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the user's own units are (systemd.unit(5)).
+    """Return the folder of the user's own units (systemd.unit(5)).
 
     Raises:
-        DaemonError: there is neither a usable XDG_CONFIG_HOME nor a usable HOME.
+        DaemonError: Neither XDG_CONFIG_HOME nor HOME is usable.
     """
     env = os.environ if environ is None else environ
     for name, below in (("XDG_CONFIG_HOME", ""), ("HOME", ".config")):
@@ -154,16 +154,16 @@ def directory(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def install(made: Units, folder: Path, *, force: bool) -> dict[Path, bool]:
-    """Write units, each whole or not at all; of each file whether it was written: one that is there already is left.
+    """Write unit files atomically, and return for each whether it was written; up-to-date files are left alone.
 
     Args:
         made: The units.
-        folder: Where; made if need be.
-        force: Replace files that say something else.
+        folder: Their folder; created if it is missing.
+        force: Replace files with other content.
 
     Raises:
-        UsageError: a file says something else; nothing is written.
-        DaemonError: a file is a symbolic link, or cannot be read or written.
+        UsageError: A file has other content; nothing is written.
+        DaemonError: A file is a symbolic link, or cannot be read or written.
     """
     wanted = {folder / name: text.encode() for name, text in made.files().items()}
     there = {file: _FILE.read(file) for file in wanted if os.path.lexists(file)}
@@ -186,10 +186,10 @@ def install(made: Units, folder: Path, *, force: bool) -> dict[Path, bool]:
 
 
 def _plain(path: str) -> str:
-    """A path as a unit's value, where only % is special.
+    """Return a path as the value of a unit's setting, where only % is special.
 
     Raises:
-        DaemonError: it cannot be written there.
+        DaemonError: A unit cannot express it.
     """
     if not path.isprintable():  # line feeds and the like, and bytes that are not UTF-8
         raise DaemonError(f"a unit of systemd cannot express the path {path!r}; name a directory in plain letters")
@@ -197,5 +197,5 @@ def _plain(path: str) -> str:
 
 
 def _word(text: str) -> str:
-    """A text as one of a unit's words, quoted."""
+    """Return a text as one quoted word of a unit's setting."""
     return '"{}"'.format(_plain(text).replace("\\", "\\\\").replace('"', '\\"'))

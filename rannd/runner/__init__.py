@@ -1,8 +1,8 @@
 """The commands `rannc-run` and `rannc-cache`.
 
-In: a command line. Out: ranks that were started, watched and ended. Begin with `run.py` and `job.py` (every detail of
-a job, decided before anything starts).
+In: a command line. Out: ranks that are started, watched and stopped. Begin with `run.py` and `job.py` (all details of a
+job, decided before anything starts).
 
-Folders: resources (hosts and ranks that this process was given), watch (a running job), launch (how ranks get to
-hosts), cache (`rannc-cache`).
+Folders: resources (hosts and ranks given to this process), watch (a running job), launch (starting ranks on hosts),
+cache (`rannc-cache`).
 """

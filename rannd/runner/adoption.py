@@ -1,10 +1,10 @@
-"""rannc-run in a rank that somebody else has started: it becomes that rank.
+"""rannc-run inside a rank that another launcher has started: the process becomes that rank.
 
 ::
 
     mpirun -np 4 rannc-run train.py      each of the four turns into ``python train.py``, in its own process
     srun rannc-run train.py              the same
-    srun --pty bash, then rannc-run      a world of one is not worth adopting: rannc-run starts ranks of its own
+    srun --pty bash, then rannc-run      a world of one is not adopted: rannc-run starts ranks of its own
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from rannd.runner.resources.inherited import Rank
 from rannd.runner.resources.rank_environment import LOWEST_PORT, tuning
 from rannd.runner.run_options import FLAGS, Options, rank_command
 
-#: Flags that are for ranks which rannc-run starts itself.
+#: Flags that only affect ranks which rannc-run starts itself.
 _OWN_RANKS = ("log_dir", "show_ranks", "grace_period", "timeout_start")
 
 
 @dataclass(frozen=True)
 class Adopted:
-    """What this process turns into."""
+    """The rank that this process becomes, its command and environment."""
 
     here: Rank
     command: list[str]
     added: dict[str, str]
-    """Variables beyond those that are there."""
+    """Variables to add to the environment."""
     lines: list[str]
-    """What rank 0 says of it."""
+    """Lines that rank 0 prints."""
 
     def describe(self) -> str:
-        """What ``--dry-run`` prints."""
+        """Return the output of ``--dry-run``."""
         who = f"rank {self.here.rank} of {self.here.size}, started by {self.here.starter}: {shlex.join(self.command)}"
         added = [f"  {name}={shlex.quote(value)}" for name, value in sorted(self.added.items())]
         return "\n".join([who, "environment beyond your own:", *added])
 
 
 def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
-    """Decides what the rank gets.
+    """Decide command and environment of the rank.
 
     Raises:
-        UsageError: the script is not there, or flags ask for another job than the one that runs already.
+        UsageError: The script does not exist, or flags ask for a job other than the running one.
     """
     command = rank_command(options)
     _refuse_another_job(options, here)
-    # No PYTHONUNBUFFERED, which writes a line's end apart: nobody keeps the lines of these ranks whole.
+    # No PYTHONUNBUFFERED, which writes line ends separately: nothing keeps the lines of these ranks together.
     added = {} if options.config is None else {"RANNC_CONF_FILE": str(options.config.absolute())}
     added |= _meeting_point(environ, here)
     lines = [f"already rank {here.rank} of {here.size}, started by {here.starter}: running {options.command[0]} as it"]
@@ -62,7 +62,7 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
     if options.tune:
         gpus = host_list.gpu_count(environ)
         if here.local_size is None:
-            # How many ranks share these cores is not known: threads stay as they are.
+            # The number of ranks that share these cores is not known: threads stay as they are.
             tuned = tuning({**environ, "OMP_NUM_THREADS": ""}, cores=1, local_ranks=1, gpus=gpus)
         else:
             cores = _cores(environ, here.local_size)
@@ -89,7 +89,7 @@ def _refuse_another_job(options: Options, here: Rank) -> None:
 
 
 def _cores(environ: Mapping[str, str], local_ranks: int) -> int:
-    """The cores that the ranks of this machine share. A rank that its launcher has pinned sees its own alone."""
+    """Return the cores that the ranks of this machine share. A rank that its launcher has pinned sees only its own."""
     if environ.get("SLURM_CPUS_PER_TASK", "").isdecimal():
         return int(environ["SLURM_CPUS_PER_TASK"]) * local_ranks
     pinned = len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
@@ -97,10 +97,11 @@ def _cores(environ: Mapping[str, str], local_ranks: int) -> int:
 
 
 def _meeting_point(environ: Mapping[str, str], here: Rank) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT for ranks of srun, the same in each without a word between them.
+    """Return MASTER_ADDR and MASTER_PORT for ranks of srun, the same in each without communication.
 
-    The first node of the step, where rank 0 is, and a port that the job and step decide: MPI, by which ranks could
-    agree on a free one, speaks with srun only where both were built for it. The user's own ones stay.
+    The first node of the step, where rank 0 is, and a port derived from the job and step: ranks could agree on a free
+    one
+    only by MPI, which works under srun only if both were built for it. Variables set by the user are kept.
     """
     name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     if not here.by_srun or not environ.get(name):

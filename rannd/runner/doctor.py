@@ -1,4 +1,4 @@
-"""`rannc-run --check`: looks at all that a job needs, tries it with two ranks, and says what to mend."""
+"""`rannc-run --check`: checks all that a job needs, tries it with two ranks, and says what to fix."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from rannd.runner.resources import host_list
 from rannd.runner.resources.inherited import without_rank
 
 WRONG = 1
-"""Exit code where something is."""
+"""Exit code if a check fails."""
 PING_S = 120.0
-"""The two ranks may take so long: importing torch takes a second or two on a quiet machine."""
+"""Timeout for the two ranks, in seconds: importing torch takes a second or two on a quiet machine."""
 _MARK = "rannd ping "
 """As in rannd/runtime/comm/ping.py, which is not imported here because it imports torch."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     good: bool
     text: str
-    """What was found; where it is not good, what to do as well."""
+    """What was found; if it is wrong, also what to do."""
 
     def line(self) -> str:
-        """As it is printed."""
+        """Return the line to print."""
         return f"{'ok' if self.good else 'WRONG':<6} {self.name:<14} {self.text}"
 
 
 def check(file: Path | None, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at one thing after the other. `file`: the configuration to read instead of rannc_conf.toml."""
+    """Run the checks one after the other. `file`: the configuration to read instead of rannc_conf.toml."""
     yield Finding("Python", True, f"{platform.python_version()} at {sys.executable}")
     yield _looked("packages", _packages)
     config: list[Config] = []
@@ -108,8 +108,8 @@ def _daemon(config: Config) -> str:
 
 
 def _ping(file: Path | None, environ: Mapping[str, str]) -> str:
-    """Two ranks that really start, meet, and send to each other."""
-    # Two ranks here, whatever job this is called in, and whatever the configuration says of other jobs.
+    """Start two ranks that connect and send messages to each other."""
+    # Two ranks on this machine, whatever job this runs in, and whatever the configuration says about other jobs.
     ranks = {**without_rank(environ), "RANNC_LOG_LEVEL": "warn", "RANNC_HOSTS": "localhost:2", "RANNC_HOSTFILE": ""}
     ranks |= {"RANNC_LOG_DIR": "", "RANNC_SHOW_RANKS": ""}
     if host_list.gpu_count(environ) == 1:
@@ -147,7 +147,7 @@ def _indented(text: str) -> str:
 
 
 def tell(findings: Iterator[Finding], say: Callable[[str], None]) -> int:
-    """Print each finding when it is there; the exit code."""
+    """Print each result as soon as it is available; return the exit code."""
     code = 0
     for finding in findings:
         say(finding.line())

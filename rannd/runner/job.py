@@ -1,4 +1,4 @@
-"""From the command line to a job whose every detail is decided, before anything starts."""
+"""Derives a fully decided job from the command line, before anything starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rannd.runner.run_options import Options, rank_command
 from rannd.runner.watch.line_channel import address_towards
 from rannd.runner.watch.watcher import SETTINGS_VARIABLE, shielded
 
-if TYPE_CHECKING:  # imported where a cluster is named: it brings msgspec along
+if TYPE_CHECKING:  # imported only if a cluster is named: it imports msgspec
     from rannd.config.cluster import Cluster
 
 #: -I and -S: neither the user's directory nor site-packages can change or slow the watcher.
@@ -31,37 +31,37 @@ _WATCHER = "import sys; sys.path.append(sys.argv.pop(1)); from rannd.runner.watc
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be started."""
+    """A job to start."""
 
     launcher: Launcher
     places: list[host_list.RankHost]
     hosts: list[host_list.Host]
-    """Empty where all ranks run on this machine, and no batch system could put them elsewhere."""
+    """Empty if all ranks run on this machine, and no batch system could put them elsewhere."""
     hosts_from: str
-    """Who named them: a flag, a variable, a line of the configuration, the batch system; empty: nobody."""
+    """Source of the hosts: a flag, a variable, a line of the configuration, the batch system; empty: none."""
     gpus: int
-    """Of this machine."""
+    """Number of GPUs of this machine."""
     added: dict[str, str]
-    """Variables beyond the user's own."""
+    """Variables to add to the user's environment."""
     placed_by_slurm: bool
-    """srun needs no list of hosts: they are its own."""
+    """Whether srun places the ranks, without a list of hosts."""
     tuning_line: str
     rank_command: list[str]
     shown: frozenset[int]
     log_dir: str | None
-    """The directory of this run, which is not made yet, or None."""
+    """The log directory of this run, which does not exist yet, or None."""
     grace: float
     start: float
     preflight: bool
-    """Look whether the other machines have what a rank needs, before anything starts."""
+    """Check that the other machines have what a rank needs, before anything starts."""
 
     @property
     def remote_host(self) -> str | None:
-        """One of the other machines, None where there is none."""
+        """One of the other machines, None if there is none."""
         return next((host.name for host in self.hosts if not host_list.is_local(host.name)), None)
 
     def launcher_command(self) -> list[str]:
-        """The command line of the MPI launcher, with the watcher around each rank."""
+        """Return the command line of the MPI launcher, with the watcher around each rank."""
         root = os.path.dirname(os.path.dirname(os.path.abspath(rannd.__file__)))
         watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, *shielded(self.rank_command)]
         forwarded = forwarded_names({*self.environment(os.environ), SETTINGS_VARIABLE})
@@ -69,11 +69,11 @@ class Job:
         return command_line(self.launcher, len(self.places), hosts, forwarded, watcher)
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What the launcher and the ranks get of `environ`, and beyond it."""
+        """Return the environment of launcher and ranks, derived from `environ`."""
         return without_rank(environ) | self.added
 
     def describe(self) -> str:
-        """What ``--dry-run`` prints: each rank's host, device and command, then what all share."""
+        """Return the output of ``--dry-run``: host, device and command of each rank, then what all ranks share."""
         lines = []
         for place in self.places:
             device = f"cuda:{place.local_rank % self.gpus}" if self.gpus else "cpu"
@@ -92,12 +92,12 @@ class Job:
 
 
 def prepare(options: Options, environ: Mapping[str, str]) -> Job:
-    """Decides everything; looks at this machine, starts nothing that stays.
+    """Decide all details of the job; inspects this machine, but starts nothing.
 
     Raises:
-        UsageError: the script is not there, the hosts or ranks are wrong.
-        ConfigError: the cluster to plan for is not known, or its file is wrong.
-        LaunchError: no MPI launcher is installed.
+        UsageError: The script does not exist, or hosts or ranks are wrong.
+        ConfigError: The cluster to plan for is not known, or its file is wrong.
+        LaunchError: No MPI launcher is installed.
     """
     try:
         os.getcwd()
@@ -133,7 +133,7 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
         cluster.places(size)  # refuses more nodes than the cluster can have, before anything starts
         added["RANNC_PARTITIONING_DRY_RUN_CLUSTER"] = str(cluster_file(options.cluster).absolute())
         if "RANNC_DEVICE" not in environ:
-            added["RANNC_DEVICE"] = "cpu"  # the model is traced, nothing of it runs on a device
+            added["RANNC_DEVICE"] = "cpu"  # the model is only traced, nothing runs on a device
     tuning_line = ""
     if options.tune:
         local_ranks = max(place.local_rank for place in places) + 1
@@ -177,23 +177,23 @@ def _cluster(options: Options) -> Cluster | None:
 
 
 def _first_address(first: str, hosts: list[host_list.Host]) -> str | None:
-    """Where the host of rank 0 is reached, None where all ranks are on this machine."""
+    """Return the address of rank 0's host for other hosts, None if all ranks are on this machine."""
     if not hosts:
         return None
     remote = next((host.name for host in hosts if not host_list.is_local(host.name)), None)
     if remote is None or not host_list.is_local(first):
         return first
     try:
-        return address_towards(remote)  # this machine's name may lead others astray: localhost, 127.0.1.1
+        return address_towards(remote)  # other hosts may take its name for their own: localhost, 127.0.1.1
     except LaunchError:
         return first
 
 
 def _shown(options: Options, size: int) -> frozenset[int]:
-    """The ranks of ``0,2-3``; all where nothing is given.
+    """Parse the ranks of ``0,2-3``; all ranks if nothing is given.
 
     Raises:
-        UsageError: it is no list of ranks, or one of them is not in the job.
+        UsageError: It is not a list of ranks, or a rank is not in the job.
     """
     flag = options.by_flag("show_ranks")
     if options.shown is None or (options.plan_only and not flag):

@@ -1,4 +1,4 @@
-"""How many ranks a job has, and where they go: from the hosts that are named, the batch system's, or this machine."""
+"""Decides number and hosts of the ranks: from named hosts, the batch system, or this machine."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from rannd.runner.run_options import Options
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where ranks go."""
+    """Number and hosts of the ranks of a job."""
 
     size: int
-    """Of the job; for --plan-only of the one that is planned for."""
+    """Number of ranks; for --plan-only the number to plan for."""
     places: list[RankHost]
-    """Of the ranks that are started."""
+    """Places of the ranks that are started."""
     hosts: list[Host]
-    """For the launcher; empty: it starts all ranks on this machine by itself."""
+    """Hosts for the launcher; empty: it starts all ranks on this machine."""
     origin: str
-    """Who named the hosts: a flag, a variable, a line of the configuration, the batch system; empty: nobody."""
+    """Source of the hosts: a flag, a variable, a line of the configuration, the batch system; empty: none."""
     by_srun: bool = False
-    """srun knows its hosts without a list, and chooses among them."""
+    """Whether srun places the ranks: it knows its hosts without a list."""
 
 
 def decide(options: Options, environ: Mapping[str, str], *, default: int, devices: int, srun: bool) -> RankPlacement:
-    """Decides size and places of a job.
+    """Decide the size of a job and the places of its ranks.
 
     Args:
-        options: what is asked for.
-        environ: the variables of this process, those of batch systems among them.
-        default: how many ranks this machine gets unasked.
-        devices: of a node of the cluster to plan for; 0: there is none.
-        srun: Slurm's srun starts the ranks.
+        options: Options of the job.
+        environ: Variables of this process, including those of batch systems.
+        default: Default number of ranks on this machine.
+        devices: Devices per node of the cluster to plan for; 0: there is none.
+        srun: Whether Slurm's srun starts the ranks.
 
     Raises:
-        UsageError: hosts are wrong, or have fewer slots than the job has ranks.
+        UsageError: Hosts are wrong, or have fewer slots than the job has ranks.
     """
     named = _named(options)
     if options.plan_only:
@@ -52,7 +52,7 @@ def decide(options: Options, environ: Mapping[str, str], *, default: int, device
         return RankPlacement(size, places, _for_launcher(named, _understood(environ)), named.origin)
     given = find_allocation(environ)
     if given is None or _is_here(given):
-        # The slots of one machine are no limit for -np.
+        # The slots of a single machine do not limit -np.
         size = options.size or _unasked(given, default)
         return RankPlacement(size, _here(size), [], given.origin if given is not None else "")
     size = options.size or _slots(given)
@@ -70,7 +70,7 @@ def decide(options: Options, environ: Mapping[str, str], *, default: int, device
 
 
 def _named(options: Options) -> Allocation | None:
-    """The hosts that the user has named."""
+    """Return the hosts that the user has named, if any."""
     name = "hosts" if options.hosts is not None else "hostfile"
     if options.hosts is None and options.hostfile is None:
         return None
@@ -88,7 +88,7 @@ def _named(options: Options) -> Allocation | None:
 
 
 def _understood(environ: Mapping[str, str]) -> Allocation | None:
-    """The batch system's hosts, where they only help: one that cannot be understood is none."""
+    """Return the batch system's hosts where they are optional: None if they cannot be parsed."""
     try:
         return find_allocation(environ)
     except UsageError:
@@ -108,12 +108,12 @@ def _here(size: int) -> list[RankHost]:
 
 
 def _for_launcher(named: Allocation, given: Allocation | None) -> list[Host]:
-    """The named hosts; none where all are this machine, unless a batch system could make the launcher leave it."""
+    """Return the named hosts; [] if all are this machine, unless a batch system could make the launcher leave it."""
     return [] if _is_here(named) and (given is None or _is_here(given)) else list(named.hosts)
 
 
 def _one(options: Options, named: Allocation | None, given: Allocation | None, unasked: int) -> RankPlacement:
-    """The one rank of --plan-only: on this machine, or where the batch system lets it be."""
+    """Place the single rank of --plan-only: on this machine, or where the batch system allows it."""
     size = options.size or (_slots(named) if named is not None else unasked)
     if given is None or _is_here(given):
         return RankPlacement(size, _here(1), [], "")
@@ -123,6 +123,6 @@ def _one(options: Options, named: Allocation | None, given: Allocation | None, u
 
 
 def _unasked(given: Allocation | None, default: int) -> int:
-    """The size of a job that names none. On one machine a single slot says nothing: so has a shell of srun --pty."""
+    """Return the default size of a job. A single slot means nothing: a shell of srun --pty has one, too."""
     slots = _slots(given) if given is not None else 0
     return slots if slots > 1 else default

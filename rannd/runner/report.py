@@ -1,4 +1,4 @@
-"""What is said about a job that has ended, and the exit code that goes with it."""
+"""Reports the end of a job, and derives the exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIGNAL_WORDS = {
 
 
 def status_words(status: int) -> str:
-    """An exit code, or minus a signal, in words."""
+    """Describe an exit code, or minus a signal."""
     if status >= 0:
         return f"exit code {status}"
     try:
@@ -36,16 +36,17 @@ def _end_words(end: RankEnd) -> str:
 
 
 def shell_status(status: int) -> int:
-    """What a shell calls it: the exit code, or 128 + signal."""
+    """Return the status as a shell reports it: the exit code, or 128 + signal."""
     return status if status >= 0 else 128 - status
 
 
 def exit_code(result: JobResult) -> int:
-    """rannc-run's own exit code.
+    """Return rannc-run's own exit code.
 
     128 + signal after Ctrl-C, SIGTERM, SIGHUP or a closed standard output; else the first failing rank's, 128 + signal
-    where it was killed, 7 where its host was lost; else the launcher's, where that broke down under running ranks; 7
-    where ranks never started.
+    if
+    it was killed, 7 if its host was lost; else the launcher's, if it ended under running ranks; 7 if ranks never
+    started.
     """
     if result.signal:
         return 128 + result.signal
@@ -61,13 +62,13 @@ def exit_code(result: JobResult) -> int:
 
 
 def report(result: JobResult, launcher: str, shown: Collection[int], log_dir: str | None) -> str:
-    """The text for the user, empty after a job in which every rank ended well.
+    """Return the text for the user, empty if every rank ended without an error.
 
     Args:
-        result: what happened.
-        launcher: the launcher's name.
-        shown: ranks whose output was on the screen; of others the end of standard error is repeated.
-        log_dir: the run's log directory, or None.
+        result: What happened.
+        launcher: Name of the launcher.
+        shown: Ranks whose output was shown; for others the end of standard error is repeated.
+        log_dir: Log directory of the run, or None.
     """
     if exit_code(result) == 0:
         return ""
@@ -89,12 +90,12 @@ def report(result: JobResult, launcher: str, shown: Collection[int], log_dir: st
 
 
 def _others(result: JobResult, launcher: str) -> list[str]:
-    """What happened besides failures: ranks that were ended, ranks that never ran, the launcher's breakdown."""
+    """Describe what happened besides failures: ranks that were ended or never ran, an end of the launcher."""
     lines = []
     ended = [end.rank for end in result.ends if end.status != 0 and not end.failed]
     if ended and (result.failures or result.signal or result.late):
         lines.append(f"ended by rannc-run: {_ranks(ended)}")
-    # One that loses its own process on another host may call that a success.
+    # A launcher that loses its own process on another host may report success.
     early = result.launcher_status != 0 or (ended and not result.missing)
     broke = early and not result.failures and not result.signal and (result.missing or not result.late)
     if broke:

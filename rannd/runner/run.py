@@ -1,4 +1,4 @@
-"""The command ``rannc-run``: says what it chose, starts the ranks, watches them, and reports."""
+"""The command ``rannc-run``: starts the ranks, watches them, and reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rannd.runner.watch.watcher import SETTINGS_VARIABLE
 
 
 class _Command(click.Command):
-    """Turns rannd's errors into a message and their exit code."""
+    """Prints rannd's errors as one message and exits with their exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -38,7 +38,7 @@ class _Command(click.Command):
         except RanndError as error:
             _say(str(error))
             ctx.exit(error.exit_code)
-        except KeyboardInterrupt:  # while ranks run, the monitor has its own way
+        except KeyboardInterrupt:  # while ranks run, the monitor handles it
             _say("SIGINT: nothing was started")
             ctx.exit(128 + signal.SIGINT)
 
@@ -47,7 +47,7 @@ _PATH = click.Path(path_type=Path)
 
 
 def _default(name: str) -> str:
-    """The default of an item, for the help of its flag."""
+    """Return the default of an item, for the help of its flag."""
     return f"{ITEMS[name].default:g}"
 
 
@@ -124,15 +124,16 @@ def main(
 ) -> None:
     """Start COMMAND, a Python script with its arguments, as the ranks of one job.
 
-    What follows the script is the script's, untouched. Flags go before RANNC_<ITEM> variables, these before
-    rannc_conf.toml: docs/configuration.md names the items.
+    All arguments after the script are passed to it. Flags override RANNC_<ITEM> variables, these override
+    rannc_conf.toml:
+    docs/configuration.md lists the items.
     """
     _open_closed_streams()
     here = None if check or show_config else rank_here(os.environ)
     if here is None or here.rank == 0:
         _tell_unread(config)
     if check:
-        from rannd.runner import doctor  # takes as long to import as a third of all the rest
+        from rannd.runner import doctor  # its import takes a third of the time of all others
 
         ctx.exit(doctor.tell(doctor.check(config, os.environ), click.echo))
     items = with_flags(rannd.config.load(file=config), flags)
@@ -155,29 +156,29 @@ def main(
 
 
 def _open_closed_streams() -> None:
-    """Gives a place to the standard streams that were closed (``>&-``): a socket would take their numbers."""
-    for fd in (0, 1, 2):  # in this order: the lowest free number is the next one
+    """Open standard streams that were closed (``>&-``) on /dev/null: a socket would take their numbers."""
+    for fd in (0, 1, 2):  # in this order: each open takes the lowest free number
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open as long as the process
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _tell_unread(file: Path | None) -> None:
-    """Says that a rannc_conf.toml of the working directory is not read: many a program would."""
+    """Warn that a rannc_conf.toml in the working directory is not read, because other programs would read theirs."""
     there = Path(rannd.config.CONF_FILE)
     try:
         read = rannd.config.file_to_read(os.environ, file)
-    except ConfigError:  # whoever reads it tells
+    except ConfigError:  # reported by the code that reads it
         return
     if there.is_file() and not (read is not None and read.exists() and read.samefile(there)):
         _say(f"./{there} is not read; --config {there} reads it")
 
 
 def _become(adopted: Adopted, items: Config, *, dry_run: bool) -> None:
-    """Turns this process into a rank of the job that it is in; comes back from a dry run alone."""
+    """Turn this process into a rank of the job that it is in; returns only from a dry run."""
     if dry_run:
         click.echo(adopted.describe())
         return
@@ -194,16 +195,16 @@ def _become(adopted: Adopted, items: Config, *, dry_run: bool) -> None:
 
 
 def launch(job: Job) -> int:
-    """Starts the ranks, stays until nothing of the job is left, reports; returns the exit code.
+    """Start the ranks, wait until the job has ended, report, and return the exit code.
 
     Raises:
-        UsageError: the log directory cannot be made.
-        LaunchError: the launcher cannot be executed.
+        UsageError: The log directory cannot be created.
+        LaunchError: The launcher cannot be executed.
     """
     if job.log_dir is not None:
         try:
             os.makedirs(job.log_dir)
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in it
+        except (OSError, ValueError) as error:  # ValueError: it contains a zero byte
             raise UsageError(f"--log-dir: {job.log_dir} cannot be made: {error}") from None
         _say(f"logs: {job.log_dir}")
     if job.tuning_line:
@@ -225,7 +226,8 @@ def launch(job: Job) -> int:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A Ctrl-C in the terminal is ours alone to spread; our end, even by SIGKILL, is the launcher's.
+            # Only rannc-run forwards a Ctrl-C of the terminal; if rannc-run ends, even by SIGKILL, so does the
+            # launcher.
             start_new_session=True,
             preexec_fn=lambda: processes.die_with_parent(own_pid, signal.SIGTERM),
         )
@@ -244,10 +246,10 @@ def launch(job: Job) -> int:
 
 
 def _ready(job: Job, items: Config, script: str) -> Job:
-    """The job, where every host is ready for it. LaunchError with a table of what is wrong where one is not."""
+    """Return the job if every host is ready for it; LaunchError with a table of problems otherwise."""
     if not job.hosts and not job.gpus and {"MASTER_ADDR", "MASTER_PORT"} <= job.added.keys():
         return job  # there is nothing to ask
-    from rannd.runner.launch import preflight  # takes as long to import as much of the rest
+    from rannd.runner.launch import preflight  # its import takes as long as many of the others
 
     environ = job.environment(os.environ)
     plan = preflight.Plan(
@@ -268,7 +270,7 @@ def _ready(job: Job, items: Config, script: str) -> Job:
 
 
 def _planned(job: Job) -> int:
-    """`launch`, of which a plan is all that is wanted. PlanError where the script ends well without one."""
+    """Run `launch` for a plan; PlanError if the script ends without an error but made no plan."""
     with planned.awaited() as file:
         code = launch(replace(job, added={**job.added, planned.VARIABLE: str(file)}))
         if code == 0 and not file.exists():
@@ -279,16 +281,16 @@ def _planned(job: Job) -> int:
 
 
 def _have_daemon(config: Config) -> None:
-    """Starts the node's daemon where it does not run; without it the job runs uncached."""
+    """Start the node's daemon if it does not run; without it the job runs uncached."""
     from rannd.daemon.common.listening import answers
     from rannd.daemon.common.paths import places
 
     try:
         if answers(places().socket):
-            return  # ranks greet it, and put a newer one in the place of an older one
+            return  # ranks connect to it, and replace an older one
     except RanndError:
-        pass  # told below, where it is started
-    from rannd.daemon.client import spawn  # imports zmq and psutil: only where it is used
+        pass  # reported below, where it is started
+    from rannd.daemon.client import spawn  # imports zmq and psutil, so only where it is needed
 
     max_bytes = int(config.cache_max_gb * 2**30)
     try:
@@ -304,5 +306,5 @@ def _say(message: str) -> None:
 def _tell(text: str) -> None:
     try:
         click.echo(text, nl=False, err=True)
-    except OSError:  # a full disk must not end the job, nor hide how it ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is buffered has to go somewhere
+    except OSError:  # a full disk must neither stop the job nor hide how it ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # buffered text has to go somewhere

@@ -1,4 +1,4 @@
-"""What a job is asked to be: the flags of rannc-run, and the configuration for those that are not given."""
+"""Options of a job: the flags of rannc-run, and configuration items for flags that are not given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from rannd.config import ITEMS, Config
 from rannd.errors import UsageError
 
-#: Configuration items that are flags, too, with the flag.
+#: Configuration items that are also flags, and their flags.
 FLAGS = {
     "nproc": "--nproc",
     "hosts": "--hosts",
@@ -26,11 +26,11 @@ FLAGS = {
 
 
 def with_flags(config: Config, flags: Mapping[str, object]) -> Config:
-    """`config` with the items that flags set.
+    """Return `config` with the items that flags override.
 
     Args:
-        config: from the file and the variables.
-        flags: values by item of `FLAGS`; None: not given.
+        config: From the file and the variables.
+        flags: Values by item of `FLAGS`; None: not given.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     return config.override(given, {name: _flag(name, value) for name, value in given.items()})
@@ -42,7 +42,7 @@ def _flag(name: str, value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked for, whoever asks: the command line, a variable, or the file."""
+    """Options of a job from any source: command line, variables, or file."""
 
     command: tuple[str, ...]
     """The script or module and its arguments."""
@@ -57,14 +57,14 @@ class Options:
     log_dir: Path | None = None
     grace: float = 10.0
     start: float = 300.0
-    """Seconds in which all ranks have to have started, 0: as long as it takes."""
+    """Seconds within which all ranks must start; 0: no limit."""
     preflight: bool = True
-    """Look before anything starts whether other machines have what a rank needs."""
+    """Check before anything starts that other machines have what a rank needs."""
     plan_only: bool = False
     cluster: str | None = None
     """Name or file of the devices to plan for."""
     origins: Mapping[str, str] | None = None
-    """Where the items of `FLAGS` are from, as `Config.origin` says it; None: all are flags."""
+    """Source of the items of `FLAGS`, as of `Config.origin`; None: all are flags."""
 
     @staticmethod
     def of(
@@ -76,10 +76,10 @@ class Options:
         plan_only: bool = False,
         cluster: str | None = None,
     ) -> Options:
-        """The options of a configuration that holds the flags already.
+        """Return the options of a configuration that includes the flags.
 
         Raises:
-            UsageError: hosts and hostfile are both named, in the same place.
+            UsageError: Both hosts and hostfile are given, in the same source.
         """
         wanted = _hosts_or_hostfile(config)
         return Options(
@@ -101,7 +101,7 @@ class Options:
         )
 
     def origin(self, name: str) -> str:
-        """Where an item of `FLAGS` is from."""
+        """Return the source of an item of `FLAGS`."""
         return self.origins[name] if self.origins is not None else FLAGS[name]
 
     def by_flag(self, name: str) -> bool:
@@ -110,7 +110,7 @@ class Options:
 
 
 def _hosts_or_hostfile(config: Config) -> str | None:
-    """Which of the two items holds: the one from the higher place."""
+    """Return the one of the two items that applies: the one from the source with the higher priority."""
     named = [name for name in ("hosts", "hostfile") if getattr(config, name)]
     if len(named) < 2:
         return named[0] if named else None
@@ -121,7 +121,7 @@ def _hosts_or_hostfile(config: Config) -> str | None:
 
 
 def _height(name: str, origin: str) -> int:
-    """The command line goes before a variable, that before the file."""
+    """Return the priority of a source: the command line overrides a variable, which overrides the file."""
     return 2 if origin == FLAGS[name] else 1 if origin == ITEMS[name].variable else 0
 
 
@@ -131,10 +131,10 @@ def _told(config: Config, name: str) -> str:
 
 
 def rank_command(options: Options) -> list[str]:
-    """What a rank executes.
+    """Return the command that a rank executes.
 
     Raises:
-        UsageError: no script is named, or it cannot be read.
+        UsageError: No script is named, or it cannot be read.
     """
     if not options.command:
         what = "module" if options.module else "script"

@@ -1,5 +1,5 @@
-"""The daemon as a job sees it: it may help, it never hurts.
+"""Client of the daemon: what a job calls. Problems with the daemon never stop a job.
 
 In: keys and values. Out: values, or a miss. Begin with `cache.py`; `requests.py` sends requests and starts the daemon
-where there is none (`spawn.py`).
+if it does not run (`spawn.py`).
 """

@@ -1,6 +1,6 @@
-"""The cache as a job sees it: it may help, it never hurts.
+"""The cache API of a job. Problems with the daemon never stop the job.
 
-Whatever is wrong with the daemon costs one warning; from then on every look-up is a miss and nothing is kept.
+An error of the daemon causes one warning; from then on every look-up is a miss and nothing is stored.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from rannd.errors import DaemonError, ProtocolError
 Mode: TypeAlias = Literal["on", "off", "readonly", "refresh"]
 
 SLICE_S = 5.0
-"""Longest time the daemon holds back one answer to a waiting client, so that both notice early when one is gone."""
+"""Maximum seconds that the daemon delays one reply to a waiting client, so that both notice soon if one is gone."""
 
 MOST_SHOWN = 3
-"""Differences in one line."""
+"""Maximum number of differences in one line."""
 
 _log = logging.getLogger("rannd.Daemon")
 
 
 BEAT_S = 10.0
-"""How often the holder of a lease says that it lives. Three of them may get lost."""
+"""Seconds between beats of the holder of a lease. A lease survives two lost beats."""
 TELL_S = 1.0
-"""How soon it tells how far it is."""
+"""Minimum seconds between reports of progress."""
 
 
 class Lease:
-    """The right to make the value of a key; others wait for it. Ends with `put`, `release` or this process.
+    """The right to compute the value of a key while others wait for it. Ends with `put`, `release` or this process.
 
-    A thread tells the daemon that this process lives and runs: a holder that hangs keeps nobody waiting for ever.
+    A thread sends beats to the daemon: a holder that hangs does not block others for ever.
     """
 
     def __init__(self, client: Client, key: Key, token: str) -> None:
@@ -61,11 +61,11 @@ class Lease:
         self._thread.start()
 
     def progress(self, text: str) -> None:
-        """Tell those who wait how far it is, as 'profiling, 40 %'."""
+        """Report progress to the waiting processes, such as 'profiling, 40 %'."""
         self._progress = text
 
     def release(self) -> None:
-        """Give the lease back. Harmless when it has ended already."""
+        """Release the lease; no-op if it has ended."""
         if self._held:
             self._held = False
             self._end.set()
@@ -78,7 +78,7 @@ class Lease:
             text = self._progress
             if text != self._told or time.monotonic() >= due:
                 if not self._client._beat(self.key, self._token, text):
-                    return  # no daemon, or the lease is another's: what is made can be stored all the same
+                    return  # no daemon, or the lease was lost: the value can still be stored
                 self._told, due = text, time.monotonic() + BEAT_S
 
     def __enter__(self) -> Lease:
@@ -91,27 +91,27 @@ class Lease:
 
 
 class Client:
-    """Looks up and keeps values. No method raises because of the daemon."""
+    """Looks up and stores values. No method raises because of the daemon."""
 
     def __init__(self, mode: Mode, session: DaemonSession | None) -> None:
-        """Use `connect`. `session` is None where there is no daemon."""
+        """Called by `connect`. `session` is None if there is no daemon."""
         self._mode = mode
         self._session = session
         self._warned: set[str] = set()
         self.used: dict[Key, tuple[bytes, bool]] | None = None
-        """A dictionary here gets each value that is found, or kept (then with True)."""
+        """If set to a dictionary, it receives each value that is found, or stored (then with True)."""
 
     @property
     def connected(self) -> bool:
-        """Whether there still is a daemon to ask."""
+        """Whether there is a daemon to ask."""
         return self._session is not None
 
     def get(self, key: Key) -> bytes | None:
-        """The value of `key`, None on a miss."""
+        """Return the value of `key`, None on a miss."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
-        """The value of each key in few messages, None for each miss."""
+        """Return the value of each key, None for each miss, with few messages."""
         found: list[bytes | None] = []
         if self._mode != "refresh":
             while len(found) < len(keys):
@@ -126,11 +126,11 @@ class Client:
         return found + [None] * (len(keys) - len(found))
 
     def put(self, key: Key, value: bytes) -> bool:
-        """Keep `value`, and end the lease of `key`; whether it is kept for good."""
+        """Store `value` and end the lease of `key`; return whether it was stored durably."""
         return self.put_many([(key, value)]) == 1
 
     def put_many(self, items: Iterable[tuple[Key, bytes]]) -> int:
-        """Keep these values; how many are kept for good."""
+        """Store values; return how many were stored durably."""
         if self._mode == "readonly":
             return 0
         kept, batch, size = 0, list[protocol.NewEntry](), 0
@@ -151,18 +151,18 @@ class Client:
     def lease(
         self, key: Key, wait_s: float, on_wait: Callable[[str], None] | None = None, who: str = ""
     ) -> bytes | Lease | None:
-        """The value of `key`, or the right to make it while all others wait.
+        """Return the value of `key`, or a lease to compute it while all others wait.
 
         Args:
-            key: What is wanted.
-            wait_s: How long to wait, in seconds, for another process that is making it.
-            on_wait: Called with a line for the user when there is something to wait for, and when that gets on.
-            who: What this process is called in such a line, as 'rank 0 of job 4711'.
+            key: Key of the value.
+            wait_s: Maximum seconds to wait for another process that is computing it.
+            on_wait: Called with a line for the user when waiting begins, and when the other process makes progress.
+            who: Name of this process in such lines, such as 'rank 0 of job 4711'.
 
         Returns:
-            bytes: It was there, or somebody has stored it meanwhile.
-            Lease: Make it, `put` it, release the lease.
-            None: No daemon, or the wait was in vain: make it without a lease.
+            bytes: The value; it was stored already, or while waiting.
+            Lease: Compute the value, `put` it, release the lease.
+            None: There is no daemon, or `wait_s` has passed: compute the value without a lease.
         """
         if self._mode == "readonly":
             return self.get(key)
@@ -196,17 +196,18 @@ class Client:
             slice_s = min(SLICE_S, left)
 
     def discard(self, key: Key, reason: str) -> None:
-        """Set the value of `key` aside because it proved wrong."""
+        """Set the value of `key` aside because it turned out to be wrong."""
         if self.used is not None:
             self.used.pop(key, None)
         if self._mode != "readonly":
             self._ask(protocol.Discard(key.digest, reason[:4096]), protocol.Done)
 
     def why(self, key: Key) -> tuple[str, str]:
-        """Why `key` was missed: what has changed since the nearest entry of the same model, and the whole comparison.
+        """Explain why `key` was missed: the change since the nearest entry of the same model, and the whole comparison.
 
-        ('batch 128 -> 64', 'the nearest deployment in the cache, ..., has another global_batch 64, there 128'). The
-        first one is '' where the cache has nothing of the model; both are without a daemon.
+        For example ('batch 128 -> 64', 'the nearest deployment in the cache, ..., has another global_batch 64, there
+        128').
+        The first is '' if the cache has no entry of the model; both are '' without a daemon.
         """
         if self._mode in ("off", "refresh"):
             return "", ""
@@ -224,7 +225,7 @@ class Client:
         return clause(reply.differences), whole
 
     def close(self) -> None:
-        """Ask nothing any more. The daemon goes on for others."""
+        """Disconnect from the daemon, which goes on serving others."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -252,7 +253,7 @@ class Client:
         return done is not None and done.count == 1
 
     def _plain(self, reply: protocol.Values) -> list[bytes | None]:
-        """Values as they were; what cannot be unpacked is a miss."""
+        """Decompress values; one that cannot be decompressed is a miss."""
         found: list[bytes | None] = []
         sizes = reply.sizes or [0] * len(reply.values)
         for data, size in zip(reply.values, sizes, strict=False):
@@ -273,7 +274,7 @@ class Client:
         try:
             return session.ask(request, *expected, wait_s=wait_s)
         except RefusedError as exc:
-            # Alive, but it cannot do this one thing: say so once for each kind of refusal.
+            # The daemon refused this one request: warn once per kind of refusal.
             self._warn(exc.code, str(exc))
         except (DaemonError, OSError, zmq.ZMQError) as exc:
             self.close()
@@ -287,14 +288,14 @@ class Client:
 
 
 def connect(*, mode: Mode, timeout_s: float, idle_s: float, max_bytes: int) -> Client:
-    """A client of this user's daemon on this node, which is started where it does not run yet. Never raises for it.
+    """Connect to this user's daemon on this node, and start it if it does not run. Never raises because of it.
 
     Args:
-        mode: ``on``; ``off``: never connect; ``readonly``: keep nothing, lease nothing; ``refresh``: every look-up
-            misses and what is made is kept.
-        timeout_s: How long any request may take, a start of the daemon included.
+        mode: ``on``; ``off``: never connect; ``readonly``: no stores and no leases; ``refresh``: every look-up misses,
+            and new values are stored.
+        timeout_s: Maximum seconds per request, including a start of the daemon.
         idle_s: The daemon exits after so many seconds without a request; 0: never.
-        max_bytes: Bytes of values it keeps.
+        max_bytes: Maximum bytes of values that the daemon stores.
     """
     if mode == "off":
         return Client(mode, None)

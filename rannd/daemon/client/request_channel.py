@@ -1,4 +1,4 @@
-"""Requests and their replies over ZeroMQ, with a deadline."""
+"""Sends requests over ZeroMQ and receives replies, with a deadline."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from rannd.daemon.common.listening import answers
 from rannd.errors import DaemonError
 
 PROBE_MS = 200
-"""How often a client that waits looks whether the daemon is still there. ZeroMQ itself would wait for ever."""
+"""Interval at which a waiting client checks that the daemon is still there. ZeroMQ itself would wait for ever."""
 
 LAST_MS = 20
-"""How long an answer may take from the connection to whoever waits for it, in this process."""
+"""Maximum time that a reply takes inside this process, from the connection to the waiting thread."""
 
 
 class GoneError(Exception):
-    """The daemon went away before it answered: start it anew and ask again."""
+    """The daemon disappeared before it replied: start it again and repeat the request."""
 
 
 class Line:
-    """A connection to the daemon, for one request after another. One thread at a time.
+    """A connection to the daemon, for one request after another. Used by one thread at a time.
 
-    After an error of `ask` it is of no use any more: a late answer would be taken for that of the next request.
+    After an error of `ask` it must not be used again: a late reply would be taken for that of the next request.
     """
 
     def __init__(self, path: str) -> None:
-        """Connect to the listening socket at `path`; whether anybody is there shows in `ask`."""
+        """Connect to the listening socket at `path`; an error shows only in `ask`."""
         self._path = path
         self._pid = os.getpid()
         self._peer: socket.socket | None = None
-        """The connection below ZeroMQ, known with the first answer."""
+        """The connection below ZeroMQ, known after the first reply."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE)
@@ -47,22 +47,22 @@ class Line:
 
     @property
     def up(self) -> bool:
-        """Whether this process has had an answer over it, and the daemon has not hung up since."""
+        """Whether this process has received a reply over this connection, and the daemon has not closed it since."""
         return self._pid == os.getpid() and self._peer is not None and not self._hung_up()
 
     def ask(self, request: protocol.Request, deadline: float, version: int = protocol.PROTOCOL) -> protocol.Reply:
         """Send `request` and return its reply.
 
         Args:
-            request: What to ask.
+            request: The request.
             deadline: When to give up, in seconds of time.monotonic.
-            version: Of the protocol, to speak.
+            version: Protocol version of the message.
 
         Raises:
-            GoneError: nobody is at the other end any more.
-            DaemonError: no answer in time.
-            VersionError: it speaks another version.
-            ProtocolError: the answer is not one.
+            GoneError: The daemon closed the connection.
+            DaemonError: No reply in time.
+            VersionError: The daemon speaks another version.
+            ProtocolError: The reply is invalid.
         """
         self._socket.send_multipart(protocol.encode(request, version))
         while True:
@@ -80,29 +80,29 @@ class Line:
                 )
 
     def _wait(self, patience_ms: int) -> bool:
-        """Wait for an answer or a hang-up; whether there is an answer."""
+        """Wait for a reply or a hang-up; return whether there is a reply."""
         if self._peer is None:
             return bool(self._socket.poll(patience_ms))
         zmq.zmq_poll([(self._socket, zmq.POLLIN), (self._peer, zmq.POLLERR)], patience_ms)
-        # A last answer may still be on its way through ZeroMQ's thread.
+        # A last reply may still be on its way through ZeroMQ's thread.
         return bool(self._socket.poll(LAST_MS if self._hung_up() else 0))
 
     def close(self) -> None:
-        """Hang up. In a forked process the connection stays its parent's."""
+        """Close the connection. In a forked process it stays open for the parent."""
         if self._peer is not None:
             self._peer.close()
-        self._socket.close()  # of a parent: pyzmq leaves it alone
+        self._socket.close()  # pyzmq leaves a parent's socket alone
 
     def _hung_up(self) -> bool:
         if self._peer is None:
             return False
         poller = select.poll()
-        poller.register(self._peer, 0)  # a hang-up is told always
+        poller.register(self._peer, 0)  # hang-ups are always reported
         return bool(poller.poll(0))
 
 
 def ask(path: str, request: protocol.Request, deadline: float, version: int = protocol.PROTOCOL) -> protocol.Reply:
-    """Send one request to the daemon at the socket `path` and return its reply, as `Line.ask` does."""
+    """Send one request to the daemon at the socket `path` and return its reply, see `Line.ask`."""
     line = Line(path)
     try:
         return line.ask(request, deadline, version)
@@ -111,7 +111,7 @@ def ask(path: str, request: protocol.Request, deadline: float, version: int = pr
 
 
 def _connection(frame: zmq.Frame, path: str) -> socket.socket | None:
-    """The connection to `path` that `frame` came over, None where it has ended by now."""
+    """Return the connection to `path` that `frame` came over, None if it has been closed."""
     try:
         peer = socket.socket(fileno=os.dup(frame.get(zmq.SRCFD)))
     except (OSError, zmq.ZMQError):
@@ -120,7 +120,7 @@ def _connection(frame: zmq.Frame, path: str) -> socket.socket | None:
         found = peer.getpeername()
     except OSError:
         found = None
-    if found != path:  # the number was given to another file meanwhile, which must not be kept open
+    if found != path:  # the descriptor number now belongs to another file, which must not be kept open
         peer.close()
         return None
     return peer

@@ -1,4 +1,4 @@
-"""Requests to the daemon as calls that raise: starting it when it is not there, asking again when it went away."""
+"""Requests to the daemon that raise on errors. Starts the daemon if needed, and repeats requests if it disappears."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rannd.errors import DaemonError
 R = TypeVar("R", bound=protocol.Reply)
 
 MOST_LINES = 2
-"""Connections that a session keeps between requests: for the job, and for the thread that beats for its lease."""
+"""Number of idle connections that a session keeps: one for the job, one for the thread that sends beats."""
 
 
 class RefusedError(DaemonError):
-    """The daemon is well and refused the request. `code` as in `protocol.Failed`."""
+    """The daemon works, but refused the request. `code` as in `protocol.Failed`."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -29,26 +29,26 @@ class RefusedError(DaemonError):
 
 
 class DaemonSession:
-    """A way to ask the daemon of `places`. Threads may share it."""
+    """Session with the daemon of `places`. Threads may share it."""
 
     def __init__(self, places: DaemonPaths, settings: Settings, timeout_s: float) -> None:
-        """`timeout_s`: how long any request may take, a start of the daemon included."""
+        """`timeout_s`: maximum seconds per request, including a start of the daemon."""
         self.places = places
         self.settings = settings
         self.timeout_s = timeout_s
         self._lines: list[request_channel.Line] = []
-        """Those that nobody uses now."""
+        """Idle connections."""
         self._finalizer = weakref.finalize(self, _hang_up, self._lines)
 
     def close(self) -> None:
-        """Hang up. The session can be used again."""
+        """Close the connections. The session can still be used."""
         _hang_up(self._lines)
 
     def greet(self) -> spawn.Daemon:
-        """Start the daemon if need be, replace an older one.
+        """Start the daemon if it does not run, and replace an older one.
 
         Raises:
-            DaemonError: it cannot be had.
+            DaemonError: The daemon cannot be started or does not answer.
         """
         deadline = time.monotonic() + self.timeout_s
         self.places.secure_runtime()
@@ -56,20 +56,20 @@ class DaemonSession:
             return spawn.greet(self.places, self.settings, deadline)
 
     def ask(self, request: protocol.Request, *expected: type[R], wait_s: float = 0.0) -> R:
-        """The reply to `request`, one of the types `expected`.
+        """Send `request` and return the reply, one of the types `expected`.
 
         Args:
-            request: What to ask.
-            expected: Types the reply may have.
-            wait_s: How long the daemon may hold its reply back, beyond the session's timeout.
+            request: The request.
+            expected: Types that the reply may have.
+            wait_s: Seconds that the daemon may delay its reply, in addition to the session's timeout.
 
         Raises:
-            RefusedError: the daemon says why not.
-            DaemonError: there is no daemon, or no answer in time.
+            RefusedError: The daemon refused the request, with the reason.
+            DaemonError: There is no daemon, or no reply in time.
         """
         deadline = time.monotonic() + self.timeout_s + wait_s
         replaced = False
-        # Sharing `use` from before the look at the socket until the answer is what keeps an idle exit off.
+        # Sharing `use` from before looking at the socket until the reply prevents an idle exit.
         with file_locks.held(self.places.use, deadline, shared=True):
             while True:
                 line = self._line(deadline)
@@ -85,7 +85,7 @@ class DaemonSession:
                     line.close()
                     if exc.version > protocol.PROTOCOL or replaced:
                         raise
-                    # Another environment has started an older one since the greeting.
+                    # Another environment has started an older daemon since the greeting.
                     spawn.greet(self.places, self.settings, deadline)
                     replaced = True
                 except BaseException:
@@ -101,10 +101,10 @@ class DaemonSession:
         raise DaemonError(f"the daemon answers {type(reply).__name__} to {type(request).__name__}; `rannd restart`")
 
     def _line(self, deadline: float) -> request_channel.Line:
-        """A connection to the daemon, which is started where it does not run. The caller holds `use` shared."""
+        """Return a connection to the daemon; start it if it does not run. The caller holds `use` shared."""
         while True:
             try:
-                line = self._lines.pop()  # at once, other threads do so too
+                line = self._lines.pop()  # atomic: other threads pop, too
             except IndexError:
                 break
             if line.up:
@@ -122,24 +122,24 @@ class DaemonSession:
     # -- what the commands need ----------------------------------------------------------------------------------
 
     def state(self) -> protocol.State:
-        """How the daemon is."""
+        """Return the state of the daemon."""
         return self.ask(protocol.Status(), protocol.State)
 
     def entries(self, prefix: str | None = None) -> Iterator[protocol.EntryInfo]:
-        """All entries, or those whose key starts with `prefix`, by key."""
+        """Yield all entries, or those whose key starts with `prefix`, by key."""
         after = ""
         while True:
             page = self.ask(protocol.List(after, prefix), protocol.Entries)
             yield from page.entries
             if not page.more:
                 return
-            if page.entries:  # else none could be described, and all are set aside by now
+            if page.entries:  # otherwise all of the page were unreadable and have been set aside
                 after = page.entries[-1].key
 
     def clear(
         self, *, kind: str | None = None, older_than_s: float | None = None, keys: list[str] | None = None
     ) -> list[protocol.EntryInfo]:
-        """Remove the entries that match everything given (`keys`: starts of keys); those removed."""
+        """Remove the entries that match all given conditions (`keys`: prefixes of keys); return the removed ones."""
         removed: list[protocol.EntryInfo] = []
         while True:
             page = self.ask(protocol.Clear(kind, older_than_s, keys), protocol.Entries)
@@ -148,7 +148,7 @@ class DaemonSession:
                 return removed
 
     def verify(self) -> tuple[int, list[str]]:
-        """Check every entry: how many are sound, the keys of those set aside."""
+        """Check every entry; return the number of sound ones, and the keys of those set aside."""
         sound, corrupt, after = 0, list[str](), ""
         while True:
             page = self.ask(protocol.Verify(after), protocol.Verified)
@@ -159,8 +159,7 @@ class DaemonSession:
             after = page.next
 
     def prune(self, max_bytes: int) -> list[protocol.EntryInfo]:
-        """Remove the least recently used entries, but none that is leased, until values take `max_bytes`; those
-        removed."""
+        """Remove least recently used entries, except leased ones, down to `max_bytes` of values; return them."""
         removed: list[protocol.EntryInfo] = []
         while True:
             page = self.ask(protocol.Prune(max_bytes), protocol.Entries)
@@ -169,17 +168,17 @@ class DaemonSession:
                 return removed
 
     def misses(self) -> list[protocol.Miss]:
-        """The latest misses that somebody wondered about, the last one first."""
+        """Return the latest misses that were asked about, last one first."""
         return self.ask(protocol.Misses(), protocol.Missed).misses
 
     def zero(self) -> None:
-        """Begin to count hits, misses and all else anew."""
+        """Reset the statistics."""
         self.ask(protocol.Zero(), protocol.Done)
 
     def values(self, entries: Sequence[protocol.EntryInfo]) -> Iterator[PackedValue | None]:
-        """The value of each entry as it is kept, None where it is there no more. To look is no use of it.
+        """Yield the stored value of each entry, None if it no longer exists. Does not count as a use.
 
-        Of a large cache only one message is in memory at a time: MAX_BATCH_BYTES, or one value that is larger.
+        Only one message is in memory at a time: MAX_BATCH_BYTES, or one larger value.
         """
         done = 0
         while done < len(entries):
@@ -194,7 +193,7 @@ class DaemonSession:
                 done += 1
 
     def put(self, entries: list[protocol.NewEntry], version: str) -> None:
-        """Keep these, MAX_BATCH at most, as written by `version` of rannd. On return they survive a kill."""
+        """Store at most MAX_BATCH entries, as written by `version` of rannd. On return they survive a kill."""
         self.ask(protocol.Put(version, entries), protocol.Done)
 
 

@@ -1,4 +1,4 @@
-"""Start the daemon just in time, whoever needs it first.
+"""Starts the daemon on demand.
 
 ::
 
@@ -8,7 +8,7 @@
     probe again ── Popen, own session ──► fork ───────────────────────► take `life` lock
     reap          ◄────────────── exit ───┘                             bind, listen, open the store
     readable pipe ◄──────────────────────────────────── "ready" ─────── answer
-    free `spawn` lock
+    release `spawn` lock
 """
 
 from __future__ import annotations
@@ -40,33 +40,34 @@ from rannd.errors import DaemonError, ProtocolError
 KEPT = frozenset(
     ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME")
 )
-"""Variables a daemon keeps, LC_* besides: nothing of a rank, of MPI, of CUDA or of a batch system."""
+"""Environment variables that the daemon inherits, and LC_*: none of a rank, MPI, CUDA or a batch system."""
 MOST_REPLACED = 2
-"""Older daemons that are stopped for one greeting: systemd may start the next one, of its unit, at once."""
+"""Maximum number of older daemons to stop per greeting: systemd may start the next one, of its unit, at once."""
 MAX_LOG = 256 << 10
-"""Bytes after which the log is begun anew when a daemon starts; the old one is kept once."""
+"""Bytes above which a starting daemon begins a new log; one old log is kept."""
 
 
 class Daemon(msgspec.Struct, frozen=True):
-    """The daemon that answers."""
+    """The running daemon."""
 
     pid: int
     version: str
     started: bool
-    """It was not there before."""
+    """Whether this call started it."""
 
 
 def ensure(*, idle_s: float, max_bytes: int, timeout_s: float, places: DaemonPaths | None = None) -> Daemon:
-    """Have a daemon that is not older than this process; start it where there is none.
+    """Make sure that a daemon runs which is not older than this process.
 
     Args:
         idle_s: It exits after so many seconds without a request; 0: never.
-        max_bytes: Bytes of values it keeps.
-        timeout_s: How long to wait for all of it.
-        places: Where; by default what the environment says.
+        max_bytes: Maximum bytes of values that it stores.
+        timeout_s: Maximum seconds for all of it.
+        places: Paths of the daemon; by default those of the environment.
 
     Raises:
-        DaemonError: it cannot be started, or does not answer. The message says why, with the daemon's last words.
+        DaemonError: It cannot be started, or does not answer. The message has the reason and the end of the daemon's
+            log.
     """
     where = places if places is not None else default_places()
     settings = Settings(idle_s, max_bytes, version())
@@ -77,7 +78,7 @@ def ensure(*, idle_s: float, max_bytes: int, timeout_s: float, places: DaemonPat
 
 
 def greet(places: DaemonPaths, settings: Settings, deadline: float) -> Daemon:
-    """Start the daemon if need be, replace an older one, shake hands. The caller holds `use` shared."""
+    """Start the daemon if it does not run, replace an older one, exchange versions. The caller holds `use` shared."""
     started, replaced = False, 0
     while True:
         started = start_if_down(places, settings, deadline) or started
@@ -102,10 +103,10 @@ def greet(places: DaemonPaths, settings: Settings, deadline: float) -> Daemon:
 
 
 def start_if_down(places: DaemonPaths, settings: Settings, deadline: float) -> bool:
-    """Start a daemon where none listens; whether it was started. The caller holds `use` shared.
+    """Start a daemon if none listens; return whether it was started. The caller holds `use` shared.
 
     Raises:
-        DaemonError: it cannot be started.
+        DaemonError: It cannot be started.
     """
     if answers(places.socket):
         return False
@@ -118,13 +119,13 @@ def start_if_down(places: DaemonPaths, settings: Settings, deadline: float) -> b
 
 
 def stop(places: DaemonPaths, reason: str, deadline: float) -> bool:
-    """Let the daemon answer what is queued and end, and wait for its end; False where none runs.
+    """Stop the daemon after it has answered queued requests, and wait for its end; return False if none runs.
 
     Raises:
-        DaemonError: it does not end in time.
+        DaemonError: It does not exit in time.
     """
     places.secure_runtime()
-    if not boot.lives(places) or not answers(places.socket):  # to connect would start one under systemd
+    if not boot.lives(places) or not answers(places.socket):  # connecting would start one under systemd
         return False
     try:
         try:
@@ -146,7 +147,7 @@ def stop(places: DaemonPaths, reason: str, deadline: float) -> bool:
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a daemon keeps of a rank's environment."""
+    """Return the part of a rank's environment that the daemon inherits."""
     return {name: value for name, value in environ.items() if name in KEPT or name.startswith("LC_")}
 
 
@@ -159,7 +160,7 @@ def _hello(places: DaemonPaths, settings: Settings, deadline: float) -> protocol
 
 
 def _replace(places: DaemonPaths, settings: Settings, deadline: float) -> None:
-    """Put a daemon of this version in the place of an older one."""
+    """Replace an older daemon by one of this version."""
     with file_locks.held(places.spawn, deadline):
         version, older = protocol.PROTOCOL, "one of protocol version {}"
         try:
@@ -182,7 +183,7 @@ def _replace(places: DaemonPaths, settings: Settings, deadline: float) -> None:
 def _await_end(places: DaemonPaths, deadline: float) -> None:
     life = file_locks.open_lock(places.life)
     try:
-        # A successor may hold the lock by now: then the one that was told to stop has ended too.
+        # A successor may hold the lock by now: then the stopped daemon has exited, too.
         pid = os.pread(life, 32, 0)
         while not file_locks.wait_lock(life, min(deadline, time.monotonic() + 0.05), shared=True):
             if os.pread(life, 32, 0) != pid:
@@ -194,7 +195,7 @@ def _await_end(places: DaemonPaths, deadline: float) -> None:
 
 
 def _start(places: DaemonPaths, settings: Settings, deadline: float) -> None:
-    """Start and wait for readiness. The caller holds the spawn lock."""
+    """Start the daemon and wait until it is ready. The caller holds the spawn lock."""
     log = _open_log(places.log)
     ready, ready_end = os.pipe()
     try:
@@ -229,7 +230,7 @@ def _start(places: DaemonPaths, settings: Settings, deadline: float) -> None:
 
 
 def _read_line(fd: int, deadline: float) -> str:
-    """What was written to the pipe until its end; what is there where time is up."""
+    """Read one line from the pipe, or what is there at its end or at the deadline."""
     said = b""
     while not said.endswith(b"\n"):
         if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -242,7 +243,7 @@ def _read_line(fd: int, deadline: float) -> str:
 
 
 def _roots() -> list[str]:
-    """Where this process has rannd and the packages it needs: the daemon imports the same ones."""
+    """Return the directories of rannd and the packages it needs, so that the daemon imports the same ones."""
     files = [rannd.__file__, zmq.__file__, msgspec.__file__, psutil.__file__]
     return list(dict.fromkeys(str(Path(file).resolve().parent.parent) for file in files if file is not None))
 

@@ -1,5 +1,5 @@
-"""What client and server share.
+"""Shared by client and server.
 
-The messages (`protocol.py`, begin there; docs/protocol.md), the keys of entries (`keys.py`), paths and locks,
-compression, versions.
+Messages (`protocol.py`, begin there; docs/protocol.md), keys of entries (`keys.py`), paths and locks, compression,
+versions.
 """

@@ -1,4 +1,4 @@
-"""Values on their way and in the store: large ones are compressed, by the client, so that the daemon stays quick."""
+"""Compresses large values. The client does it, so that the daemon stays responsive."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from rannd.daemon.common.protocol import COMPRESSED, MAX_VALUE
 from rannd.errors import ProtocolError
 
 LEVEL = 1
-"""Traces get four times smaller at this level, and hardly more at higher ones (docs/daemon.md)."""
+"""zlib level: traces become four times smaller, and hardly smaller at higher levels (docs/daemon.md)."""
 
 
 class PackedValue(NamedTuple):
-    """A value, compressed where `size` says how many bytes it had before."""
+    """A value, compressed if `size`, its number of bytes before, is not 0."""
 
     data: bytes
     size: int = 0
 
     def plain(self) -> bytes:
-        """The value as it was. ProtocolError where the compressed bytes are not of that many."""
+        """Return the value, decompressed; ProtocolError if the data is damaged or not of the size it claims."""
         if not self.size:
             return self.data
         if self.size > MAX_VALUE:
             raise ProtocolError(f"a compressed value claims {self.size} bytes, {MAX_VALUE} are allowed")
         unpacker = zlib.decompressobj()
         try:
-            found = unpacker.decompress(self.data, self.size + 1)  # never more than it claims
+            found = unpacker.decompress(self.data, self.size + 1)  # at most what it claims, plus 1
         except zlib.error as exc:
             raise ProtocolError(f"a compressed value is damaged: {exc}") from None
         if len(found) != self.size or not unpacker.eof:
@@ -35,7 +35,7 @@ class PackedValue(NamedTuple):
 
 
 def pack(value: bytes) -> PackedValue:
-    """A value as it travels and is kept: compressed above COMPRESSED bytes, if that makes it smaller."""
+    """Compress a value above COMPRESSED bytes, if that makes it smaller."""
     if len(value) > COMPRESSED:
         data = zlib.compress(value, LEVEL)
         if len(data) < len(value):

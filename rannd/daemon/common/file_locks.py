@@ -1,4 +1,4 @@
-"""flock with a deadline. The kernel drops these locks when their holder dies, however it dies."""
+"""File locks (flock) with a deadline. The kernel releases them when their holder dies for any reason."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def open_lock(path: str) -> int:
-    """Descriptor of the lock file `path`, made where it is missing. Not locked yet.
+    """Open the lock file `path`, creating it if it is missing, and return its descriptor. Does not lock it.
 
     Raises:
-        DaemonError: it cannot be opened or made.
+        DaemonError: It cannot be opened or created.
     """
     try:
         return os.open(path, _FLAGS, 0o600)
@@ -26,7 +26,7 @@ def open_lock(path: str) -> int:
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Take the lock if it is free now."""
+    """Take the lock if it is free; return whether it was taken."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -35,14 +35,14 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Give the lock back, keep the descriptor."""
+    """Release the lock; the descriptor stays open."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def wait_lock(fd: int, deadline: float, *, shared: bool = False) -> bool:
-    """Take the lock, waiting until `deadline` (time.monotonic, seconds) at most; whether it was taken.
+    """Take the lock, waiting until `deadline` (time.monotonic, seconds); return whether it was taken.
 
-    flock knows no timeout and an alarm belongs to the user's script, hence the growing pauses.
+    flock has no timeout and SIGALRM belongs to the user's script, so this polls with growing pauses.
     """
     pause = 0.001
     while not try_lock(fd, shared=shared):
@@ -55,10 +55,10 @@ def wait_lock(fd: int, deadline: float, *, shared: bool = False) -> bool:
 
 @contextmanager
 def held(path: str, deadline: float, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock `path` in the block.
+    """Hold the lock `path` inside the block.
 
     Raises:
-        DaemonError: it was not free before `deadline` (time.monotonic, seconds).
+        DaemonError: It was not free before `deadline` (time.monotonic, seconds).
     """
     fd = open_lock(path)
     try:

@@ -1,12 +1,12 @@
-"""Keys of cache entries: everything that can change a value is in its key.
+"""Keys of cache entries: a key contains everything that can change the value.
 
-A key is a kind and named components. Each component is kept as canonical JSON, readable and exact about
-types: ``1``, ``1.0``, ``"1"`` and ``true`` are four different texts. The digest is BLAKE2b-160 over::
+A key is a kind and named components. Each component is stored as canonical JSON, readable and exact about types:
+``1``, ``1.0``, ``"1"`` and ``true`` are four different texts. The digest is BLAKE2b-160 of::
 
     ["rannd-key", 1, kind, [[name, text], ...]]        as JSON in ASCII without spaces, sorted by name
 
-Mappings inside a component are sorted by name as well, sequences keep their order. A wrong key silently hands a
-user somebody else's plan: every builder below takes each component by name, without defaults, and
+Mappings inside a component are sorted by name as well, sequences keep their order. An incomplete key would silently
+return another model's plan: every builder below takes each component by name, without defaults, and
 tests/daemon/common/test_keys.py changes each one.
 """
 
@@ -31,12 +31,12 @@ _KIND = re.compile(r"[a-z][a-z_]{0,31}")
 
 
 class Key(msgspec.Struct, frozen=True):
-    """The key of a value that can be made again."""
+    """Key of a cached value."""
 
     kind: str
-    """What the value is: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``."""
+    """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``."""
     digest: str
-    """Forty hex digits."""
+    """40 hex digits."""
     components: dict[str, str]
     """Canonical JSON text of each component, by name."""
 
@@ -45,16 +45,17 @@ class Key(msgspec.Struct, frozen=True):
 
     @property
     def short(self) -> str:
-        """Enough of the digest for a person."""
+        """The first digits of the digest, for display."""
         return self.digest[:12]
 
 
 def make_key(kind: str, components: Mapping[str, Component]) -> Key:
-    """The key of `kind` with these components.
+    """Return the key of `kind` with these components.
 
     Raises:
         ValueError: `kind` is not a lower-case word, or there are no components.
-        TypeError: a component is not made of None, bool, int, float, str, sequences and mappings with str names.
+        TypeError: A component contains other types than None, bool, int, float, str, sequences and mappings with str
+            keys.
     """
     if not _KIND.fullmatch(kind):
         raise ValueError(f"the kind of a key is a lower-case word of at most 32 letters, not {kind!r}")
@@ -65,7 +66,7 @@ def make_key(kind: str, components: Mapping[str, Component]) -> Key:
 
 
 def digest_of(kind: str, texts: Mapping[str, str]) -> str:
-    """The digest over a kind and the canonical texts of its components."""
+    """Return the digest of a kind and the canonical texts of its components."""
     grammar = ["rannd-key", KEY_FORMAT, kind, sorted(texts.items())]
     text = json.dumps(grammar, ensure_ascii=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode("ascii"), digest_size=20).hexdigest()
@@ -85,7 +86,7 @@ def deployment_key(
     plan_items: Mapping[str, Scalar],
     optimizer: str,
 ) -> Key:
-    """The key of a deployment.
+    """Return the key of a deployment.
 
     Args:
         graph_hash: Hash of the traced graph.
@@ -93,15 +94,15 @@ def deployment_key(
         global_batch: Rows of all ranks' mini-batches together.
         world_size: Number of ranks.
         topology: Node and device ordinal of each slot.
-        device_model: Name of the devices, as the driver gives it.
-        device_memory: Bytes of one device that a plan may use.
+        device_model: Name of the devices, as the driver reports it.
+        device_memory: Bytes per device that a plan may use.
         backend: ``nccl`` or ``gloo``.
         versions: At least python, torch and rannd.
         plan_items: Every configuration item that can change a plan, with its value.
-        optimizer: What decides the optimizer's memory, as text.
+        optimizer: Text that determines the optimizer's memory.
 
     Raises:
-        ValueError: a required version is missing, or topology and world size do not agree.
+        ValueError: A required version is missing, or topology and world size do not agree.
     """
     if len(topology) != world_size:
         raise ValueError(f"a topology of {len(topology)} slots does not describe {world_size} ranks")
@@ -124,10 +125,10 @@ def deployment_key(
 
 
 def profile_key(*, block_hash: str, device_model: str, threads: int, versions: Mapping[str, str]) -> Key:
-    """The key of a block's measured times.
+    """Return the key of a block's measured times.
 
     Raises:
-        ValueError: a required version is missing.
+        ValueError: A required version is missing.
     """
     return make_key(
         "profile",
@@ -141,20 +142,20 @@ def profile_key(*, block_hash: str, device_model: str, threads: int, versions: M
 
 
 def limit_key(deployment: Key) -> Key:
-    """The key of the bytes that a plan may use of a device, after the `deployment` ran out of memory."""
+    """Return the key of the memory limit of a plan, which was lowered after `deployment` ran out of memory."""
     return make_key("limit", {"deployment": deployment.digest})
 
 
 def trace_key(components: Mapping[str, Component]) -> Key:
-    """The key of a traced graph: the fingerprint of the model and its inputs before tracing."""
+    """Return the key of a traced graph: the fingerprint of the model and its inputs before tracing."""
     return make_key("trace", components)
 
 
 def hooks_key(*, tracer: str, versions: Mapping[str, str]) -> Key:
-    """The key of which hooks of the tracer, of these sources, a version of torch runs.
+    """Return the key for which hooks of the tracer (`tracer`: digest of its sources) a version of torch calls.
 
     Raises:
-        ValueError: a required version is missing.
+        ValueError: A required version is missing.
     """
     return make_key("hooks", {"tracer": tracer, **_versions(versions)})
 
@@ -162,10 +163,10 @@ def hooks_key(*, tracer: str, versions: Mapping[str, str]) -> Key:
 def link_key(
     *, topology: Sequence[tuple[int, int]], device_model: str, backend: str, versions: Mapping[str, str]
 ) -> Key:
-    """The key of measured link speeds between the slots of `topology`.
+    """Return the key of measured link speeds between the slots of `topology`.
 
     Raises:
-        ValueError: a required version is missing.
+        ValueError: A required version is missing.
     """
     return make_key(
         "links",
@@ -179,7 +180,7 @@ def link_key(
 
 
 def summary(kind: str, components: Mapping[str, str]) -> str:
-    """What a person wants to know about an entry, on one line."""
+    """Summarize an entry in one line, for display."""
     found: list[str] = []
     for name, label, length in _ESSENTIALS.get(kind, ()):
         if name in components:
@@ -187,7 +188,7 @@ def summary(kind: str, components: Mapping[str, str]) -> str:
             found.append(f"{label} {(text[1:-1] if text.startswith(chr(34)) else text)[:length]}")
     if not found:
         found = [f"{name} {text[:16]}" for name, text in sorted(components.items())[:3]]
-    return plain(", ".join(found))  # an imported entry's texts may be anything
+    return plain(", ".join(found))  # texts of an imported entry may contain anything
 
 
 _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
@@ -222,7 +223,7 @@ def _canonical(value: Component, name: str) -> str:
 
 
 def _plain(value: Component, name: str) -> Component:
-    """The value with lists for sequences; refuses what JSON would blur, as a mapping's names that are no texts."""
+    """Convert sequences to lists; refuse what JSON would make ambiguous, such as mapping keys that are not str."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

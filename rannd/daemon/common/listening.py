@@ -1,4 +1,4 @@
-"""Whether a daemon listens, for those who want to know no more: the standard library only."""
+"""Checks whether a daemon listens, with the standard library only."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import socket
 
 
 def answers(path: str) -> bool:
-    """Whether somebody listens at the socket `path`."""
+    """Whether a process listens at the socket `path`."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(path)
         except BlockingIOError:
-            return True  # it listens, its queue is full
+            return True  # it listens, but its queue is full
         except OSError:
             return False
     return True

@@ -1,4 +1,4 @@
-"""Why something was not in the cache: the entry that differs least, and the components in which it does."""
+"""Explains cache misses: finds the most similar entry, and the components in which it differs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from rannd.daemon.common.printable import plain
 from rannd.daemon.common.protocol import Difference, EntryInfo
 
 SHOWN = 40
-"""Letters of a component's text that a line shows."""
+"""Maximum number of characters of a component's text in a line."""
 
 MODEL = ("graph", "model")
-"""Components that name the model: entries that differ in one are of another model, and less near than all others."""
+"""Components that name the model: entries that differ in one belong to another model and rank behind all others."""
 
 _IN_WORDS = {"world_size": "ranks", "global_batch": "batch", "device_memory": "device memory", "device_model": "device"}
 _FOLLOWS = {"topology": "world_size", "inputs": "global_batch"}
-"""Components that always differ where another one does: a clause leaves them out."""
+"""Components that always differ if another one does: a clause leaves them out."""
 _MOST_IN_CLAUSE = 2
 _HASH = re.compile(r'"?[0-9a-f]{16,}"?')
 
 
 def differences(wanted: Mapping[str, str], there: Mapping[str, str]) -> list[Difference]:
-    """The components in which two keys of one kind differ, by name."""
+    """Return the components in which two keys of one kind differ, by name."""
     return [
         Difference(name, wanted.get(name), there.get(name))
         for name in sorted({*wanted, *there})
@@ -31,9 +31,9 @@ def differences(wanted: Mapping[str, str], there: Mapping[str, str]) -> list[Dif
 
 
 def nearest(wanted: Mapping[str, str], entries: Iterable[EntryInfo]) -> tuple[EntryInfo | None, list[Difference]]:
-    """The first of the `entries` that differ in fewest components, and in what; (None, []) where there is none.
+    """Return the entry that differs in the fewest components, and these; (None, []) if there are no entries.
 
-    Those of the same model come first.
+    Entries of the same model rank first; of equal ones the first is returned.
     """
     best: EntryInfo | None = None
     found: list[Difference] = []
@@ -47,7 +47,7 @@ def nearest(wanted: Mapping[str, str], entries: Iterable[EntryInfo]) -> tuple[En
 
 
 def clause(differing: Sequence[Difference]) -> str:
-    """What has changed since the nearest entry of the same model: ``batch 128 -> 64``. '' for another model's."""
+    """Describe what changed since the nearest entry of the same model: ``batch 128 -> 64``. '' for another model."""
     if not differing or not _same_model(differing):
         return ""
     names = {each.name for each in differing}
@@ -70,7 +70,7 @@ def _change(difference: Difference) -> str:
 
 
 def phrase(difference: Difference, *, most: int = SHOWN) -> str:
-    """A difference in words: ``global_batch 64, there 128``. Long texts are shown from their first difference on."""
+    """Describe a difference: ``global_batch 64, there 128``. Long texts are shown from their first difference on."""
     wanted, there = difference.wanted, difference.there
     if wanted is None or there is None:
         return f"{difference.name} {_cut(wanted, 0, most)}, there {_cut(there, 0, most)}"

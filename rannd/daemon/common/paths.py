@@ -1,18 +1,18 @@
-"""Where the daemon and its store live, and the checks that nobody else can get between.
+"""Paths of the daemon and its store, and checks that no other user can tamper with them.
 
 ======================================  =================================================
 ``$XDG_RUNTIME_DIR/rannd/``             sockets, locks and logs, else ``/tmp/rannd-$UID/``
 ``  <id>.sock``                         the listening socket
-``  <id>.life``                         held by the daemon as long as it lives
-``  <id>.spawn``                        held by who starts a daemon
-``  <id>.use``                          shared by every request, exclusive for the idle exit
-``  <id>.log``                          the daemon's own log
+``  <id>.life``                         lock that the daemon holds while it runs
+``  <id>.spawn``                        lock of the process that starts a daemon
+``  <id>.use``                          lock shared by every request, exclusive for the idle exit
+``  <id>.log``                          log of the daemon
 ``$XDG_CACHE_HOME/rannd/<machine>/``    the store, else ``~/.cache/rannd/<machine>/``
 ======================================  =================================================
 
 ``<id>`` is ``v<series>`` for the account's own cache directory and ``v<series>-<hash>`` for any other: there is one
 daemon per user, cache directory and series of protocol versions that can at least refuse each other. The locks are in
-the runtime directory because flock is not to be trusted on network filesystems.
+the runtime directory because flock is unreliable on network filesystems.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rannd.daemon.common.protocol import SERIES, STORE
 from rannd.errors import DaemonError
 
 MAX_SOCKET_PATH = 107
-"""Bytes of an AF_UNIX path on Linux without the closing zero."""
+"""Maximum bytes of an AF_UNIX path on Linux, without the terminating zero."""
 
 
 class DaemonPaths(msgspec.Struct, frozen=True):
-    """Absolute paths of everything one daemon owns."""
+    """Absolute paths of all files of one daemon."""
 
     runtime: str
     """Directory of sockets, locks and logs."""
@@ -44,7 +44,7 @@ class DaemonPaths(msgspec.Struct, frozen=True):
     cache: str
     """Directory of the store."""
     short: str = ""
-    """Directory of the socket alone, where its path in `runtime` would be too long."""
+    """Directory of the socket only, if its path in `runtime` would be too long; else ''."""
 
     @property
     def socket(self) -> str:
@@ -56,56 +56,56 @@ class DaemonPaths(msgspec.Struct, frozen=True):
 
     @property
     def life(self) -> str:
-        """Lock that the daemon holds as long as it lives."""
+        """Lock that the daemon holds while it runs."""
         return f"{self.runtime}/{self.identity}.life"
 
     @property
     def spawn(self) -> str:
-        """Lock around probe, start and readiness."""
+        """Lock held while checking for, starting and waiting for a daemon."""
         return f"{self.runtime}/{self.identity}.spawn"
 
     @property
     def use(self) -> str:
-        """Lock that requests share and that an idle exit needs for itself."""
+        """Lock that requests share and that an idle exit takes exclusively."""
         return f"{self.runtime}/{self.identity}.use"
 
     @property
     def log(self) -> str:
-        """The daemon's own log."""
+        """Log of the daemon."""
         return f"{self.runtime}/{self.identity}.log"
 
     @property
     def store(self) -> str:
-        """The SQLite file; its name carries the version of its grammar."""
+        """The SQLite file; its name contains the version of its schema."""
         return f"{self.cache}/cache-v{STORE}.sqlite"
 
     def secure_runtime(self) -> None:
-        """Make the runtime directory, or refuse one that others could have prepared.
+        """Create the runtime directory, or refuse one that another user could have prepared.
 
         Raises:
-            DaemonError: it is a symbolic link, somebody else's, or not mode 0700.
+            DaemonError: It is a symbolic link, belongs to another user, or does not have mode 0700.
         """
         for directory in filter(None, (self.runtime, self.short)):
             _secure(directory, "runtime", follow=False, forbidden=0o077)
 
     def secure_cache(self) -> None:
-        """Make the cache directory, or refuse one that others may write to.
+        """Create the cache directory, or refuse one that other users may write to.
 
         Raises:
-            DaemonError: it is somebody else's, or writable for group or others, or cannot be made.
+            DaemonError: It belongs to another user, is writable for group or others, or cannot be created.
         """
         for directory in (os.path.dirname(self.cache), self.cache):
-            # A link is fine here (caches are often linked to a larger disk): what it leads to is checked.
+            # A symbolic link is fine here (caches are often linked to a larger disk): its target is checked.
             _secure(directory, "cache", follow=True, forbidden=0o022)
 
 
 def places(environ: Mapping[str, str] | None = None) -> DaemonPaths:
-    """The places of this user on this machine, following the XDG variables of `environ` (default: os.environ).
+    """Return the paths for this user on this machine, following the XDG variables of `environ` (default: os.environ).
 
-    Touches nothing on the disk.
+    Does not access the files.
 
     Raises:
-        DaemonError: the user has no home directory and XDG_CACHE_HOME is not set, or a path is no text.
+        DaemonError: The user has no home directory and XDG_CACHE_HOME is not set, or a path is not UTF-8.
     """
     env = os.environ if environ is None else environ
     uid = os.getuid()
@@ -125,9 +125,9 @@ def places(environ: Mapping[str, str] | None = None) -> DaemonPaths:
 
 
 def machine_id(path: str = "/etc/machine-id") -> str:
-    """Sixteen hex digits that name this machine; from its host name where `path` is missing or empty.
+    """Return 16 hex digits that identify this machine; from its host name if `path` is missing or empty.
 
-    The id itself is confidential (machine-id(5)), so that only its hash is shown.
+    The machine id itself is confidential (machine-id(5)), so only a hash of it is used.
     """
     try:
         text = Path(path).read_text(encoding="ascii", errors="replace").strip()
@@ -137,7 +137,7 @@ def machine_id(path: str = "/etc/machine-id") -> str:
 
 
 def _expressible(path: str) -> None:
-    """Refuse a path that neither a message nor SQLite can name."""
+    """Refuse a path that messages and SQLite cannot express."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -147,7 +147,7 @@ def _expressible(path: str) -> None:
 
 
 def _usable_runtime(path: str, uid: int) -> bool:
-    """Whether XDG_RUNTIME_DIR is this user's: su and sudo often hand down another's or one that is gone."""
+    """Whether XDG_RUNTIME_DIR belongs to this user: su and sudo often pass on another user's, or one that is gone."""
     if not os.path.isabs(path):
         return False
     try:
@@ -159,7 +159,7 @@ def _usable_runtime(path: str, uid: int) -> bool:
 
 def _cache_home(env: Mapping[str, str]) -> str:
     named = env.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # the XDG specification says to ignore relative ones
+    if os.path.isabs(named):  # the XDG specification says to ignore relative paths
         return named
     home = env.get("HOME", "")
     if os.path.isabs(home):

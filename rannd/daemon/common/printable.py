@@ -1,8 +1,8 @@
-"""Texts of somebody else, made fit to be shown."""
+"""Makes untrusted text safe to print."""
 
 from __future__ import annotations
 
 
 def plain(text: str) -> str:
-    """A text as one line: what a terminal would obey becomes a question mark."""
+    """Replace control characters by question marks, so that a terminal shows one plain line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,20 +1,20 @@
-"""Messages between clients and the daemon; docs/protocol.md is the page about them.
+"""Messages between clients and the daemon; docs/protocol.md documents the protocol.
 
 A message on the wire is three ZeroMQ frames after the routing id::
 
     (empty)                      delimiter of REQ/ROUTER
-    rannd/2                      the version it speaks, readable whatever the rest looks like
+    rannd/2                      the protocol version, readable whatever the rest looks like
     msgpack                      one Request or one Reply, tagged by its "t" field
 
-A client (REQ) sends one request and gets one reply. All requests may be sent twice (a client whose daemon
-went away asks the next one again), hence all are idempotent; a lease is known by a token its client chose.
-The reply to `Acquire` may be held back for `wait_s`, all others come at once.
+A client (REQ) sends one request and gets one reply. Every request may be sent twice (a client whose daemon disappears
+sends it again to the next one), so all are idempotent; a lease is identified by a token that its client chose. The
+reply to `Acquire` may be delayed by up to `wait_s`, all others come at once.
 
-A daemon answers requests of its own version and of the one before, in the version of the request: fields that came
+A daemon answers requests of its own version and the previous one, in the version of the request: fields that were added
 later (`ADDED`) have defaults in requests and are left out of replies. Any other version is refused with the reason.
-`Hello`, `Stop`, `Welcome`, `Done` and `Failed` are the same for ever, so that any two versions can part in order.
+`Hello`, `Stop`, `Welcome`, `Done` and `Failed` never change, so that any two versions can refuse each other.
 
-Every field has a limit, and a message that breaks one is answered with `Failed` or dropped.
+Every field has a limit, and a message that violates one is answered with `Failed` or dropped.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from msgspec import Meta
 from rannd.errors import ProtocolError
 
 PROTOCOL = 2
-"""The version of this grammar."""
+"""Version of the protocol."""
 HEADER = b"rannd/%d" % PROTOCOL
 OLDEST = PROTOCOL - 1
 """The oldest version that is answered."""
 SERIES = 1
 """Counts changes after which two versions cannot even refuse each other. Part of the socket's name."""
 STORE = 2
-"""Version of the store's grammar (store.py), and part of its file's name."""
+"""Version of the store's schema (store.py), and part of its file's name."""
 
 MAX_VALUE = 64 << 20
-"""Bytes of one value."""
+"""Maximum bytes of one value."""
 MAX_MESSAGE = MAX_VALUE + (4 << 20)
-"""Bytes of one message; libzmq hangs up on a peer that sends more."""
+"""Maximum bytes of one message; libzmq disconnects a peer that sends more."""
 MAX_BATCH = 256
-"""Keys or entries in one message."""
+"""Maximum number of keys or entries in one message."""
 COMPRESSED = 1 << 20
 """Bytes above which a value is compressed."""
 LEASE_S = 30.0
-"""A lease whose holder promised to beat ends when it has not for so long."""
+"""Seconds without a `Beat` after which a lease ends, if its holder promised to send them."""
 MAX_BATCH_BYTES = 16 << 20
-"""Bytes of values after which a batch is split; one value alone may be larger."""
+"""Bytes of values above which a batch is split; a single value may be larger."""
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{40}$")]
 Prefix = Annotated[str, Meta(pattern="^[0-9a-f]{1,40}$")]
@@ -71,14 +71,14 @@ class _Request(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields
 
 
 class _Reply(msgspec.Struct, frozen=True, tag_field="t"):
-    """A field that is not known came later, and can be done without."""
+    """Base class of replies; unknown fields come from a newer version and are ignored."""
 
 
 # -- requests ----------------------------------------------------------------------------------------------------
 
 
 class Hello(_Request, frozen=True, tag="hello"):
-    """Who asks. The daemon adopts the limits of its latest client, so that configuration changes take effect."""
+    """First message of a client. The daemon adopts its latest client's limits, so configuration changes take effect."""
 
     version: Text
     idle_s: Seconds
@@ -86,40 +86,40 @@ class Hello(_Request, frozen=True, tag="hello"):
 
 
 class Get(_Request, frozen=True, tag="get"):
-    """Values of these keys. Answered by `Values`."""
+    """Get the values of these keys. Answered by `Values`."""
 
     keys: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_BATCH)]
     kinds: Annotated[list[Kind], Meta(max_length=MAX_BATCH)] = []
-    """Of each key, for the statistics of misses."""
+    """Kind of each key, for the statistics of misses."""
     peek: bool = False
-    """Neither a use nor a hit or miss."""
+    """Do not count this as a use, hit or miss."""
 
 
 class NewEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A value to keep. `key` must be the digest of `kind` and `components`."""
+    """An entry to store. `key` must be the digest of `kind` and `components`."""
 
     key: Digest
     kind: Kind
     components: Components
     value: Value
     size: Annotated[int, Meta(ge=0, le=MAX_VALUE)] = 0
-    """Bytes of the value before zlib compressed it; 0: it is as it was."""
+    """Bytes of the value before zlib compression; 0: not compressed."""
 
 
 def weight(components: Mapping[str, str], value: bytes) -> int:
-    """About the bytes that an entry takes in a message, never fewer by much."""
+    """Estimate the bytes that an entry takes in a message, rather too high than too low."""
     return len(value) + sum(4 * len(name) + 4 * len(text) for name, text in components.items())
 
 
 class Put(_Request, frozen=True, tag="put"):
-    """Store these. Answered by `Done` once they would survive a kill."""
+    """Store these entries. Answered by `Done` once they are durable."""
 
     version: Text
     entries: Annotated[list[NewEntry], Meta(min_length=1, max_length=MAX_BATCH)]
 
 
 class Acquire(_Request, frozen=True, tag="acquire"):
-    """The value of a key, or the right to make it. Answered by `Values`, `Granted` or, after `wait_s`, `Busy`."""
+    """Get the value of a key, or a lease to compute it. Answered by `Values`, `Granted` or, after `wait_s`, `Busy`."""
 
     key: Digest
     token: Token
@@ -128,15 +128,15 @@ class Acquire(_Request, frozen=True, tag="acquire"):
     stored_after: Annotated[float, Meta(ge=0)] = 0.0
     """Ignore a value stored before (seconds since the epoch)."""
     kind: Kind | None = None
-    """Of the key, for the statistics."""
+    """Kind of the key, for the statistics."""
     who: Text = ""
-    """The holder in words, for those who wait: 'rank 0 of job 4711'."""
+    """Description of the holder, for those who wait: 'rank 0 of job 4711'."""
     beats: bool = False
-    """The holder sends a `Beat` every now and then; the lease ends where none has come for LEASE_S."""
+    """The holder sends `Beat` regularly; the lease ends after LEASE_S without one."""
 
 
 class Beat(_Request, frozen=True, tag="beat"):
-    """The holder of a lease lives, and this is how far it is. Answered by `Done`, count 0: it has lost the lease."""
+    """Keep a lease and report progress. Answered by `Done`, count 0: the lease was lost."""
 
     key: Digest
     token: Token
@@ -144,7 +144,7 @@ class Beat(_Request, frozen=True, tag="beat"):
 
 
 class Release(_Request, frozen=True, tag="release"):
-    """Give a lease back, whether or not a value was put. Answered by `Done`."""
+    """Release a lease, whether or not a value was put. Answered by `Done`."""
 
     key: Digest
     token: Token
@@ -158,18 +158,18 @@ class Discard(_Request, frozen=True, tag="discard"):
 
 
 class Status(_Request, frozen=True, tag="status"):
-    """How the daemon is. Answered by `State`."""
+    """Get the state of the daemon. Answered by `State`."""
 
 
 class List(_Request, frozen=True, tag="list"):
-    """Entries whose key follows `after` and starts with `prefix`. Answered by a page of `Entries`."""
+    """List the entries whose key follows `after` and starts with `prefix`. Answered by a page of `Entries`."""
 
     after: Annotated[str, Meta(max_length=40)] = ""
     prefix: Prefix | None = None
 
 
 class Clear(_Request, frozen=True, tag="clear"):
-    """Remove the entries that match everything given. Answered by a page of `Entries`, those it removed."""
+    """Remove the entries that match all given conditions. Answered by a page of `Entries`, the removed ones."""
 
     kind: Kind | None = None
     older_than_s: Seconds | None = None
@@ -177,37 +177,39 @@ class Clear(_Request, frozen=True, tag="clear"):
 
 
 class Verify(_Request, frozen=True, tag="verify"):
-    """Check the entries whose key follows `after`, a page at a time. Answered by `Verified`."""
+    """Check the entries whose key follows `after`, one page at a time. Answered by `Verified`."""
 
     after: Annotated[str, Meta(max_length=40)] = ""
 
 
 class Why(_Request, frozen=True, tag="why"):
-    """A key was missed: which entry is nearest to it? Answered by `Nearest`."""
+    """Find the entry nearest to a key that was missed. Answered by `Nearest`."""
 
     kind: Kind
     components: Components
     remember: bool = True
-    """Keep it for `Misses`."""
+    """Remember the miss for `Misses`."""
 
 
 class Misses(_Request, frozen=True, tag="misses"):
-    """The latest misses that were asked about. Answered by `Missed`."""
+    """Get the latest remembered misses. Answered by `Missed`."""
 
 
 class Prune(_Request, frozen=True, tag="prune"):
-    """Remove the least recently used entries until values take `max_bytes`, but none that is leased. Answered by a page
-    of `Entries`, those it removed."""
+    """Remove least recently used entries, except leased ones, until values take at most `max_bytes`.
+
+    Answered by a page of `Entries`, the removed ones.
+    """
 
     max_bytes: Count
 
 
 class Zero(_Request, frozen=True, tag="zero"):
-    """Begin to count anew. Answered by `Done`."""
+    """Reset the statistics. Answered by `Done`."""
 
 
 class Stop(_Request, frozen=True, tag="stop"):
-    """Answer what is queued, then exit. Answered by `Done`."""
+    """Answer queued requests, then exit. Answered by `Done`."""
 
     reason: Text
 
@@ -222,28 +224,28 @@ Request: TypeAlias = (
 
 
 class Welcome(_Reply, frozen=True, tag="welcome"):
-    """Who answers."""
+    """Version and process of the daemon; the answer to `Hello`."""
 
     version: str
     pid: int
 
 
 class Values(_Reply, frozen=True, tag="values"):
-    """Values in the order of the keys, None where there is none. May be shorter than asked: ask for the rest."""
+    """Values in the order of the keys, None if there is none. May be shorter than the request: ask for the rest."""
 
     values: list[bytes | None]
     sizes: list[int] = []
-    """Of each value before it was compressed; 0: it is as it was."""
+    """Bytes of each value before compression; 0: not compressed."""
 
 
 class Done(_Reply, frozen=True, tag="done"):
-    """It is done, `count` things were changed by it."""
+    """The request was carried out and changed `count` things."""
 
     count: int = 0
 
 
 class Granted(_Reply, frozen=True, tag="granted"):
-    """You hold the lease."""
+    """The client holds the lease."""
 
 
 class Busy(_Reply, frozen=True, tag="busy"):
@@ -253,7 +255,7 @@ class Busy(_Reply, frozen=True, tag="busy"):
     since_s: float
     who: str = ""
     progress: str = ""
-    """How far it is, in its own words."""
+    """Progress as the holder reports it."""
 
 
 class LeaseInfo(msgspec.Struct, frozen=True):
@@ -268,7 +270,7 @@ class LeaseInfo(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Counted since the store was made; they survive restarts."""
+    """Counters since the store was created; they survive restarts."""
 
     hits: int = 0
     misses: int = 0
@@ -278,25 +280,25 @@ class Statistics(msgspec.Struct, frozen=True):
     discarded: int = 0
     corrupt: int = 0
     waited: int = 0
-    """Requests that waited for another process to make the value."""
+    """Requests that waited for another process to compute the value."""
 
 
 class KindCount(msgspec.Struct, frozen=True):
-    """Look-ups of one kind since the store was made."""
+    """Look-ups of one kind since the store was created."""
 
     hits: int = 0
     misses: int = 0
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Something that went wrong, `at` seconds since the epoch."""
+    """An error, `at` seconds since the epoch."""
 
     at: float
     text: str
 
 
 class State(_Reply, frozen=True, tag="state"):
-    """How the daemon is. Sizes in bytes, times in seconds."""
+    """State of the daemon. Sizes in bytes, times in seconds."""
 
     version: str
     protocol: int
@@ -305,7 +307,7 @@ class State(_Reply, frozen=True, tag="state"):
     idle_s: float
     requests: int
     rejected: int
-    """Messages that broke the protocol."""
+    """Messages that violated the protocol."""
     entries: int
     bytes: int
     max_bytes: int
@@ -316,13 +318,13 @@ class State(_Reply, frozen=True, tag="state"):
     statistics: Statistics
     kinds: dict[str, KindCount] = {}
     clients: int = 0
-    """Processes that asked something within the last minute."""
+    """Processes that sent a request within the last minute."""
     errors: list[Trouble] = []
-    """The latest."""
+    """The latest errors."""
 
 
 class EntryInfo(msgspec.Struct, frozen=True):
-    """What an entry tells about itself. Times are seconds since the epoch."""
+    """Metadata of an entry. Times are seconds since the epoch."""
 
     key: str
     kind: str
@@ -335,18 +337,18 @@ class EntryInfo(msgspec.Struct, frozen=True):
     checksum: str
     components: dict[str, str]
     size: int = 0
-    """Bytes of the value before it was compressed; 0: it is as it was."""
+    """Bytes of the value before compression; 0: not compressed."""
 
 
 class Entries(_Reply, frozen=True, tag="entries"):
-    """One page; `more` when others follow it."""
+    """One page of entries; `more`: others follow."""
 
     entries: list[EntryInfo]
     more: bool
 
 
 class Verified(_Reply, frozen=True, tag="verified"):
-    """One page of a check: how many are sound, which were set aside, where to go on (None: done)."""
+    """One page of a check: number of sound entries, keys set aside as corrupt, and where to continue (None: done)."""
 
     sound: int
     corrupt: list[str]
@@ -354,7 +356,7 @@ class Verified(_Reply, frozen=True, tag="verified"):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A component in which an entry differs from what was asked for; None where one of both lacks it."""
+    """A component in which an entry differs from the requested key; None if one of them lacks it."""
 
     name: str
     wanted: str | None
@@ -362,28 +364,28 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Nearest(_Reply, frozen=True, tag="nearest"):
-    """The entry of the kind that differs least, None where the cache has none, and in what."""
+    """The entry of the same kind that differs least (None if there is none), and its differences."""
 
     entry: EntryInfo | None
     differences: list[Difference]
 
 
 class Miss(msgspec.Struct, frozen=True):
-    """A look-up that found nothing, `at` seconds since the epoch, and what was nearest then."""
+    """A look-up that found nothing, `at` seconds since the epoch, and the nearest entry at that time."""
 
     at: float
     kind: str
     key: str
     components: dict[str, str]
     nearest: str
-    """Key of the entry; empty: there was none of the kind."""
+    """Key of the entry; empty: there was none of this kind."""
     differences: list[Difference]
     pid: int = 0
-    """Of the process that missed it, by which the misses of one run are known; 0: it cannot be seen from here."""
+    """Process that missed it, which identifies the misses of one run; 0: not known."""
 
 
 class Missed(_Reply, frozen=True, tag="missed"):
-    """The latest misses, the last one first."""
+    """The latest misses, last one first."""
 
     misses: list[Miss]
 
@@ -408,7 +410,7 @@ ADDED: dict[int, dict[str, frozenset[str]]] = {
         "entries.entries": frozenset({"size"}),
     }
 }
-"""Fields of replies that came with a version, by the reply's tag, or by tag and name of a list of structs."""
+"""Fields of replies that were added in a version, by the reply's tag, or by tag and name of a list of structs."""
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
@@ -417,7 +419,7 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply, version: int = PROTOCOL) -> list[bytes]:
-    """The frames of a message in a version of the protocol, without routing id and delimiter."""
+    """Encode a message as frames in a version of the protocol, without routing id and delimiter."""
     content: object = message
     if version < PROTOCOL and isinstance(message, _Reply):
         content = msgspec.to_builtins(message, builtin_types=(bytes,))
@@ -427,7 +429,7 @@ def encode(message: Request | Reply, version: int = PROTOCOL) -> list[bytes]:
 
 
 class VersionError(ProtocolError):
-    """The other side speaks another version of the protocol. `version`: which."""
+    """The other side speaks another `version` of the protocol."""
 
     def __init__(self, text: str, version: int) -> None:
         super().__init__(text)
@@ -435,11 +437,11 @@ class VersionError(ProtocolError):
 
 
 def decode_request(frames: list[bytes]) -> tuple[Request, int]:
-    """A request out of its frames (without routing id and delimiter), and the version it speaks.
+    """Decode a request from its frames (without routing id and delimiter); also return its version.
 
     Raises:
-        VersionError: it speaks a version that is not answered here.
-        ProtocolError: wrong number of frames, not msgpack, wrong types, over a limit.
+        VersionError: Its version is not supported.
+        ProtocolError: Wrong number of frames, not msgpack, wrong types, or over a limit.
     """
     version = _version(frames)
     if not OLDEST <= version <= PROTOCOL:
@@ -453,11 +455,11 @@ def decode_request(frames: list[bytes]) -> tuple[Request, int]:
 
 
 def decode_reply(frames: list[bytes], version: int = PROTOCOL) -> Reply:
-    """A reply out of its frames, which should speak `version`.
+    """Decode a reply that should have `version` from its frames.
 
     Raises:
-        VersionError: the daemon speaks another version, with what it says.
-        ProtocolError: as `decode_request` does.
+        VersionError: The daemon speaks another version; the message has the daemon's text.
+        ProtocolError: As for `decode_request`.
     """
     spoken = _version(frames)
     if spoken == version:

@@ -1,4 +1,4 @@
-"""The version of rannd and the order of versions."""
+"""The version of rannd, and comparison of versions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rannd import __version__
 
 
 def version() -> str:
-    """The version of rannd."""
+    """Return the version of rannd."""
     return __version__
 
 
 def is_older(theirs: str, ours: str) -> bool:
-    """Whether release `theirs` came before release `ours`; suffixes (``rc1``, ``+cpu``) do not count."""
+    """Whether release `theirs` is older than release `ours`; suffixes (``rc1``, ``+cpu``) do not count."""
     return _release(theirs) < _release(ours)
 
 

@@ -1,5 +1,5 @@
 """The daemon's process.
 
-In: requests. Out: replies. Begin with `server.py`; `boot.py` becomes the daemon, `leases.py` decides who makes a
-missing value.
+In: requests. Out: replies. Begin with `server.py`; `boot.py` starts the process, `leases.py` decides which client
+computes a missing value.
 """

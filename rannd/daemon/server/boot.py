@@ -1,8 +1,8 @@
-"""Become the daemon: in the foreground (`rannd run`), or detached, as the program that `spawn` starts.
+"""Starts the daemon's process: in the foreground (`rannd run`), or detached, as the program that `spawn` executes.
 
-Run as a script with ``-I -S`` and one JSON argument (`Orders`), so that neither the directory the user stands
-in, nor PYTHONPATH, nor site-packages' start-up files have a say. It forks once more: the daemon is not a child of
-the rank that needed it first and outlives it.
+Run as a script with ``-I -S`` and one JSON argument (`Orders`), so that the current directory, PYTHONPATH and
+site-packages' start-up files have no effect. It forks once more: the daemon is not a child of the rank that started it
+and outlives it.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from rannd.errors import DaemonError
 
 BACKLOG = 4096
 DESCRIPTORS = 65536
-"""That the daemon wants to be allowed."""
+"""Limit of open files that the daemon requests."""
 LIFE_S = 3.0
-"""How long a predecessor may take to end. Less than a client waits, so that it is told."""
+"""Seconds that a previous daemon may take to exit. Shorter than a client waits, so that the client gets the error."""
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What the starter hands over, as JSON."""
+    """Arguments of the detached program, as JSON."""
 
     roots: list[str]
     """Directories of rannd and the packages it needs, searched last."""
     ready_fd: int
-    """Pipe for one line: ``ready``, or why not."""
+    """Pipe for one line: ``ready``, or the error."""
     places: DaemonPaths
     settings: Settings
 
 
 def run(places: DaemonPaths, settings: Settings, *, on_ready: str | None = None, ready_fd: int | None = None) -> bool:
-    """Be the daemon until it ends; False where another one is already running.
+    """Run the daemon until it exits; return False if another one runs already.
 
     Args:
-        places: Where everything is.
+        places: Paths of the daemon.
         settings: Limits.
         on_ready: Line to print once it listens.
-        ready_fd: Descriptor to write ``ready`` to and close once it listens.
+        ready_fd: Descriptor to write ``ready`` to, and to close, once it listens.
 
     Raises:
-        DaemonError: a directory or the store cannot be used, or a predecessor does not end.
+        DaemonError: A directory or the store cannot be used, or a previous daemon does not exit.
     """
     places.secure_runtime()
     places.secure_cache()
@@ -86,7 +86,7 @@ def run(places: DaemonPaths, settings: Settings, *, on_ready: str | None = None,
         if on_ready is not None:
             print(on_ready, flush=True)
         if ready_fd is not None:
-            with suppress(BrokenPipeError):  # the starter may have lost its patience; others will come
+            with suppress(BrokenPipeError):  # the starter may have timed out; the daemon still serves others
                 os.write(ready_fd, b"ready\n")
             os.close(ready_fd)
         server.serve()
@@ -96,7 +96,7 @@ def run(places: DaemonPaths, settings: Settings, *, on_ready: str | None = None,
 
 
 def _allow_descriptors() -> None:
-    """Each client takes one, and the usual limit of 1,024 is for programs that use select()."""
+    """Raise the limit of open files: each client takes one, and the usual limit of 1,024 exists for select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -105,7 +105,7 @@ def _allow_descriptors() -> None:
 
 
 def lives(places: DaemonPaths) -> bool:
-    """Whether a daemon holds the `life` lock. Unlike `answers`, this wakes none that systemd would start."""
+    """Whether a daemon holds the `life` lock. Unlike `answers`, this does not trigger systemd's socket activation."""
     try:
         life = os.open(places.life, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -117,7 +117,7 @@ def lives(places: DaemonPaths) -> bool:
 
 
 def _listen(path: str) -> socket.socket:
-    """A listening socket at `path`. The caller holds the life lock: whatever is there is a dead daemon's."""
+    """Create a listening socket at `path`. The caller holds the life lock, so an existing one is a dead daemon's."""
     try:
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)
@@ -134,10 +134,10 @@ def _listen(path: str) -> socket.socket:
 
 
 def _activated(path: str) -> socket.socket | None:
-    """The listening socket that systemd hands over (sd_listen_fds(3)), None without one.
+    """Return the listening socket that systemd passes (sd_listen_fds(3)), or None.
 
     Raises:
-        DaemonError: it listens elsewhere than clients look.
+        DaemonError: It does not listen where clients look.
     """
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") in (None, "", "0"):
         return None
@@ -157,7 +157,7 @@ def _written_pid(life: int) -> str:
 
 
 def main() -> None:
-    """The detached program."""
+    """Entry point of the detached program."""
     orders = msgspec.json.decode(sys.argv[1], type=Orders)
     if os.fork():
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Processes that hold leases or wait for them: who asks, and the kernel's word when one of them dies."""
+"""Watches the processes that hold leases or wait for them, so that a lease ends when its holder dies."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import zmq
 
 
 class Holders:
-    """Processes that are watched: each has a descriptor in `poller` that is readable when it has died."""
+    """Watched processes: each has a pidfd in `poller`, which becomes readable when the process dies."""
 
     def __init__(self, poller: zmq.Poller) -> None:
         self._poller = poller
         self._watched: dict[int, int] = {}
-        """Descriptor by pid."""
+        """pidfd by pid."""
         self._log = logging.getLogger("rannd.Daemon")
 
     def watch(self, pid: int, peer: int) -> bool:
-        """Be told when process `pid` dies; whether that is possible.
+        """Start watching process `pid`; return whether that is possible.
 
-        The kernel's word (`peer`) must be the same: pids of another namespace would name somebody else here.
+        The pid that the kernel reports (`peer`) must be the same: a pid of another namespace would be another process
+        here.
         """
         if pid in self._watched:
             return True
@@ -38,19 +39,19 @@ class Holders:
         return True
 
     def died(self, fd: int) -> int | None:
-        """The process whose descriptor is readable, which is watched no more; None where it was forgotten before."""
+        """Return the process whose pidfd is readable and stop watching it; None if it is no longer watched."""
         pid = next((pid for pid, watched in self._watched.items() if watched == fd), None)
         if pid is not None:
             self._forget(pid)
         return pid
 
     def keep(self, needed: set[int]) -> None:
-        """Watch none but these any more."""
+        """Stop watching all processes but these."""
         for pid in self._watched.keys() - needed:
             self._forget(pid)
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching all processes."""
         self.keep(set())
 
     def _forget(self, pid: int) -> None:
@@ -60,14 +61,14 @@ class Holders:
 
 
 def peer_pid(frame: zmq.Frame) -> int:
-    """Pid of the process that sent `frame`, 0 where it is in another pid namespace or gone."""
+    """Return the pid of the process that sent `frame`, 0 if it is in another pid namespace or gone."""
     try:
         fd = os.dup(frame.get(zmq.SRCFD))
     except (OSError, zmq.ZMQError):
         return 0
     try:
         peer = socket.socket(fileno=fd)
-    except OSError:  # the client has gone, and its number is that of another file by now
+    except OSError:  # the client is gone, and its descriptor number now belongs to another file
         os.close(fd)
         return 0
     with peer:

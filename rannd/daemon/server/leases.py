@@ -1,4 +1,4 @@
-"""Who may make the value of a key now, and who waits for it. Pure bookkeeping, no clock and no sockets.
+"""Leases: which client may compute the value of a key, and which clients wait for it. No clock and no sockets.
 
 ::
 
@@ -19,20 +19,20 @@ Route = TypeVar("Route")
 
 
 class Waiter(msgspec.Struct, Generic[Route], frozen=True):
-    """Somebody whose answer is held back until the key is free, has a value, or `deadline` (seconds) has come."""
+    """A client whose reply is delayed until the key is free, has a value, or `deadline` (seconds) has passed."""
 
     route: Route
-    """How to reach it."""
+    """Address of the client."""
     token: str
     pid: int
     deadline: float
     who: str = ""
     patience: float = math.inf
-    """Seconds without a beat after which it loses the lease, once it has it."""
+    """Seconds without a beat after which it loses the lease, once it holds it."""
 
 
 class HeldLease(msgspec.Struct, Generic[Route]):
-    """A lease: who holds it since when (seconds), who waits, first come first served."""
+    """A lease: its holder, the time it was granted (seconds), and the waiting clients in order of arrival."""
 
     token: str
     pid: int
@@ -41,7 +41,7 @@ class HeldLease(msgspec.Struct, Generic[Route]):
     who: str = ""
     patience: float = math.inf
     beaten: float = 0.0
-    """When its last beat came."""
+    """Time of its last beat."""
     progress: str = ""
 
 
@@ -58,17 +58,17 @@ class Leases(Generic[Route]):
         return key in self._held
 
     def items(self) -> list[tuple[str, HeldLease[Route]]]:
-        """Keys and their leases."""
+        """Return keys and their leases."""
         return list(self._held.items())
 
     def keys(self) -> set[str]:
-        """Keys that are leased."""
+        """Return the leased keys."""
         return set(self._held)
 
     def grant(
         self, key: str, token: str, pid: int, now: float, who: str = "", patience: float = math.inf
     ) -> HeldLease[Route] | None:
-        """Give the lease to `token` where it is free or its own already: None; otherwise the lease that stands."""
+        """Give the lease to `token` and return None, or return the existing lease if another token holds it."""
         lease = self._held.get(key)
         if lease is None:
             self._held[key] = HeldLease(token, pid, now, deque(), who, patience, now)
@@ -77,7 +77,7 @@ class Leases(Generic[Route]):
         return None
 
     def beat(self, key: str, token: str, progress: str, now: float) -> bool:
-        """The holder lives, and says how far it is; whether it is the holder."""
+        """Record a beat and the progress of a holder; return whether `token` holds the lease."""
         lease = self._held.get(key)
         if lease is None or lease.token != token:
             return False
@@ -85,17 +85,17 @@ class Leases(Generic[Route]):
         return True
 
     def silent(self, now: float) -> list[tuple[str, str]]:
-        """Key and token of each lease whose holder should have sent a beat."""
+        """Return key and token of each lease whose holder has not sent a beat in time."""
         return [(key, lease.token) for key, lease in self._held.items() if now - lease.beaten >= lease.patience]
 
     def wait(self, key: str, waiter: Waiter[Route]) -> None:
-        """Queue behind the lease of `key`; an older wait of the same token ends unanswered."""
+        """Append a waiter to the lease of `key`; an older wait of the same token is dropped without a reply."""
         lease = self._held[key]
         self._drop(lease, waiter.token)
         lease.waiters.append(waiter)
 
     def release(self, key: str, token: str) -> bool:
-        """Take the lease from `token`; whether it held it. Its waiters stay: call `next` for them."""
+        """Take the lease from `token`; return whether it held it. Waiters stay: call `next` for them."""
         lease = self._held.get(key)
         if lease is None:
             return False
@@ -106,7 +106,7 @@ class Leases(Generic[Route]):
         return True
 
     def next(self, key: str, now: float) -> Waiter[Route] | None:
-        """Hand a released lease to the waiter that came first; None, and the key is free, where nobody waits."""
+        """Grant a released lease to its first waiter and return it; without waiters free the key and return None."""
         lease = self._held[key]
         if not lease.waiters:
             del self._held[key]
@@ -117,22 +117,22 @@ class Leases(Generic[Route]):
         return waiter
 
     def settle(self, key: str) -> list[Waiter[Route]]:
-        """A value was stored: the lease ends; everybody who waited for it."""
+        """End the lease because a value was stored; return the clients that wait for it."""
         lease = self._held.pop(key, None)
         return list(lease.waiters) if lease is not None else []
 
     def held_by(self, pid: int) -> list[tuple[str, str]]:
-        """Key and token of each lease that process `pid` holds."""
+        """Return key and token of each lease that process `pid` holds."""
         return [(key, lease.token) for key, lease in self._held.items() if lease.pid == pid]
 
     def give_up(self, pid: int) -> None:
-        """Process `pid` waits no more."""
+        """Remove all waiters of process `pid`."""
         for lease in self._held.values():
             for waiter in [waiter for waiter in lease.waiters if waiter.pid == pid]:
                 lease.waiters.remove(waiter)
 
     def expired(self, now: float) -> list[tuple[str, Waiter[Route]]]:
-        """Remove and return the waiters whose deadline has come."""
+        """Remove and return the waiters whose deadline has passed."""
         found = []
         for key, lease in self._held.items():
             late = [waiter for waiter in lease.waiters if waiter.deadline <= now]
@@ -142,7 +142,7 @@ class Leases(Generic[Route]):
         return found
 
     def deadline(self) -> float | None:
-        """When the next waiter's time ends, or that of a holder who sends no beat."""
+        """Return the earliest deadline of a waiter, or of a holder's next beat; None if there is none."""
         waiting = (waiter.deadline for lease in self._held.values() for waiter in lease.waiters)
         beats = (lease.beaten + lease.patience for lease in self._held.values() if lease.patience < math.inf)
         return min((*waiting, *beats), default=None)

@@ -1,14 +1,14 @@
-"""The daemon: one thread, one ROUTER socket, one store.
+"""The server of the daemon: one thread, one ROUTER socket, one store.
 
 ::
 
     listening descriptor ──► ROUTER ──► decode ──► handler ──► reply
     pidfd of each lease holder ──► lease ends, next waiter gets it
     wake-up pipe of the signal handlers ──► drain and exit
-    nothing for idle_s, nothing leased, nobody asking (the `use` lock) ──► exit
+    no request for idle_s, no lease, no client (the `use` lock) ──► exit
 
-The caller of `serve` holds the `life` lock and gives a listening AF_UNIX socket. Torch and numpy are never
-imported here.
+The caller of `serve` holds the `life` lock and provides a listening AF_UNIX socket. Torch and numpy are never imported
+here.
 """
 
 from __future__ import annotations
@@ -38,58 +38,58 @@ from rannd.daemon.store.store import Store
 from rannd.errors import DaemonError, ProtocolError
 
 FLUSH_S = 1.0
-"""Last-use times are written when nothing has come for so long."""
+"""Seconds without a request after which last-use times are written."""
 CHECK_S = 10.0
-"""How often the daemon looks whether its socket still is where clients look for it."""
+"""Interval of the check that the socket still is where clients look for it, in seconds."""
 DRAIN_S = 1.0
-"""How long the last requests may take to be answered, and the last replies to leave."""
+"""Maximum seconds to answer the last requests at exit, and to send the last replies."""
 CLIENT_S = 60.0
-"""A process counts as a client for so long after its latest request."""
+"""Seconds after its latest request for which a process counts as a client."""
 MOST_CLIENTS = 1024
-"""Of more, those that are none any more are forgotten before `status` asks."""
+"""Number of processes above which former clients are dropped before `status` asks."""
 ERRORS = 16
-"""Errors that are remembered."""
+"""Number of errors to remember."""
 
 
 class Route(NamedTuple):
-    """The way back to a client."""
+    """Address of a client."""
 
     identity: bytes
     version: int = protocol.PROTOCOL
-    """Of the protocol, which the client speaks."""
+    """Protocol version of the client."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a daemon is started with."""
+    """Limits of a daemon."""
 
     idle_s: float
     """Exit after so many seconds without a request; 0: never."""
     max_bytes: int
-    """Bytes of values to keep."""
+    """Maximum bytes of stored values."""
     version: str
     pinned: bool = False
     """Keep `idle_s` whatever clients ask for (`rannd run`)."""
 
     def __post_init__(self) -> None:
-        """What is more than a message can say is as good as its most."""
+        """Clamp the limits to what a message can express."""
         msgspec.structs.force_setattr(self, "idle_s", min(self.idle_s, protocol.MAX_SECONDS))
         msgspec.structs.force_setattr(self, "max_bytes", min(self.max_bytes, protocol.MAX_COUNT))
 
 
 class Server:
-    """Answers requests until it is told to stop or nobody needs it."""
+    """Answers requests until it is stopped or idle for too long."""
 
     def __init__(self, places: DaemonPaths, settings: Settings, listener: socket.socket, *, owns_socket: bool) -> None:
         """Open the store and the socket.
 
         Args:
-            places: Where everything is.
+            places: Paths of the daemon.
             settings: Limits.
-            listener: Listening socket at `places.socket`; taken over.
-            owns_socket: Unlink the socket at exit. Not under socket activation, where systemd goes on listening.
+            listener: Listening socket at `places.socket`; ownership is taken over.
+            owns_socket: Unlink the socket at exit. False under socket activation, where systemd keeps listening.
 
         Raises:
-            DaemonError: the store cannot be used.
+            DaemonError: The store cannot be used.
         """
         self.places = places
         self.settings = settings
@@ -97,7 +97,7 @@ class Server:
         self._log = logging.getLogger("rannd.Daemon")
         self._store = Store(places.store, max_bytes=settings.max_bytes)
         self._leases: Leases[Route] = Leases()
-        self._clients: dict[int, float] = {}  # pid of who asks -> when it last did
+        self._clients: dict[int, float] = {}  # pid of a client -> time of its latest request
         self._errors: deque[protocol.Trouble] = deque(maxlen=ERRORS)
         self._requests = self._rejected = 0
         self._started = self._active = self._checked = time.monotonic()
@@ -107,7 +107,7 @@ class Server:
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, int(DRAIN_S * 1000))
         self._router.setsockopt(zmq.MAXMSGSIZE, protocol.MAX_MESSAGE)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a client that is gone must be noticed
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an undeliverable reply must raise an error
         self._router.setsockopt(zmq.SNDTIMEO, 0)
         self._router.setsockopt(zmq.IPC_FILTER_UID, os.getuid())  # SO_PEERCRED, checked by libzmq at accept
         self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
@@ -124,7 +124,7 @@ class Server:
         self._inode = identity(places.socket)
 
     def serve(self) -> None:
-        """Answer until the end. Main thread only: takes SIGTERM and SIGINT."""
+        """Answer requests until the daemon is stopped. Main thread only: handles SIGTERM and SIGINT."""
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
         wakeup = signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         self._log.info("rannd %s, pid %d, listens at %s", self.settings.version, os.getpid(), self.places.socket)
@@ -174,7 +174,7 @@ class Server:
         return math.ceil(max(0.0, min(end for end in ends if end is not None) - now) * 1000)
 
     def _rest(self, now: float) -> None:
-        """Nothing has come: exit if nobody needs the daemon any more, or nobody finds it."""
+        """Without requests: exit if the daemon is idle, or if clients cannot find its socket."""
         if now - self._checked >= CHECK_S:
             self._checked = now
             if identity(self.places.socket) != self._inode:
@@ -183,7 +183,7 @@ class Server:
                 return
         if self.settings.idle_s <= 0 or self._leases or now - self._active < self.settings.idle_s:
             return
-        # Clients share this lock from before they look for the daemon until they have their answer.
+        # Clients share this lock from before they look for the daemon until they have their reply.
         if not file_locks.try_lock(self._use):
             self._active = now
         elif self._router.poll(0):
@@ -199,7 +199,7 @@ class Server:
         self._requests += 1
         route, raw = frames[0].bytes, [frame.bytes for frame in frames[1:]]
         if not raw or raw[0] != b"":
-            self._rejected += 1  # not a REQ: no way to answer it that it would understand
+            self._rejected += 1  # not a REQ socket: it could not understand a reply
             return
         peer = peer_pid(frames[-1])
         self._clients[peer] = now = time.monotonic()
@@ -219,7 +219,7 @@ class Server:
         except DaemonError as exc:
             self._trouble(str(exc))
             failed = protocol.Failed("store", str(exc))
-        except Exception as exc:  # one request must not end what all jobs share
+        except Exception as exc:  # one request must not stop the daemon that all jobs share
             self._log.exception("a request failed by a fault of rannd's own")
             self._trouble(f"a fault of rannd's own: {type(exc).__name__}: {exc}", level=logging.DEBUG)
             failed = protocol.Failed(
@@ -228,7 +228,7 @@ class Server:
         self._send(to, failed)
 
     def _carry_out(self, request: protocol.Request, to: Route, peer: int) -> protocol.Reply | None:
-        # Who only looks, as a monitoring system does for ever, does not need the daemon.
+        # Status requests, such as those of a monitoring system, do not keep the daemon running.
         self._worked = not isinstance(request, protocol.Status)
         if isinstance(request, protocol.Acquire):
             return self._acquire(request, to, peer)
@@ -240,19 +240,19 @@ class Server:
 
     @staticmethod
     def _understand(route: bytes, frames: list[bytes]) -> tuple[protocol.Request, Route]:
-        """A request, and the way back to who sent it."""
+        """Decode a request, and determine the address for the reply."""
         request, version = protocol.decode_request(frames)
         return request, Route(route, version)
 
     def _trouble(self, text: str, level: int = logging.WARNING) -> None:
-        """Log what went wrong, and remember it for `status`."""
+        """Log an error, and remember it for `status`."""
         self._log.log(level, "%s", text)
         if self._errors and self._errors[-1].text == text:
-            self._errors.pop()  # once, with its latest time
+            self._errors.pop()  # keep one, with its latest time
         self._errors.append(protocol.Trouble(time.time(), text))
 
     def _send(self, to: Route, reply: protocol.Reply) -> bool:
-        """Send a reply; whether there still is somebody to get it."""
+        """Send a reply; return whether the client still exists."""
         try:
             self._router.send_multipart([to.identity, b"", *protocol.encode(reply, to.version)])
         except zmq.ZMQError as exc:
@@ -265,13 +265,13 @@ class Server:
         if self._owns_socket:
             with suppress(FileNotFoundError):
                 os.unlink(self.places.socket)
-        deadline = time.monotonic() + DRAIN_S  # those who never cease to ask find the next daemon
+        deadline = time.monotonic() + DRAIN_S  # clients that keep asking find the next daemon
         while self._router.poll(0) and time.monotonic() < deadline:
             self._receive()
 
     def _close(self) -> None:
         self._router.close()
-        self._context.term()  # waits until the last replies have left, DRAIN_S at most
+        self._context.term()  # waits until the last replies are sent, DRAIN_S at most
         self._store.close()
         self._holders.close()
         self._wake.close()
@@ -349,7 +349,7 @@ class Server:
         try:
             entries, length = self._store.size()
             statistics, kinds = self._store.statistics(), self._store.kinds()
-        except DaemonError as exc:  # all else can be told, and this is among the errors
+        except DaemonError as exc:  # all else can be reported, and this is listed among the errors
             self._trouble(str(exc))
         return protocol.State(
             version=self.settings.version,
@@ -410,7 +410,7 @@ class Server:
         self._send(to, protocol.Busy(lease.pid, now - lease.since, lease.who, lease.progress))
 
     def _pass_on(self, key: str, token: str) -> bool:
-        """End the lease of `token` and give it to the first waiter that can be reached; whether it was one."""
+        """End the lease of `token` and grant it to the first reachable waiter; return whether `token` held it."""
         if not self._leases.release(key, token):
             return False
         while (waiter := self._leases.next(key, time.monotonic())) is not None:
@@ -423,7 +423,7 @@ class Server:
     def _holder_died(self, fd: int) -> None:
         pid = self._holders.died(fd)
         if pid is None:
-            return  # what was done before in this turn had no more need of it
+            return  # already forgotten by an earlier event of this turn
         self._leases.give_up(pid)
         for key, token in self._leases.held_by(pid):
             self._log.info("process %d died while it held the lease of %.12s", pid, key)
@@ -452,7 +452,7 @@ _HANDLERS: dict[type, Callable[[Server, Any], protocol.Reply]] = {
 
 
 def _values(found: Sequence[PackedValue | None], to: Route) -> protocol.Values:
-    """Values for a client, which gets them as they were if it is too old to know of compression."""
+    """Encode values for a client; one that is too old for compression gets them decompressed."""
     if to.version < 2:
         return protocol.Values([None if each is None else each.plain() for each in found])
     sizes = [0 if each is None else each.size for each in found]

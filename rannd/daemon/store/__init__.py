@@ -1,4 +1,4 @@
-"""The store: one SQLite file that heals itself.
+"""The store: one SQLite file that recovers from corruption by itself.
 
-In: entries. Out: entries, the least recently used ones gone where space is short. Begin with `store.py`.
+In: entries. Out: entries; the least recently used ones are evicted above the size limit. Begin with `store.py`.
 """

@@ -1,9 +1,9 @@
-"""A SQLite file that is there whatever happens to it: opened, healed where it is corrupt, begun anew where it is lost.
+"""A SQLite file that is replaced if it is corrupt, and created again if it disappears.
 
 On local filesystems the file is in WAL mode with synchronous=NORMAL: a committed write survives the death of the
-process. On network filesystems there is no WAL (its shared memory does not work there) and synchronous=FULL.
-The locking mode is EXCLUSIVE: whoever else opens the file, as a daemon in another container that shares the home
-directory would, is told so. A file that SQLite itself cannot read is renamed to ``*.corrupt`` and a new one begun.
+process. On network filesystems there is no WAL (its shared memory does not work there) and synchronous=FULL. The
+locking mode is EXCLUSIVE: another process that opens the file, such as a daemon in another container that shares the
+home directory, gets an error. A file that SQLite cannot read is renamed to ``*.corrupt``, and a new one is created.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rannd.daemon.store.filesystem import identity, on_network
 from rannd.errors import DaemonError
 
 PLAUSIBLE = 16
-"""Newer formats that there may be; what claims more is corrupt."""
+"""Number of future formats that are considered possible; a file that claims a higher one is corrupt."""
 
 _UNREADABLE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 _HELD = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -28,23 +28,23 @@ class Database:
     """The file. Used by one thread of one process."""
 
     def __init__(self, path: str, *, schema: str, number: int, busy_s: float, begun_anew: Callable[[], None]) -> None:
-        """Open or make the file.
+        """Open or create the file.
 
         Args:
-            path: Its directory exists.
-            schema: SQL statements that make the tables where there are none.
-            number: Version of the schema, kept in ``user_version``.
-            busy_s: How long to wait for a predecessor that is still closing the file.
-            begun_anew: Called where the file was corrupt and a new one begins.
+            path: Path in an existing directory.
+            schema: SQL statements that create the tables if they do not exist.
+            number: Version of the schema, stored in ``user_version``.
+            busy_s: Maximum seconds to wait for a previous daemon that is still closing the file.
+            begun_anew: Called if the file was corrupt and a new one was created.
 
         Raises:
-            DaemonError: another process holds it, it cannot be written, or a newer rannd wrote it.
+            DaemonError: Another process holds the file, it cannot be written, or a newer rannd wrote it.
         """
         self.path = path
         self._schema, self._format, self._busy_s, self._begun_anew = schema, number, busy_s, begun_anew
         self._log = logging.getLogger("rannd.Daemon")
         self._db: sqlite3.Connection | None = None
-        """None: closed, or not opened again yet after it was lost."""
+        """None: closed, or not opened again yet after it disappeared."""
         self._file: tuple[int, int] | None = None
         self._closed = False
         with self.errors("opened"), self.healing():
@@ -52,7 +52,7 @@ class Database:
 
     @property
     def sql(self) -> sqlite3.Connection:
-        """The open file. Where somebody has deleted or moved it, a new one: what is written must be found again."""
+        """The open connection. If the file was deleted or moved, a new one is created, so that writes are not lost."""
         if self._closed:
             raise DaemonError(f"the store {self.path} is closed")
         if self._db is not None:
@@ -65,7 +65,7 @@ class Database:
         return self._open()
 
     def _open(self) -> sqlite3.Connection:
-        # The descriptor makes the file with its mode before SQLite would with the process's umask.
+        # Create the file with its mode here: SQLite would use the process's umask.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._file = identity(self.path)
         self._db = db = sqlite3.connect(self.path, timeout=self._busy_s, isolation_level=None)
@@ -73,18 +73,18 @@ class Database:
             self._prepare(db)
         except BaseException:
             db.close()
-            self._db = None  # half of a store is none: the next request tries again
+            self._db = None  # no half-open store: the next request tries again
             raise
         return db
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        # A flipped byte may break UTF-8: such a text must fail its checksum, not the query.
+        # A flipped byte may be invalid UTF-8: such a text must fail its checksum, not the query.
         db.text_factory = lambda raw: raw.decode("utf-8", "replace")
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         written = int(db.execute("PRAGMA user_version").fetchone()[0])
         if not 0 <= written <= self._format + PLAUSIBLE:
             raise _NotOurs(f"its format is {written}")
-        if written > self._format:  # before anything is changed: it is another version's
+        if written > self._format:  # checked before anything is changed, because the file is another version's
             raise DaemonError(
                 f"the store {self.path} is of format {written}, which a newer rannd wrote; this one reads "
                 f"{self._format}: update it, or set XDG_CACHE_HOME to a directory of its own"
@@ -94,27 +94,27 @@ class Database:
         db.execute(f"PRAGMA journal_mode = {'DELETE' if network else 'WAL'}").fetchone()
         db.execute(f"PRAGMA synchronous = {'FULL' if network else 'NORMAL'}")
         db.execute("PRAGMA journal_size_limit = 16777216")
-        with self.transaction():  # takes the exclusive lock, kept until the file is closed
+        with self.transaction():  # takes the exclusive lock, which is held until the file is closed
             db.execute(f"PRAGMA user_version = {self._format}")
             for statement in filter(str.strip, self._schema.split(";")):
                 db.execute(statement)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the block is written, or nothing of it."""
+        """Run the block in a transaction."""
         db = self.sql
         db.execute("BEGIN IMMEDIATE")
         try:
             yield
             db.execute("COMMIT")
         except BaseException:
-            if db.in_transaction:  # some errors, as a full disk, have rolled back already
+            if db.in_transaction:  # some errors, such as a full disk, have rolled back already
                 db.execute("ROLLBACK")
             raise
 
     @contextlib.contextmanager
     def healing(self) -> Iterator[None]:
-        """Run the block; where SQLite finds its file corrupt, begin a new one and leave the block."""
+        """Run the block; if SQLite finds its file corrupt, create a new one and leave the block."""
         try:
             yield
         except sqlite3.DatabaseError as exc:
@@ -139,7 +139,7 @@ class Database:
 
     @contextlib.contextmanager
     def errors(self, what: str) -> Iterator[None]:
-        """What goes wrong in the block is a DaemonError: the store cannot be `what`."""
+        """Convert errors of the block to DaemonError: 'the store cannot be `what`'."""
         try:
             yield
         except (sqlite3.Error, OSError) as exc:
@@ -151,11 +151,11 @@ class Database:
             raise DaemonError(f"the store {self.path} cannot be {what}: {exc}") from exc
 
     def shrink(self) -> None:
-        """Give free pages back. A script, because `execute` would stop after the first page; outside transactions."""
+        """Free unused pages, outside transactions. A script, because `execute` would stop after the first page."""
         self.sql.executescript("PRAGMA incremental_vacuum")
 
     def close(self) -> None:
-        """Close the file; harmless when it is closed."""
+        """Close the file; no-op if it is closed."""
         self._closed = True
         if self._db is not None:
             self._db.close()
@@ -163,7 +163,7 @@ class Database:
 
 
 class _NotOurs(sqlite3.DatabaseError):
-    """SQLite can read it, but it was not written by any rannd."""
+    """SQLite can read the file, but rannd has not written it."""
 
 
 def _unreadable(exc: sqlite3.Error) -> bool:

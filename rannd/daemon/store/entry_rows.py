@@ -1,4 +1,4 @@
-"""Rows of the store: what an entry tells about itself, and whether that holds."""
+"""Rows of the store: encoding of entries, and checks of their integrity."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 from rannd.daemon.common.protocol import STORE, EntryInfo, NewEntry
 
 FORMAT = STORE
-"""Version of an entry's grammar."""
+"""Version of an entry's format."""
 INFO = "key, kind, format, rannd, created, used, hits, length, checksum, components, size"
 """Columns of an entry without its value, in the order of EntryInfo."""
 
 
 def new_row(entry: NewEntry, rannd: str, now: float) -> tuple[Any, ...]:
-    """The row of an entry that version `rannd` writes `now` (seconds since the epoch): INFO and the value."""
+    """Return the row of an entry that version `rannd` writes at `now` (seconds since the epoch): INFO and the value."""
     components = json.dumps(entry.components, sort_keys=True)
     proof = checksum(entry.key, entry.kind, FORMAT, components, entry.size, entry.value)
     described = (entry.key, entry.kind, FORMAT, rannd, now, now, 0, len(entry.value), proof, components)
@@ -26,7 +26,7 @@ def new_row(entry: NewEntry, rannd: str, now: float) -> tuple[Any, ...]:
 
 
 def checksum(key: str, kind: str, number: int, components: str, size: int, value: bytes) -> str:
-    """BLAKE2b-128 over all that an entry is, but for times and counts."""
+    """Return the BLAKE2b-128 digest of an entry without times and counts."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([key, kind, number, components, size]).encode("ascii"))
     digest.update(value)
@@ -34,7 +34,7 @@ def checksum(key: str, kind: str, number: int, components: str, size: int, value
 
 
 def fault(row: Sequence[Any]) -> str | None:
-    """What is wrong with a whole row, None for a sound one."""
+    """Return what is wrong with a whole row, None if it is sound."""
     found, value = description(row[:-1]), row[-1]
     if found is None:
         return "its description is unreadable"
@@ -48,7 +48,7 @@ def fault(row: Sequence[Any]) -> str | None:
 
 
 def description(row: Sequence[Any]) -> EntryInfo | None:
-    """What a row without its value says, None where it is unreadable."""
+    """Decode a row without its value; None if it is unreadable."""
     try:
         fields = dict(zip(EntryInfo.__struct_fields__, row, strict=True))
         fields["components"] = json.loads(row[9])

@@ -1,4 +1,4 @@
-"""Files: whether one is still the one it was, and which filesystems SQLite's WAL mode can be trusted on."""
+"""Identity of files, and detection of filesystems on which SQLite's WAL mode is unreliable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NETWORK = frozenset(
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """Device and inode of a file, None where there is none."""
+    """Return device and inode of a file, None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -24,12 +24,12 @@ def identity(path: str) -> tuple[int, int] | None:
 
 
 def on_network(path: str) -> bool:
-    """Whether the file `path` is on a network filesystem or on FUSE, where WAL's shared memory cannot be trusted."""
+    """Whether the file `path` is on a network filesystem or on FUSE, where WAL's shared memory is unreliable."""
     real = os.path.realpath(path)
     mounts = [part for part in psutil.disk_partitions(all=True) if _below(real, part.mountpoint)]
     if not mounts:
         return False
-    # Of two mounts at one point the later one is seen.
+    # Of two mounts at the same point the later one is visible.
     return is_network(max(enumerate(mounts), key=lambda item: (len(item[1].mountpoint), item[0]))[1].fstype)
 
 

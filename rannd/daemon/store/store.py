@@ -1,15 +1,16 @@
-"""The store: one SQLite file of entries that tell what they are.
+"""The store: one SQLite file of self-describing entries.
 
-Grammar (counted by `FORMAT`, in the file's name and in its ``user_version``)::
+Tables (their version is `FORMAT`, in the file's name and in its ``user_version``)::
 
     entries     key kind format rannd created used hits components length checksum size value
     set_aside   at key kind reason components head       the last 16 entries that were corrupt or discarded
-    misses      miss                                     the last 32 that somebody wondered about, as JSON
+    misses      miss                                     the last 32 misses that were asked about, as JSON
     statistics  name count
 
-``length`` is that of the value as it is kept, ``size`` what it was before it was compressed (0: it is not).
-``checksum`` is BLAKE2b-128 over key, kind, format, components, size and value. An entry whose checksum does not hold
-is a miss: it is set aside, counted, and healed by the next write.
+``length`` is that of the value as it is stored, ``size`` that before compression (0: not compressed). ``checksum`` is
+BLAKE2b-128 of key, kind, format, components, size and value. An entry whose checksum does not match is a miss: it is
+set
+aside, counted, and replaced by the next write.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from rannd.errors import DaemonError
 KEEP_ASIDE = 16
 KEEP_MISSES = 32
 NEAR = 512
-"""Entries, the latest used, among which the one nearest to a miss is looked for."""
+"""Number of entries, latest used first, among which the one nearest to a miss is searched."""
 MAX_UNWRITTEN = 1000
-"""Last-use times that may wait for the next write."""
+"""Maximum number of last-use times to keep in memory before they are written."""
 HEAD_BYTES = 64 << 10
-"""Bytes kept of a value that is set aside."""
+"""Bytes to keep of a value that is set aside."""
 PAGE = 64
-"""Entries in one page of a listing, at most."""
+"""Maximum number of entries in one page of a listing."""
 JUMP_S = 1.0
-"""The clock has been set back, not adjusted, where it lost so much."""
+"""Seconds by which the clock must go back to count as set back, not adjusted."""
 DATED_S = 60.0
-"""Entries of a clock that was set back are dated so long ago: before any refresh that begins now."""
+"""Seconds in the past to which entries are dated if the clock was set back: before any refresh that begins now."""
 VERIFY_PAGE = 8
-"""Entries checked at once, few, so that other requests are answered in between."""
+"""Number of entries to check at once; few, so that other requests are answered in between."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -68,15 +69,15 @@ class Store:
     """Entries in a file. Used by one thread of one process."""
 
     def __init__(self, path: str, *, max_bytes: int, busy_s: float = 2.0) -> None:
-        """Open or make the store.
+        """Open or create the store.
 
         Args:
-            path: The SQLite file; its directory exists.
-            max_bytes: Sum of the values' lengths above which the least recently used go.
-            busy_s: How long to wait for a predecessor that is still closing the file.
+            path: The SQLite file, in an existing directory.
+            max_bytes: Sum of the values' lengths above which the least recently used entries are evicted.
+            busy_s: Maximum seconds to wait for a previous daemon that is still closing the file.
 
         Raises:
-            DaemonError: another process holds the store, or it cannot be written.
+            DaemonError: Another process holds the store, or it cannot be written.
         """
         self.path = path
         self.max_bytes = max_bytes
@@ -85,7 +86,7 @@ class Store:
         self._counted: dict[str, int] = {}
         self._closed = False
         self._offset = time.time() - time.monotonic()
-        """By it the clock's being set back is noticed."""
+        """Offset of the clock, which changes if the clock is set back."""
         self._db = Database(path, schema=_SCHEMA, number=FORMAT, busy_s=busy_s, begun_anew=self._lost)
         with self._db.errors("opened"):
             self._date_again(time.time())
@@ -93,9 +94,9 @@ class Store:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def get(self, key: str, kind: str, *, peek: bool = False) -> PackedValue | None:
-        """The value of `key`, None where there is none that is sound: then a miss of `kind` is counted.
+        """Return the value of `key`; None, and a miss of `kind` is counted, if there is no sound one.
 
-        `peek`: to look is no use, and is not counted.
+        `peek`: do not count this as a use, hit or miss.
         """
         with self._db.errors("read"), self._db.healing():
             row = self._db.sql.execute(f"SELECT {INFO}, value FROM entries WHERE key = ?", (key,)).fetchone()
@@ -126,7 +127,7 @@ class Store:
         return False
 
     def page(self, *, after: str = "", prefix: str | None = None) -> tuple[list[EntryInfo], bool]:
-        """Up to PAGE entries whose key follows `after`, and whether others follow them."""
+        """Return up to PAGE entries whose key follows `after`, and whether others follow them."""
         self.flush()
         with self._db.errors("read"), self._db.healing():
             rows, more = _first(
@@ -139,14 +140,14 @@ class Store:
         return [], False
 
     def size(self) -> tuple[int, int]:
-        """Number of entries and bytes of all values."""
+        """Return the number of entries and the bytes of all values."""
         with self._db.errors("read"), self._db.healing():
             number, length = self._db.sql.execute("SELECT count(*), total(length) FROM entries").fetchone()
             return int(number), int(length)
         return 0, 0
 
     def verify(self, after: str = "") -> tuple[int, list[str], str | None]:
-        """Check up to VERIFY_PAGE entries that follow `after`: number of sound ones, keys set aside, where to go on."""
+        """Check up to VERIFY_PAGE entries after `after`: number of sound ones, keys set aside, next `after`."""
         with self._db.errors("read"), self._db.healing():
             rows = self._db.sql.execute(
                 f"SELECT {INFO}, value FROM entries WHERE key > ? ORDER BY key LIMIT ?", (after, VERIFY_PAGE)
@@ -161,7 +162,7 @@ class Store:
         return 0, [], None
 
     def statistics(self) -> Statistics:
-        """Everything counted since the store was made."""
+        """Return all counters since the store was created."""
         self.flush()
         with self._db.errors("read"), self._db.healing():
             rows = dict(self._db.sql.execute("SELECT name, count FROM statistics").fetchall())
@@ -169,7 +170,7 @@ class Store:
         return Statistics()
 
     def kinds(self) -> dict[str, KindCount]:
-        """Hits and misses of each kind, counted since the store was made."""
+        """Return hits and misses of each kind since the store was created."""
         self.flush()
         found: dict[str, dict[str, int]] = {}
         with self._db.errors("read"), self._db.healing():
@@ -182,7 +183,7 @@ class Store:
         return {kind: KindCount(counts.get("hits", 0), counts.get("misses", 0)) for kind, counts in found.items()}
 
     def misses(self) -> list[Miss]:
-        """The latest misses that somebody wondered about, the last one first."""
+        """Return the latest misses that were asked about, last one first."""
         with self._db.errors("read"), self._db.healing():
             rows = self._db.sql.execute("SELECT miss FROM misses ORDER BY rowid DESC").fetchall()
             return [msgspec.json.decode(text, type=Miss) for (text,) in rows]
@@ -191,12 +192,12 @@ class Store:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def put(self, entries: Sequence[NewEntry], rannd: str, *, keep: Collection[str] = ()) -> None:
-        """Store `entries`, written by version `rannd`; evict others, but none of `keep`, down to the size limit.
+        """Store `entries`, written by version `rannd`; evict others, except `keep`, down to the size limit.
 
-        On return they survive the death of this process.
+        On return the entries survive the death of this process.
 
         Raises:
-            DaemonError: a key that does not belong to its components, a value above the size limit, a full disk.
+            DaemonError: A key does not belong to its components, a value is above the size limit, or the disk is full.
         """
         for entry in entries:
             if entry.key != digest_of(entry.kind, entry.components):
@@ -222,8 +223,9 @@ class Store:
         raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
 
     def nearest(self, kind: str, components: dict[str, str], pid: int = 0, *, remember: bool = True) -> Nearest:
-        """The entry of `kind` that differs least from one with these components, which process `pid` (0: unknown) has
-        missed; `remember`: for `misses`.
+        """Return the entry of `kind` nearest to these components, which process `pid` (0: unknown) has missed.
+
+        `remember`: keep the miss for `misses`.
         """
         key = digest_of(kind, components)
         with self._db.errors("written"), self._db.healing():
@@ -247,9 +249,9 @@ class Store:
         return Nearest(None, [])
 
     def prune(self, max_bytes: int, *, keep: Collection[str] = ()) -> tuple[list[EntryInfo], bool]:
-        """Remove the least recently used entries, but none of `keep`, until values take `max_bytes`.
+        """Remove least recently used entries, except `keep`, until values take at most `max_bytes`.
 
-        Up to PAGE of them, those removed; and whether to call again.
+        Returns up to PAGE removed entries, and whether to call again.
         """
         self.flush()
         with self._db.errors("written"), self._db.healing():
@@ -273,7 +275,7 @@ class Store:
         return [], False
 
     def zero(self) -> None:
-        """Begin to count anew."""
+        """Reset the statistics."""
         self.flush()
         with self._db.errors("written"), self._db.healing():
             self._db.sql.execute("DELETE FROM statistics")
@@ -284,7 +286,7 @@ class Store:
         self.count(f"misses/{kind}")
 
     def discard(self, key: str, reason: str) -> bool:
-        """Set the entry `key` aside because it proved wrong; whether there was one."""
+        """Set the entry `key` aside because it turned out to be wrong; return whether there was one."""
         with self._db.errors("written"), self._db.healing():
             found = self._set_aside(key, reason)
             self.count("discarded", int(found))
@@ -294,7 +296,7 @@ class Store:
     def clear(
         self, *, kind: str | None = None, older_than_s: float | None = None, keys: Collection[str] | None = None
     ) -> tuple[list[EntryInfo], bool]:
-        """Remove up to PAGE entries that match everything given; them, as far as described, and whether to call again.
+        """Remove up to PAGE entries that match all given conditions; return them, and whether there are more.
 
         Args:
             kind: Entries of this kind.
@@ -328,9 +330,7 @@ class Store:
             self._counted[name] = self._counted.get(name, 0) + by
 
     def flush(self) -> None:
-        """Write down last-use times and statistics. Without a disk to write to they are lost, with a line in the log,
-        and nothing else is.
-        """
+        """Write last-use times and statistics. If they cannot be written they are lost, with a line in the log."""
         if not (self._used or self._counted):
             return
         try:
@@ -351,12 +351,12 @@ class Store:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _lost(self) -> None:
-        """The file was corrupt."""
+        """Reset what is in memory after the file was corrupt."""
         self._used.clear()
         self.count("corrupt")
 
     def _now(self) -> float:
-        """Seconds since the epoch. Where the clock has been set back, entries are dated again before that."""
+        """Return seconds since the epoch. If the clock has been set back, entries are dated again before that."""
         now = time.time()
         offset = now - time.monotonic()
         back, self._offset = self._offset - offset, offset
@@ -365,15 +365,15 @@ class Store:
         return now
 
     def _date_again(self, now: float) -> None:
-        """Date entries that claim a use in the future: else they would be the latest used for ever, and of no age."""
-        self.flush()  # what waits to be written has such times too
+        """Re-date entries with a use in the future: they would stay the latest used ones for ever, and never age."""
+        self.flush()  # what waits to be written has such times, too
         late: list[Any] = []
         try:
             with self._db.healing(), self._db.transaction():
                 late = self._db.sql.execute(
                     "SELECT key FROM entries WHERE used > ? ORDER BY used, key", (now,)
                 ).fetchall()
-                first = now - DATED_S - len(late) * 1e-6  # a microsecond each keeps their order
+                first = now - DATED_S - len(late) * 1e-6  # one microsecond each keeps their order
                 self._db.sql.executemany(
                     "UPDATE entries SET used = ?, created = min(created, ?) WHERE key = ?",
                     [(first + place * 1e-6, first, key) for place, (key,) in enumerate(late)],
@@ -412,7 +412,7 @@ class Store:
         return bool(moved)
 
     def _evict(self, keep: Collection[str]) -> int:
-        """Remove the least recently used down to the size limit; how many."""
+        """Remove least recently used entries down to the size limit; return how many."""
         total = int(self._db.sql.execute("SELECT total(length) FROM entries").fetchone()[0])
         if total <= self.max_bytes:
             return 0
@@ -439,12 +439,12 @@ class Store:
 
 
 def _first(rows: sqlite3.Cursor | Generator[Any, None, None], most: int = PAGE) -> tuple[list[Any], bool]:
-    """As many rows (INFO) as one message holds, `most` or fewer with long components; and whether others follow."""
+    """Return the rows (INFO) that fit into a message, at most `most`, and whether others follow."""
     found: list[Any] = []
     size = 0
     with contextlib.closing(rows):
         for row in rows:
-            size += len(str(row[9]))  # of a corrupt row it may be anything
+            size += len(str(row[9]))  # a corrupt row may contain anything
             if len(found) == most or (found and size > MAX_BATCH_BYTES):
                 return found, True
             found.append(row)

@@ -15,11 +15,11 @@ from rannd.graph.fingerprint.state_rules import (
     IGNORED_OF_TENSORS,
     KEY_BYTES,
     MODULE_PARTS,
-    AttributeKind,
+    ModulePart,
 )
 from rannd.graph.fingerprint.value_writer import Hidden, ValueWriter
 
-_APART = frozenset(name for name, part in MODULE_PARTS.items() if part is not AttributeKind.VALUE)
+_APART = frozenset(name for name, part in MODULE_PARTS.items() if part is not ModulePart.VALUE)
 """What is not written as other attributes are."""
 
 

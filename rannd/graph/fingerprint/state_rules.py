@@ -44,7 +44,7 @@ LIBRARY_LEVELS = 4
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
-class AttributeKind(Enum):
+class ModulePart(Enum):
     """How one of the attributes that every module has counts."""
 
     VALUE = "by its value"
@@ -57,23 +57,23 @@ class AttributeKind(Enum):
 
 
 MODULE_PARTS = {
-    "training": AttributeKind.VALUE,
-    "_is_full_backward_hook": AttributeKind.VALUE,
-    "_parameters": AttributeKind.TENSORS,
-    "_buffers": AttributeKind.TENSORS,
-    "_non_persistent_buffers_set": AttributeKind.NAMES,
-    "_modules": AttributeKind.MODULES,
-    "_forward_hooks": AttributeKind.HOOKS,
-    "_forward_hooks_with_kwargs": AttributeKind.FLAGS,
-    "_forward_hooks_always_called": AttributeKind.FLAGS,
-    "_forward_pre_hooks": AttributeKind.HOOKS,
-    "_forward_pre_hooks_with_kwargs": AttributeKind.FLAGS,
-    "_backward_hooks": AttributeKind.HOOKS,
-    "_backward_pre_hooks": AttributeKind.HOOKS,
-    "_state_dict_hooks": AttributeKind.SAVING,
-    "_state_dict_pre_hooks": AttributeKind.SAVING,
-    "_load_state_dict_pre_hooks": AttributeKind.SAVING,
-    "_load_state_dict_post_hooks": AttributeKind.SAVING,
+    "training": ModulePart.VALUE,
+    "_is_full_backward_hook": ModulePart.VALUE,
+    "_parameters": ModulePart.TENSORS,
+    "_buffers": ModulePart.TENSORS,
+    "_non_persistent_buffers_set": ModulePart.NAMES,
+    "_modules": ModulePart.MODULES,
+    "_forward_hooks": ModulePart.HOOKS,
+    "_forward_hooks_with_kwargs": ModulePart.FLAGS,
+    "_forward_hooks_always_called": ModulePart.FLAGS,
+    "_forward_pre_hooks": ModulePart.HOOKS,
+    "_forward_pre_hooks_with_kwargs": ModulePart.FLAGS,
+    "_backward_hooks": ModulePart.HOOKS,
+    "_backward_pre_hooks": ModulePart.HOOKS,
+    "_state_dict_hooks": ModulePart.SAVING,
+    "_state_dict_pre_hooks": ModulePart.SAVING,
+    "_load_state_dict_pre_hooks": ModulePart.SAVING,
+    "_load_state_dict_post_hooks": ModulePart.SAVING,
 }
 """The attributes that `nn.Module.__init__` makes. All other attributes of a module count by what they hold."""
 

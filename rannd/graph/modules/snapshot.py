@@ -28,7 +28,7 @@ from rannd.graph.fingerprint.state_rules import (
     IGNORED_OF_TENSORS,
     MODULE_PARTS,
     TENSORS,
-    AttributeKind,
+    ModulePart,
     global_hooks,
     modes_around,
     switches,
@@ -258,14 +258,14 @@ def _plain(values: list[Any]) -> object:
 
 
 _FLOAT, _BOOL = frozenset((float,)), frozenset((bool,))
-_WRITTEN: dict[AttributeKind, Callable[[SnapshotWriter, str, Any, dict[str, Any], dict[str, object]], None]] = {
-    AttributeKind.TENSORS: SnapshotWriter._tensors,
-    AttributeKind.MODULES: SnapshotWriter._children,
-    AttributeKind.NAMES: SnapshotWriter._names,
-    AttributeKind.HOOKS: SnapshotWriter._hooks,
+_WRITTEN: dict[ModulePart, Callable[[SnapshotWriter, str, Any, dict[str, Any], dict[str, object]], None]] = {
+    ModulePart.TENSORS: SnapshotWriter._tensors,
+    ModulePart.MODULES: SnapshotWriter._children,
+    ModulePart.NAMES: SnapshotWriter._names,
+    ModulePart.HOOKS: SnapshotWriter._hooks,
 }
 _WRITTEN_APART = {name: _WRITTEN[part] for name, part in MODULE_PARTS.items() if part in _WRITTEN}
-_SKIPPED = frozenset(name for name, part in MODULE_PARTS.items() if part in (AttributeKind.FLAGS, AttributeKind.SAVING))
+_SKIPPED = frozenset(name for name, part in MODULE_PARTS.items() if part in (ModulePart.FLAGS, ModulePart.SAVING))
 
 
 # -- written values --------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """The command `rannc-cache`.
 
-In: a verb. Out: entries of the daemon's store, listed, explained, cleared, exported and imported. Begin with
+In: a subcommand. Out: entries of the daemon's store, listed, explained, cleared, exported and imported. Begin with
 `cache_command.py`.
 """

@@ -1,8 +1,7 @@
-"""The command `rannc-cache`: look into this user's cache on this node, and clear it.
+"""The command `rannc-cache`: inspects and clears this user's cache on this node.
 
-Its larger verbs are in why.py, prune.py and transfer.py.
-
-Works whether or not the daemon runs: it is started just in time, as by a job.
+Its larger subcommands are in why.py, prune.py and export_import.py. It starts the daemon if it does not run, as a job
+does.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from rannd.runner.cache.prune import prune
 from rannd.runner.cache.why import why
 
 CORRUPT = 1
-"""Exit code of `rannc-cache verify` where entries were corrupt."""
+"""Exit code of `rannc-cache verify` if entries were corrupt."""
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version(), prog_name="rannc-cache")
 def main() -> None:
-    """Deployments, profiles and traces that are kept for the next run."""
+    """Deployments, profiles and traces that are cached for later runs."""
 
 
 @main.command()
 @json_option
 def ls(as_json: bool) -> None:
-    """List the entries, the latest used first."""
+    """List the entries, latest used first."""
     entries = sorted(greeted().entries(), key=lambda entry: -entry.used)
     if as_json:
         print_json(entries)
@@ -79,7 +78,7 @@ def ls(as_json: bool) -> None:
 @click.argument("key")
 @json_option
 def show(key: str, as_json: bool) -> None:
-    """Show everything about the entry whose key starts with KEY; of a deployment, the plan as well."""
+    """Show the entry whose key starts with KEY; for a deployment, also the plan."""
     session = greeted()
     entry = only(session, key)
     plan, problem = _deployment(session, entry)
@@ -104,7 +103,7 @@ def show(key: str, as_json: bool) -> None:
 
 
 def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | None, str]:
-    """(the deployment in an entry, why it cannot be had); nothing of both for entries of other kinds."""
+    """Return the deployment of an entry, or why it is not available; (None, '') for entries of other kinds."""
     if entry.kind != "deployment":
         return None, ""
     (value,) = session.values([entry])
@@ -142,7 +141,7 @@ def clear(keys: tuple[str, ...], kind: str | None, older_than: str | None, as_js
 @click.option("--zero", is_flag=True, help="Begin to count anew, after this.")
 @json_option
 def stats(zero: bool, as_json: bool) -> None:
-    """Show sizes and counts."""
+    """Show sizes and counters."""
     session = greeted()
     state = session.state()
     kinds = {name: {"entries": 0, "bytes": 0, **_counts(count)} for name, count in state.kinds.items()}
@@ -179,7 +178,7 @@ def _counts(count: KindCount) -> dict[str, int]:
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Check every entry; corrupt ones are set aside. Exit code 1: there were some."""
+    """Check every entry and set corrupt ones aside. Exit code 1: there were some."""
     sound, corrupt = greeted().verify()
     if as_json:
         print_json({"sound": sound, "corrupt": corrupt})

@@ -1,4 +1,4 @@
-"""What the commands of `rannc-cache` share: entries, ages and sizes, as a user types them and as they are shown."""
+"""Shared by the subcommands of `rannc-cache`: parses and formats entries, ages and sizes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rannd.daemon.common.protocol import MAX_SECONDS, EntryInfo
 from rannd.errors import UsageError
 
 MIN_PREFIX = 4
-"""Digits of a key that are enough to name it, where they are unique."""
+"""Minimum number of digits of a key prefix."""
 MAX_SIZE = 1 << 60
-"""Bytes: more than any disk has, less than a message can name."""
+"""Bytes: more than any disk has, less than a message can express."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -30,16 +30,16 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def json_option(command: Command) -> Command:
-    """The option ``--json``, as `as_json`."""
+    """Add the option ``--json``, as parameter `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
 def greeted() -> DaemonSession:
-    """A session with the daemon, which is started where it does not run.
+    """Return a session with the daemon, which is started if it does not run.
 
     Raises:
-        ConfigError: the configuration is wrong.
-        DaemonError: there is no daemon to be had.
+        ConfigError: The configuration is wrong.
+        DaemonError: The daemon cannot be started or does not answer.
     """
     session = configured_session()
     session.greet()
@@ -47,7 +47,7 @@ def greeted() -> DaemonSession:
 
 
 def prefix(key: str) -> str:
-    """The start of a key, as typed. UsageError where it is none."""
+    """Validate a key prefix; UsageError if it is not one."""
     if not re.fullmatch(f"[0-9a-f]{{{MIN_PREFIX},40}}", key):
         raise UsageError(
             f"{key!r} is not the start of a key: {MIN_PREFIX} to 40 digits 0-9a-f, as `rannc-cache ls` shows"
@@ -56,10 +56,10 @@ def prefix(key: str) -> str:
 
 
 def only(session: DaemonSession, key: str, otherwise: str = "") -> EntryInfo:
-    """The one entry whose key starts with `key`.
+    """Return the only entry whose key starts with `key`.
 
     Raises:
-        UsageError: there is none, or more than one; `otherwise` ends its message.
+        UsageError: There is none, or more than one; `otherwise` is appended to the message.
     """
     found = list(session.entries(prefix(key)))
     if not found:
@@ -71,17 +71,17 @@ def only(session: DaemonSession, key: str, otherwise: str = "") -> EntryInfo:
 
 
 def checked_kind(kind: str | None) -> str | None:
-    """A kind, as typed. UsageError where it cannot be one."""
+    """Validate a kind; UsageError if it cannot be one."""
     if kind is not None and not re.fullmatch("[a-z][a-z_]{0,31}", kind):
         raise UsageError(f"--kind {kind!r} is not a kind; `rannc-cache ls` shows the kinds there are")
     return kind
 
 
 def duration(text: str) -> float:
-    """Seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``2w``.
+    """Parse a duration to seconds: ``7d``, ``12h``, ``30m``, ``45s``, ``2w``.
 
     Raises:
-        UsageError: it is none of those, or longer than a message can say.
+        UsageError: It is none of those, or longer than a message can express.
     """
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip(), re.ASCII)
     if matched is None:
@@ -93,10 +93,10 @@ def duration(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes of ``500MB``, ``2GB`` (powers of 1000), ``1.5GiB`` (powers of 1024), ``100B``, ``0``.
+    """Parse a size to bytes: ``500MB``, ``2GB`` (powers of 1000), ``1.5GiB`` (powers of 1024), ``100B``, ``0``.
 
     Raises:
-        UsageError: it is none of those, or MAX_SIZE or more.
+        UsageError: It is none of those, or MAX_SIZE or more.
     """
     matched = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]?)(i?)B", text.strip(), re.ASCII)
     if text.strip() == "0":
@@ -110,22 +110,22 @@ def size(text: str) -> int:
 
 
 def entries_text(number: int) -> str:
-    """``1 entry``, ``2 entries``."""
+    """Format a number of entries: ``1 entry``, ``2 entries``."""
     return f"{number} entry" if number == 1 else f"{number} entries"
 
 
 def total_text(entries: Sequence[EntryInfo]) -> str:
-    """Number and size in words: ``2 entries, 1.5 KiB``."""
+    """Format number and size: ``2 entries, 1.5 KiB``."""
     return f"{entries_text(len(entries))}, {size_text(sum(entry.length for entry in entries))}"
 
 
 def date(moment: float) -> str:
-    """Local date and time of seconds since the epoch."""
+    """Format seconds since the epoch as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table with every text at full length: folded on a terminal, else tab-separated lines."""
+    """Print a table with all texts at full length: folded on a terminal, else tab-separated lines."""
     rows = [[plain(text) for text in row] for row in rows]
     console = rich.console.Console()
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Cache entries in a file: what `rannc-cache export` writes and `rannc-cache import` reads.
+"""File format for cache entries: `rannc-cache export` writes it and `rannc-cache import` reads it.
 
 ::
 
@@ -9,8 +9,8 @@
     checksum    BLAKE2b-128 of the content, 16 bytes
     content     msgpack, tagged by its "t" field
 
-The magic, the frame and the field `format` of the header are the same for ever, so that any rannd can say which one
-is needed. Files are read and written a frame at a time: what is in memory is one entry.
+The magic, the frame and the field `format` of the header never change, so that any version of rannd can say which one
+is needed. Files are read and written one frame at a time: only one entry is in memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rannd.daemon.common.printable import plain
 from rannd.errors import ProtocolError, UsageError
 
 FORMAT = 1
-"""Version of this grammar."""
+"""Version of the file format."""
 MAGIC = b"rannd cache export\n"
 MAX_FRAME = protocol.MAX_VALUE + (2 << 20)
-"""Bytes of one frame's content; an entry of that size still fits into a message."""
+"""Maximum bytes of one frame's content; an entry of that size still fits into a message."""
 CHECKSUM = 16
 LENGTH = 4
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="t", tag="header"):
-    """What begins a file. Fields that are not known came later."""
+    """First frame of a file. Unknown fields come from a newer version and are ignored."""
 
     format: Annotated[int, Meta(ge=1, lt=1 << 31)]
     rannd: protocol.Text
@@ -55,19 +55,19 @@ class Exported(msgspec.Struct, frozen=True, tag_field="t", tag="entry", forbid_u
     kind: protocol.Kind
     components: protocol.Components
     rannd: protocol.Text
-    """Version that made the value."""
+    """Version that wrote the value."""
     created: Annotated[float, Meta(ge=0)]
-    """When the value was stored, in seconds since the epoch."""
+    """Time when the value was stored, in seconds since the epoch."""
     size: Annotated[int, Meta(ge=0, le=protocol.MAX_VALUE)]
-    """Bytes of the value before zlib compressed it; 0: it is as it was."""
+    """Bytes of the value before zlib compression; 0: not compressed."""
     value: protocol.Value
 
 
 class End(msgspec.Struct, frozen=True, tag_field="t", tag="end", forbid_unknown_fields=True):
-    """What ends a file: without it the file was cut off."""
+    """Last frame of a file: without it the file is truncated."""
 
     entries: protocol.Count
-    """Number of entries before it."""
+    """Number of entries in the file."""
 
 
 _Frame: TypeAlias = Header | Exported | End
@@ -81,7 +81,7 @@ class ExportWriter:
     """Writes entries to an open file."""
 
     def __init__(self, opened: BinaryIO, rannd: str, created: float) -> None:
-        """Begin a file. `rannd`: the version that writes; `created`: now, in seconds since the epoch."""
+        """Write the header. `rannd`: version of the writer; `created`: current time, in seconds since the epoch."""
         self._file = opened
         self._entries = 0
         self._file.write(MAGIC)
@@ -91,13 +91,13 @@ class ExportWriter:
         """Write one entry.
 
         Raises:
-            UsageError: it is too large for a file.
+            UsageError: It is too large for a file.
         """
         self._frame(entry)
         self._entries += 1
 
     def end(self) -> None:
-        """End the file; without it nobody reads it."""
+        """Write the last frame, without which the file is refused."""
         self._frame(End(self._entries))
 
     def _frame(self, frame: _Frame) -> None:
@@ -110,10 +110,10 @@ class ExportWriter:
 
 
 def read(opened: BinaryIO) -> Iterator[Exported]:
-    """The entries of a file, each checked in full: its checksum, limits, key, and that its value can be unpacked.
+    """Yield the entries of a file, each fully checked: checksum, limits, key, and that its value can be decompressed.
 
     Raises:
-        UsageError: the file is no export, is damaged or cut off, or of a newer format. Entries that came before
+        UsageError: The file is not an export, is damaged or truncated, or has a newer format. Entries yielded before
             are sound.
     """
     if opened.read(len(MAGIC)) != MAGIC:
@@ -139,7 +139,7 @@ def read(opened: BinaryIO) -> Iterator[Exported]:
 
 
 def _content(opened: BinaryIO, where: str) -> bytes:
-    """The content of the next frame."""
+    """Return the content of the next frame."""
     head = _exactly(opened, LENGTH + CHECKSUM, where)
     length = int.from_bytes(head[:LENGTH], "big")
     if length > MAX_FRAME:

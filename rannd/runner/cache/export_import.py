@@ -1,6 +1,6 @@
-"""`rannc-cache export` and `import`: entries of the cache into a file, and back.
+"""`rannc-cache export` and `import`: write cache entries to a file, and read them back.
 
-The file's grammar is in export_file.py.
+export_file.py defines the file format.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rannd.runner.cache.export_file import Exported
 
 _FILE = PlainFile("cache export", "rannc-cache export", UsageError, 1 << 50)
 _MODE = 0o600
-"""Of a file that is written: for its owner alone, as the cache is."""
+"""Mode of a written file: for its owner only, like the cache."""
 
 
 class Imported(msgspec.Struct, frozen=True):
-    """What became of the entries of a file."""
+    """Counts of the entries of an imported file."""
 
     new: int = 0
     there: int = 0
-    """Were there already and stayed as they were."""
+    """Entries that existed already and were kept."""
     replaced: int = 0
     skipped: int = 0
-    """Too large for this cache."""
+    """Entries that are too large for this cache."""
 
 
 @click.command("export")
@@ -45,11 +45,11 @@ class Imported(msgspec.Struct, frozen=True):
 @click.option("--kind", help="Only entries of this kind, as deployment or profile.")
 @json_option
 def export_command(file: Path, keys: tuple[str, ...], kind: str | None, as_json: bool) -> None:
-    """Write entries to FILE: all, or those whose key starts with a KEY, and of a kind."""
+    """Write entries to FILE: all, or those whose key starts with a KEY and that are of the given kind."""
     checked_kind(kind)
     session = greeted()
     wanted = {only(session, key, "; nothing is exported").key for key in keys}
-    # Only the listing is in memory: values are asked for one message at a time.
+    # Only the listing is in memory: values are requested one message at a time.
     entries = [entry for entry in session.entries() if (not keys or entry.key in wanted) and kind in (None, entry.kind)]
     written = size = 0
     with _FILE.writing(file, _MODE) as opened:
@@ -75,9 +75,9 @@ def export_command(file: Path, keys: tuple[str, ...], kind: str | None, as_json:
 @click.option("--overwrite", is_flag=True, help="Replace entries that are there already.")
 @json_option
 def import_command(file: Path, overwrite: bool, as_json: bool) -> None:
-    """Keep the entries that FILE holds. They are trusted as the cache's own: import only what you would run."""
+    """Store the entries of FILE. They are trusted like the cache's own: import only files that you trust."""
     with _FILE.reading(file) as opened, _FILE.named(file):
-        # Once to see that all of it is sound, so that of a damaged file nothing is kept.
+        # First check the whole file, so that nothing of a damaged one is stored.
         for _ in export_file.read(opened):
             pass
         session = greeted()
@@ -122,7 +122,7 @@ def _keep(session: DaemonSession, opened: BinaryIO, overwrite: bool) -> Imported
 
 
 def _batches(entries: Iterator[Exported]) -> Iterator[list[Exported]]:
-    """Entries as one message holds them: of one version of rannd, MAX_BATCH at most, of MAX_BATCH_BYTES or one."""
+    """Split entries into batches for one message: of one version of rannd, at most MAX_BATCH and MAX_BATCH_BYTES."""
     batch: list[Exported] = []
     size = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""`rannc-cache prune`: make the cache smaller, the least recently used entries first."""
+"""`rannc-cache prune`: shrinks the cache, least recently used entries first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rannd.runner.cache.entries import duration, greeted, json_option, size, tot
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @json_option
 def prune(max_size: str | None, older_than: str | None, dry_run: bool, as_json: bool) -> None:
-    """Remove entries by age, then the least recently used down to a size. What a job is making anew just now stays."""
+    """Remove entries by age, then least recently used ones down to a size. Entries that a job is computing now stay."""
     if max_size is None and older_than is None:
         raise UsageError("prune needs a limit; give --max-size, as 2GB, or --older-than, as 7d, or both")
     max_bytes = None if max_size is None else size(max_size)
@@ -39,13 +39,13 @@ def prune(max_size: str | None, older_than: str | None, dry_run: bool, as_json: 
 
 
 def unused(entries: Iterable[EntryInfo], before: float, leased: Collection[str]) -> list[EntryInfo]:
-    """Those last used at or before a moment (seconds since the epoch) and not leased, the longest unused first."""
+    """Return entries last used at or before `before` (seconds since the epoch) and not leased, longest unused first."""
     found = [entry for entry in entries if entry.used <= before and entry.key not in leased]
     return sorted(found, key=lambda entry: (entry.used, entry.key))
 
 
 def excess(entries: Collection[EntryInfo], max_bytes: int, leased: Collection[str]) -> list[EntryInfo]:
-    """What the daemon would remove so that values take `max_bytes`, in its order (`Store.prune`)."""
+    """Return what the daemon would remove to reach `max_bytes`, in its order (`Store.prune`)."""
     found = []
     total = sum(entry.length for entry in entries)
     for entry in sorted(entries, key=lambda entry: (entry.used, entry.key)):
@@ -72,7 +72,7 @@ def _removed(session: DaemonSession, max_bytes: int | None, age_s: float | None)
         old = unused(session.entries(), time.time() - age_s, _leased(session))
         for first in range(0, len(old), protocol.MAX_BATCH):
             keys = [entry.key for entry in old[first : first + protocol.MAX_BATCH]]
-            # The age again: what somebody has used meanwhile stays.
+            # Check the age again: an entry that was used meanwhile stays.
             removed += session.clear(older_than_s=age_s, keys=keys)
     if max_bytes is not None:
         removed += session.prune(max_bytes)

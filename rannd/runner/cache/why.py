@@ -1,4 +1,4 @@
-"""`rannc-cache why`: in which components two keys differ, and why the last run had to plan again."""
+"""`rannc-cache why`: shows in which components two keys differ, and why the last run had to plan again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rannd.errors import UsageError
 from rannd.runner.cache.entries import checked_kind, date, greeted, json_option, only, print_table
 
 RUN_S = 3600.0
-"""Misses that are so much older than the last one are not of the same run: process numbers come again."""
+"""Seconds before the last miss beyond which a miss belongs to another run: process numbers are reused."""
 NOTHING = "(nothing)"
 
 
@@ -23,7 +23,7 @@ NOTHING = "(nothing)"
 @click.option("--kind", help="With --last: only the last miss of this kind, as deployment or trace.")
 @json_option
 def why(keys: tuple[str, ...], last: bool, kind: str | None, as_json: bool) -> None:
-    """Show in which components two keys differ, or with --last: why did this run plan again?"""
+    """Show in which components two keys differ, or with --last: why did the last run plan again?"""
     if last and not keys:
         _last(checked_kind(kind), as_json)
     elif len(keys) == 2 and not last and kind is None:
@@ -33,9 +33,9 @@ def why(keys: tuple[str, ...], last: bool, kind: str | None, as_json: bool) -> N
 
 
 def latest(misses: list[Miss], kind: str | None = None) -> list[Miss]:
-    """Of misses, the last one first: the last of `kind`, or that of each kind the last run missed.
+    """Select from misses, last one first: the last one of `kind`, or the last one of each kind of the last run.
 
-    A run may look for its trace and then for its deployment; both are told.
+    A run may miss its trace and then its deployment; both are reported.
     """
     found: dict[str, Miss] = {}
     for miss in misses:

@@ -1,5 +1,5 @@
-"""How ranks get to their hosts.
+"""Starts ranks on their hosts.
 
 In: hosts and a command. Out: the command line of an MPI launcher (`mpi.py`, begin there: to add a launcher, add a row
-to its table), after every host was asked whether it is ready (`preflight.py`).
+to its table), after checking that every host is ready (`preflight.py`).
 """

@@ -1,4 +1,4 @@
-"""Asks hosts, each by a process that the launcher starts there, all at once, and for so long at most."""
+"""Runs the probe on all hosts in parallel, started by the MPI launcher, with a time limit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rannd.runner.watch import processes
 from rannd.runner.watch.line_channel import address_towards
 
 QUIET_S = 2.0
-"""After so long the user is told what is waited for."""
+"""Seconds after which the user is told which hosts have not answered yet."""
 GRACE_S = 1.0
-"""Between asking a launcher to end and SIGKILL, where rannc-run itself is killed."""
+"""Seconds between SIGTERM and SIGKILL for a launcher if rannc-run itself is killed."""
 AT_ONCE = 16
-"""Hosts that are asked at the same time: each is a login."""
+"""Number of hosts to ask at the same time: each is a login."""
 Asking: TypeAlias = Callable[[str | None, tuple[str, int] | None], Question]
-"""The question for a host (None: for several), which may answer to a port of this machine."""
-#: Words of the line that says why a host was not reached, the best first; launchers add paragraphs of their own.
+"""Makes the question for a host (None: for several), with an address of this machine that the host tries to reach."""
+#: Words of the line that tells best why a host was not reached, by priority; launchers add paragraphs of their own.
 _TELLING = ("denied", "refused", "no route", "unreachable", "timed out", "resolve", "no such", "not found", "error")
 _PROBE = "import sys; sys.path.append(sys.argv.pop(1)); from rannd.runner.launch.probe import main; main()"
 
@@ -46,7 +46,7 @@ class _Asked:
     guard: processes.Guard
     output: IO[bytes]
     folder: Mapping[str, str]
-    """Of the launcher alone."""
+    """Variables with the session folder, for the launcher only."""
 
 
 def ask(
@@ -57,10 +57,10 @@ def ask(
     limit_s: float,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Answer], dict[str, str]]:
-    """(answers by host, why there is none by host). `environ`: what ranks will have."""
+    """Return the answers by host, and for hosts without an answer the reason. `environ`: environment of the ranks."""
     answers: dict[str, Answer] = {}
     silent: dict[str, str] = {}
-    # Slurm starts one step after the other: all hosts are one there.
+    # Slurm runs one step after the other: all hosts are asked in one step.
     waiting = [[*names]] if launcher.kind is LauncherKind.SRUN and names else [[name] for name in names]
     remote = next((name for name in names if not host_list.is_local(name)), None)
     end = time.monotonic() + limit_s
@@ -114,7 +114,7 @@ def _start(
         command = command_line(launcher, len(names), asked, forwarded, command)
         folder = session_folder.make(launcher.kind, environ)
     own_pid = os.getpid()
-    output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it has been read
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - closed after it has been read
     process = subprocess.Popen(
         command,
         env={**environ, **folder},
@@ -156,7 +156,7 @@ def _take(asked: _Asked, answers: dict[str, Answer], silent: dict[str, str], lau
     if len(asked.hosts) == len(found) == 1:
         answers[asked.hosts[0]] = found[0]
         return
-    # Several at once answer in any order, and call themselves by a longer or shorter name.
+    # Several hosts answer in any order, and may use a longer or shorter name for themselves.
     names = {each.host.partition(".")[0]: each for each in found}
     answers.update({name: names[short] for name in asked.hosts if (short := name.partition(".")[0]) in names})
     left = [name for name in asked.hosts if name not in answers]
@@ -169,9 +169,9 @@ def _take(asked: _Asked, answers: dict[str, Answer], silent: dict[str, str], lau
 
 
 def _last_line(asked: _Asked) -> str:
-    """The line of a failed start that tells most, else the first one."""
+    """Return the most informative line of a failed start, else the first one."""
     lines = [line.strip() for line in _said(asked) if line.strip(" -*=\t") and MARK not in line]
-    lines = [line for line in lines if "setpgid(" not in line]  # PRTE's, on a busy machine: means nothing
+    lines = [line for line in lines if "setpgid(" not in line]  # printed by PRTE on a busy machine; harmless
     for word in _TELLING:
         for line in lines:
             if word in line.lower() and "warning" not in line.lower():

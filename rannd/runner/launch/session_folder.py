@@ -1,8 +1,8 @@
-"""A directory of its own for what Open MPI keeps on this machine while a job runs.
+"""Temporary directory for Open MPI's session files, one per job.
 
-Open MPI names that directory by the pid of mpirun. One that was killed leaves it behind, and a later mpirun that
-happens to get the same pid then fails ("The PMIx server's listener thread failed to start"): on a machine whose pids
-end at 32768 that does happen.
+Open MPI names its session directory after the pid of mpirun. A killed mpirun leaves it behind, and a later mpirun that
+gets the same pid fails ("The PMIx server's listener thread failed to start"): this happens on machines whose pids end
+at 32768.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _OF_USERS = (VARIABLE, "PRTE_MCA_prte_tmpdir_base")
 
 
 def make(kind: LauncherKind, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable with a new directory, for Open MPI's mpirun; nothing for others, or where the user has named one."""
+    """Create the directory and return its variable for Open MPI; {} for other launchers, or if the user set one."""
     if kind is not LauncherKind.OPEN_MPI or any(name in environ for name in _OF_USERS):
         return {}
     try:
         return {VARIABLE: tempfile.mkdtemp(prefix="rannc-run-")}
     except OSError:
-        return {}  # Open MPI will say what is wrong with the place
+        return {}  # Open MPI will report what is wrong with the temporary directory
 
 
 def remove(made: Mapping[str, str]) -> None:
-    """Remove what `make` has made, where no guard could."""
+    """Remove what `make` created, if no guard could."""
     if VARIABLE in made and os.path.lexists(made[VARIABLE]):
         remove_folder(made[VARIABLE])

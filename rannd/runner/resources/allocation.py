@@ -1,19 +1,19 @@
-"""Hosts that a batch system or an operator has given this job, read from the variables it leaves.
+"""Hosts that a batch system or an operator has allocated to this job, from its environment variables.
 
 ==================  ==============================================  =============================================
-who                 variables                                       hosts and slots
+source              variables                                       hosts and slots
 ==================  ==============================================  =============================================
-an MPI host file    ``OMPI_MCA_orte_default_hostfile``,             the file's, as of ``--hostfile``; this is how
-                    ``PRTE_MCA_prte_default_hostfile``,             Kubernetes' MPI operator tells its workers
+an MPI host file    ``OMPI_MCA_orte_default_hostfile``,             the file's, as for ``--hostfile``; set for
+                    ``PRTE_MCA_prte_default_hostfile``,             workers by Kubernetes' MPI operator
                     ``I_MPI_HYDRA_HOST_FILE``,
                     ``HYDRA_HOST_FILE``
-Slurm               ``SLURM_JOB_NODELIST``: ``a[01-03,7],b2``       ``SLURM_TASKS_PER_NODE``: ``2(x3),1`` where
-                                                                    tasks were asked for, else
+Slurm               ``SLURM_JOB_NODELIST``: ``a[01-03,7],b2``       ``SLURM_TASKS_PER_NODE``: ``2(x3),1`` if
+                                                                    tasks were requested, else
                                                                     ``SLURM_GPUS_ON_NODE`` on each
-PBS, Torque         ``PBS_NODEFILE``: a file                        a line for each slot
+PBS, Torque         ``PBS_NODEFILE``: a file                        one line per slot
 ==================  ==============================================  =============================================
 
-The first that is there holds. What cannot be understood is an error, which ``--hosts`` goes around.
+The first variable that is set is used. One that cannot be parsed is an error; ``--hosts`` avoids it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from rannd.errors import UsageError
 from rannd.runner.resources.host_list import Host, read_hostfile
 
-#: Variables by which an MPI launcher, whichever, is told its default host file.
+#: Variables that give any MPI launcher its default host file.
 HOSTFILE_VARIABLES = (
     "OMPI_MCA_orte_default_hostfile",
     "PRTE_MCA_prte_default_hostfile",
@@ -36,28 +36,28 @@ HOSTFILE_VARIABLES = (
 )
 
 _HINT = "name the hosts yourself: --hosts a:4,b:4"
-#: More nodes than any machine has: a range that is larger is a mistake, and must not fill the memory.
+#: More nodes than any machine has: a larger range is a mistake, and must not fill the memory.
 _MOST_NODES = 1 << 17
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts of a job that somebody else has chosen."""
+    """Hosts that a batch system or operator has chosen."""
 
     hosts: tuple[Host, ...]
     origin: str
-    """The variables they are from, with their values."""
+    """The variables they come from, with their values."""
     slurm: bool = False
-    """Slurm's own srun needs no list of them."""
+    """Whether Slurm's srun knows them without a list."""
     counted: bool = True
-    """Somebody asked for so many ranks a host; False: it is a guess."""
+    """Whether the number of ranks per host was requested; False: it is a guess."""
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation that `environ` tells of, None where there is none.
+    """Return the allocation that `environ` describes, or None.
 
     Raises:
-        UsageError: a variable or a file it names cannot be understood.
+        UsageError: A variable, or a file that it names, cannot be parsed.
     """
     for name in HOSTFILE_VARIABLES:
         if environ.get(name):
@@ -84,14 +84,14 @@ def _of_nodefile(path: str) -> list[Host]:
         raise UsageError(f"PBS_NODEFILE={path} cannot be read: {error}; {_HINT}") from None
     if not lines:
         raise UsageError(f"PBS_NODEFILE={path} names no host; {_HINT}")
-    # A host's lines need not follow each other; the first one decides its place.
+    # A host's lines need not be adjacent; the first one determines its position.
     return [Host(name, slots) for name, slots in Counter(lines).items()]
 
 
 def _slurm(environ: Mapping[str, str]) -> Allocation:
     nodes = expand_nodelist(environ["SLURM_JOB_NODELIST"], "SLURM_JOB_NODELIST")
     used = ["SLURM_JOB_NODELIST"]
-    # Slurm always counts tasks; where nobody asked for them (SLURM_NTASKS* is not there), the GPUs say more.
+    # Slurm always counts tasks; if none were requested (SLURM_NTASKS* is not set), the GPUs are more reliable.
     asked = "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     if not asked and gpus.isdecimal() and int(gpus) > 0:
@@ -113,14 +113,14 @@ def _slurm(environ: Mapping[str, str]) -> Allocation:
 
 
 def expand_nodelist(text: str, where: str) -> list[str]:
-    """The nodes of a list as Slurm writes it: ``a[01-03,7],b2`` is a01, a02, a03, a7, b2.
+    """Expand a node list of Slurm: ``a[01-03,7],b2`` is a01, a02, a03, a7, b2.
 
     Args:
-        text: the list; several brackets in one name make all combinations, the last one fastest.
-        where: what it is the value of, for the error.
+        text: The list; several brackets in one name give all combinations, the last bracket varying fastest.
+        where: Name of the variable, for the error.
 
     Raises:
-        UsageError: it is no such list, or names a node twice.
+        UsageError: It is not such a list, or names a node twice.
     """
     nodes: list[str] = []
     try:
@@ -135,7 +135,7 @@ def expand_nodelist(text: str, where: str) -> list[str]:
     return nodes
 
 
-#: A name with brackets in it, up to the next comma outside of them.
+#: A name, possibly with brackets, up to the next comma outside of them.
 _ENTRY = re.compile(r"(?:[^][,\s]|\[[^][\s]*\])+")
 _BRACKET = re.compile(r"\[([^]]*)\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -168,7 +168,7 @@ def _expanded(entry: str) -> list[str]:
 
 
 def _numbers(text: str) -> Iterator[str]:
-    """``01-03,7`` as 01, 02, 03, 7: as wide as the first number of a range is written."""
+    """Expand ``01-03,7`` to 01, 02, 03, 7: padded to the width of a range's first number."""
     for part in text.split(","):
         found = _RANGE.fullmatch(part)
         if found is None:
@@ -180,10 +180,10 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str, where: str) -> list[int]:
-    """Numbers as Slurm writes them: ``2(x3),1`` is 2, 2, 2, 1.
+    """Expand counts of Slurm: ``2(x3),1`` is 2, 2, 2, 1.
 
     Raises:
-        UsageError: it is no such list; `where` is what it is the value of.
+        UsageError: It is not such a list; `where` is the name of the variable.
     """
     counts: list[int] = []
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""Where ranks go: host lists, the size of a job, and what this machine has."""
+"""Host lists, the placement of ranks on hosts, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from rannd.errors import UsageError
 
-#: More than any machine has: a number beyond is a mistake, and must not fill the memory.
+#: More than any machine has: a larger number is a mistake, and must not fill the memory.
 _NUMBER = re.compile("[0-9]{1,6}")
 _MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many ranks it takes."""
+    """A host and its number of slots."""
 
     name: str
     slots: int
@@ -31,28 +31,28 @@ class Host:
 
 @dataclass(frozen=True)
 class RankHost:
-    """Where one rank runs."""
+    """Host of one rank."""
 
     rank: int
     host: str
     local_rank: int
-    """Its number among the ranks of its host."""
+    """Index among the ranks of its host."""
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """``a:4,b:4`` as hosts; without a number a host has one slot.
+    """Parse ``a:4,b:4``; a host without a number has one slot.
 
     Raises:
-        UsageError: an entry is empty or doubled, or its number is none.
+        UsageError: An entry is empty or repeated, or has an invalid number.
     """
     return _distinct([_host(entry.strip(), f"--hosts {text}") for entry in text.split(",")], f"--hosts {text}")
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file: on each line a name, then ``slots=N`` or ``:N`` or nothing (one slot); ``#`` comments.
+    """Read a host file: per line a name, then ``slots=N`` or ``:N`` or nothing (one slot); ``#`` comments.
 
     Raises:
-        UsageError: the file is missing or unreadable, names no host, or a line is wrong.
+        UsageError: The file is missing or unreadable, names no host, or a line is wrong.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -85,7 +85,7 @@ def _host(entry: str, where: str) -> Host:
 
 def _distinct(hosts: list[Host], where: str) -> list[Host]:
     if not all(is_local(host.name) for host in hosts):
-        # Launchers tell others where to connect to: not to themselves.
+        # Launchers tell other hosts where to connect: a loopback name would be themselves.
         own = socket.gethostname()
         hosts = [Host(own if _is_loopback(host.name) else host.name, host.slots) for host in hosts]
     names = [host.name for host in hosts]
@@ -116,10 +116,10 @@ def _is_loopback(name: str) -> bool:
 
 
 def place(size: int, hosts: Sequence[Host]) -> list[RankHost]:
-    """Each rank's place: hosts in their order, each filled before the next.
+    """Place each rank: hosts in their order, each filled before the next.
 
     Raises:
-        UsageError: there are more ranks than slots.
+        UsageError: There are more ranks than slots.
     """
     slots = sum(host.slots for host in hosts)
     if size > _MOST_RANKS:
@@ -131,12 +131,12 @@ def place(size: int, hosts: Sequence[Host]) -> list[RankHost]:
 
 
 def default_size(gpus: int, cores: int) -> int:
-    """How many ranks a machine gets unasked: one per GPU, without GPUs one per pair of cores."""
+    """Return the default number of ranks on a machine: one per GPU; without GPUs one per pair of cores."""
     return gpus or max(1, cores // 2)
 
 
 def core_count() -> int:
-    """The cores this process may use: its affinity, and the quota of its control group (containers)."""
+    """Return the cores that this process may use: its affinity, and the quota of its control group (containers)."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -146,10 +146,11 @@ def core_count() -> int:
 
 
 def gpu_count(environ: Mapping[str, str]) -> int:
-    """The GPUs that a rank would see, without importing torch.
+    """Return the number of GPUs that a rank would see, without importing torch.
 
-    nvidia-smi tells what is there (where it is missing, /dev/nvidia0 and on), CUDA_VISIBLE_DEVICES what of it may be
-    used: entries after one that does not exist do not count, as in CUDA.
+    nvidia-smi lists the GPUs (if it is missing, /dev/nvidia0 and on), CUDA_VISIBLE_DEVICES those that may be used:
+    entries
+    after one that does not exist do not count, as in CUDA.
     """
     there = _gpus_by_tool()
     if there is None:
@@ -160,7 +161,7 @@ def gpu_count(environ: Mapping[str, str]) -> int:
     count = 0
     for entry in visible.split(","):
         name = entry.strip()
-        # A GPU or MIG part may be named by its UUID.
+        # A GPU or MIG device may be named by its UUID.
         if not (name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < there)):
             break
         count += 1

@@ -1,4 +1,4 @@
-"""What a launcher that started this process has left in its environment: who the process is, and how to forget it."""
+"""Variables that a launcher has left in this process's environment: the rank they describe, and their removal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rannd.errors import UsageError
 from rannd.runner.resources.allocation import HOSTFILE_VARIABLES, expand_counts
 
-#: Names of rank, size, local rank and local size; the first pair of the first two that is there tells. The same as
-#: in rannd/runtime/comm/rendezvous.py (a test compares them), which is not imported here because it imports torch.
+#: Names of rank, size, local rank and local size; the first row whose rank and size are set applies. The same as in
+#: rannd/runtime/comm/rendezvous.py (a test compares them), which is not imported here because it imports torch.
 WORLDS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -76,32 +76,32 @@ _NAMES = frozenset(
         "SLURM_TASK_PID",
     }
 )
-#: What users set themselves, although it begins like what a launcher leaves.
+#: Variables that users set themselves, although they begin like those of a launcher.
 _USERS = ("PMIX_MCA_",)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A place in somebody's world."""
+    """A rank in a job that another launcher has started."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int | None
-    """Ranks on this machine, None where nobody says."""
+    """Ranks on this machine, None if not known."""
     starter: str
-    """Who started it, in words."""
+    """Name of the launcher, for messages."""
     by_srun: bool = False
-    """Slurm's srun placed it, not the daemon of an MPI that srun has started."""
+    """Whether srun placed the rank itself, not the daemon of an MPI that srun has started."""
 
 
 def rank_here(environ: Mapping[str, str]) -> Rank | None:
-    """The rank that this process was started as, None where nobody did.
+    """Return the rank that this process was started as, or None.
 
-    The script of sbatch has a SLURM_PROCID, too, but no SLURM_STEP_NUM_TASKS: it is no rank.
+    A batch script of sbatch has a SLURM_PROCID, too, but no SLURM_STEP_NUM_TASKS: it is not a rank.
 
     Raises:
-        UsageError: the variables are no numbers, or do not say how many ranks there are.
+        UsageError: The variables are not numbers, or do not include the number of ranks.
     """
     for rank, size, local_rank, local_size in WORLDS:
         if rank not in environ or size not in environ:
@@ -139,7 +139,7 @@ def _by_srun(variable: str, texts: tuple[str, str, str], environ: Mapping[str, s
 
 
 def _of_this_node(environ: Mapping[str, str]) -> str:
-    """The ranks of srun on this node, of ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
+    """Return the number of srun's ranks on this node, from ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
     text, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
     if not text or not node.isdecimal():
         return ""
@@ -162,11 +162,11 @@ def _starter(variable: str, environ: Mapping[str, str]) -> str:
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without what launchers leave for one rank, and without their default host files.
+    """Return `environ` without the variables that launchers set for one rank, and without their default host files.
 
-    A launcher inside a rank of another could take itself for a part of that one otherwise, and so could the ranks
-    that it starts: torchrun's RANK goes before srun's. Of Slurm's variables those of the job stay: they are the
-    allocation.
+    A launcher inside a rank of another one could otherwise take itself for a part of that one, and so could the ranks
+    that
+    it starts: torchrun's RANK has priority over srun's. Slurm's variables of the job stay: they are the allocation.
     """
     left = {
         name: value

@@ -1,4 +1,4 @@
-"""The environment that ranks get beyond their user's own."""
+"""Environment variables that ranks get in addition to the user's own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LOWEST_PORT = 20000
-"""Below are those of well-known services."""
+"""Ports below belong to well-known services."""
 PORT_TRIES = 64
 
-#: glibc: keep freed memory and never map a tensor on its own, so that large tensors are not paged in anew at
-#: each step. Worth 17 to 42 % of a step on CPU ranks.
+#: glibc: keep freed memory and never mmap single tensors, so that the pages of large tensors are not faulted in again
+#: at
+#: each step. Saves 17 to 42 % of a step on CPU ranks.
 MALLOC_SETTINGS = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
-#: What ranks on other machines need of the environment; launchers that pass everything do not ask.
+#: Variables that ranks on other machines need, for launchers that do not pass the whole environment.
 _FORWARDED_PREFIXES = (
     "RANNC_",
     "RANND_",
@@ -39,15 +40,15 @@ _FORWARDED_NAMES = ("MASTER_ADDR", "MASTER_PORT", "LD_LIBRARY_PATH", "LD_PRELOAD
 
 @dataclass
 class Tuning:
-    """What was set to make CPU ranks fast."""
+    """Variables that make CPU ranks fast."""
 
     variables: dict[str, str] = field(default_factory=dict)
 
     def line(self) -> str:
-        """All of it in one line for the user; empty where nothing was set."""
+        """Describe them in one line for the user; '' if there are none."""
         if not self.variables:
             return ""
-        # The three malloc settings belong together; their values are in docs/launching.md.
+        # The three malloc settings belong together; docs/launching.md lists their values.
         told = [f"{name}={value}" for name, value in self.variables.items() if name not in MALLOC_SETTINGS]
         if self.variables.keys() & MALLOC_SETTINGS.keys():
             told.append("malloc that keeps freed memory (MALLOC_*)")
@@ -55,13 +56,13 @@ class Tuning:
 
 
 def tuning(environ: Mapping[str, str], *, cores: int, local_ranks: int, gpus: int) -> Tuning:
-    """Threads and malloc for ranks; what the user has set is left alone.
+    """Choose threads and malloc settings of ranks; what the user has set is left alone.
 
     Args:
-        environ: what is set already.
-        cores: of one machine.
-        local_ranks: most ranks on one machine.
-        gpus: of this machine; with any, malloc is left alone.
+        environ: The environment.
+        cores: Cores of one machine.
+        local_ranks: Maximum number of ranks on one machine.
+        gpus: GPUs of this machine; if there are any, malloc is left alone.
     """
     result = Tuning()
     if "OMP_NUM_THREADS" not in environ:
@@ -73,21 +74,22 @@ def tuning(environ: Mapping[str, str], *, cores: int, local_ranks: int, gpus: in
 
 
 def meeting_point(environ: Mapping[str, str], first_host: str | None) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT, where rank 0 listens for the others; the user's own ones are kept.
+    """Return MASTER_ADDR and MASTER_PORT, where rank 0 listens for the others; variables set by the user are kept.
 
     Args:
-        environ: what is set already.
-        first_host: the host of rank 0, None where all ranks are on this machine.
+        environ: The environment.
+        first_host: The host of rank 0, None if all ranks are on this machine.
     """
     wanted = {"MASTER_ADDR": first_host or "127.0.0.1", "MASTER_PORT": str(free_port())}
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment, on this machine.
+    """Return a TCP port that no process listens on at this moment, on this machine.
 
-    It is below the range from which the kernel gives ports to outgoing connections: until rank 0 listens on it, which
-    takes seconds, one of these could get it. Two jobs that start at once hardly draw the same number.
+    It is below the range that the kernel uses for outgoing connections: until rank 0 listens on it, which takes
+    seconds,
+    one of these could get it. Two jobs that start at once are unlikely to draw the same number.
     """
     lowest, end = LOWEST_PORT, _first_ephemeral_port()
     for _ in range(PORT_TRIES if end > lowest else 0):
@@ -112,5 +114,5 @@ def _first_ephemeral_port() -> int:
 
 
 def forwarded_names(environ: Iterable[str]) -> list[str]:
-    """The variables of `environ` that ranks on other machines need."""
+    """Return the variables of `environ` that ranks on other machines need."""
     return sorted(name for name in environ if name.startswith(_FORWARDED_PREFIXES) or name in _FORWARDED_NAMES)

@@ -1,8 +1,7 @@
-"""The socket between a rank's watcher and the monitor: where it listens, how it is reached, who may come.
+"""Sockets between the watcher of a rank and the monitor: creation, addresses, and access checks.
 
-On one machine an abstract AF_UNIX name, with the user at the other end checked on both sides; where ranks run on
-other machines TCP, with a token that only the job knows. Standard library only: the watcher runs without
-site-packages.
+On one machine an abstract AF_UNIX name, with the peer's user checked on both sides; if ranks run on other machines TCP,
+with a token that only the job knows. Standard library only: the watcher runs without site-packages.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from rannd.lost_host import look_out
 
 
 class Listener:
-    """Where the ranks' watchers connect: an abstract AF_UNIX name, or TCP where a host is another machine.
+    """Listening socket for the ranks' watchers: an abstract AF_UNIX name, or TCP if a host is another machine.
 
     Args:
-        remote_host: one of the other machines, None when all ranks run on this one.
+        remote_host: One of the other machines, None if all ranks run on this one.
 
     Raises:
-        LaunchError: there is no way to that machine.
+        LaunchError: There is no route to that machine.
     """
 
     def __init__(self, remote_host: str | None) -> None:
         self.token = secrets.token_hex(16)
         self.address: list[str | int]
         if remote_host is None:
-            # No file: nothing is left behind by a SIGKILL, nothing lies in a world-writable place.
+            # Abstract: a SIGKILL leaves no file behind, and there is no file in a world-writable place.
             name = f"rannc-run-{secrets.token_hex(16)}"
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.socket.bind("\0" + name)
@@ -44,7 +43,7 @@ class Listener:
         self.socket.setblocking(False)
 
     def accept(self) -> socket.socket | None:
-        """The next connection, None where there is none or it is another user's."""
+        """Accept the next connection; None if there is none, or if it is another user's."""
         try:
             channel, _ = self.socket.accept()
         except (BlockingIOError, ConnectionError):
@@ -59,28 +58,28 @@ class Listener:
 
 
 def address_towards(host: str) -> str:
-    """The address that this machine shows to another one.
+    """Return the address of this machine as seen from another one.
 
     Raises:
-        LaunchError: there is no way to that machine.
+        LaunchError: There is no route to that machine.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
-        except (OSError, UnicodeError) as error:  # UnicodeError: it cannot be a name
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             raise LaunchError(f"host {host} cannot be reached: {error}; is its name right?") from None
         address: str = probe.getsockname()[0]
         return address
 
 
 def connect(address: list[str | int]) -> socket.socket:
-    """A socket to the monitor.
+    """Connect to the monitor.
 
     Args:
         address: ``["unix", name]`` (a name in the abstract namespace) or ``["tcp", host, port]``.
 
     Raises:
-        OSError: nobody listens there, or a process of another user does.
+        OSError: Nothing listens there, or a process of another user does.
     """
     if address[0] == "unix":
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,11 +90,11 @@ def connect(address: list[str | int]) -> socket.socket:
         return channel
     channel = socket.create_connection((str(address[1]), int(address[2])), timeout=30)
     channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    look_out(channel, reads_at_once=False)  # a user may stop to read what rannc-run prints
+    look_out(channel, reads_at_once=False)  # a user may pause rannc-run's output
     return channel
 
 
 def peer_uid(channel: socket.socket) -> int:
-    """The user at the other end of a connected AF_UNIX socket."""
+    """Return the user id at the other end of a connected AF_UNIX socket."""
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int.from_bytes(credentials[4:8], sys.byteorder)

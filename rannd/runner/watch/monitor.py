@@ -1,7 +1,7 @@
-"""Watches a job from its first rank to its last process: spreads signals, passes output on, decides when it is over.
+"""The monitor of a job: forwards signals and output, detects failures, and decides when the job is over.
 
-One thread, one poll loop. The ranks' watchers (rank.py) hold a socket each; while standard output does
-not take more, the sockets are not read, and the ranks wait as they would for a pipe.
+One thread, one poll loop. Each rank's watcher (watcher.py) has one socket; while standard output is blocked, the
+sockets are not read, and the ranks block as they would on a pipe.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from rannd.runner.watch import processes, wire
 from rannd.runner.watch.line_channel import Listener
 from rannd.runner.watch.output import LineTagger, OutputQueue
 
-#: Bytes of output that may wait for a slow reader before the ranks have to.
+#: Maximum bytes of output to buffer for a slow reader before the ranks block.
 _BACKLOG = 1 << 20
-#: Bytes of the launcher's own messages kept.
+#: Bytes of the launcher's own messages to keep.
 _LAUNCHER_TAIL = 64 << 10
 _CHUNK = 256 << 10
 _STDOUT, _STDERR = 1, 2
-#: Seconds a launcher gets to end after its last rank has; where a host is lost.
+#: Seconds a launcher gets to exit after its last rank; and if a host is lost.
 _LAUNCHER_EXIT = 10.0
 _LOST_EXIT = 1.0
-#: The same where none of the ranks that have started is left.
+#: The same if no started rank is left.
 _NOBODY_EXIT = 1.0
 NO_ANSWER = f"no answer for {LOST_S} s; its network is cut, or the machine has failed"
 
 _LOST_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-#: Seconds that a connection has to say whose it is, once the launcher is gone: any program may come to a TCP port.
+#: Seconds for a connection to send HELLO after the launcher has exited: any program may connect to a TCP port.
 _HELLO_S = 5.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -53,17 +53,17 @@ class RankEnd:
     status: int
     """Exit code, or minus the signal that killed it."""
     time: float
-    """Seconds since the epoch, by the rank's host."""
+    """Seconds since the epoch, by the clock of the rank's host."""
     tail: str
     """The end of its standard error."""
     ordered: bool
-    """It ended by the very signal that rannc-run had sent it."""
+    """Whether it ended by the signal that rannc-run had sent it."""
     lost: bool = False
-    """Its host does not answer any more; what has become of the rank is not known."""
+    """Whether its host does not answer any more, so that the fate of the rank is unknown."""
 
     @property
     def failed(self) -> bool:
-        """It ended badly, and not because it was told to end."""
+        """Whether it ended with an error, and not because it was told to end."""
         return self.status != 0 and not self.ordered
 
 
@@ -72,21 +72,21 @@ class JobResult:
     """What happened to a job."""
 
     ends: list[RankEnd] = field(default_factory=list)
-    """One for each rank that reported its end, in order of time."""
+    """One per rank that reported its end, by time."""
     signal: int = 0
     """The signal that ended the job from outside (SIGPIPE: standard output was closed), 0 for none."""
     launcher_status: int = 0
-    """Of the MPI launcher: exit code, or minus the signal."""
+    """Exit code of the MPI launcher, or minus the signal."""
     launcher_output: str = ""
-    """The end of what the launcher itself printed."""
+    """The end of the launcher's own output."""
     missing: int = 0
-    """How many ranks never reported that they run."""
+    """Number of ranks that never reported that they run."""
     late: bool = False
-    """Not all ranks had started in time, and the job was ended for it."""
+    """Whether the job was ended because not all ranks had started in time."""
 
     @property
     def failures(self) -> list[RankEnd]:
-        """The ranks that failed on their own account, the first one first."""
+        """The ranks that failed by themselves, first one first."""
         return [end for end in self.ends if end.failed]
 
 
@@ -106,24 +106,24 @@ class _Link:
         self.streams: dict[bytes, tuple[int, LineTagger]] = {}
 
     def send(self, frame: bytes) -> None:
-        # Orders are a few bytes; a watcher whose socket is full or gone finds out that we are, too.
+        # Orders are a few bytes; a watcher whose socket is full or closed notices that by itself.
         try:
             self.channel.send(frame)
         except OSError as exc:
-            # The kernel tells it once, to whoever asks first: reading gives a mere end of file after this.
+            # The kernel reports it only once: reading returns a mere end of file after this.
             self.lost = self.lost or exc.errno in _LOST_ERRORS
 
 
 class Monitor:
-    """Runs the poll loop over one job.
+    """Runs the poll loop of one job.
 
     Args:
-        listener: where the watchers connect.
-        launcher: the running MPI launcher, its standard output and error a pipe.
-        size: how many ranks there are to be.
-        shown: the ranks whose output is shown.
-        grace: seconds between SIGTERM and SIGKILL; the watchers keep the same time.
-        start: seconds in which every rank has to have started, 0: as long as it takes.
+        listener: Socket that the watchers connect to.
+        launcher: The running MPI launcher, with its standard output and error in a pipe.
+        size: Number of ranks.
+        shown: Ranks whose output is shown.
+        grace: Seconds between SIGTERM and SIGKILL; the watchers use the same.
+        start: Seconds within which every rank must start; 0: no limit.
     """
 
     def __init__(
@@ -149,25 +149,26 @@ class Monitor:
         self._launcher_tail = bytearray()
         self._stopping = 0  # the signal sent to all ranks, 0 while the job runs
         self._kill_launcher_at: float | None = None
-        self._launcher_asked = False  # it got a SIGTERM from here
+        self._launcher_asked = False  # it was sent SIGTERM by this monitor
         self._launcher_gone = False
-        self._hello_by: float | None = None  # connections without a HELLO are not waited for any longer
-        self._dismissed = False  # every watcher has been told to go
+        self._hello_by: float | None = None  # deadline for connections without a HELLO
+        self._dismissed = False  # every watcher was sent QUIT
         self._lost: set[str] = set()  # hosts that do not answer
-        # On one machine the kernel tells at once.
+        # On one machine the kernel reports the end of a process at once.
         self._look_at = None if listener.socket.family == socket.AF_UNIX else time.monotonic() + LOOK_S
         self._wakeup = -1
 
     def run(self) -> JobResult:
-        """Until no process of the job is left.
+        """Run until no process of the job is left.
 
-        While it runs, SIGINT, SIGTERM and SIGHUP end the job, a second one at once, and SIGUSR1 and
-        SIGUSR2 go to the ranks. The handlers of before are put back.
+        Meanwhile SIGINT, SIGTERM and SIGHUP end the job, a second one immediately, and SIGUSR1 and SIGUSR2 are
+        forwarded to the
+        ranks. The previous handlers are restored.
         """
         self._wakeup, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         handlers = {}
         for signum in (*_ENDING, *_FORWARDED, signal.SIGCHLD):
-            # What the shell had ignored (nohup, background jobs) stays ignored.
+            # Signals that the shell had ignored (nohup, background jobs) stay ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
                 handlers[signum] = signal.signal(signum, lambda *_: None)
         previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -192,7 +193,7 @@ class Monitor:
     def _over(self) -> bool:
         if self._launcher.poll() is None:
             return False
-        self._accept()  # a watcher that connected just before
+        self._accept()  # a watcher may have connected just before
         return not self._links and not self._output.pending
 
     # --- one turn -------------------------------------------------------------------------------
@@ -234,14 +235,14 @@ class Monitor:
             self._look_for_hosts()
 
     def _look_for_hosts(self) -> None:
-        """Are the machines of the watchers still there?"""
+        """Check whether the hosts of the watchers still answer."""
         self._look_at = time.monotonic() + LOOK_S
         for link in [*self._links.values()]:
             if is_lost(link.channel, reads_at_once=True):
                 self._part(link, lost=True)
 
     def _look_for_starts(self) -> None:
-        """Ends a job whose ranks do not all start: a host does not answer, a launcher waits for a password."""
+        """End a job whose ranks do not all start: a host does not answer, or a launcher waits for a password."""
         if self._start_by is None or (len(self._joined) < self._size and time.monotonic() < self._start_by):
             return
         self._start_by = None
@@ -262,7 +263,7 @@ class Monitor:
                 self._tell_all(wire.encode_json(wire.SIGNAL, signal=signum))
 
     def _end_job(self, signum: int) -> None:
-        """Ends the job from outside; asked a second time, with SIGKILL."""
+        """End the job on a signal from outside; on the second one with SIGKILL."""
         if self._result.signal == 0 and not self._stopping:
             self._result.signal = signum
             self._say(f"{signal.Signals(signum).name}: ending {self._size} ranks, SIGKILL after {self._grace:g} s")
@@ -274,12 +275,12 @@ class Monitor:
             self._kill_launcher_at = time.monotonic() + 1.0
 
     def _stop(self, signum: int) -> None:
-        """Asks every rank to end; the watchers send SIGKILL after the grace period."""
+        """Ask every rank to end; the watchers send SIGKILL after the grace period."""
         if self._stopping:
             return
         self._stopping = signum
         self._tell_all(wire.encode_json(wire.STOP, signal=signum))
-        # Ranks end by their watchers; this is for a launcher that still starts some, or hangs.
+        # Ranks are ended by their watchers; this is for a launcher that still starts ranks, or hangs.
         wait = self._grace + _LAUNCHER_EXIT if self._joined else _NOBODY_EXIT
         self._kill_launcher_at = time.monotonic() + wait
 
@@ -312,7 +313,7 @@ class Monitor:
             return
         except OSError as exc:
             data = b""
-            # Not a reset: then its kernel has answered.
+            # Not after a reset: then the host's kernel has answered.
             lost = lost or exc.errno in _LOST_ERRORS
         if not data:
             self._part(link, lost=lost)
@@ -321,7 +322,7 @@ class Monitor:
             for kind, payload in link.reader.feed(data):
                 self._take_frame(link, kind, payload)
         except (wire.WireError, KeyError, TypeError):
-            # Not a watcher of this job: nothing of what it sent is used.
+            # Not a watcher of this job: nothing that it sent is used.
             self._part(link)
 
     def _take_frame(self, link: _Link, kind: bytes, payload: bytes) -> None:
@@ -385,20 +386,20 @@ class Monitor:
         if len(self._joined) < self._size and self._launcher.poll() is None:
             if self._stopping and self._kill_launcher_at is not None:
                 self._kill_launcher_at = min(self._kill_launcher_at, time.monotonic() + _NOBODY_EXIT)
-            return  # more ranks are to come
+            return  # more ranks are to start
         for link in self._joined.values():
             link.send(wire.encode(wire.QUIT))
-        # A launcher waits for the processes of a lost host, in vain.
+        # A launcher would wait for the processes of a lost host for ever.
         self._dismissed = True
         self._kill_launcher_at = time.monotonic() + (_LOST_EXIT if self._lost else _LAUNCHER_EXIT)
 
     def _part(self, link: _Link, *, lost: bool = False) -> None:
-        """The socket to a watcher is closed; `lost`: because its host does not answer."""
+        """Handle a closed socket to a watcher; `lost`: its host does not answer."""
         del self._links[link.channel.fileno()]
         link.channel.close()
         if link.rank < 0 or link.done:
             return
-        # The watcher itself was killed. The kernel has killed the rank with it; what the rank forked is ours to end.
+        # The watcher itself was killed. The kernel has killed the rank with it; what the rank forked is killed here.
         if link.local:
             processes.kill_session(link.pid)
         self._flush(link)
@@ -422,7 +423,7 @@ class Monitor:
     # --- the launcher ---------------------------------------------------------------------------
 
     def _hear_launcher(self) -> bool:
-        """Keeps what the launcher says; False where there is nothing, for now or for ever."""
+        """Store the launcher's output; return False if there is none, for now or at its end."""
         assert self._launcher.stdout is not None
         try:
             data = os.read(self._launcher.stdout.fileno(), _CHUNK)
@@ -441,13 +442,13 @@ class Monitor:
             if not self._launcher_gone:
                 self._launcher_gone = True
                 self._hello_by = time.monotonic() + _HELLO_S
-                # Watchers on this host see it themselves; those on others hear it from here.
+                # Watchers on this host notice it themselves; those on other hosts are told here.
                 if not all(link.done for link in self._joined.values()):
                     self._stop(signal.SIGTERM)
                 self._dismiss_if_over()
                 self._kill_launcher_at = None
         elif self._kill_launcher_at is not None and time.monotonic() >= self._kill_launcher_at:
-            # SIGTERM first: it may still clean up on other hosts.
+            # SIGTERM first: the launcher may still clean up on other hosts.
             self._launcher.send_signal(signal.SIGKILL if self._launcher_asked else signal.SIGTERM)
             self._launcher_asked = True
             self._kill_launcher_at = time.monotonic() + (_LOST_EXIT if self._dismissed and self._lost else self._grace)

@@ -1,4 +1,4 @@
-"""What reaches the terminal: whole lines, each with the rank that wrote it, standard error kept apart."""
+"""Output to the terminal: whole lines, each with the rank that wrote it; standard error stays separate."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 import re
 from collections import deque
 
-#: A line longer than this many bytes is broken; a rank that never ends a line must not fill the memory.
+#: Bytes at which a line is broken; a rank that never ends a line must not fill the memory.
 MAX_LINE = 4 << 20
 
-#: A line ends with a newline, or with a carriage return, as a progress bar does.
+#: A line ends with a newline, or with a carriage return (progress bars).
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 #: A pipe that polls as writable takes this many bytes without blocking (PIPE_BUF).
 _ATOMIC = 4096
 
 
 class LineTagger:
-    """Puts `prefix` before each line of a stream that arrives in arbitrary pieces.
+    """Prefixes each line of a stream that arrives in arbitrary chunks.
 
-    An empty prefix passes everything on at once, so that a prompt or a progress bar shows.
+    With an empty prefix everything is passed on at once, so that prompts and progress bars show.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -26,7 +26,7 @@ class LineTagger:
         self._partial = bytearray()
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that `data` completes, with their prefix."""
+        """Return the lines that `data` completes, with their prefix."""
         if not self._prefix:
             return data
         self._partial += data
@@ -34,7 +34,7 @@ class LineTagger:
         start = 0
         for end in _LINE_END.finditer(self._partial):
             if end.group() == b"\r" and end.end() == len(self._partial) and len(self._partial) < MAX_LINE:
-                break  # the newline that belongs to it may be in the next piece
+                break  # the newline that belongs to it may be in the next chunk
             lines.append(self._prefix + self._partial[start : end.end()])
             start = end.end()
         del self._partial[:start]
@@ -43,7 +43,7 @@ class LineTagger:
         return b"".join(lines)
 
     def flush(self) -> bytes:
-        """What is left: a last line without its end, completed with a newline."""
+        """Return the rest: a last line without its end, completed with a newline."""
         if not self._partial:
             return b""
         line = self._prefix + bytes(self._partial)
@@ -52,7 +52,7 @@ class LineTagger:
 
 
 class OutputQueue:
-    """A queue of writes to file descriptors that never blocks for long and never mixes two of them.
+    """A queue of writes to file descriptors that never blocks for long and never interleaves two writes.
 
     One queue for standard output and standard error, because both may be the same pipe.
     """
@@ -60,23 +60,23 @@ class OutputQueue:
     def __init__(self) -> None:
         self._queue: deque[tuple[int, memoryview]] = deque()
         self.pending = 0
-        """Bytes that wait."""
+        """Bytes in the queue."""
         self.broken: set[int] = set()
-        """Descriptors whose reader is gone; what is written to them is dropped."""
+        """Descriptors whose reader is gone; writes to them are dropped."""
 
     def write(self, fd: int, data: bytes) -> None:
-        """Queues `data` for `fd`."""
+        """Queue `data` for `fd`."""
         if data and fd not in self.broken:
             self._queue.append((fd, memoryview(data)))
             self.pending += len(data)
 
     @property
     def waiting_for(self) -> int | None:
-        """The descriptor that has to become writable next, None where nothing waits."""
+        """The descriptor that has to become writable next, None if the queue is empty."""
         return self._queue[0][0] if self._queue else None
 
     def pump(self) -> None:
-        """Writes one piece; call it when `waiting_for` polls as writable."""
+        """Write one chunk; call it when `waiting_for` polls as writable."""
         fd, data = self._queue.popleft()
         piece = data[:_ATOMIC]
         if fd in self.broken:
@@ -84,7 +84,7 @@ class OutputQueue:
             return
         try:
             written = os.write(fd, piece)
-        except BlockingIOError:  # the terminal was left non-blocking by another program
+        except BlockingIOError:  # another program left the terminal non-blocking
             written = 0
         except OSError:
             self.broken.add(fd)
@@ -95,6 +95,6 @@ class OutputQueue:
             self._queue.appendleft((fd, data[written:]))
 
     def drop(self) -> None:
-        """Forgets what waits."""
+        """Clear the queue."""
         self._queue.clear()
         self.pending = 0

@@ -1,7 +1,7 @@
-"""Processes of a rank: found by session, so that what a rank forked ends with it.
+"""Processes of a rank, found by session, so that what a rank forked ends with it.
 
-A rank leads its own session. Whoever calls setsid() leaves it on purpose (the daemon does) and is
-not touched. Standard library only: the rank's watcher runs without site-packages.
+A rank leads its own session. A process that calls setsid() leaves it on purpose (the daemon does) and is not touched.
+Standard library only: the rank's watcher runs without site-packages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int, signum: int) -> None:
-    """Asks the kernel for `signum` when the process that forked this one ends. Call it right after fork.
+    """Ask the kernel to send `signum` when the process that forked this one ends. Call it right after fork.
 
     Args:
-        parent: the pid of that process; if it is gone already, the signal is raised at once.
-        signum: survives exec, unlike a handler.
+        parent: Pid of that process; if it has ended already, the signal is raised at once.
+        signum: The signal; the request survives exec, unlike a handler.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if os.getppid() != parent:
@@ -31,12 +31,12 @@ def die_with_parent(parent: int, signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes orphaned descendants children of this process, so that their end raises SIGCHLD here."""
+    """Make orphaned descendants children of this process, so that their end raises SIGCHLD here."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def session_members(session: int) -> list[int]:
-    """The pids of the living processes of a session, zombies left out."""
+    """Return the pids of the running processes of a session, without zombies."""
     members = []
     for entry in os.listdir("/proc"):
         if not entry.isdecimal():
@@ -44,9 +44,9 @@ def session_members(session: int) -> list[int]:
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:
                 stat = file.read()
-        except OSError:  # it ended while we looked
+        except OSError:  # it ended meanwhile
             continue
-        # The name, in brackets, may itself hold brackets and spaces: the fields start after the last one.
+        # The name, in parentheses, may itself contain parentheses and spaces: the fields start after the last one.
         state, _ppid, _pgrp, sid = stat[stat.rindex(b")") + 2 :].split()[:4]
         if int(sid) == session and state not in (b"Z", b"X"):
             members.append(int(entry))
@@ -54,7 +54,7 @@ def session_members(session: int) -> list[int]:
 
 
 def signal_session(session: int, signum: int) -> list[int]:
-    """Sends `signum` to every living process of a session and returns their pids."""
+    """Send `signum` to every running process of a session and return their pids."""
     members = session_members(session)
     for pid in members:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -63,22 +63,22 @@ def signal_session(session: int, signum: int) -> list[int]:
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL for every process of a session, again until no new one appears."""
-    # A process may fork between the look and the kill; killed ones may take a moment to go.
+    """Send SIGKILL to every process of a session, repeatedly until no new one appears."""
+    # A process may fork between listing and killing; killed ones may take a moment to disappear.
     seen: set[int] = set()
     while new := set(signal_session(session, signal.SIGKILL)) - seen:
         seen |= new
 
 
 class Guard:
-    """A process that ends a session when the process that made it ends, however that happens.
+    """A process that kills a session when the process that created the guard ends, for whatever reason.
 
-    A launcher that is told to end by its parent's death may wait for a host that never answers.
+    The parent-death signal alone is not enough: a launcher may then wait for a host that never answers.
 
     Args:
-        leader: pid of a child that leads a session of its own; the guard ends with it.
-        grace: seconds between the end of this process and SIGKILL for the session.
-        folder: a directory to remove when the leader has ended, '' for none.
+        leader: Pid of a child that leads a session of its own; the guard ends with it.
+        grace: Seconds between the end of this process and SIGKILL for the session.
+        folder: A directory to remove after the leader has ended, '' for none.
     """
 
     def __init__(self, leader: int, grace: float, folder: str = "") -> None:
@@ -102,14 +102,14 @@ class Guard:
             os.close(fd)
 
     def close(self) -> None:
-        """Wait for its end, which is that of the leader."""
+        """Wait for the end of the guard, which is that of the leader."""
         if self._pid:
             os.waitpid(self._pid, 0)
             self._pid = 0
 
 
 def _close_all_but(kept: list[int]) -> None:
-    """Nobody waits for the end of a pipe that a guard holds."""
+    """Close inherited descriptors: a pipe held by the guard would never reach its end."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
             with contextlib.suppress(OSError):
@@ -121,22 +121,22 @@ def _wait_and_end(ends: list[int], leader: int, grace: float) -> None:
     for fd in ends:
         both.register(fd, select.POLLIN)
     if ends[0] not in {fd for fd, _ in both.poll()}:
-        return  # the leader has ended, and whoever made us looks after its session
+        return  # the leader has ended, and the guard's parent takes care of its session
     alone = select.poll()
     alone.register(ends[1], select.POLLIN)
     alone.poll(grace * 1000)
-    kill_session(leader)  # a leader that obeys may leave its children: logins that wait
+    kill_session(leader)  # a leader that exits may leave its children, such as logins that wait
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a directory and all that is in it, as far as that is possible."""
-    import shutil  # a rank's watcher, which imports this file, has no use for it
+    """Remove a directory and its content, as far as possible."""
+    import shutil  # not needed by a rank's watcher, which imports this file, too
 
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def process_name(pid: int) -> str:
-    """The command name of a process, or '?' where it is gone."""
+    """Return the command name of a process, or '?' if it is gone."""
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
             return file.read().strip()

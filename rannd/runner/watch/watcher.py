@@ -1,4 +1,4 @@
-"""The watcher of one rank: starts ``python train.py``, stays beside it, and ends what is left of it.
+"""The watcher of one rank: starts ``python train.py``, reports its end, and ends the processes that it leaves behind.
 
 ::
 
@@ -6,23 +6,22 @@
                              │           (leads its own session)
                              └── socket to the monitor in rannc-run: output, exit; signals, stop, quit
 
-The rank sees what it would see without a watcher: its arguments, directory, environment, default
-signal handling; its standard input is empty. What the watcher adds: output travels as bytes of a
-known rank and stream, the end of the rank is reported with its reason, and whatever ends first
-(rannc-run, mpirun, the watcher, the rank), the others of the same rank end too:
+The rank sees the same as without a watcher: its arguments, directory, environment, default signal handling; its
+standard input is empty. The watcher sends its output as bytes of a known rank and stream, reports its end with the
+reason, and whichever ends first (rannc-run, mpirun, the watcher, the rank), the others of the same rank end, too:
 
-- rannc-run is gone: the socket closes, the watcher ends the rank; so it does when rannc-run's machine is gone.
-- mpirun is gone, or ends its processes: so does the stand-in, and the kernel tells the watcher. The
-  stand-in exists because Open MPI 5 sends SIGKILL 0.2 s after SIGTERM, whatever it is told; the
-  watcher is out of its reach and has time for the grace period.
-- the watcher is gone: the kernel kills the rank (PR_SET_PDEATHSIG); where the watcher's host is
-  rannc-run's own, the monitor kills the rest of the session.
+- rannc-run ends: the socket closes, and the watcher ends the rank; also if rannc-run's host is lost.
+- mpirun ends, or ends its processes: so does the stand-in, and the kernel signals the watcher. The stand-in exists
+  because Open MPI 5 sends SIGKILL 0.2 s after SIGTERM, whatever its options; it does not reach the watcher, which has
+  time for the grace period.
+- the watcher ends: the kernel kills the rank (PR_SET_PDEATHSIG); if the watcher's host is rannc-run's own, the monitor
+  kills the rest of the session.
 
-The watcher never exits on its own account while the monitor is there: an MPI launcher reacts to the
-first process that ends, each in its own way, and only the monitor knows whether the job is over.
+The watcher never exits by itself while the monitor exists: each MPI launcher reacts differently to the first process
+that ends, and only the monitor knows whether the job is over.
 
-Started as ``python -I -S -c "..."`` so that neither the user's directory nor site-packages can
-change or slow it: the standard library only, here and in what it imports.
+Started as ``python -I -S -c "..."`` so that neither the user's directory nor site-packages can change or slow it: only
+the standard library, here and in its imports.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from rannd.lost_host import LOOK_S, is_lost
 from rannd.runner.watch import processes, wire
 from rannd.runner.watch.line_channel import connect
 
-#: Variable with the watcher's settings, taken out of the environment before the rank starts.
+#: Variable with the watcher's settings, removed from the environment before the rank starts.
 SETTINGS_VARIABLE = "RANND_WATCHER"
-#: Where MPI launchers and Slurm leave the rank's number.
+#: Variables in which MPI launchers and Slurm pass the rank's number.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
-#: Bytes of standard error kept for the failure report.
+#: Bytes of standard error to keep for the failure report.
 _TAIL = 16 << 10
-#: Output bytes that wait for the monitor before the watcher stops reading (and the rank blocks in write).
+#: Output bytes to buffer for the monitor before the watcher stops reading (and the rank blocks in write).
 _BACKLOG = 256 << 10
 _CHUNK = 64 << 10
 _HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """This process's rank as the launcher gave it, None outside a launcher."""
+    """Return this process's rank as set by the launcher, None outside a launcher."""
     for name in RANK_VARIABLES:
         if environ.get(name, "").isdecimal():
             return int(environ[name])
@@ -64,7 +63,7 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
 
 
 def shielded(command: Sequence[str]) -> list[str]:
-    """`command` for a launcher's command line, where a lone colon would begin another program: it gets a second one."""
+    """Escape `command` for a launcher's command line, where a lone colon begins another program: double it."""
     return [part + ":" if _is_colons(part) else part for part in command]
 
 
@@ -77,14 +76,14 @@ def _is_colons(part: str) -> bool:
 
 
 class Watcher:
-    """Runs one rank and reports to the monitor until that says QUIT.
+    """Runs one rank and reports to the monitor until it sends QUIT.
 
     Args:
-        monitor: the connected socket.
-        command: the rank's command line.
-        rank: its number.
-        grace: seconds between asking the rank to end and SIGKILL.
-        log_dir: directory for the rank's ``stdout``, ``stderr`` and ``error.json``, or None.
+        monitor: The connected socket.
+        command: Command line of the rank.
+        rank: Number of the rank.
+        grace: Seconds between asking the rank to end and SIGKILL.
+        log_dir: Directory for the rank's ``stdout``, ``stderr`` and ``error.json``, or None.
     """
 
     def __init__(
@@ -97,10 +96,10 @@ class Watcher:
         self._grace = grace
         self._log_dir = log_dir
         self._tail = bytearray()
-        self._status: int | None = None  # of the rank, as os.waitstatus_to_exitcode gives it
+        self._status: int | None = None  # of the rank, as of os.waitstatus_to_exitcode
         self._orders: list[int] = []  # the signals that the rank was asked to end with
         self._deadline: float | None = None  # when SIGKILL is due
-        # On one machine the kernel tells at once.
+        # On one machine the kernel reports the end of a process at once.
         self._look_at = None if monitor.family == socket.AF_UNIX else time.monotonic() + LOOK_S
         self._done = False
         self._quit = False
@@ -114,7 +113,7 @@ class Watcher:
         self._wakeup, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        # Handlers, not SIG_IGN, because exec hands an ignored signal on to the rank.
+        # Handlers, not SIG_IGN, because exec passes an ignored signal on to the rank.
         for signum in _HANDLED:
             if signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, lambda *_: None)
@@ -125,11 +124,11 @@ class Watcher:
 
     @staticmethod
     def _start(command: list[str]) -> tuple[int, int, int]:
-        """Forks and executes the rank; returns its pid and the reading ends of its output."""
+        """Fork and execute the rank; return its pid and the read ends of its output."""
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         watcher = os.getpid()
-        # The fork has the watcher's handlers until it resets them: a signal that came in between would be lost.
+        # Signals are blocked until the fork has reset the watcher's handlers: one in between would be lost.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         pid = os.fork()
         if pid == 0:
@@ -158,7 +157,7 @@ class Watcher:
         return pid, out_read, err_read
 
     def run(self, token: str) -> None:
-        """Introduces itself with `token`, then works until the monitor says QUIT, or is gone and the rank has ended."""
+        """Send HELLO with `token`, then work until the monitor sends QUIT, or is gone and the rank has ended."""
         host = socket.gethostname().split(".")[0]
         self._send(wire.encode_json(wire.HELLO, token=token, rank=self._rank, host=host, pid=self._pid))
         while not self._quit:
@@ -198,7 +197,7 @@ class Watcher:
         received = set(os.read(self._wakeup, 4096))
         if signal.SIGCHLD in received:
             self._reap()
-        # The stand-in is gone. A Ctrl-C (SIGINT) is the monitor's to spread.
+        # The stand-in has ended. A Ctrl-C (SIGINT) is forwarded by the monitor.
         if received & {signal.SIGTERM, signal.SIGHUP}:
             self._stop(signal.SIGTERM)
 
@@ -215,7 +214,7 @@ class Watcher:
                 self._report()
 
     def _report(self) -> None:
-        """The rank itself has ended: tells the monitor, and ends what the rank left in its session."""
+        """Report the end of the rank to the monitor, and end what the rank left in its session."""
         ended = time.time()
         for fd in list(self._pipes):
             self._drain(fd)
@@ -233,7 +232,7 @@ class Watcher:
         )
 
     def _ordered(self) -> int:
-        """The order that the rank has followed, else the last one; 0: it had none."""
+        """Return the order that the rank has followed, else the last one; 0: it had none."""
         followed = (order for order in self._orders if self._status in (-order, 128 + order))
         return int(next(followed, self._orders[-1] if self._orders else 0))
 
@@ -253,12 +252,12 @@ class Watcher:
             with open(path + ".part", "w", encoding="utf-8") as file:
                 json.dump(fields, file, indent=1)
             os.replace(path + ".part", path)
-        except OSError as error:  # a full disk, or a folder that is gone, must not hide how the rank ended
+        except OSError as error:  # a full disk or a missing folder must not hide how the rank ended
             message = f"rannc-run: this rank's error.json in {self._log_dir} cannot be written: {error}\n"
             self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
 
     def _finish(self) -> None:
-        """Nothing of the rank's session is alive any more."""
+        """Report that no process of the rank's session is left."""
         for fd in list(self._pipes):
             # Not until end of file: a process that left the session may hold the pipe for ever.
             self._drain(fd)
@@ -272,7 +271,7 @@ class Watcher:
         self._send(wire.encode(wire.DONE))
 
     def _stop(self, signum: int) -> None:
-        """Asks the rank to end, and sets the time of its SIGKILL unless that is set already."""
+        """Ask the rank to end, and set the time of its SIGKILL unless it is set already."""
         if self._done:
             return
         self._signal(signum)
@@ -286,11 +285,12 @@ class Watcher:
             return
         with contextlib.suppress(ProcessLookupError):
             if signum == signal.SIGINT:
-                # As Ctrl-C in a terminal: the whole group. Other signals are for the rank alone, so that
-                # its worker processes are still there while it saves its work.
+                # As Ctrl-C in a terminal: the whole process group. Other signals go to the rank only, so that its
+                # worker processes
+                # are still there while it saves a checkpoint.
                 try:
                     os.killpg(self._pid, signum)
-                except ProcessLookupError:  # the rank has not come to make its group yet
+                except ProcessLookupError:  # the rank has not created its group yet
                     os.kill(self._pid, signum)
             else:
                 os.kill(self._pid, signum)
@@ -301,13 +301,13 @@ class Watcher:
         if self._status is None:
             self._orders.append(signal.SIGKILL)
         processes.kill_session(self._pid)
-        # Looked at again until all are gone: SIGKILL takes effect when the kernel gets to it.
+        # Checked again until all are gone: SIGKILL takes effect with a delay.
         self._deadline = time.monotonic() + 0.05
 
     # --- output ---------------------------------------------------------------------------------
 
     def _read_output(self, fd: int) -> bool:
-        """Passes on what is there; False where there is nothing, for now or for ever."""
+        """Forward available output; return False if there is none, for now or at its end."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -336,7 +336,7 @@ class Watcher:
             self._send(wire.encode(wire.STDERR, message.encode(errors="surrogateescape")))
 
     def _drain(self, fd: int) -> None:
-        # A bound, because a process that stays may write without end; a pipe holds 64 KiB, or 1 MiB at most.
+        # Bounded, because a remaining process may write without end; a pipe holds 64 KiB, or 1 MiB at most.
         for _ in range(16):
             if fd not in self._pipes or not self._read_output(fd):
                 return
@@ -376,7 +376,7 @@ class Watcher:
                 self._quit = True
 
     def _look_for_monitor(self) -> None:
-        """Is the machine of the monitor still there?"""
+        """Check whether the monitor's host still answers."""
         self._look_at = None
         if self._monitor is not None:
             if is_lost(self._monitor, reads_at_once=False):
@@ -393,7 +393,7 @@ class Watcher:
 
 
 def main() -> None:
-    """Entry point: the rank's command line, shielded, is in ``sys.argv[1:]``, the settings in RANND_WATCHER."""
+    """Entry point: ``sys.argv[1:]`` is the rank's command line, escaped; RANND_WATCHER has the settings."""
     settings = json.loads(os.environ.pop(SETTINGS_VARIABLE))
     rank = rank_of(os.environ)
     if rank is None:
@@ -408,7 +408,7 @@ def main() -> None:
 
 
 def _stand_in(watcher: int) -> NoReturn:
-    """What the launcher sees of a rank: ends when the watcher does, or when the launcher is gone."""
+    """Be the process that the launcher sees: ends when the watcher ends, or when the launcher is gone."""
     ends = select.poll()
     try:
         ends.register(os.pidfd_open(os.getppid()), select.POLLIN)
@@ -433,15 +433,15 @@ def _watch(settings: dict[str, Any], rank: int) -> None:
         watcher = Watcher(channel, _unshielded(sys.argv[1:]), rank, settings["grace"], log_dir)
     except OSError as error:
         sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot start: {error}")
-    # The launcher waits until nobody holds the pipes it gave us; we may outlive it by the grace period.
+    # The launcher waits until its pipes are closed; the watcher may outlive it by the grace period.
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 2)
     try:
         watcher.run(settings["token"])
     except Exception:
-        # Nobody hears our standard error; the rank is killed with us, and the user must know by what.
-        import traceback  # takes as long to import as all of the rest
+        # Standard error is closed by now; the rank is killed with the watcher, and the user must know why.
+        import traceback  # its import takes as long as all others
 
         channel.setblocking(True)
         channel.sendall(wire.encode(wire.STDERR, traceback.format_exc().encode()))

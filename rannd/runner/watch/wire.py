@@ -1,7 +1,7 @@
-"""The frames that a rank's watcher and the monitor exchange.
+"""Frames that the watcher of a rank and the monitor exchange.
 
-A frame is one byte of kind, four bytes of length (big endian) and the payload. Everything but
-rank output is JSON. Standard library only: the watcher runs without site-packages.
+A frame is one byte of kind, four bytes of length (big endian) and the payload. All but rank output is JSON. Standard
+library only: the watcher runs without site-packages.
 
 ==========  ==================  ========================================================
 kind        direction           payload
@@ -10,9 +10,9 @@ kind        direction           payload
 ``STDOUT``  watcher -> monitor  bytes the rank wrote to its standard output
 ``STDERR``  watcher -> monitor  bytes the rank wrote to its standard error
 ``EXIT``    watcher -> monitor  ``{"status", "time", "tail", "ordered", "leftovers"}``
-``DONE``    watcher -> monitor  empty: nothing of the rank is alive, all output was sent
-``SIGNAL``  monitor -> watcher  ``{"signal"}``: pass it on to the rank
-``STOP``    monitor -> watcher  ``{"signal"}``: pass it on, SIGKILL after the grace period
+``DONE``    watcher -> monitor  empty: no process of the rank is left, all output was sent
+``SIGNAL``  monitor -> watcher  ``{"signal"}``: forward it to the rank
+``STOP``    monitor -> watcher  ``{"signal"}``: forward it, SIGKILL after the grace period
 ``KILL``    monitor -> watcher  empty: SIGKILL now
 ``QUIT``    monitor -> watcher  empty: the job is over, exit
 ==========  ==================  ========================================================
@@ -36,33 +36,33 @@ KILL = b"K"
 QUIT = b"Q"
 KINDS = frozenset((HELLO, STDOUT, STDERR, EXIT, DONE, SIGNAL, STOP, KILL, QUIT))
 
-#: Longest payload in bytes; a longer one is no frame of ours.
+#: Maximum payload in bytes.
 MAX_PAYLOAD = 1 << 20
 
 _HEADER = struct.Struct(">cI")
 
 
 class WireError(Exception):
-    """The bytes that arrived are no frames."""
+    """The received bytes are not frames."""
 
 
 def encode(kind: bytes, payload: bytes = b"") -> bytes:
-    """One frame. `payload` holds at most MAX_PAYLOAD bytes."""
+    """Encode one frame. `payload` has at most MAX_PAYLOAD bytes."""
     if len(payload) > MAX_PAYLOAD:
         raise WireError(f"a payload of {len(payload)} bytes is over the limit of {MAX_PAYLOAD}")
     return _HEADER.pack(kind, len(payload)) + payload
 
 
 def encode_json(kind: bytes, **fields: Any) -> bytes:
-    """One frame with `fields` as a JSON object."""
+    """Encode one frame with `fields` as a JSON object."""
     return encode(kind, json.dumps(fields).encode())
 
 
 def decode_json(payload: bytes) -> dict[str, Any]:
-    """The JSON object of a payload.
+    """Decode the JSON object of a payload.
 
     Raises:
-        WireError: it is not a JSON object.
+        WireError: It is not a JSON object.
     """
     try:
         fields = json.loads(payload)
@@ -74,16 +74,16 @@ def decode_json(payload: bytes) -> dict[str, Any]:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Takes more bytes and yields each complete frame as (kind, payload).
+        """Take more bytes and yield each complete frame as (kind, payload).
 
         Raises:
-            WireError: an unknown kind or a length over MAX_PAYLOAD.
+            WireError: An unknown kind, or a length over MAX_PAYLOAD.
         """
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:

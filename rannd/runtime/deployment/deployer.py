@@ -57,6 +57,13 @@ class Deployed:
     held: grad_norm.ClippedParameters
     clip_watch: ClipWatch | None
 
+    def begin_call(self, number: int, *, float16: bool) -> None:
+        """What comes before each call: follow what the script has done to the parameters since the last. Collective."""
+        self.parameters.refresh()
+        if self.clip_watch is not None:
+            self.clip_watch.compare(number)
+        self.overflow.watched |= float16
+
     def close(self) -> None:
         """Watch over it no more."""
         grad_norm.leave(self.held)

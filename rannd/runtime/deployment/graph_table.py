@@ -68,8 +68,9 @@ class Graphs:
         """The Python state of the model's modules."""
         return state_of(self._context.model, self._ignored)
 
-    def find(self, call: Call, mode: Mode, state: PythonState) -> int:
+    def find(self, call: Call, mode: Mode) -> int:
         """The graph for a call, UNKNOWN where it has to be traced."""
+        state = self.state()
         for number, known in self._known.items():
             if not known.signature.matches(call, mode):
                 continue

@@ -29,7 +29,7 @@ from rannd.graph.fingerprint.state_rules import (
     HOOK_FLAGS,
     MODULE_PARTS,
     ONE_SIDED,
-    AttributeKind,
+    ModulePart,
 )
 from rannd.graph.modules.guards import changed, kept, state_of
 
@@ -65,9 +65,9 @@ def done(change: Callable[[Any], Any]) -> Callable[[Any], None]:
 def test_the_table_has_every_attribute_of_every_module() -> None:
     """A version of torch that gives modules another one is found here."""
     assert MODULE_PARTS.keys() == nn.Module().__dict__.keys()
-    assert HOOK_FLAGS.keys() == {name for name, part in MODULE_PARTS.items() if part is AttributeKind.HOOKS}
+    assert HOOK_FLAGS.keys() == {name for name, part in MODULE_PARTS.items() if part is ModulePart.HOOKS}
     flags = {flag for each in HOOK_FLAGS.values() for flag in each}
-    assert flags == {name for name, part in MODULE_PARTS.items() if part is AttributeKind.FLAGS}
+    assert flags == {name for name, part in MODULE_PARTS.items() if part is ModulePart.FLAGS}
 
 
 @pytest.mark.parametrize("name", VALUES)
