@@ -1,4 +1,4 @@
-"""What the tests of several rooms need: a home of their own for daemon and configuration."""
+"""What the tests of several rooms need: a home of their own for daemon and configuration, and a fork server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import fork_server
 import pytest
 from hypothesis import settings
 
@@ -87,3 +88,12 @@ def daemon_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonHome]:
     finally:
         home.end_daemons()
         shutil.rmtree(base)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Path]:
+    """The socket of a fork server."""
+    folder = Path(tempfile.mkdtemp(prefix="rf-", dir="/tmp"))  # short enough for AF_UNIX
+    with fork_server.running(folder / "socket"):
+        yield folder / "socket"
+    shutil.rmtree(folder)
