@@ -28,10 +28,10 @@ def test_commands_run(job: Job, page: Path, tmp_path: Path) -> None:
         tutorial.replace("if len(sys.argv) != 4:", "sys.argv[1:] = ['4', '8', '4']\nif False:")
     )
     tools = install(tmp_path / "tools")
-    if page.name != "README.md":  # whose commands start their ranks as for a newcomer
-        install_forking(tools, "rannc-run", "python")
     path = f"{tools}:{job.environment['PATH']}"
-    for block in blocks(page):
+    for number, block in enumerate(blocks(page)):
+        if page.name != "README.md" or number == 1:  # the first commands of README start ranks as for a newcomer
+            install_forking(tools, "rannc-run", "python")
         job.run("bash", "-euo", "pipefail", "-c", block, folder=tmp_path, PATH=path)
 
 

@@ -131,8 +131,15 @@ def test_plain_mpirun(job: Job) -> None:
     assert output.count("step 3 finally") == 2
 
 
-@pytest.mark.parametrize("command", [_job(2), [*TORCHRUN]], ids=["rannc-run", "torchrun"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "command"),
+    [
+        pytest.param(signal.SIGINT, _job(2), id="SIGINT to rannc-run"),
+        pytest.param(signal.SIGTERM, _job(2), id="SIGTERM to rannc-run"),
+        pytest.param(signal.SIGTERM, [*TORCHRUN], id="SIGTERM to torchrun"),
+        pytest.param(signal.SIGINT, [*TORCHRUN], id="SIGINT to torchrun", marks=pytest.mark.full),
+    ],
+)
 def test_signals_while_a_rank_waits_for_another(job: Job, command: list[str], signum: signal.Signals) -> None:
     code, output = job.interrupted(*command, PROGRAM, "interrupt", "0", ready="training", signum=signum, seconds=SOON)
     assert code != 0, output

@@ -20,8 +20,20 @@ AS_TYPED = ("rannc-run", "-np", "2")
 PLANNING = ("Running profiler", "Starting model partitioning", "Estimated profiles")
 
 
-def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job) -> None:
-    first = job.run(*AS_TYPED, *TUTORIAL)
+@pytest.fixture(scope="module")
+def first_run(job: Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Path]]:
+    """Output of the main job while nothing is cached; its working, home and temporary directory, which were empty."""
+    job.run("rannc-cache", "clear")
+    places = {name: tmp_path_factory.mktemp(name) for name in ("work", "home", "tmp")}
+    for place in places.values():
+        place.chmod(0o700)
+    variables = {"HOME": str(places["home"]), "TMPDIR": str(places["tmp"])}
+    script = (str(ROOT / TUTORIAL[0]), *TUTORIAL[1:])
+    return job.run(*AS_TYPED, *script, folder=places["work"], **variables), places
+
+
+def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job, first_run: tuple[str, dict[str, Path]]) -> None:
+    first, _ = first_run
     assert all(line in first for line in PLANNING)
     estimate = r"graph=MERGE_\d+_\d+ repl=\d+ fwd_time=\d+ bwd_time=\d+ ar_time=\d+ in_size=\d+ out_size=\d+ "
     estimate += r"fp32param_size=\d+ fp16param_size=0 total_mem=\d+ \(fwd\+bwd=\d+ opt=\d+ comm=\d+\)"
@@ -254,12 +266,8 @@ def test_ctrl_c_leaves_no_process(job: Job, tmp_path: Path) -> None:
     assert not _alive(output)
 
 
-def test_nothing_is_written_elsewhere(job: Job, tmp_path: Path) -> None:
-    places = {name: tmp_path / name for name in ("work", "home", "tmp")}
-    for place in places.values():
-        place.mkdir(mode=0o700)
-    variables = {"HOME": str(places["home"]), "TMPDIR": str(places["tmp"])}
-    job.run(*AS_TYPED, str(ROOT / TUTORIAL[0]), *TUTORIAL[1:], folder=places["work"], **variables)
+def test_nothing_is_written_elsewhere(first_run: tuple[str, dict[str, Path]]) -> None:
+    _, places = first_run
     assert [list(places[name].iterdir()) for name in ("work", "home")] == [[], []]
     # torch makes this folder, empty, for whoever makes an optimizer
     assert [path for path in places["tmp"].rglob("*") if not path.name.startswith("torchinductor_")] == []
