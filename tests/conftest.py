@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,26 @@ if os.environ.setdefault("TEST_SEED", "0") == "random":
 FIXED = os.environ["TEST_SEED"] == "0"
 settings.register_profile("noisy", deadline=None, derandomize=FIXED)  # no deadline: the machine may be busy
 settings.load_profile("noisy")
+
+SLOWEST = 12
+"""Folders and files whose time a run of the tests shows."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Ends the output with the seconds of each folder and of the slowest files: the table of docs/testing.md."""
+    folders: defaultdict[str, float] = defaultdict(float)
+    files: defaultdict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                file = report.nodeid.partition("::")[0]
+                files[file] += report.duration
+                folders["/".join(file.split("/")[:2])] += report.duration
+    if len(folders) > 1:
+        terminalreporter.section("seconds of one worker, by folder and by file")
+        for table in (folders, files):
+            for name, seconds in sorted(table.items(), key=lambda item: -item[1])[:SLOWEST]:
+                terminalreporter.write_line(f"{seconds:8.0f}  {name}")
 
 
 class DaemonHome:
