@@ -1,4 +1,4 @@
-"""The inside of RaNNC; users import `pyrannc`. docs/architecture.md says which room does what, and where to begin.
+"""The inside of RaNNC; users import `pyrannc`. docs/architecture.md says which folder does what, and where to begin.
 
 The package's version is here and nowhere else: pyproject.toml reads it, without importing anything. It is not asked of
 importlib.metadata, which takes time at each start and tells an old version where the sources of an editable install
