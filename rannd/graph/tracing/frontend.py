@@ -308,9 +308,7 @@ class _FrontEnd:
                     traced, signature = other.run()
                     return dataclasses.replace(traced, whole=tuple(sorted(numbers))), signature
         other = _FrontEnd(self._model, fixed, self._leaves, self._assumed, self._opaque)
-        other._note(
-            f"for {few} rows {problem}; traced for {rows} rows, each other batch size needs another graph"
-        )
+        other._note(f"for {few} rows {problem}; traced for {rows} rows, each other batch size needs another graph")
         return other.run()
 
     def _runs_with(self, signature: Signature, sizes: Iterable[int]) -> bool:

@@ -250,9 +250,7 @@ class Strange:
 def test_a_strange_output_is_dropped_and_named() -> None:
     found = traced(Small(lambda m, a: (a, Strange())), torch.randn(3, 6))
     assert found.outputs.unflatten([1]) == (1, None)
-    assert found.record == (
-        "[1] (test_frontend.Strange) of the output cannot be returned by ranks and becomes None",
-    )
+    assert found.record == ("[1] (test_frontend.Strange) of the output cannot be returned by ranks and becomes None",)
 
 
 def test_a_model_without_tensor_output_is_refused() -> None:
