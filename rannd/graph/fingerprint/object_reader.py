@@ -110,7 +110,7 @@ class Form:
         self.closed = GUARD_LEVELS
         """The guard reads their contents only at a depth below this, counted from a module's attribute."""
         if self.sort in (Sort.OBJECT, Sort.MODULE) and not self.exact:
-            self.closed = _closed(kind, self.sort)
+            self.closed = _depth_limit(kind, self.sort)
 
     def _sort(self, mro: tuple[type, ...]) -> Sort:
         kind = self.kind
@@ -151,7 +151,7 @@ class Form:
             else:
                 members = [(name, each) for name, each in own.items() if type(each) is types.MemberDescriptorType]
                 slots += members
-                if _more_than(cls, len(members)):
+                if _has_c_fields(cls, len(members)):
                     self.hidden = self.hidden or _UNSEEN
         self.slots = tuple(slots)
         if self.kind.__dictoffset__ and self.attributes is None:
@@ -196,7 +196,7 @@ def _below(mro: tuple[type, ...], *classes: type) -> bool:
     return any(each is cls for each in mro for cls in classes)
 
 
-def _more_than(cls: type, slots: int) -> bool:
+def _has_c_fields(cls: type, slots: int) -> bool:
     """Whether instances have C fields beside slots, `__dict__` and `__weakref__`, judging by their size."""
     under = cls.__base__ or object
     words = slots + (cls.__weakrefoffset__ > 0 and under.__weakrefoffset__ <= 0)
@@ -205,7 +205,7 @@ def _more_than(cls: type, slots: int) -> bool:
     return cls.__basicsize__ > under.__basicsize__ + 8 * words
 
 
-def _closed(kind: type, sort: Sort) -> int:
+def _depth_limit(kind: type, sort: Sort) -> int:
     """Depth limit for reading objects of a class.
 
     Objects of torch, numpy and the standard library are read only directly in an attribute, those of rannd nowhere.

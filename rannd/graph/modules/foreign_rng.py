@@ -93,7 +93,7 @@ def draw_once(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def watch_dice(model: nn.Module) -> Iterator[None]:
+def watch_foreign_rng(model: nn.Module) -> Iterator[None]:
     """Raise Offence if a module draws random numbers without torch; restores the generators afterwards."""
     generators = _generators(model, False)
     running: list[tuple[nn.Module, list[Any]]] = []

@@ -37,7 +37,7 @@ from rannd.graph.fx.traced import Decisions, OutputSpec, Traced, attribute, oper
 from rannd.graph.modules.autograd_functions import no_checkpoints
 from rannd.graph.modules.contained_objects import same_arrays
 from rannd.graph.modules.cpp_functions import watch_cpp_functions
-from rannd.graph.modules.foreign_rng import unchanged, watch_dice
+from rannd.graph.modules.foreign_rng import unchanged, watch_foreign_rng
 from rannd.graph.modules.guards import kept
 from rannd.graph.modules.source_location import NodesUnseen, watch_gradients
 from rannd.graph.tracing.leaf_recorder import in_place
@@ -139,9 +139,9 @@ def export(
 
         flat = _Flat(model, signature, notes or Notes(), table, deciding)
     # Strict export does not run user code, but interprets its bytecode, and would trace through our hooks.
-    dice = unchanged(model) if strict else watch_dice(model)
+    rng = unchanged(model) if strict else watch_foreign_rng(model)
     gradients = watch_gradients(model, table.functions if table is not None else ())
-    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), tracing(), dice, unvalidated():
+    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), tracing(), rng, unvalidated():
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 

@@ -33,7 +33,7 @@ from rannd.graph.fx.fx_names import graph_module
 from rannd.graph.modules.autograd_functions import FunctionPart, no_checkpoints, observed_forward, replaced_forward
 from rannd.graph.modules.cpp_functions import watch_cpp_functions
 from rannd.graph.modules.dropout_override import forced
-from rannd.graph.modules.foreign_rng import watch_dice
+from rannd.graph.modules.foreign_rng import watch_foreign_rng
 from rannd.graph.modules.source_location import NodesUnseen, Offence, watch_gradients
 from rannd.graph.tracing.export import unvalidated
 
@@ -177,7 +177,7 @@ def _draws(draw: Callable[[], object]) -> bool:
         return a
 
     model = _Holder(run)
-    with watch_dice(model):
+    with watch_foreign_rng(model):
         return _offends(model, lambda: model(torch.ones(2)))
 
 
