@@ -115,7 +115,7 @@ def off(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Switch hooks of the tracer off, and let nobody know."""
     hook_proofs.assume(())
     for name in names:
-        monkeypatch.setattr(export, name, unchanged if name == "watch_dice" else nothing)
+        monkeypatch.setattr(export, name, unchanged if name == "watch_foreign_rng" else nothing)
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +164,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[torch.Tensor], torch.Tensor]]
     "saved tensors": (("watch_gradients",), saving),
     "inference mode": (("watch_gradients",), inferring),
     "node hooks": (("NodesUnseen",), node_hooked),
-    "numpy": (("watch_dice",), numpy_draws),
-    "python": (("watch_dice",), python_draws),
+    "numpy": (("watch_foreign_rng",), numpy_draws),
+    "python": (("watch_foreign_rng",), python_draws),
     "branches": (("no_checkpoints",), branching),
     "data": ((), detached),
 }
