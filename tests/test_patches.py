@@ -440,7 +440,7 @@ def test_somebody_elses_change_on_top_stays(caplog: pytest.LogCaptureFixture) ->
             theirs()
             assert Library.static(1) == "theirs(a(static 1))"
         assert Library.static(1) == "theirs(static 1)"  # ours is below, and does nothing
-        assert "Library.static was replaced while rannd had replaced it" in caplog.text
+        assert "Library.static was patched by other code while rannd had patched it" in caplog.text
 
 
 def test_somebody_elses_change_in_between_stays(caplog: pytest.LogCaptureFixture) -> None:
