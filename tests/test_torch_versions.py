@@ -62,7 +62,7 @@ def uses() -> list[Use]:
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(files)}
     table = str(Path(torch_versions.__file__).relative_to(ROOT))
     before, begin, behind = sources[table].partition("PRIVATE_NAMES = (")
-    lines, mark, behind = behind.partition('"""Each private name of torch')
+    lines, mark, behind = behind.partition('"""All private names of torch')
     sources[table] = before + begin + ")" + "\n" * lines.count("\n") + mark + behind  # the uses below count, too
     return Project(sources, OTHERS).uses()
 

@@ -43,10 +43,10 @@ def _sharing(inner: nn.Sequential) -> nn.Module:
         (lambda inner, module: inner, "the model is already wrapped in a RaNNCModule"),
         (lambda inner, module: module, "the model is itself a RaNNCModule"),
         (lambda inner, module: nn.Sequential(nn.Linear(4, 4), module), "submodule 1 of the model is a RaNNCModule"),
-        (lambda inner, module: inner[1], r"the model is submodule 1 of a model that is wrapped"),
+        (lambda inner, module: inner[1], r"the model is submodule 1 of a model that is already wrapped"),
         (lambda inner, module: nn.Sequential(inner), "submodule 0 of the model is already wrapped in a RaNNCModule"),
         (lambda inner, module: nn.Sequential(inner[1][1]), r"submodule 0 of the model is submodule 1.1 of a model"),
-        (lambda inner, module: _sharing(inner), r"weight is 0.weight of a model that is wrapped"),
+        (lambda inner, module: _sharing(inner), r"weight is 0.weight of a model that is already wrapped"),
     ],
     ids=["twice", "wrapper", "around", "part", "whole inside", "shared module", "shared parameter"],
 )

@@ -71,8 +71,9 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
         other = next(rank for rank, place in enumerate(places) if place != places[0])
         here, there = (_place(*place) for place in (places[0], places[other]))
         raise StepError(
-            f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model, backward, and all other "
-            "collective functions (barrier, those that gather or load state) equally often and in the same order"
+            f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model and backward equally "
+            "often and in the same order, and likewise all other collective functions (barrier, those that gather or "
+            "load state)"
         )
     if len({each[2] for each in told}) > 1:
         _compare(world)
