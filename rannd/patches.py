@@ -280,6 +280,6 @@ def _logger() -> logging.Logger:
 
 
 MODULE_ENTERED = declare_hook(
-    "modules that are entered", modules.register_module_forward_pre_hook, "which module of a model runs"
+    "module forward pre-hooks", modules.register_module_forward_pre_hook, "which module of a model is called"
 )
-MODULE_LEFT = declare_hook("modules that are left", modules.register_module_forward_hook, "what a module has made")
+MODULE_LEFT = declare_hook("module forward hooks", modules.register_module_forward_hook, "the results of modules")

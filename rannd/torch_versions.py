@@ -420,7 +420,9 @@ def override_fake(name: str, kernel: Callable[..., Any]) -> None:
     torch.library.register_fake(name, kernel, allow_override=True)
 
 
-_SHAPES = declare("shapes in C++", torch.nn.functional, "_infer_size", "it takes no symbol for a size", "2.11, 2.12")
+_SHAPES = declare(
+    "shapes in C++", torch.nn.functional, "_infer_size", "it does not accept symbolic sizes", "2.11, 2.12"
+)
 _CHECKPOINTS = declare(
     "checkpoints", torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", "cannot be traced", "2.11, 2.12"
 )

@@ -40,7 +40,7 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
     if executor.bound.graph.signature.mode.float16:
         finite.warn(f"{text}; a GradScaler skips this step")
         return
-    for name, value in _given(executor, step, held).items():
+    for name, value in _stage_tensors(executor, step, held).items():
         if has_nan(value):
             raise NotANumberError(
                 f"{text}, because {name} of this rank contains NaN (check_nan=off continues training)"
@@ -69,7 +69,7 @@ def _losses(executor: Executor, outputs: Sequence[Any]) -> dict[str, torch.Tenso
     }
 
 
-def _given(executor: Executor, step: Step, held: Parameters) -> Mapping[str, torch.Tensor]:
+def _stage_tensors(executor: Executor, step: Step, held: Parameters) -> Mapping[str, torch.Tensor]:
     """Inputs and parameters of this rank's stage, by name."""
     specs = executor.bound.graph.signature.tensors
     inputs = {f"input {spec.name}": leaf for spec, leaf in zip(specs, step.leaves, strict=True)}

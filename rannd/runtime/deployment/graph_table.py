@@ -143,7 +143,7 @@ class Graphs:
                 return None
             # Branches may depend on numbers in attributes, so decisions are valid only for the state of their trace.
             known.ways[:] = _latest([*known.ways, (state, graph.traced.decisions)])
-            self._idle(changes)
+            self._ignore_unread(changes)
             return number
         return None
 
@@ -163,7 +163,7 @@ class Graphs:
         tensors = [tensor.to(self._world.device) for tensor in call.tensors]
         return any(way is not None and way.hold(tensors) for way in ways)
 
-    def _idle(self, changes: Sequence[Change]) -> None:
+    def _ignore_unread(self, changes: Sequence[Change]) -> None:
         """Handle attributes that changed without changing the graph: ignore those that no code reads.
 
         Changes of other attributes are still traced, because they may change the graph later (`if self.epoch < 6`).

@@ -21,7 +21,7 @@ from rannd.runtime.parameters.ownership import Parameters
 
 # `backward` and `grad` call it, under whatever name they were imported.
 _ENGINE = patches.declare(
-    "gradients asked for by name",
+    "gradients with respect to given inputs",
     torch.autograd,
     "_engine_run_backward",
     "parameters of deployed models are not in the script's autograd graph",

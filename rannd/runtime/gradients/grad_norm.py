@@ -101,7 +101,7 @@ def leave(held: ClippedParameters) -> None:
     _held[:] = [each for each in _held if each() not in (None, held)]
 
 
-def _spread() -> list[ClippedParameters]:
+def _multi_stage_models() -> list[ClippedParameters]:
     """Registered models with several stages."""
     return [held for each in _held if (held := each()) is not None and held.stages > 1]
 
@@ -138,7 +138,7 @@ def _norm(
 ) -> torch.Tensor:
     """Norm over all ranks of the tensors in pairs (parameter, tensor), such as its gradient. Collective."""
     global _rounds
-    models = _spread()
+    models = _multi_stage_models()
     world = models[0].world
     if len(models) > MOST_MODELS:
         raise UsageError(
@@ -252,9 +252,9 @@ def _listed(tensors: Tensors) -> list[torch.Tensor]:
     return [tensor for tensor in given if not is_placeholder(tensor)]  # a placeholder is no parameter of the model
 
 
-def _concerned(parameters: Sequence[torch.Tensor]) -> bool:
+def _spans_ranks(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether a norm over these parameters has to be computed over several ranks."""
-    models = _spread()
+    models = _multi_stage_models()
     if not models or _depth:
         return False
     return not parameters or any(id(parameter) in held.names for held in models for parameter in parameters)
@@ -280,7 +280,7 @@ def _clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = _listed(parameters)
-    if not _depth and _concerned(given):
+    if not _depth and _spans_ranks(given):
         return clip(given, max_norm, float(norm_type), error_if_nonfinite, foreach)
     if not _depth:
         _refuse_waiting(given)
@@ -296,17 +296,17 @@ def _get_total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = _listed(tensors)
-    models = [] if _depth else _spread()
+    models = [] if _depth else _multi_stage_models()
     if models:
         owners = {id(p.grad): p for held in models for p in held.parameters.tensors.values() if p.grad is not None}
         pairs = [(owners.get(id(tensor), tensor), tensor) for tensor in given]
-        if _concerned([parameter for parameter, _ in pairs]):
+        if _spans_ranks([parameter for parameter, _ in pairs]):
             with torch.no_grad():
                 return _norm(pairs, float(norm_type), error_if_nonfinite, foreach)
     return original(given, norm_type, error_if_nonfinite, foreach)
 
 
-_WHY = "a rank alone knows the norm of its own stage's gradients"
+_WHY = "each rank can compute only the norm of its own stage's gradients"
 _PLACES = {
     patches.declare(f"{module.__name__}.{name}", module, name, _WHY): function
     for module, name, function in (

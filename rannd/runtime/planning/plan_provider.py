@@ -97,7 +97,7 @@ class Planner:
         memory = device_memory(world.device, world.local_size)
         self._memory = min(memory for (memory,) in world.gather_numbers([memory]))
         self.usable_memory = self._usable()
-        self._doing: Callable[[str], None] = _nobody
+        self._doing: Callable[[str], None] = _no_progress
         """Reports progress to jobs that wait for this job's plan."""
         self._used: Key | None = None
         self._base: Key | None = None
@@ -123,10 +123,10 @@ class Planner:
             return self._from_file(file)
         self._measuring.given = self._file.load(self._everywhere)
         self._base = self._key()
-        deployment = self._below(self._known_limit(self._base)) or self._found_or_made()
+        deployment = self._within_limit(self._known_limit(self._base)) or self._found_or_made()
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
-            deployment = self._smaller(deployment, *lacking)
+            deployment = self._replan_for_free_memory(deployment, *lacking)
         if self._config.save_graph_profile and not self._measuring.profile:  # a cached deployment needed no profile
             self._measuring.costs(self._blocks(len(self._world.slots)))
         self._save_profile()
@@ -168,7 +168,7 @@ class Planner:
         other = differences(deployment, here=self._made, slots=self._world.slots, rows=sum(self._rows))
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
-            other.append(_lacks(*lacking))
+            other.append(_shortage(*lacking))
         for each in other if self._world.rank == 0 else ():
             logger.warning("The deployment in %s is used although %s", file, each)
         return deployment
@@ -188,7 +188,7 @@ class Planner:
     def _found_or_made(self) -> Deployment:
         key = self._used = self._key()
         client = self._context.cache.client
-        found, lease = self._ask(key)
+        found, lease = self._look_up(key)
         if found:
             if lease is not None:  # found in another node's cache
                 lease.release()
@@ -205,7 +205,7 @@ class Planner:
             if client is not None:
                 client.put(key, data)
         finally:
-            self._doing, self._measuring.tell = _nobody, None
+            self._doing, self._measuring.tell = _no_progress, None
             if lease is not None:
                 lease.release()
         return self._checked(data)
@@ -241,7 +241,7 @@ class Planner:
             limit = understood(client, key, client.get(key), _LIMIT) or 0
         return msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(limit)), type=int)
 
-    def _below(self, limit: int) -> Deployment | None:
+    def _within_limit(self, limit: int) -> Deployment | None:
         """Deployment for a lower memory limit; None if no plan fits, or `limit` is not lower. Collective."""
         if not 0 < limit < self.usable_memory:
             return None
@@ -263,11 +263,11 @@ class Planner:
             self.usable_memory = before
             return None
 
-    def _smaller(self, deployment: Deployment, rank: int, need: int, there: int) -> Deployment:
+    def _replan_for_free_memory(self, deployment: Deployment, rank: int, need: int, there: int) -> Deployment:
         """Plan again for the memory that is free; returns `deployment` if no plan fits. Collective."""
         before, used = self.usable_memory, self._used
         limit = lower_limit(there, self._config.mem_margin)
-        what = _lacks(rank, need, there)
+        what = _shortage(rank, need, there)
         if self._world.rank == 0:
             log.get("RaNNCModule").warning("Planning again for %s of each device: %s", amount(limit), what)
         self.usable_memory = limit
@@ -305,7 +305,7 @@ class Planner:
             optimizer=self._optimizer,
         )
 
-    def _ask(self, key: Key) -> tuple[bytes, Lease | None]:
+    def _look_up(self, key: Key) -> tuple[bytes, Lease | None]:
         """Look up a deployment: returns it on all ranks (b"" if missing), and rank 0's lease for making it."""
         client = self._context.cache.client
         found: bytes = b""
@@ -436,12 +436,12 @@ class Planner:
                 logger.info(" Subgraph %s runs on rank[%s]", stage.name, ranks)
 
 
-def _lacks(rank: int, need: int, there: int) -> str:
+def _shortage(rank: int, need: int, there: int) -> str:
     return f"rank {rank}'s stage needs {amount(need)}, but only {amount(there)} are free or used by the model"
 
 
 @functools.cache
-def _nobody(doing: str) -> None:
+def _no_progress(doing: str) -> None:
     """No-op progress callback."""
 
 

@@ -86,12 +86,12 @@ class TraceChecker:
     ) -> Verdict:
         if empty is None:
             return Verdict("no rank has the values of the whole model (meta device)")
-        reason = self._impossible(graph, tensors, empty)
+        reason = self._why_not_comparable(graph, tensors, empty)
         if reason:
             return Verdict(reason)
         begun = time.monotonic()
         try:
-            with _given_values(empty), warnings.catch_warnings():
+            with _filled_with_values(empty), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the model's code has already issued its warnings during tracing
                 difference = self._difference(graph, tensors)
                 if difference is None:
@@ -127,10 +127,12 @@ class TraceChecker:
         return Verdict(None, paths, f"{difference}: {described(self._context.model, name)}")
 
     def _difference(self, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
-        with _on(self._world.device, self._context.model):
+        with _moved_to(self._world.device, self._context.model):
             return compare_few(self._context.model, graph, [tensor.to(self._world.device) for tensor in tensors])
 
-    def _impossible(self, graph: ModelGraph, tensors: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]) -> str:
+    def _why_not_comparable(
+        self, graph: ModelGraph, tensors: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]
+    ) -> str:
         """Why the graph cannot be compared with the model; '' if it can."""
         state = [*self._context.model.parameters(), *self._context.model.buffers()]
         rows = graph.signature.rows(tensors)
@@ -153,7 +155,7 @@ class TraceChecker:
 
 
 @contextlib.contextmanager
-def _given_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def _filled_with_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Fill tensors without values with plausible random ones; the result of a comparison does not depend on them."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -167,7 +169,7 @@ def _given_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on(device: torch.device, model: nn.Module) -> Iterator[None]:
+def _moved_to(device: torch.device, model: nn.Module) -> Iterator[None]:
     """Temporarily move the model to the device of its graphs."""
     moved = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.device != device]
     try:
