@@ -1,4 +1,4 @@
-"""What the tests of several rooms need: a home of their own for daemon and configuration."""
+"""What the tests of several rooms need: a home of their own for daemon and configuration, and a fork server."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import select
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import fork_server
 import pytest
 from hypothesis import settings
 
@@ -21,6 +23,26 @@ if os.environ.setdefault("TEST_SEED", "0") == "random":
 FIXED = os.environ["TEST_SEED"] == "0"
 settings.register_profile("noisy", deadline=None, derandomize=FIXED)  # no deadline: the machine may be busy
 settings.load_profile("noisy")
+
+SLOWEST = 12
+"""Folders and files whose time a run of the tests shows."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Ends the output with the seconds of each folder and of the slowest files: the table of docs/testing.md."""
+    folders: defaultdict[str, float] = defaultdict(float)
+    files: defaultdict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                file = report.nodeid.partition("::")[0]
+                files[file] += report.duration
+                folders["/".join(file.split("/")[:2])] += report.duration
+    if len(folders) > 1:
+        terminalreporter.section("seconds of one worker, by folder and by file")
+        for table in (folders, files):
+            for name, seconds in sorted(table.items(), key=lambda item: -item[1])[:SLOWEST]:
+                terminalreporter.write_line(f"{seconds:8.0f}  {name}")
 
 
 class DaemonHome:
@@ -87,3 +109,12 @@ def daemon_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonHome]:
     finally:
         home.end_daemons()
         shutil.rmtree(base)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Path]:
+    """The socket of a fork server."""
+    folder = Path(tempfile.mkdtemp(prefix="rf-", dir="/tmp"))  # short enough for AF_UNIX
+    with fork_server.running(folder / "socket"):
+        yield folder / "socket"
+    shutil.rmtree(folder)

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from rannd.config.item import Item, toml_text
+from rannd.config.item import UNUSED, Item, toml_text
 from rannd.config.table import ITEMS
 
 CONF = Path("conf/rannc_conf.toml")
@@ -31,7 +31,7 @@ def conf_text() -> str:
     for group, items in itertools.groupby(ITEMS.values(), key=lambda item: item.group):
         parts.append(f"\n# --- {group} ---\n")
         for item in items:
-            effect = f" No effect here: {item.no_effect}." if item.no_effect else ""
+            effect = f" No effect: {item.no_effect}." if item.no_effect else ""
             words = f"{item.help}{effect} Allowed: {item.wanted}."
             comment = textwrap.fill(words, 110, initial_indent="# ", subsequent_indent="# ")
             parts.append(f"\n{comment}\n{item.name} = {toml_text(item.default)}\n")
@@ -49,7 +49,7 @@ def tables_text() -> str:
         )
         parts.extend(_row(item, "yes" if item.plan_affecting else "no", item.help) for item in items)
     parts.append(
-        "\n### RaNNC items without effect\n\n"
+        f"\n### {UNUSED}\n\n"
         "| item | default | allowed | meaning in RaNNC | why it has no effect |\n| --- | --- | --- | --- | --- |\n"
     )
     parts.extend(_row(item, item.help, item.no_effect) for item in ITEMS.values() if item.no_effect is not None)

@@ -21,6 +21,10 @@ _INT = re.compile(r"[+-]?[0-9]+")
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
+UNUSED = "RaNNC items without effect"
+"""The section of items that are declared so that a file written for RaNNC can be read."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration:
     """What the table declares about an item besides its name, type and default."""
@@ -142,6 +146,11 @@ def item(
     )
     field: _T = dataclasses.field(default=default, metadata={"item": declaration})
     return field
+
+
+def unused(default: _T, help: str, reason: str, *, least: float | None = None) -> _T:
+    """Declares an item that RaNNC has and that does nothing here; `reason` says why."""
+    return item(default, help, group=UNUSED, plan_affecting=False, least=least, no_effect=reason)
 
 
 def items_of(table: type) -> dict[str, Item]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from rannd.config.item import Item, Value, item, items_of, nearest, toml_text
+from rannd.config.item import Item, Value, item, items_of, nearest, toml_text, unused
 from rannd.errors import ConfigError
 
 #: spdlog's level names, short and long; empty: the levels of logging.toml.
@@ -73,33 +73,12 @@ class Config:
     max_partition_num: int = item(
         32, "Maximum number of blocks in the search for stages.", group=_PLAN, plan_affecting=True, least=1
     )
-    dp_search_all: bool = item(
-        False,
-        "Continue the search after the first number of stages that fits.",
-        group=_PLAN,
-        plan_affecting=False,
-        no_effect="rannd always compares all numbers of stages",
-    )
     limit_dev_num_pot: bool = item(
         False,
         "Use only powers of two as numbers of replicas; true, RaNNC's default, costs step time and makes some jobs "
         "infeasible.",
         group=_PLAN,
         plan_affecting=True,
-    )
-    limit_dev_num_more_than_bs: bool = item(
-        True,
-        "Use at most as many devices for a stage as its batch has rows.",
-        group=_PLAN,
-        plan_affecting=False,
-        no_effect="min_pipeline_bs bounds the rows of a piece instead",
-    )
-    alloc_repl_flat: bool = item(
-        True,
-        "Layout of replicas on the nodes.",
-        group=_PLAN,
-        plan_affecting=False,
-        no_effect="the planner chooses the layout",
     )
     coarsen_by_time: bool = item(
         True,
@@ -122,13 +101,6 @@ class Config:
         group=_PLAN,
         plan_affecting=True,
     )
-    force_dist_matmul: bool = item(
-        False,
-        "Split matrix products across devices.",
-        group=_PLAN,
-        plan_affecting=False,
-        no_effect="rannd does not split single ops",
-    )
     schedule: str = item(
         "1f1b",
         "Pipeline schedule: 1f1b keeps few pieces in memory, fill_drain runs all forward passes first.",
@@ -142,14 +114,6 @@ class Config:
         group=_PLAN,
         plan_affecting=True,
     )
-    checkpointing_no_last: bool = item(
-        False, "Do not recompute activations in the last stage.", group=_PLAN, plan_affecting=False, no_effect=_DEAD
-    )
-    auto_parallel: bool = item(
-        False, "Choose the parallelism automatically.", group=_PLAN, plan_affecting=False, no_effect=_DEAD
-    )
-    disable_balancing: bool = item(True, "Do not balance stages.", group=_PLAN, plan_affecting=False, no_effect=_DEAD)
-    max_mp_num: int = item(8, "Maximum number of stages.", group=_PLAN, plan_affecting=False, no_effect=_DEAD)
     # --- MEMORY
     mem_limit_gb: float = item(
         0.0,
@@ -193,22 +157,6 @@ class Config:
     graph_profile_file: str = item(
         "", "File for save_graph_profile and load_graph_profile, which require it.", group=_SAVED, plan_affecting=False
     )
-    save_mlpart_results: bool = item(
-        False, "Write the blocks to mlpart_results_file.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
-    )
-    load_mlpart_results: bool = item(
-        False, "Read the blocks from mlpart_results_file.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
-    )
-    mlpart_results_file: str = item("", "File for blocks.", group=_SAVED, plan_affecting=False, no_effect=_PLANS)
-    save_alloc_solutions: bool = item(
-        False, "Write the stages to files.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
-    )
-    load_alloc_solutions: bool = item(
-        False, "Read the stages from files.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
-    )
-    alloc_solutions_file_prefix: str = item(
-        "", "Prefix of the names of files for stages.", group=_SAVED, plan_affecting=False, no_effect=_PLANS
-    )
     # --- RUN
     device: str = item(
         "auto",
@@ -248,16 +196,6 @@ class Config:
         group=_RUN,
         plan_affecting=True,
     )
-    p2p_comm: bool = item(
-        True, "Send values between stages point to point.", group=_RUN, plan_affecting=False, no_effect=_DEAD
-    )
-    use_mpi_to_gather_dist_params: bool = item(
-        False,
-        "Gather sharded parameters over MPI.",
-        group=_RUN,
-        plan_affecting=False,
-        no_effect="MPI only starts the ranks, torch.distributed moves tensors",
-    )
     run_watchdog: bool = item(
         False,
         "End the job and print the stacks of all ranks if a rank waits for others longer than watchdog_timeout_s.",
@@ -266,31 +204,6 @@ class Config:
     )
     watchdog_timeout_s: float = item(
         300.0, "Seconds of waiting that run_watchdog considers a hang.", group=_RUN, plan_affecting=False, least=1
-    )
-    watchdog_lockfile_dir: str = item(
-        "", "Directory of the watchdog's files.", group=_RUN, plan_affecting=False, no_effect=_WATCH
-    )
-    use_named_tensors: bool = item(
-        False,
-        "Name the tensors of a traced graph.",
-        group=_RUN,
-        plan_affecting=False,
-        no_effect="the values of a traced graph always have names",
-    )
-    profiler_cache_size: int = item(
-        0,
-        "Number of measured graphs kept in memory.",
-        group=_RUN,
-        plan_affecting=False,
-        least=0,
-        no_effect="the daemon caches measurements; see cache_max_gb",
-    )
-    skip_grad_scaling: bool = item(
-        True,
-        "Do not scale gradients by the number of ranks.",
-        group=_RUN,
-        plan_affecting=False,
-        no_effect="gradients are always the mean over ranks, as in DistributedDataParallel",
     )
     # --- LAUNCH: read by rannc-run only; each is also one of its flags
     nproc: int = item(
@@ -385,49 +298,6 @@ class Config:
         group=_DEBUG,
         plan_affecting=False,
     )
-    profiling: bool = item(
-        False, "Measure how the time of a step is spent.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
-    )
-    graph_profiling: bool = item(
-        False, "Measure subgraphs while training.", group=_DEBUG, plan_affecting=False, no_effect=_DEAD
-    )
-    profile_dump_path: str = item("", "File for graph_profiling.", group=_DEBUG, plan_affecting=False, no_effect=_DEAD)
-    profiling_iter: int = item(
-        1, "Number of repetitions of a measurement.", group=_DEBUG, plan_affecting=False, least=1, no_effect=_DEAD
-    )
-    validate_comm: bool = item(
-        False, "Check the values sent between ranks.", group=_DEBUG, plan_affecting=False, no_effect=_DEAD
-    )
-    display_comm_value: bool = item(
-        False, "Print the values sent between ranks.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
-    )
-    display_act_value: bool = item(
-        False, "Print the activations.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
-    )
-    trace_events: bool = item(
-        False, "Record a timeline of each step.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
-    )
-    event_trace_file: str = item("", "File for trace_events.", group=_DEBUG, plan_affecting=False, no_effect=_LATER)
-    verify_recomp: bool = item(
-        False,
-        "Check that recomputed values equal the original ones.",
-        group=_DEBUG,
-        plan_affecting=False,
-        no_effect=_LATER,
-    )
-    dump_dp_node_profiles: str = item(
-        "", "File for the costs that the search for stages uses.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
-    )
-    dump_dp_cache: str = item(
-        "", "File for the table of the search for stages.", group=_DEBUG, plan_affecting=False, no_effect=_LATER
-    )
-    enable_kineto: bool = item(
-        False,
-        "Profile with Kineto.",
-        group=_DEBUG,
-        plan_affecting=False,
-        no_effect="wrap the training loop in torch.profiler.profile, which uses Kineto",
-    )
     # --- DAEMON
     cache: str = item(
         "on",
@@ -456,6 +326,60 @@ class Config:
         group=_LOG,
         plan_affecting=False,
         choices=LOG_LEVELS,
+    )
+    # --- RaNNC items without effect: default, meaning in RaNNC, why it has no effect
+    dp_search_all: bool = unused(
+        False,
+        "Continue the search after the first number of stages that fits.",
+        "rannd always compares all numbers of stages",
+    )
+    limit_dev_num_more_than_bs: bool = unused(
+        True,
+        "Use at most as many devices for a stage as its batch has rows.",
+        "min_pipeline_bs bounds the rows of a piece instead",
+    )
+    alloc_repl_flat: bool = unused(True, "Layout of replicas on the nodes.", "the planner chooses the layout")
+    force_dist_matmul: bool = unused(False, "Split matrix products across devices.", "rannd does not split single ops")
+    checkpointing_no_last: bool = unused(False, "Do not recompute activations in the last stage.", _DEAD)
+    auto_parallel: bool = unused(False, "Choose the parallelism automatically.", _DEAD)
+    disable_balancing: bool = unused(True, "Do not balance stages.", _DEAD)
+    max_mp_num: int = unused(8, "Maximum number of stages.", _DEAD)
+    save_mlpart_results: bool = unused(False, "Write the blocks to mlpart_results_file.", _PLANS)
+    load_mlpart_results: bool = unused(False, "Read the blocks from mlpart_results_file.", _PLANS)
+    mlpart_results_file: str = unused("", "File for blocks.", _PLANS)
+    save_alloc_solutions: bool = unused(False, "Write the stages to files.", _PLANS)
+    load_alloc_solutions: bool = unused(False, "Read the stages from files.", _PLANS)
+    alloc_solutions_file_prefix: str = unused("", "Prefix of the names of files for stages.", _PLANS)
+    p2p_comm: bool = unused(True, "Send values between stages point to point.", _DEAD)
+    use_mpi_to_gather_dist_params: bool = unused(
+        False, "Gather sharded parameters over MPI.", "MPI only starts the ranks, torch.distributed moves tensors"
+    )
+    watchdog_lockfile_dir: str = unused("", "Directory of the watchdog's files.", _WATCH)
+    use_named_tensors: bool = unused(
+        False, "Name the tensors of a traced graph.", "the values of a traced graph always have names"
+    )
+    profiler_cache_size: int = unused(
+        0, "Number of measured graphs kept in memory.", "the daemon caches measurements; see cache_max_gb", least=0
+    )
+    skip_grad_scaling: bool = unused(
+        True,
+        "Do not scale gradients by the number of ranks.",
+        "gradients are always the mean over ranks, as in DistributedDataParallel",
+    )
+    profiling: bool = unused(False, "Measure how the time of a step is spent.", _LATER)
+    graph_profiling: bool = unused(False, "Measure subgraphs while training.", _DEAD)
+    profile_dump_path: str = unused("", "File for graph_profiling.", _DEAD)
+    profiling_iter: int = unused(1, "Number of repetitions of a measurement.", _DEAD, least=1)
+    validate_comm: bool = unused(False, "Check the values sent between ranks.", _DEAD)
+    display_comm_value: bool = unused(False, "Print the values sent between ranks.", _LATER)
+    display_act_value: bool = unused(False, "Print the activations.", _LATER)
+    trace_events: bool = unused(False, "Record a timeline of each step.", _LATER)
+    event_trace_file: str = unused("", "File for trace_events.", _LATER)
+    verify_recomp: bool = unused(False, "Check that recomputed values equal the original ones.", _LATER)
+    dump_dp_node_profiles: str = unused("", "File for the costs that the search for stages uses.", _LATER)
+    dump_dp_cache: str = unused("", "File for the table of the search for stages.", _LATER)
+    enable_kineto: bool = unused(
+        False, "Profile with Kineto.", "wrap the training loop in torch.profiler.profile, which uses Kineto"
     )
 
     _origins: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from job import Job
 
 
 @pytest.fixture(scope="module")
-def job() -> Iterator[Job]:
-    made = Job()
+def job(forks: Path) -> Iterator[Job]:
+    made = Job(forks)
     yield made
     made.home.close()

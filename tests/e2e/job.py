@@ -5,21 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
+import fork_server
 from parity.launch import Home
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sysconfig.get_path("scripts")
+FORK = fork_server.__file__
+"""Before a script in a command: its ranks are forks. Not where processes are the subject, see there."""
 
 
 class Job:
-    """Runs commands of the project as a user would, in a home of its own."""
+    """Runs commands of the project as a user would, in a home of its own.
 
-    def __init__(self) -> None:
+    Args:
+        forks: the socket of the fork server that `FORK` takes ranks from.
+    """
+
+    def __init__(self, forks: Path) -> None:
         self.home = Home()
         self.environment = {**self.home.environment(), "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"}
+        self.environment[fork_server.VARIABLE] = str(forks)  # for who asks for it: other ranks do not look at it
 
     def run(self, *command: str, code: int = 0, folder: Path | None = None, **variables: str) -> str:
         """Output of a command that ends with `code`."""
@@ -71,5 +80,9 @@ class Job:
         return started.returncode, "".join(lines) + rest
 
     def train(self, ranks: int, *script: str, code: int = 0, **variables: str) -> str:
-        """Output of a script under rannc-run."""
-        return self.run("rannc-run", "-np", str(ranks), *script, code=code, **variables)
+        """Output of a script under rannc-run; its ranks are forks."""
+        return self.run("rannc-run", "-np", str(ranks), FORK, *script, code=code, **variables)
+
+    def alone(self, *script: str, code: int = 0, **variables: str) -> str:
+        """Output of a script in one process, a fork, without rannc-run."""
+        return self.run(sys.executable, FORK, *script, code=code, **variables)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fork_server
+from job import SCRIPTS
 from runner import stand_in_srun
 
 _SBATCH = """\
@@ -26,6 +28,21 @@ _KUBECTL = """\
 #!/bin/sh
 [ "$1 $2" = "apply -f" ] && [ -f "$3" ]
 """
+_FORKING = """\
+#!/bin/sh
+for word; do
+    shift
+    case $word in *.py) set -- "$@" {forks} "$word" ;; *) set -- "$@" "$word" ;; esac
+done
+exec {program} "$@"
+"""
+
+
+def install_forking(folder: Path, *names: str) -> None:
+    """The project's own commands `names`, whose scripts are run by forks, in a folder that is there."""
+    for name in names:
+        (folder / name).write_text(_FORKING.format(forks=fork_server.__file__, program=Path(SCRIPTS, name)))
+        (folder / name).chmod(0o755)
 
 
 def install(folder: Path) -> Path:

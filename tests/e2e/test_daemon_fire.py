@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from job import ROOT, Job
+from job import FORK, ROOT, Job
 
 from rannd.daemon.client import request_channel
 from rannd.daemon.common import protocol
@@ -66,7 +66,7 @@ def fire(job: Job, moment: str, deed: Callable[[], None], **variables: str) -> s
     """Output of a job of two ranks that ends well, with a deed once it has printed `moment`."""
     folder = job.home.folder()
     started = subprocess.Popen(
-        ["rannc-run", "-np", "2", str(SCRIPT), str(folder)],
+        ["rannc-run", "-np", "2", FORK, str(SCRIPT), str(folder)],
         env={**job.environment, **QUICK, **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

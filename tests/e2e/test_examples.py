@@ -1,46 +1,23 @@
-"""The examples run unchanged on 1, 2 and 4 ranks, started as their first lines say."""
+"""The examples run unchanged on 1, 2 and 4 ranks; the first lines say how they are started."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sysconfig
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from parity.launch import Home
+from job import FORK, ROOT, Job
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 TINY_GPT2 = ["--layers", "2", "--embd", "32", "--heads", "2", "--seq", "32", "--batch", "4", "--steps", "21"]
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
-    made = Home()
-    yield made
-    made.close()
-
-
-def _run(home: Home, ranks: int, script: str, *arguments: str, **variables: str) -> str:
+def _run(job: Job, ranks: int, script: str, *arguments: str, forked: bool = True, **variables: str) -> str:
     """What the ranks print."""
-    runner = Path(sysconfig.get_path("scripts")) / "rannc-run"
-    done = subprocess.run(
-        [str(runner), "-np", str(ranks), str(EXAMPLES / script), *arguments],
-        env={**home.environment(), **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=home.folder(),
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    command = ("rannc-run", "-np", str(ranks), *([FORK] if forked else ()), str(EXAMPLES / script))
+    return job.run(*command, *arguments, folder=job.home.folder(), **variables)
 
 
 def _finished(output: str) -> list[int]:
@@ -48,8 +25,8 @@ def _finished(output: str) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_tutorial(home: Home, ranks: int) -> None:
-    output = _run(home, ranks, "tutorial.py", "16", "32", "6")
+def test_tutorial(job: Job, ranks: int) -> None:
+    output = _run(job, ranks, "tutorial.py", "16", "32", "6", forked=ranks > 1)
     assert _finished(output) == list(range(ranks))
     assert output.count("#Parameters=6336") == 1
     losses = re.findall(r"rank=(\d+) step=(\d+) loss=(\d+\.\d+)", output)
@@ -64,8 +41,8 @@ def _losses(output: str) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
-def test_gpt2_learns(home: Home, ranks: int) -> None:
-    output = _run(home, ranks, "gpt2_bytes.py", *TINY_GPT2, "--lr", "0.01")
+def test_gpt2_learns(job: Job, ranks: int) -> None:
+    output = _run(job, ranks, "gpt2_bytes.py", *TINY_GPT2, "--lr", "0.01")
     assert _finished(output) == list(range(ranks))
     losses = _losses(output)
     assert len(losses) == 4  # steps 0, 10 and 20, and held-out
@@ -75,9 +52,9 @@ def test_gpt2_learns(home: Home, ranks: int) -> None:
 
 
 @pytest.mark.full
-def test_gpt2_in_three_stages_sees_the_same_losses(home: Home) -> None:
-    whole = _losses(_run(home, 4, "gpt2_bytes.py", *TINY_GPT2, RANNC_PARTITION_NUM="1"))
-    staged = _losses(_run(home, 4, "gpt2_bytes.py", *TINY_GPT2, RANNC_PARTITION_NUM="3", RANNC_PIPELINE_NUM="2"))
+def test_gpt2_in_three_stages_sees_the_same_losses(job: Job) -> None:
+    whole = _losses(_run(job, 4, "gpt2_bytes.py", *TINY_GPT2, RANNC_PARTITION_NUM="1"))
+    staged = _losses(_run(job, 4, "gpt2_bytes.py", *TINY_GPT2, RANNC_PARTITION_NUM="3", RANNC_PIPELINE_NUM="2"))
     assert staged == pytest.approx(whole, abs=2e-3)
 
 
@@ -90,16 +67,16 @@ def test_gpt2_in_three_stages_sees_the_same_losses(home: Home) -> None:
         *(pytest.param(4, stages, marks=pytest.mark.full) for stages in (1, 4)),
     ],
 )
-def test_digits_are_learned(home: Home, ranks: int, stages: int) -> None:
-    output = _run(home, ranks, "digits.py", RANNC_PARTITION_NUM=str(stages))
+def test_digits_are_learned(job: Job, ranks: int, stages: int) -> None:
+    output = _run(job, ranks, "digits.py", RANNC_PARTITION_NUM=str(stages))
     assert _finished(output) == list(range(ranks))
     assert len(re.findall("Assigned subgraph|Subgraph .* runs on", output)) == stages
     (accuracy,) = re.findall(r"test accuracy=(\d\.\d+) of 360 images", output)
     assert float(accuracy) >= 0.97
 
 
-def test_no_file_appears_in_the_working_directory(home: Home) -> None:
+def test_no_file_appears_in_the_working_directory(job: Job) -> None:
     before = set(os.listdir(EXAMPLES))
-    _run(home, 1, "tutorial.py", "4", "8", "2")
+    _run(job, 1, "tutorial.py", "4", "8", "2")
     assert set(os.listdir(EXAMPLES)) <= before | {"__pycache__"}
-    assert [path for path in home.path.glob("job*") if any(path.iterdir())] == []
+    assert [path for path in job.home.path.glob("job*") if any(path.iterdir())] == []

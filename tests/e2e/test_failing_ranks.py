@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import ROOT, Job
+from job import FORK, ROOT, Job
 
 pytestmark = pytest.mark.ranks
 
@@ -54,8 +54,13 @@ def _job(ranks: int, *script: str) -> list[str]:
     return ["rannc-run", "-np", str(ranks), *script]
 
 
+def _forks(ranks: int, *script: str) -> list[str]:
+    """Where what goes wrong is not that processes end or get signals."""
+    return _job(ranks, FORK, *script)
+
+
 def test_an_error_in_the_model_is_an_error_everywhere_and_stays(job: Job) -> None:
-    command = _job(3, PROGRAM, "model", "1", "catch")
+    command = _forks(3, PROGRAM, "model", "1", "catch")
     output = _run(job, command, codes={0}, RANNC_PARTITION_NUM="3")
     caught = {int(rank): text for rank, text in re.findall(r"rank (\d) step 3 caught (.*)", output)}
     assert sorted(caught) == [0, 1, 2], output
@@ -80,7 +85,7 @@ def test_an_error_in_the_model_is_an_error_everywhere_and_stays(job: Job) -> Non
     ],
 )
 def test_other_places(job: Job, what: str, error: str, place: str) -> None:
-    output = _run(job, _job(2, PROGRAM, what, "1"), codes={1}, RANNC_PARTITION_NUM="2")
+    output = _run(job, _forks(2, PROGRAM, what, "1"), codes={1}, RANNC_PARTITION_NUM="2")
     found = re.search(rf"\[error\] rank (\d) \(.*\) failed in .*{place}", output)
     assert found, output
     origin = found[1]
@@ -101,7 +106,7 @@ def test_a_rank_that_is_killed(job: Job, which: str) -> None:
 
 
 def test_a_rank_that_leaves_early(job: Job) -> None:
-    output = _run(job, _job(2, PROGRAM, "leave", "1"), codes={1})
+    output = _run(job, _forks(2, PROGRAM, "leave", "1"), codes={1})
     assert re.search(
         r"StepError: a connection to another rank broke in step 3.*: rank 1 has ended its script; every rank", output
     ), output
@@ -126,8 +131,15 @@ def test_plain_mpirun(job: Job) -> None:
     assert output.count("step 3 finally") == 2
 
 
-@pytest.mark.parametrize("command", [_job(2), [*TORCHRUN]], ids=["rannc-run", "torchrun"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "command"),
+    [
+        pytest.param(signal.SIGINT, _job(2), id="SIGINT to rannc-run"),
+        pytest.param(signal.SIGTERM, _job(2), id="SIGTERM to rannc-run"),
+        pytest.param(signal.SIGTERM, [*TORCHRUN], id="SIGTERM to torchrun"),
+        pytest.param(signal.SIGINT, [*TORCHRUN], id="SIGINT to torchrun", marks=pytest.mark.full),
+    ],
+)
 def test_signals_while_a_rank_waits_for_another(job: Job, command: list[str], signum: signal.Signals) -> None:
     code, output = job.interrupted(*command, PROGRAM, "interrupt", "0", ready="training", signum=signum, seconds=SOON)
     assert code != 0, output
@@ -136,7 +148,7 @@ def test_signals_while_a_rank_waits_for_another(job: Job, command: list[str], si
 
 def test_the_watchdog_shows_the_stacks_of_all_ranks(job: Job) -> None:
     watch = {"RANNC_RUN_WATCHDOG": "true", "RANNC_WATCHDOG_TIMEOUT_S": "5", "RANNC_PARTITION_NUM": "2"}
-    output = _run(job, _job(2, PROGRAM, "sleep", "1"), codes={1}, **watch)
+    output = _run(job, _forks(2, PROGRAM, "sleep", "1"), codes={1}, **watch)
     assert "--- rank 0 waits for others in step 3" in output, output
     assert re.search(
         r"--- rank 1 is in the script, after step 2, at go_wrong \(failing.py:\d+: time.sleep\(10_000\)", output
@@ -156,7 +168,7 @@ def test_the_watchdog_and_ranks_that_do_not_answer(job: Job) -> None:
 def test_out_of_memory_names_the_promise_and_changes_the_next_plan(job: Job) -> None:
     job.run("rannc-cache", "clear")
     limits = {"RANNC_PARTITION_NUM": "2"}
-    output = _run(job, _job(2, PROGRAM, "memory", "1"), codes={1}, **limits)
+    output = _run(job, _forks(2, PROGRAM, "memory", "1"), codes={1}, **limits)
     found = re.search(r"\[error\] rank \d .*ran out of memory in step 3, stage (\d), piece \d, action F\d", output)
     assert found, output
     told = next(
@@ -330,7 +342,7 @@ def test_ranks_that_do_different_things_together_are_told(job: Job, tmp_path: Pa
     script = tmp_path / "apart.py"
     script.write_text(APART)
     for stages in ("1", "2"):
-        output = _run(job, _job(2, str(script)), codes={1}, RANNC_PARTITION_NUM=stages)
+        output = _run(job, _forks(2, str(script)), codes={1}, RANNC_PARTITION_NUM=stages)
         for text in (
             "barrier: rank 0 is in the forward of call 1, rank 1 in barrier: every rank has to",
             "other parameters: in get_param, .* rank 0 asks for '0.bias', rank 1 for '1.bias': every rank has to ask",
@@ -373,7 +385,7 @@ print("trained", flush=True)
 def test_forked_workers_neither_speak_for_a_rank_nor_keep_it_alive(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
-    output = job.train(2, str(script), "nothing")
+    output = _run(job, _job(2, str(script), "nothing"), codes={0})
     assert output.count("trained") == 2
     assert "[error]" not in output
     output = _run(job, _job(2, str(script), "worker"), codes={1})

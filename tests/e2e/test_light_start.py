@@ -20,7 +20,7 @@ def test_a_cached_run_imports_nothing_that_traces(job: Job, tmp_path: Path) -> N
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
-        job.train(2, PROGRAM, str(folder))
+        job.run("rannc-run", "-np", "2", PROGRAM, str(folder))
         imported.append([set(json.loads((folder / str(rank)).read_text())) for rank in range(2)])
     planned, cached = imported
     for rank in range(2):

@@ -10,23 +10,37 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import ROOT, Job
+from job import FORK, ROOT, Job
 
 pytestmark = pytest.mark.ranks
 
 TUTORIAL = ("examples/tutorial.py", "64", "512", "10")
+AS_TYPED = ("rannc-run", "-np", "2")
+"""What starts ranks as for a user, where `Job.train` forks them."""
 PLANNING = ("Running profiler", "Starting model partitioning", "Estimated profiles")
 
 
-def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job) -> None:
-    first = job.train(2, *TUTORIAL)
+@pytest.fixture(scope="module")
+def first_run(job: Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Path]]:
+    """Output of the main job while nothing is cached; its working, home and temporary directory, which were empty."""
+    job.run("rannc-cache", "clear")
+    places = {name: tmp_path_factory.mktemp(name) for name in ("work", "home", "tmp")}
+    for place in places.values():
+        place.chmod(0o700)
+    variables = {"HOME": str(places["home"]), "TMPDIR": str(places["tmp"])}
+    script = (str(ROOT / TUTORIAL[0]), *TUTORIAL[1:])
+    return job.run(*AS_TYPED, *script, folder=places["work"], **variables), places
+
+
+def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job, first_run: tuple[str, dict[str, Path]]) -> None:
+    first, _ = first_run
     assert all(line in first for line in PLANNING)
     estimate = r"graph=MERGE_\d+_\d+ repl=\d+ fwd_time=\d+ bwd_time=\d+ ar_time=\d+ in_size=\d+ out_size=\d+ "
     estimate += r"fp32param_size=\d+ fp16param_size=0 total_mem=\d+ \(fwd\+bwd=\d+ opt=\d+ comm=\d+\)"
     assert re.search(estimate, first)
     assert re.search(r"\[Decomposer\] \[info\]  Assigned subgraph MERGE_\d+_\d+ to rank\[", first)
 
-    second = job.train(2, *TUTORIAL)
+    second = job.run(*AS_TYPED, *TUTORIAL)
     assert not [line for line in PLANNING if line in second]
     assert re.search(r"Using deployment [0-9a-f]+ from the cache", second)
     assert _losses(second) == _losses(first)
@@ -143,7 +157,7 @@ def test_a_saved_deployment_is_used(job: Job, tmp_path: Path) -> None:
 
 
 def test_plan_for_devices_that_are_not_there(job: Job) -> None:
-    output = job.run("rannc-run", "--plan-only", "-np", "8", *TUTORIAL)
+    output = job.run("rannc-run", "--plan-only", "-np", "8", FORK, *TUTORIAL)
     assert re.search(r"Estimated profiles of subgraphs: batch_size=512 np=8", output)
     assert "Finished" not in output
 
@@ -151,7 +165,7 @@ def test_plan_for_devices_that_are_not_there(job: Job) -> None:
 def test_a_script_that_never_calls_its_model_has_no_plan(job: Job, tmp_path: Path) -> None:
     script = tmp_path / "idle.py"
     script.write_text("import pyrannc, torch\nmodel = pyrannc.RaNNCModule(torch.nn.Linear(2, 2))\n")
-    output = job.run("rannc-run", "--plan-only", "-np", "2", str(script), code=4)
+    output = job.run("rannc-run", "--plan-only", "-np", "2", FORK, str(script), code=4)
     assert (
         "nothing was planned: the script ended without a call of a pyrannc.RaNNCModule; call the model once" in output
     )
@@ -176,7 +190,7 @@ def test_plan_for_a_cluster_without_ranks_or_devices(job: Job, tmp_path: Path) -
         return {entry["key"] for entry in entries if entry["kind"] != "trace"}
 
     before = kept()
-    plan = ("rannc-run", "--plan-only", "--cluster", "a100x8", "-np", "20", str(script))
+    plan = ("rannc-run", "--plan-only", "--cluster", "a100x8", "-np", "20", FORK, str(script))
     output = job.run(*plan)
     assert "devices   20 on 3 nodes" in output
     assert "device    NVIDIA A100-SXM4-80GB" in output
@@ -195,7 +209,9 @@ def test_a_plan_made_elsewhere_is_run_and_what_differs_is_told(job: Job, tmp_pat
     file = tmp_path / "plan"
     named = {"RANNC_DEPLOYMENT_FILE": str(file)}
     planned = job.run(
-        "rannc-run", "--plan-only", "--cluster", "cpu", "-np", "2", *TUTORIAL, RANNC_SAVE_DEPLOYMENT="true", **named
+        *("rannc-run", "--plan-only", "--cluster", "cpu", "-np", "2", FORK, *TUTORIAL),
+        RANNC_SAVE_DEPLOYMENT="true",
+        **named,
     )
     assert "times     cluster cpu, by rannd" in planned
     shown = job.run("python", "-c", f"import pyrannc; pyrannc.show_deployment({str(file)!r}, 256)")
@@ -216,7 +232,7 @@ def test_a_crash_of_one_rank_ends_all(job: Job, tmp_path: Path) -> None:
         "        raise SystemExit(9)\n"
         "    model(torch.randn(2, 4)).sum().backward()\n",
     )
-    output = job.train(2, script, code=9)
+    output = job.run(*AS_TYPED, script, code=9)
     assert not _alive(output)
 
 
@@ -245,17 +261,13 @@ def test_ctrl_c_leaves_no_process(job: Job, tmp_path: Path) -> None:
         "    if step == 3:\n"
         "        print('training', flush=True)\n",
     )
-    code, output = job.interrupted("rannc-run", "-np", "2", script, ready="training", signum=signal.SIGINT, seconds=120)
+    code, output = job.interrupted(*AS_TYPED, script, ready="training", signum=signal.SIGINT, seconds=120)
     assert code == 130, output
     assert not _alive(output)
 
 
-def test_nothing_is_written_elsewhere(job: Job, tmp_path: Path) -> None:
-    places = {name: tmp_path / name for name in ("work", "home", "tmp")}
-    for place in places.values():
-        place.mkdir(mode=0o700)
-    variables = {"HOME": str(places["home"]), "TMPDIR": str(places["tmp"])}
-    job.run("rannc-run", "-np", "2", str(ROOT / TUTORIAL[0]), *TUTORIAL[1:], folder=places["work"], **variables)
+def test_nothing_is_written_elsewhere(first_run: tuple[str, dict[str, Path]]) -> None:
+    _, places = first_run
     assert [list(places[name].iterdir()) for name in ("work", "home")] == [[], []]
     # torch makes this folder, empty, for whoever makes an optimizer
     assert [path for path in places["tmp"].rglob("*") if not path.name.startswith("torchinductor_")] == []

@@ -71,7 +71,7 @@ def test_a_mini_batch_of_padding_alone(job: Job, tmp_path: Path, weights: str, s
         told = job.train(2, str(script), weights, code=1, **plan)
         assert "NaN, because all labels of this rank's mini-batch are ignored or masked" in told
     found = _losses(job.train(2, str(script), weights, RANNC_CHECK_NAN="off", **plan))
-    expected = _losses(job.run("python", str(script), weights, "alone"))
+    expected = _losses(job.alone(str(script), weights, "alone"))
     assert len(expected) == 4
     assert math.isnan(expected[0, 1])
     for rank in range(2):

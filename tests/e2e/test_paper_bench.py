@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from job import ROOT, Job
+from job import FORK, ROOT, Job
 
 ROWS, DEVICES, SEQUENCE = 4, 4, 32
 TIGHT = """\
@@ -66,8 +66,8 @@ def test_table_and_plan_are_those_of_the_page_and_of_rannc_run(job: Job, tmp_pat
     (tmp_path / "tight.toml").write_text(TIGHT)
     (tmp_path / "train.py").write_text(SCRIPT)
     cluster = str(tmp_path / "tight.toml")
-    printed = job.run(
-        "python", "bench/paper.py", "bert", "--hidden", "128", "--layers", "2", "--cluster", cluster,
+    printed = job.alone(
+        "bench/paper.py", "bert", "--hidden", "128", "--layers", "2", "--cluster", cluster,
         "--devices", str(DEVICES), "--batch", str(ROWS * DEVICES), "--sequence", str(SEQUENCE),
     )  # fmt: skip
     header, _, found = (cells(line) for line in printed.splitlines() if line.startswith("|"))
@@ -75,7 +75,9 @@ def test_table_and_plan_are_those_of_the_page_and_of_rannc_run(job: Job, tmp_pat
     section = page[page.index("## The paper's setting") :].split("\n## ")[0]
     assert header == next(cells(line) for line in section.splitlines() if line.startswith("| model"))
 
-    shown = job.run("rannc-run", "--plan-only", "--cluster", cluster, "-np", str(DEVICES), "train.py", folder=tmp_path)
+    shown = job.run(
+        "rannc-run", "--plan-only", "--cluster", cluster, "-np", str(DEVICES), FORK, "train.py", folder=tmp_path
+    )
     told = re.search(
         r"(?s) (?P<stages>\d+) stages\n.* ranks x (?P<microbatches>\d+) microbatch.*\nstep +(?P<ms>\S+) ms predicted"
         r".*\nmemory +(?P<mib>\S+) MiB",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from job import Job
+from job import FORK, Job
 
 from rannd.profile.graph_profile import GraphProfile, decode, encode
 
@@ -23,7 +23,7 @@ def profiles(job: Job) -> int:
 
 @pytest.mark.full
 def test_one_profile_is_enough_for_all_sizes(job: Job, tmp_path: Path) -> None:
-    output = job.run("python", "tests/e2e/programs/profiling.py", "16")
+    output = job.alone("tests/e2e/programs/profiling.py", "16")
     blocks = {int(number) for number in re.findall(r"rank 0: (\d+) blocks, rows \(1, 4, 16\)", output)}
     assert len(blocks) == 1, output
     kept = profiles(job)
@@ -65,7 +65,9 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
     times = [float(number) for number in re.findall(r"fwd_time=(\d+)", output)]
     assert max(times) > 1e6, output
 
-    planned = job.run("rannc-run", "--plan-only", "-np", "4", *TUTORIAL, RANNC_LOAD_GRAPH_PROFILE="true", **variables)
+    planned = job.run(
+        *("rannc-run", "--plan-only", "-np", "4", FORK, *TUTORIAL), RANNC_LOAD_GRAPH_PROFILE="true", **variables
+    )
     assert f"The times in {file} are of abacus" in planned
     assert max(float(number) for number in re.findall(r"fwd_time=(\d+)", planned)) > 1e6
     output = job.train(2, *TUTORIAL, code=1, RANNC_SAVE_GRAPH_PROFILE="true", **variables)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from job import Job
+from job import FORK, Job
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +65,7 @@ for line in job.stdout:
 lease.release()
 sys.exit(job.wait())
 """
-    output = job.run("python", "-c", holder, *TUTORIAL)
+    output = job.run("python", "-c", holder, FORK, *TUTORIAL)
     assert re.search(r"rank 0 of job 4711 is profiling, 40 %, for .* so far; waiting for it", output)
     assert "Running profiler" not in output
     assert "Using deployment" in output

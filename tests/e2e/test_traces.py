@@ -123,7 +123,7 @@ def test_a_model_with_leaves_trains_in_stages_like_one_process(job: Job, tmp_pat
     output = job.train(2, str(script), RANNC_PARTITION_NUM="2")
     assert "Tracing: module choice (Deciding) runs as one operator" in output
     assert len(re.findall("Assigned subgraph", output)) == 2
-    alone = job.run("python", str(tmp_path / "alone.py"))
+    alone = job.alone(str(tmp_path / "alone.py"))
     _assert_losses(output, alone, steps=4)
 
 
@@ -213,7 +213,7 @@ def test_changing_lengths_share_a_trace(job: Job, tmp_path: Path) -> None:
     job.run("rannc-cache", "clear")
     output = job.train(2, str(script), RANNC_PARTITION_NUM="2")
     assert output.count("Tracing model for any size of argument 0[1] ...") == 1
-    alone = job.run("python", str(script), "alone")
+    alone = job.alone(str(script), "alone")
     _assert_losses(output, alone, steps=7)
     again = job.train(2, str(script), RANNC_PARTITION_NUM="2")
     assert re.search(r"Using trace [0-9a-f]+ for any size of argument 0\[1\] from the cache", again)
@@ -252,7 +252,7 @@ def test_autocast_is_respected_also_where_stages_are_recomputed(job: Job, tmp_pa
     plain = job.train(2, str(script), RANNC_PARTITION_NUM="2", RANNC_PIPELINE_NUM="1")
     again = job.train(2, str(script), RANNC_PARTITION_NUM="2", RANNC_PIPELINE_NUM="1", RANNC_CHECKPOINTING="true")
     assert _values(again) == _values(plain)
-    _assert_losses(plain, job.run("python", str(script), "alone"), steps=4, tolerance=5e-3)
+    _assert_losses(plain, job.alone(str(script), "alone"), steps=4, tolerance=5e-3)
 
 
 META = """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
@@ -59,6 +60,8 @@ class Reference:
             {self.home[at] for at, op in enumerate(graph.ops) if index in op.inputs}
             for index in range(len(graph.values))
         ]
+        # Many plans have the same stages.
+        self._bytes, self._params, self._gradients = map(cache, (self._bytes, self._params, self._gradients))  # type: ignore[method-assign]
 
     def plans(self) -> Iterator[Plan]:
         """All plans that the options allow."""

@@ -56,17 +56,21 @@ class Encoder(nn.Module):
 
 
 DEEP = [(Gpt, torch.ones(4, 16, dtype=torch.long)), (Mlp, torch.ones(4, 8)), (Encoder, torch.ones(4, 5, 16))]
-DEEP_ENOUGH = [*DEEP[:2], pytest.param(*DEEP[2], marks=pytest.mark.full)]
+DEEPER = (3, 4, 6, 12, 13), (3, 4, 6, 12, 24, 25, 48)
+"""Numbers of layers: some, and all."""
 
 
 def grains_of(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:
     return make_grains(graph.task, make_atoms(graph.task))
 
 
-@pytest.mark.parametrize(("build", "given"), DEEP_ENOUGH)
-def test_a_deeper_model_has_nothing_new_to_measure(build: Callable[[int], nn.Module], given: Tensor) -> None:
+@pytest.mark.parametrize("deeper", [DEEPER[0], pytest.param(DEEPER[1], marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize(("build", "given"), DEEP, ids=[build.__name__ for build, _ in DEEP])
+def test_a_deeper_model_has_nothing_new_to_measure(
+    build: Callable[[int], nn.Module], given: Tensor, deeper: tuple[int, ...]
+) -> None:
     known: set[str] = set()
-    for layers in (3, 4, 6, 12, 24, 25, 48):
+    for layers in deeper:
         graph, _ = measured_graph(build(layers), given)
         grains = grains_of(graph)
         blocks = make_blocks(Partitioning.of(graph.task), PlanOptions(), world=2)
