@@ -123,14 +123,14 @@ def test_an_export_is_private_and_never_written_through_a_link(daemon_home, tmp_
     assert file.read_bytes() == before
     assert cache("import", str(link)).returncode == 2
     assert sorted(tmp_path.iterdir()) == [file, link], "no draft stays"
-    assert "name a file in a folder that is there" in cache("export", str(tmp_path / "no" / "file")).stderr
+    assert "name a file in an existing folder" in cache("export", str(tmp_path / "no" / "file")).stderr
 
 
 def test_a_file_that_everybody_can_change_is_refused(file: Path) -> None:
     file.chmod(0o666)
     told = cache("import", str(file))
     assert told.returncode == 2
-    assert "can be changed by every user" in told.stderr
+    assert "is writable for every user" in told.stderr
     assert held([deployment(64)]) == [None]
 
 
