@@ -67,7 +67,7 @@ def test_a_client_is_told_why_it_missed(daemon_home) -> None:
         told = cache.why(job(64))
         assert told == (
             "batch 128 -> 64",
-            f"the nearest deployment in the cache, {job(128).short}, has another global_batch 64, there 128",
+            f"the nearest deployment in the cache, {job(128).short}, differs in global_batch 64, there 128",
         )
         other = keys.make_key("deployment", {"graph": "f00d" * 16, "global_batch": 128, "plan.mem_margin": 0.1})
         assert cache.why(other)[0] == "", "another model's entry explains nothing"
