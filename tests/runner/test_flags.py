@@ -104,7 +104,7 @@ def test_the_higher_of_hosts_and_hostfile_holds(conf: dict[str, str]) -> None:
 
 
 def test_both_in_one_place_are_an_error(conf: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="both --hosts a and --hostfile b are given; leave one away"):
+    with pytest.raises(UsageError, match="both --hosts a and --hostfile b are given; leave one out"):
         asked(conf, hosts="a", hostfile="b")
     with pytest.raises(UsageError, match="both RANNC_HOSTS a and RANNC_HOSTFILE b are given"):
         asked(conf | {"RANNC_HOSTS": "a", "RANNC_HOSTFILE": "b"})
@@ -125,7 +125,7 @@ def test_paths_are_from_the_working_directory_and_home(conf: dict[str, str], mon
 
 # --- a file that other programs would read ---------------------------------------------------------
 
-UNREAD = "rannc-run: ./rannc_conf.toml is not read; --config rannc_conf.toml reads it\n"
+UNREAD = "rannc-run: ./rannc_conf.toml is not read; use --config rannc_conf.toml to read it\n"
 
 
 @pytest.mark.ranks
