@@ -26,6 +26,7 @@ from rannd.graph.partition.block_hash import block_hashes
 from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.grains import make_grains
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.intervals import Intervals, at
 from rannd.profile.analytic import analytic_costs
@@ -159,7 +160,7 @@ class Memory:
     """Bytes of a stage as upstream counts them (its activations are measured, these are by formula)."""
 
     def __init__(self, graph: TaskGraph, cluster: Cluster) -> None:
-        blocks = make_blocks(graph, PlanOptions(), world=DEVICES)
+        blocks = make_blocks(Partitioning.of(graph), PlanOptions(), world=DEVICES)
         costs = analytic_costs(graph, [each.ops for each in blocks], cluster, fewest=1, most=ROWS * DEVICES, nodes=1)
         self.blocks = len(blocks)
         self._limit = cluster.memory_bytes * (1 - Config().mem_margin)

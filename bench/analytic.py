@@ -31,6 +31,7 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.partition.block_hash import block_hashes
 from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
@@ -61,7 +62,7 @@ def main() -> None:
     model = gpt2(options.layers, options.width, options.sequence)
     ids = torch.randint(VOCABULARY, (options.rows, options.sequence))
     graph, sample = graph_of(model, ids)
-    blocks = [block.ops for block in make_blocks(graph.task, PlanOptions(), world=2)]
+    blocks = [block.ops for block in make_blocks(Partitioning.of(graph.task), PlanOptions(), world=2)]
     few = max(options.rows // 4, 1)
     here, measured = machine_and_blocks(graph, blocks, sample, (few, options.rows), options.rounds)
     print(
@@ -93,7 +94,7 @@ def simulated(
 ) -> float:
     """Microseconds of a step, by the costs `true`, of the plan by the costs `planned`; `rows` a rank."""
     options = PlanOptions(partition_num=stages)
-    blocks = make_blocks(task, PlanOptions(), world=2)
+    blocks = make_blocks(Partitioning.of(task), PlanOptions(), world=2)
     deployment = plan(
         task,
         blocks,

@@ -48,6 +48,7 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.graph.model import build
 from rannd.graph.tracing.frontend import trace
 from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
@@ -206,7 +207,7 @@ class Plans:
         start = time.process_time()
         self.graph, self.rows, self.target = graph, rows, target
         self.options = replace(PlanOptions.of(Config()), max_partition_num=target.blocks)
-        self.blocks = make_blocks(graph, self.options, world=target.devices)
+        self.blocks = make_blocks(Partitioning.of(graph), self.options, world=target.devices)
         self.slots = tuple(Slot(*place) for place in target.cluster.places(target.devices))
         self.costs = analytic_costs(
             graph,

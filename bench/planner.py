@@ -38,6 +38,7 @@ from rannd.config.cluster import load_cluster
 from rannd.errors import DoesNotFitError
 from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot, Stage
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.estimate import Reductions, StageTables, Variant
@@ -81,7 +82,7 @@ def times(repeats: int) -> None:
     options = PlanOptions()
     costs = layered(32)
     for world in (8, 64, 512):
-        blocks = make_blocks(graph, options, world=world)
+        blocks = make_blocks(Partitioning.of(graph), options, world=world)
         slots = tuple(Slot(*divmod(device, 8)) for device in range(world))
         given = {"world": world, "slots": slots, "batch_rows": 64 * world, "options": options}
         for name, memory in (("much memory", PLENTY), ("tight", int(3e9)), ("tighter", int(2.4e9))):
@@ -107,7 +108,7 @@ def block_times(repeats: int) -> None:
         took = []
         for _ in range(repeats):
             start = time.perf_counter()
-            blocks = make_blocks(graph, PlanOptions(), world=8)
+            blocks = make_blocks(Partitioning.of(graph), PlanOptions(), world=8)
             middle = time.perf_counter()
             Intervals(graph, blocks, layered(len(blocks)).blocks)
             took.append((middle - start, time.perf_counter() - middle))
@@ -306,7 +307,7 @@ def value(models: int, *, ranked: bool) -> None:
         if done == models:
             break
         done += 1
-        blocks = make_blocks(graph, PlanOptions(), world=WORLD)
+        blocks = make_blocks(Partitioning.of(graph), PlanOptions(), world=WORLD)
         ops = [block.ops for block in blocks]
         costs = analytic_costs(graph, ops, cluster, fewest=1, most=ROWS, nodes=2)
         line = []

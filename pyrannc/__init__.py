@@ -14,7 +14,7 @@ import torch as _torch
 from rannd import log as _log
 from rannd import torch_versions as _torch_versions
 
-# First of all, since what follows may not even be imported with another torch; of several ranks by rank 0 alone.
+# Before the other imports, which may fail with an untested torch version; only rank 0 warns.
 if _log.rank_of(os.environ) in ("", "0"):
     _torch_versions.warn_if_untried(_torch.__version__, stacklevel=2)
 
@@ -25,8 +25,8 @@ from rannd.plan.plan_text import show as _show
 from rannd.runtime.comm.lockstep import Phase as _Phase
 from rannd.runtime.comm.lockstep import meet as _meet
 from rannd.runtime.comm.process_flags import delay_grad_allreduce, keep_graph, sync_params_on_init
+from rannd.runtime.comm.rendezvous import find_place as _find_place
 from rannd.runtime.comm.world import current as _current
-from rannd.runtime.comm.world import find_place as _find_place
 from rannd.runtime.module import RaNNCModule, clear
 from rannd.runtime.parameters.deferred_init import DistributeModelParams
 from rannd.runtime.planning.deployment_file import named as _named
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported at its first use: torch.distributed.checkpoint takes as long as a fifth of torch."""
+    """Import the checkpoint API at its first use: torch.distributed.checkpoint adds a fifth to torch's import time."""
     if name in ("load_checkpoint", "save_checkpoint"):
         from rannd.runtime.checkpoint import checkpoint_api
 
@@ -68,28 +68,28 @@ def __dir__() -> list[str]:
 
 
 def get_rank() -> int:
-    """This process's rank, 0 where it is alone."""
+    """Rank of this process, 0 without a launcher."""
     return _find_place(os.environ).rank
 
 
 def get_world_size() -> int:
-    """Number of ranks, 1 where this process is alone."""
+    """Number of ranks, 1 without a launcher."""
     return _find_place(os.environ).size
 
 
 def barrier() -> None:
-    """Wait for all ranks. StepError where some rank is at another place of the script."""
+    """Wait until all ranks get here; StepError if some rank makes a different collective call instead."""
     config = _configuration.load()
     _log.setup(level=config.log_level)
     _meet(_current(config), _Phase.BARRIER)
 
 
 def show_deployment(path: str | Path, batch_size: int | None = None) -> None:
-    """Print what is planned in a file that `save_deployment` wrote: stages, memory, time, what was not chosen.
+    """Print the plan in a file written by `save_deployment`: stages, memory, time and rejected alternatives.
 
-    Needs neither ranks nor devices; of several ranks, rank 0 alone prints. `batch_size`: rows of all ranks'
-    mini-batches together; other than the planned one, estimates are scaled to it, roughly. DeploymentError where the
-    file is not there, or is no deployment; UsageError for a batch below 1.
+    Needs no launcher and no devices; under a launcher only rank 0 prints. `batch_size` is the global batch size; if it
+    is not the planned one, estimates are scaled to it roughly. DeploymentError if the file does not exist or is not a
+    deployment; UsageError for a batch size below 1.
     """
     if get_rank() == 0:
         file = Path(path).expanduser()

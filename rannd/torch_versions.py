@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from rannd.patches import declare, install, patched
+
 OLDEST = (2, 11)
 NEWEST = (2, 15)
 """The tried range: every minor version from OLDEST to NEWEST."""
@@ -296,6 +298,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module._backward_hooks", "Code of the user's that autograd runs."),
     PrivateName("torch.nn.Module._backward_pre_hooks", "Code of the user's that autograd runs before."),
     PrivateName("torch.nn.Module._buffers", "A module's own buffers, to replace them."),
+    PrivateName("torch.nn.Module._call_impl", "What torch reads of a module whenever it is called."),
     PrivateName("torch.nn.Module._forward_hooks", "Code of the user's that runs after forward."),
     PrivateName("torch.nn.Module._forward_hooks_always_called", "Which of them run where forward fails."),
     PrivateName("torch.nn.Module._forward_hooks_with_kwargs", "Which of them take keyword arguments."),
@@ -311,6 +314,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module._save_to_state_dict", "A method that tracing needs not look into."),
     PrivateName("torch.nn.Module._state_dict_hooks", "Concern saving alone: no part of a cached trace's key."),
     PrivateName("torch.nn.Module._state_dict_pre_hooks", "Concern saving alone: no part of a cached trace's key."),
+    PrivateName("torch.nn.Module._wrapped_call_impl", "What torch reads of a module whenever it is called."),
     PrivateName(
         "torch.nn.Module.state_dict._metadata",
         "Versions of modules in a state_dict, which load_state_dict reads: kept in copies.",
@@ -337,8 +341,16 @@ PRIVATE_NAMES = (
         "Hooks of all modules, which a cached trace must not miss.",
     ),
     PrivateName(
+        "torch.nn.modules.module._global_buffer_registration_hooks",
+        "Hooks of all modules, of which 2.11 and 2.12 leave some behind.",
+    ),
+    PrivateName(
         "torch.nn.modules.module._global_forward_hooks", "Hooks of all modules, which a cached trace must not miss."
     ),
+    PrivateName(
+        "torch.nn.modules.module._global_forward_hooks_always_called", "Which of them run where forward fails."
+    ),
+    PrivateName("torch.nn.modules.module._global_forward_hooks_with_kwargs", "Which of them take keyword arguments."),
     PrivateName(
         "torch.nn.modules.module._global_forward_pre_hooks", "Hooks of all modules, which a cached trace must not miss."
     ),
@@ -418,6 +430,12 @@ def override_fake(name: str, kernel: Callable[..., Any]) -> None:
     torch.library.register_fake(name, kernel, allow_override=True)
 
 
+_SHAPES = declare("shapes in C++", torch.nn.functional, "_infer_size", "it takes no symbol for a size", "2.11, 2.12")
+_CHECKPOINTS = declare(
+    "checkpoints", torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", "cannot be traced", "2.11, 2.12"
+)
+
+
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """What has to be in place while a model is traced, and must not be while it runs.
@@ -425,21 +443,22 @@ def tracing() -> Iterator[None]:
     Until 2.12 ``F.binary_cross_entropy`` with weights computes a shape in C++ (``_infer_size``), which takes no symbol
     for a size: the number of rows would be fixed. From 2.13 on it is ``broadcast_shapes``, as here; torch.jit, which
     compiles the other, cannot compile this.
+
+    Until 2.12 an export that fails leaves a hook of all modules behind, which holds the model and the graph.
     """
-    functional: Any = torch.nn.functional
-    before = vars(functional).get("_infer_size")
-    if before is None:
-        yield
-        return
-    functional._infer_size = torch.broadcast_shapes
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks if VERSION < (2, 13) else {}
+    before = set(hooks)
+    shapes = (_SHAPES.by(torch.broadcast_shapes),) if hasattr(torch.nn.functional, "_infer_size") else ()
     try:
-        yield
+        with patched(*shapes):
+            yield
     finally:
-        functional._infer_size = before
+        for key in set(hooks) - before:
+            if hooks[key].__module__.startswith("torch."):
+                del hooks[key]
 
 
-@contextlib.contextmanager
-def no_recomputing() -> Iterator[None]:
+def no_recomputing() -> contextlib.AbstractContextManager[None]:
     """Run what the user checkpoints (not reentrant) without it, where torch could not trace it otherwise.
 
     2.11 keeps the inputs of a checkpoint by an autograd.Function of its own, and looks for them in the autograd graph
@@ -448,11 +467,8 @@ def no_recomputing() -> Iterator[None]:
     traced tensors. Later versions trace through a checkpoint.
     """
     if VERSION >= (2, 13):
-        yield
-        return
-    checkpoint: Any = torch.utils.checkpoint
-    before = getattr(checkpoint, "_checkpoint_without_reentrant_generator", None)
-    if before is None:
+        return contextlib.nullcontext()
+    if not hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"):
         raise RuntimeError(
             f"torch {torch.__version__} cannot trace through a checkpoint, and torch.utils.checkpoint has no "
             "_checkpoint_without_reentrant_generator to leave it out by; use torch 2.13 or later"
@@ -461,11 +477,7 @@ def no_recomputing() -> Iterator[None]:
     def directly(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    checkpoint._checkpoint_without_reentrant_generator = directly
-    try:
-        yield
-    finally:
-        checkpoint._checkpoint_without_reentrant_generator = before
+    return patched(_CHECKPOINTS.by(directly))
 
 
 def mend_kernels() -> None:
@@ -504,14 +516,17 @@ def _embedding(
 def _mend_lstm() -> None:
     """Until 2.12 the last states of an LSTM have one dimension too many while it is traced: the dimension of the
     samples is squeezed in place of the one in front of it."""
-    decompositions: Any = torch._decomp.decompositions
-    own = decompositions.one_layer_lstm
 
-    def one_layer_lstm(inp: Any, hidden: Any, params: Any, has_biases: bool, reverse: bool = False) -> Any:
+    def one_layer_lstm(
+        own: Callable[..., Any], inp: Any, hidden: Any, params: Any, has_biases: bool, reverse: bool = False
+    ) -> Any:
         out, last = own(inp, hidden, params, has_biases, reverse=reverse)
         return out, tuple(state.reshape(given.shape) for state, given in zip(last, hidden, strict=True))
 
-    decompositions.one_layer_lstm = one_layer_lstm
+    home = torch._decomp.decompositions
+    install(
+        declare("the LSTM", home, "one_layer_lstm", "traced with wrong shapes", "2.11, 2.12").around(one_layer_lstm)
+    )
 
 
 def _cross_entropy_loss(

@@ -408,6 +408,8 @@ class Walk(ast.NodeVisitor):
         if function in ATTRIBUTE_FUNCTIONS and node.args:
             named = node.args[-1 if function == "attrgetter" else 1] if len(node.args) > 1 else node.args[0]
             self.key(named, node.args[0])
+        elif function == "declare" and len(node.args) > 2:  # of rannd.patches: name, target, attribute
+            self.key(node.args[2], node.args[1])
         elif function in ("get", "pop", "setdefault") and node.args and isinstance(node.func, ast.Attribute):
             held = _dictionary_of(node.func.value)
             if held is not None:

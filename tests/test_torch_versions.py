@@ -137,6 +137,7 @@ CHAINS = {
     "from torch.nn import functional as F\nF._pad(x)": ["torch.nn.functional._pad"],
     "import torch\nC = torch._C\nC._thing()": ["torch._C", "_thing"],
     "import torch\nsetattr(torch.autograd, '_run', f)": ["torch.autograd._run"],
+    "import torch\ndeclare('a name', torch.autograd, '_run', 'why')": ["torch.autograd._run"],
     "import torch\ntorch.ops.aten._softmax.default": ["torch.ops.aten._softmax.default"],
     "import torch\ntorch.save(x, y, _no_such_option=True)": ["_no_such_option"],
 }

@@ -17,7 +17,9 @@ from rannd.graph.call.signature import flatten_call
 from rannd.plan.deployment import Deployment
 from rannd.runtime import registry
 from rannd.runtime.comm import process_flags
-from rannd.runtime.comm.world import current, made
+from rannd.runtime.comm.context import Context, WrapOptions
+from rannd.runtime.comm.lockstep import forget_uncompared
+from rannd.runtime.comm.world import current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.parameters.state_dict import copy_of, gather_state, load_later, load_state, own_state
@@ -118,11 +120,7 @@ class RaNNCModule(nn.Module):
         self.__dict__["_inner"] = model
         self._config = config
         self._optimizer = optimizer
-        self._session = Session(
-            current(config),
-            config,
-            model,
-            optimizer,
+        options = WrapOptions(
             load_deployment=file,
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
             sync=process_flags.sync_params,
@@ -130,6 +128,7 @@ class RaNNCModule(nn.Module):
             scaler=scaler,
             shared=not gather_inputs,
         )
+        self._session = Session(Context.of(current(config), config, model, optimizer, options))
         self.training = model.training
         _wrapped.add(self)
         registry.enter(self, model)
@@ -453,8 +452,6 @@ def clear() -> None:
     _wrapped.clear()
     grad_norm.remove()
     autograd_inputs.remove()
-    world = made()
-    if world is not None:
-        world.uncompared.clear()
+    forget_uncompared()
     process_flags.delayed = False
     process_flags.keeps_graph = False

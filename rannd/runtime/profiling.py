@@ -13,6 +13,7 @@ from rannd.errors import UsageError
 from rannd.graph.call.signature import flatten_call
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime import registry
+from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.world import current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.session import Session
@@ -48,6 +49,6 @@ def profile(model: nn.Module, inputs: Any) -> GraphProfile:
     if not isinstance(args, tuple):
         args = (args,)
     world = current(config)
-    session = Session(world, config, model, None, load_deployment=None, checkpoint=None, sync=False)
+    session = Session(Context.of(world, config, model))
     with world.watch.inside("profile"):
         return session.profile(flatten_call(args, kwargs), model.training)

@@ -400,8 +400,6 @@ def realised(recipe: Recipe, rows: int = 3) -> Iterator[tuple[nn.Module, tuple[A
     module = types.ModuleType(NAME)
     sys.modules[NAME] = module
     exec(_compiled(SOURCE.format(**recipe.slots)), vars(module))
-    default, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
-    mkldnn = torch._C._get_mkldnn_enabled()
     try:
         model: nn.Module = module.Net(**recipe.sizes)
         model.values = recipe.values  # type: ignore[assignment]
@@ -414,24 +412,35 @@ def realised(recipe: Recipe, rows: int = 3) -> Iterator[tuple[nn.Module, tuple[A
             x = x.to(getattr(torch, recipe.input))
         x.requires_grad_(recipe.input == "gradient")
         args = tuple(_with_rows(arg, rows) for arg in args)
-        with ExitStack() as stack:
-            if recipe.mode == "no gradients":
-                stack.enter_context(torch.no_grad())
-            elif recipe.mode.startswith("autocast"):
-                dtype = torch.float16 if recipe.mode.endswith("half") else torch.bfloat16
-                stack.enter_context(torch.autocast("cpu", dtype=dtype))
-            elif recipe.mode == "doubles by default":
-                torch.set_default_dtype(torch.float64)
-            elif recipe.mode == "deterministic":
-                torch.use_deterministic_algorithms(True)
-            elif recipe.mode == "no mkldnn":
-                torch._C._set_mkldnn_enabled(False)
+        with in_mode(recipe.mode):
             yield model, (x, *args), named
+    finally:
+        del sys.modules[NAME]
+
+
+@contextmanager
+def in_mode(mode: str) -> Iterator[None]:
+    """One of MODES."""
+    default, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    mkldnn = torch._C._get_mkldnn_enabled()
+    try:
+        with ExitStack() as stack:
+            if mode == "no gradients":
+                stack.enter_context(torch.no_grad())
+            elif mode.startswith("autocast"):
+                dtype = torch.float16 if mode.endswith("half") else torch.bfloat16
+                stack.enter_context(torch.autocast("cpu", dtype=dtype))
+            elif mode == "doubles by default":
+                torch.set_default_dtype(torch.float64)
+            elif mode == "deterministic":
+                torch.use_deterministic_algorithms(True)
+            elif mode == "no mkldnn":
+                torch._C._set_mkldnn_enabled(False)
+            yield
     finally:
         torch.set_default_dtype(default)
         torch.use_deterministic_algorithms(deterministic)
         torch._C._set_mkldnn_enabled(mkldnn)
-        del sys.modules[NAME]
 
 
 def _with_rows(value: Any, rows: int) -> Any:

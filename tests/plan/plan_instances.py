@@ -9,6 +9,7 @@ from plan_graphs import costs_for, random_costs, random_graph
 
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import RUNS, RunMode
@@ -25,7 +26,7 @@ def deploy(
     graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, ranked: bool = False, **items: object
 ) -> Deployment:
     options = PlanOptions(**items)  # type: ignore[arg-type]
-    blocks = make_blocks(graph, options, world=world)
+    blocks = make_blocks(Partitioning.of(graph), options, world=world)
     return plan(
         graph,
         blocks,
@@ -50,7 +51,7 @@ class Instance:
         self.options = PlanOptions(max_pipeline=random.choice([1, 4, 8]), **options)  # type: ignore[arg-type]
         self.graph: TaskGraph = random_graph(random, random.randint(1, ops))
         self.batch_rows = random.randint(1, 40)
-        self.blocks: tuple[Block, ...] = make_blocks(self.graph, self.options, world=self.world)
+        self.blocks: tuple[Block, ...] = make_blocks(Partitioning.of(self.graph), self.options, world=self.world)
         self.costs: CostTable = random_costs(random, len(self.blocks))
         self.interleaved = random.random() < 0.7
         self.way = way or RunMode("1f1b" if self.interleaved else "fill_drain")

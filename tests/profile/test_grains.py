@@ -18,6 +18,7 @@ from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.grains import MOST, make_grains
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
 from rannd.profile.block_costs import block_part
 from rannd.profile.kept_values import Memory
@@ -68,7 +69,7 @@ def test_a_deeper_model_has_nothing_new_to_measure(build: Callable[[int], nn.Mod
     for layers in (3, 4, 6, 12, 24, 25, 48):
         graph, _ = measured_graph(build(layers), given)
         grains = grains_of(graph)
-        blocks = make_blocks(graph.task, PlanOptions(), world=2)
+        blocks = make_blocks(Partitioning.of(graph.task), PlanOptions(), world=2)
         for block in blocks:
             inside = [grain for grain in grains if set(grain) & set(block.ops)]
             assert sorted(op for grain in inside for op in grain) == sorted(block.ops), "a block has whole grains"
@@ -81,7 +82,9 @@ def test_a_deeper_model_has_nothing_new_to_measure(build: Callable[[int], nn.Mod
 def test_more_stages_than_grains_are_made_of_atoms() -> None:
     graph, _ = measured_graph(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Tanh(), nn.Sigmoid()), torch.ones(4, 8))
     assert len(grains_of(graph)) == 1
-    assert len(make_blocks(graph.task, PlanOptions(partition_num=4, min_partition_num=1), world=4)) == 4
+    assert (
+        len(make_blocks(Partitioning.of(graph.task), PlanOptions(partition_num=4, min_partition_num=1), world=4)) == 4
+    )
 
 
 def test_a_long_way_without_parameters_has_several_grains() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import pyrannc
-from rannd.runtime.comm.world import made
+from rannd.runtime.comm.cache_client import Cache
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +16,4 @@ def alone(monkeypatch: pytest.MonkeyPatch, daemon_home: object) -> Iterator[None
     monkeypatch.setenv("RANNC_LOG_LEVEL", "warn")
     yield
     pyrannc.clear()
-    world = made()
-    if world is not None:
-        world.uncached = False  # the daemon that it lost was this test's
+    Cache.lost = False  # the daemon that it lost was this test's

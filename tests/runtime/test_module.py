@@ -114,7 +114,9 @@ def test_random_numbers_of_the_script_stay_untouched() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_dropout_is_the_same_in_two_runs_of_one_seed() -> None:
+def test_dropout_is_the_same_in_two_runs_of_one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_PIPELINE_NUM", "2")  # without a cache, measured costs could choose another number
+
     def run() -> torch.Tensor:
         torch.manual_seed(7)
         model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))

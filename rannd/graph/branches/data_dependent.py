@@ -13,9 +13,8 @@ numbers are in draws.py.
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -31,6 +30,9 @@ from rannd.graph.fx.fx_names import graph_module
 from rannd.graph.fx.leaf_op import NAME as LEAF
 from rannd.graph.fx.traced import Decisions, attribute, operator_name
 from rannd.graph.modules.source_location import Offence, here, of_torch
+from rannd.patches import caller, declare, patched
+
+_SIZES = declare("branches on sizes", torch.SymBool, "__bool__", "those that depend on what is in a tensor are decided")
 
 _TRUTHS = ("__bool__", "is_nonzero")
 _NUMBERS = ("item", "__int__", "__index__")
@@ -102,32 +104,31 @@ class Deciding(TorchFunctionMode):
             return self._assumed[len(self.noted)]
         return value
 
+    def _size(self, truth: Callable[[torch.SymBool], bool], condition: torch.SymBool) -> bool:
+        """The truth of a comparison of sizes."""
+        try:
+            return truth(condition)
+        except GuardOnDataDependentSymNode:
+            if of_torch(caller().f_code.co_filename):
+                raise  # torch itself asks, and may go on without an answer
+            known = self._shadows.number(condition)
+            if known is None:  # not an Exception: the user's code must not catch it and go on
+                raise Offence(
+                    "branches on what is in its tensors", here(self._shadows.model), "which a graph cannot"
+                ) from None
+            value = self._way(known)
+            self.noted.append((condition, value))
+            torch._check(condition if value else torch.sym_not(condition))
+            return value
+
     def __enter__(self) -> Self:
-        truth: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
-
-        def decided(condition: torch.SymBool) -> bool:
-            try:
-                return truth(condition)
-            except GuardOnDataDependentSymNode:
-                if of_torch(sys._getframe(1).f_code.co_filename):
-                    raise  # torch itself asks, and may go on without an answer
-                known = self._shadows.number(condition)
-                if known is None:  # not an Exception: the user's code must not catch it and go on
-                    raise Offence(
-                        "branches on what is in its tensors", here(self._shadows.model), "which a graph cannot"
-                    ) from None
-                value = self._way(known)
-                self.noted.append((condition, value))
-                torch._check(condition if value else torch.sym_not(condition))
-                return value
-
-        torch.SymBool.__bool__ = decided  # type: ignore[method-assign]
-        self._restore = partial(setattr, torch.SymBool, "__bool__", truth)
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(patched(_SIZES.around(self._size)))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *problem: Any) -> None:
-        self._restore()
+        self._patches.close()
         super().__exit__(*problem)  # type: ignore[no-untyped-call]
 
 

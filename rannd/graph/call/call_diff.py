@@ -1,4 +1,4 @@
-"""In what calls of a model differ: for ranks that do not make the same one."""
+"""Describe how the model calls of different ranks differ."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STRUCTURE = "structure"
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a leaf, so that its path can be found."""
+    """Placeholder for a pytree leaf, used to look up its path."""
 
     position: int
 
 
 def of_call(call: Call, mode: Mode) -> dict[str, str]:
-    """Name of each argument (and of nested parts) to what has to be the same on all ranks, in words."""
+    """Map each argument name (nested ones included) to a description of what must be equal on all ranks."""
     words = {
         position: f"a tensor of {_dtype(tensor.dtype)} with {tensor.ndim} dimensions{_grad(tensor.requires_grad)}"
         for position, tensor in zip(call.positions, call.tensors, strict=True)
@@ -34,7 +34,7 @@ def of_call(call: Call, mode: Mode) -> dict[str, str]:
 
 
 def of_signature(signature: Signature) -> dict[str, str]:
-    """The same of a graph that is there already; its shapes are known."""
+    """Like `of_call`, for the signature of an existing graph, whose shapes are known."""
     words = {}
     for position, spec in zip(signature.positions, signature.tensors, strict=True):
         sizes = ", ".join([*(["B"] if spec.batch else []), *map(str, spec.shape)])
@@ -46,7 +46,7 @@ def of_signature(signature: Signature) -> dict[str, str]:
 
 
 def difference(calls: Sequence[Mapping[str, str]]) -> str:
-    """What differs, '' for calls that are alike: each rank that differs from most of them, and in what."""
+    """Describe which ranks differ from the majority, and in which arguments; '' if all calls are alike."""
     keys = [tuple(sorted(call.items())) for call in calls]
     counts = Counter(keys)
     common = max(counts.values())
@@ -74,7 +74,7 @@ def _told(rank: int, call: Mapping[str, str], first: int, usual: Mapping[str, st
             lines.append(f"rank {rank} passes {name} ({here}), rank {first} does not")
         else:
             lines.append(f"rank {rank} passes {here} as {name}, rank {first} {there}")
-    # The containers' own types differ with everything in them alike: a list here, a tuple there.
+    # Mention the structure only if nothing else differs, e.g. a list on one rank and a tuple on another.
     structural = [line for line in lines if f" {STRUCTURE}" in line]
     return structural if len(structural) == len(lines) else [line for line in lines if line not in structural]
 

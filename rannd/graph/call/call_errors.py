@@ -1,4 +1,4 @@
-"""What newcomers get wrong when they call a model, in words: what it was, and what to do."""
+"""Checks and hints for common mistakes in calling a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_NOTES = 3
 
 
 def check_ready(model: nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-    """UsageError where a model is not there yet, or a tensor of a call has no values to be moved."""
+    """UsageError if the model has uninitialized lazy parameters, or only the tensors are on the meta device."""
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise UsageError(
@@ -34,7 +34,7 @@ def check_ready(model: nn.Module, names: Sequence[str], tensors: Sequence[torch.
 
 
 def check_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-    """UsageError where a tensor of a call that is to be computed has no values."""
+    """UsageError if a tensor of a call that is to be executed is on the meta device."""
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.is_meta:
             raise UsageError(
@@ -45,10 +45,10 @@ def check_values(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def explained(model: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Add what looks wrong about a call to the TraceError that it ends in.
+    """Context manager that appends hints about likely mistakes in the call to a TraceError.
 
-    A model is traced with another number of rows than the call's, so its own message may speak of sizes that its user
-    has never seen.
+    Tracing uses another number of rows than the call, so the model's own message may mention sizes that the user has
+    never seen.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def _notes(model: nn.Module, signature: Signature, tensors: Sequence[torch.Tenso
     batch = next((spec.name for spec in signature.tensors if spec.batch), "")
     found = [
         f"{spec.name} has {tensor.shape[0]} rows and {batch} has {rows}: tensors with another number of rows "
-        "than the batch are not split, but given whole to every piece"
+        "than the batch are not split, but passed whole to every microbatch"
         for spec, tensor in zip(signature.tensors, tensors, strict=True)
         if not spec.batch and tensor.ndim
     ]
@@ -81,12 +81,12 @@ def _notes(model: nn.Module, signature: Signature, tensors: Sequence[torch.Tenso
 
 
 def numbers_by_row(signature: Signature, rows: int) -> list[str]:
-    """Arguments that are lists of as many numbers as the batch has rows: most likely one for each sample."""
+    """Names of arguments that are lists with one number per row of the batch, so probably meant per sample."""
     return [name for name, value in _named_arguments(signature) if rows > 1 and len(value) == rows]
 
 
 def _named_arguments(signature: Signature) -> Iterator[tuple[str, list[Any] | tuple[Any, ...]]]:
-    """Arguments that are lists of numbers."""
+    """Yield (name, value) of top-level arguments that are lists or tuples of numbers."""
     args, kwargs = signature.unflatten([None] * len(signature.tensors))
     for name, value in [*((f"argument {place}", each) for place, each in enumerate(args)), *kwargs.items()]:
         if isinstance(value, (list, tuple)) and value and all(isinstance(each, (int, float)) for each in value):

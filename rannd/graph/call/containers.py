@@ -1,4 +1,4 @@
-"""Containers in the model's arguments and results: which are looked into, and what ranks cannot hand back."""
+"""Pytree registration of containers in the model's arguments and results, and their serialization."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rannd.errors import TraceError
 
 _HELD = (type(None), bool, int, float, complex, str, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool,
          torch.dtype, torch.device)  # fmt: skip
-"""What an argument or a result is made of."""
+"""Leaf types supported in arguments and results."""
 
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 
 
 def register_containers(value: Any) -> None:
-    """Let pytree see into the dataclasses in a value, and into the classes that users derive from collections.
+    """Register dataclasses and subclasses of collections found in a value with pytree.
 
-    Their authors need not have registered them. Classes derived from tuple, list, dict and UserDict (tokenizers hand
-    such ones out) are made again without calling their `__init__`, with the attributes that they had.
+    Users need not register them. Subclasses of tuple, list, dict and UserDict (as tokenizers return) are rebuilt
+    without calling their `__init__`, with their attributes restored.
     """
     for leaf in pytree.tree_leaves(value):
         kind = type(leaf)
@@ -49,7 +49,7 @@ def _register(kind: type) -> None:
 
 
 def _register_sequence(kind: type) -> None:
-    """A class derived from tuple or list. Its values are followed by those of its attributes."""
+    """Register a subclass of tuple or list; its children are its items, then the values of its attributes."""
     base: Any = tuple if issubclass(kind, tuple) else list
 
     def flatten(instance: Any) -> tuple[list[Any], list[Any]]:
@@ -72,7 +72,7 @@ def _register_sequence(kind: type) -> None:
 
 
 def _register_mapping(kind: type) -> None:
-    """A class derived from dict or UserDict. Its values are followed by those of its attributes."""
+    """Register a subclass of dict or UserDict; its children are its values, then the values of its attributes."""
     base: Any = next(each for each in kind.__mro__ if each in (OrderedDict, defaultdict, dict, UserDict))
 
     def flatten(instance: Any) -> tuple[list[Any], list[Any]]:
@@ -118,9 +118,9 @@ def _register_collection(
 
 
 def _attributes(instance: Any) -> tuple[list[str], list[Any]]:
-    """Names and values of what a collection carries beside its content.
+    """Names and values of a collection's instance attributes.
 
-    A tokenizer's batch carries the tokenizer's own objects, which no model reads: None stands for them.
+    A UserDict such as a tokenizer's BatchEncoding holds tokenizer objects that no model reads; they become None.
     """
     held = dict(getattr(instance, "__dict__", {}))
     if isinstance(instance, UserDict):
@@ -160,9 +160,9 @@ def _register_dataclass(kind: type) -> None:
 
 
 def plain_output(result: Any, dropped: list[str]) -> Any:
-    """A model's result with None in the places of objects that ranks cannot hand back (named in `dropped`).
+    """Replace leaves of a model's result that ranks cannot return by None, and append their names to `dropped`.
 
-    TraceError where no tensor is left.
+    TraceError if no tensor is left.
     """
     register_containers(result)
     paths, spec = pytree.tree_flatten_with_path(result)
@@ -183,19 +183,19 @@ def plain_output(result: Any, dropped: list[str]) -> Any:
 
 
 def spec_to_text(spec: pytree.TreeSpec) -> str:
-    """A structure as text. ValueError where it has containers that cannot be found again by their name."""
+    """Serialize a TreeSpec to text; ValueError if it has containers that cannot be looked up by name."""
     try:
         text = pytree.treespec_dumps(spec)
         same = spec_from_text(text) == spec
     except Exception as exc:
-        raise ValueError(f"the structure {spec} has no form as text: {exc}") from exc
+        raise ValueError(f"the structure {spec} cannot be serialized: {exc}") from exc
     if not same:
-        raise ValueError(f"the structure {spec} changes on its way through text")
+        raise ValueError(f"the structure {spec} changes when it is serialized")
     return text
 
 
 def spec_from_text(text: str) -> pytree.TreeSpec:
-    """The structure in a text; its classes are looked up among those that the program has imported."""
+    """Deserialize a TreeSpec; container classes are looked up in the modules imported so far."""
     for name in _class_names(json.loads(text)):
         if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
             _register(_imported(name))
@@ -216,7 +216,7 @@ def _class_names(data: Any) -> set[str]:
 
 
 def _imported(name: str) -> type:
-    """A container that the program has imported, by module and name."""
+    """Look up a container class in sys.modules by its qualified name; ValueError if there is none."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
@@ -224,4 +224,4 @@ def _imported(name: str) -> type:
             found = getattr(found, part, None)
         if isinstance(found, type) and _can_register(found):
             return found
-    raise ValueError(f"the program has no container {name}")
+    raise ValueError(f"the imported modules have no container {name}")

@@ -1,4 +1,4 @@
-"""Why a value cannot be an argument of a model that is shared among ranks, and what to pass instead."""
+"""Error messages for unsupported argument types, with advice on what to pass instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def refusal(name: str, value: Any) -> str:
-    """Why an argument cannot be given to a model that ranks share."""
+    """Message that explains why an argument is not supported and what to pass instead."""
     if isinstance(value, torch.Tensor):
         kind = "nested" if value.is_nested else f"sparse ({value.layout})"
         return (

@@ -1,8 +1,8 @@
-"""What a call of the model looks like: which arguments are tensors, which of them carry the batch.
+"""Signature of a model call: which arguments are tensors, and which of them carry the batch.
 
-Arguments may be nested (tuples, lists, dicts, registered dataclasses). Tensors become inputs of the graph:
-*batch* tensors have the samples in dimension 0 and are sliced, *whole* tensors go unsliced with every piece.
-Everything else (None, numbers, strings) is part of the graph itself.
+Arguments may be nested (tuples, lists, dicts, dataclasses). Tensors become graph inputs: *batch* tensors have the
+samples in dimension 0 and are sliced into microbatches, *whole* tensors are passed unsliced with every microbatch.
+All other leaves (None, numbers, strings) are constants of the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor argument: `shape` without the batch dimension for batch tensors, whole otherwise."""
+    """Metadata of one tensor argument; `shape` omits dimension 0 for batch tensors."""
 
     name: str
     dtype: torch.dtype
@@ -37,17 +37,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Mode:
-    """What decides, beside the inputs, which graph a call runs."""
+    """Global state that selects the graph in addition to the inputs: training, grad mode, autocast, dropout."""
 
     training: bool
     grad: bool
     autocast: str
     dropout: bool | None = None
-    """On or off whatever the training flags say; None: as they say."""
+    """Dropout forced on or off regardless of the training flags; None: follow the flags."""
 
     @staticmethod
     def current(training: bool, dropout: bool | None = None) -> Mode:
-        """The mode of a call made now. `autocast` names the enabled autocast regions and their dtypes."""
+        """The mode of a call made now; `autocast` lists enabled device types with their dtypes."""
         regions = [
             f"{device}:{torch.get_autocast_dtype(device)}"
             for device in ("cpu", "cuda")
@@ -57,12 +57,12 @@ class Mode:
 
     @property
     def float16(self) -> bool:
-        """Whether autocast computes in a type whose gradients may overflow."""
+        """Whether autocast uses float16, whose gradients may overflow."""
         return "torch.float16" in self.autocast
 
     @contextlib.contextmanager
     def autocasting(self) -> Iterator[None]:
-        """The autocast regions of the mode, whatever the ones around are: a backward runs outside of the user's."""
+        """Context manager that restores the mode's autocast state; backward runs outside the user's autocast region."""
         wanted = dict(region.split(":") for region in self.autocast.split(",") if region)
         with contextlib.ExitStack() as stack:
             for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -76,33 +76,33 @@ class Mode:
 
 @dataclass(frozen=True)
 class Signature:
-    """A class of calls that run the same graph, whatever their number of rows."""
+    """Describes all calls that run the same graph, independent of their batch size."""
 
     spec: pytree.TreeSpec
     tensors: tuple[TensorSpec, ...]
     positions: tuple[int, ...]
-    """Leaf number of each tensor."""
+    """Leaf index of each tensor."""
     constants: tuple[tuple[int, Any], ...]
-    """(leaf number, value) of all other leaves."""
+    """(leaf index, value) of all other leaves."""
     mode: Mode
     fixed_rows: int | None = None
-    """The only number of rows that the graph is for, where the model's code does not leave it open."""
+    """Batch size that the graph is specialized to, None if it is dynamic."""
     open: tuple[tuple[int, int], ...] = ()
-    """(tensor, dimension of its `shape`) of further dimensions to be left open when the model is traced."""
+    """(tensor, dimension of its `shape`) of further dimensions to trace as dynamic."""
 
     def open_dims(self, tensor: int) -> list[int]:
-        """Dimensions of a tensor, with the batch, that are left open when the model is traced."""
+        """Dynamic dimensions of a tensor, batch dimension included."""
         batch = self.tensors[tensor].batch
         found = [0] if batch and self.fixed_rows is None else []
         return found + [dim + batch for number, dim in self.open if number == tensor]
 
     def family(self) -> str:
-        """A text that is equal for signatures that differ in nothing but sizes."""
+        """Key that is equal for signatures that differ only in sizes."""
         tensors = [replace(spec, shape=(0,) * len(spec.shape)) for spec in self.tensors]
         return replace(self, tensors=tuple(tensors)).key()
 
     def key(self) -> str:
-        """A short text that is equal on ranks that run the same graph."""
+        """Short hash that is equal on ranks that run the same graph."""
         text = repr(
             (
                 str(self.spec),
@@ -117,7 +117,7 @@ class Signature:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """The call in words, for messages: tensors with their types and shapes (B: the batch), and the mode."""
+        """Describe the call for messages: tensors with dtypes and shapes (B: the batch size), and the mode."""
         batch = "B" if self.fixed_rows is None else str(self.fixed_rows)
         tensors = ", ".join(
             f"{spec.name} {str(spec.dtype).removeprefix('torch.')}"
@@ -128,14 +128,14 @@ class Signature:
         return f"{tensors} {mode}{'' if self.mode.grad else ' without gradients'} {self.mode.autocast}".rstrip()
 
     def rows(self, leaves: Sequence[torch.Tensor]) -> int:
-        """Rows of a call's tensors, or 1 where none of them carries the batch."""
+        """Batch size of a call's tensors, 1 if none of them carries the batch."""
         for spec, leaf in zip(self.tensors, leaves, strict=True):
             if spec.batch:
                 return leaf.shape[0]
         return 1
 
     def whole(self, numbers: Collection[int], rows: int) -> Signature:
-        """The same, but that some tensors, as long as the batch of `rows` rows, do not carry it."""
+        """Copy in which the tensors `numbers`, of `rows` rows like the batch, count as whole tensors."""
         tensors = [
             replace(spec, batch=False, shape=(rows, *spec.shape)) if number in numbers else spec
             for number, spec in enumerate(self.tensors)
@@ -162,7 +162,7 @@ class Signature:
         )
 
     def unflatten(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with `tensors` in the places of the tensor leaves."""
+        """Rebuild (args, kwargs) with `tensors` as the tensor leaves."""
         leaves: list[Any] = [None] * (len(self.positions) + len(self.constants))
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
@@ -184,12 +184,12 @@ class Call:
     constants: tuple[tuple[int, Any], ...]
 
     def shapes(self) -> list[list[int]]:
-        """Shape of every tensor, for the other ranks."""
+        """Shape of every tensor, to be sent to the other ranks."""
         return [list(t.shape) for t in self.tensors]
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flatten a call's arguments; UsageError for what is neither a container, a dense tensor, nor a plain value."""
+    """Flatten a call's arguments; UsageError for leaves that are neither dense tensors nor plain values."""
     ordered = {name: kwargs[name] for name in sorted(kwargs)}
     register_containers((args, ordered))
     paths, spec = pytree.tree_flatten_with_path((tuple(args), ordered))
@@ -212,9 +212,9 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
 def classify(call: Call, mode: Mode, shapes: Sequence[Sequence[Sequence[int]]]) -> Signature:
     """Decide which tensors carry the batch.
 
-    `shapes[rank][i]` is the shape of tensor i on each rank, so that all ranks decide alike. The batch size of
-    a rank is the most frequent first dimension of its tensors (the first one among equals); a tensor carries
-    the batch when its first dimension is that size on every rank.
+    `shapes[rank][i]` is the shape of tensor i on each rank, so that all ranks decide alike. A rank's batch size is the
+    most frequent first dimension of its tensors (the earliest one on ties); a tensor carries the batch if its first
+    dimension has that size on every rank.
     """
     if not call.tensors:
         given = ", ".join([*(repr(value) for _, value in call.constants[:3]), *(["..."] if call.constants[3:] else [])])
@@ -244,7 +244,7 @@ def classify(call: Call, mode: Mode, shapes: Sequence[Sequence[Sequence[int]]]) 
 
 
 def argument_name(path: tuple[Any, ...]) -> str:
-    """'x[0]' for a leaf of a keyword argument x, 'argument 1' for a positional one."""
+    """Readable name of a leaf: 'x[0]' in keyword argument x, 'argument 1' for a positional argument."""
     kind, first, *rest = path
     head = f"argument {first.idx}" if kind.idx == 0 else str(first.key)
     return head + pytree.keystr(tuple(rest))

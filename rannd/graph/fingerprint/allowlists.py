@@ -7,9 +7,6 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LONGEST = 200_000
-"""Values of one container."""
-
 HARMLESS = _names(
     """
     __future__ abc array bisect builtins cmath codecs collections contextlib copy dataclasses enum
@@ -89,11 +86,6 @@ NOT_IN_FORWARD = CONSTRUCTING | _names(
     """
 )
 """Methods of modules that neither a call nor tracing runs."""
-
-IGNORED = {
-    ("transformers.generation.configuration_utils", "GenerationConfig"): frozenset({"_original_object_hash"}),
-}
-"""Attributes that differ from process to process and that only saving reads."""
 
 LOOKED_INTO = ("torch", "torch.nn.functional", "torch._tensor", "torch.functional", "torch._C._nn", "math", "builtins")
 """Modules that are searched for functions of the user's."""

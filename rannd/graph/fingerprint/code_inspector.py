@@ -25,9 +25,10 @@ from rannd.graph.fingerprint import allowlists
 from rannd.graph.fingerprint.bytecode import Import, digest_of, facts_of, names_in
 from rannd.graph.fingerprint.introspect import HEAP_TYPE, cells, full_name, module_name, mro_of, namespace, vars_of
 from rannd.graph.fingerprint.module_writer import ModuleWriter
+from rannd.graph.fingerprint.object_reader import C_DESCRIPTORS, CACHED
 from rannd.graph.fingerprint.patched_libraries import Foreign
 from rannd.graph.fingerprint.provenance import PYTHON, USER, owner_of_function, owner_of_module
-from rannd.graph.fingerprint.value_writer import C_DESCRIPTORS, CACHED, Hidden
+from rannd.graph.fingerprint.value_writer import Hidden
 
 _METHODS = frozenset({types.FunctionType, staticmethod, classmethod, property, functools.cached_property, CACHED})
 _CLASS_SKIPPED = frozenset(

@@ -46,18 +46,14 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.nn.modules import module as torch_modules
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rannd.graph.call.signature import Signature
 from rannd.graph.fingerprint.code_inspector import Inspector
+from rannd.graph.fingerprint.object_reader import attributes_of, modules_of
 from rannd.graph.fingerprint.provenance import PYTHON, file_digest, requirements_of, version_of
+from rannd.graph.fingerprint.state_rules import global_hooks, modes_around, switches
 from rannd.graph.fingerprint.value_writer import Hidden
-
-_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks",
-                 "_global_backward_pre_hooks")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ def fingerprint(model: nn.Module, signature: Signature) -> Fingerprint | Unseen:
 
 
 def _components(model: nn.Module, signature: Signature) -> dict[str, str]:
-    modules = list(_modules(model))
+    modules = list(modules_of(model, again=True))
     first: dict[int, str] = {}
     for name, module in modules:
         first.setdefault(id(module), name)
@@ -108,9 +104,8 @@ def _components(model: nn.Module, signature: Signature) -> dict[str, str]:
             lines.append(f"{name!r} {inspector.write_module(module, name)}")
         else:
             lines.append(f"{name!r} is {first[id(module)]!r}")
-    for key in _GLOBAL_HOOKS:
-        for hook in getattr(torch_modules, key).values():
-            lines.append(f"{key} {inspector.write(hook, key, 'a hook of all modules')}")
+    for name, flags, hook in global_hooks():
+        lines.append(f"{name} {flags} {inspector.write(hook, name, 'a hook of all modules')}")
     described = list(_describe_tensors(inspector, tensors, owners))
     call = _call(inspector, signature)
     inspector.finish()
@@ -135,21 +130,6 @@ def _digest(lines: list[str]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every place of every module, in the order of named_modules; what is below a module comes once."""
-    waiting = [("", model)]
-    seen: set[int] = set()
-    while waiting:
-        name, module = waiting.pop()
-        yield name, module
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        inside = object.__getattribute__(module, "__dict__").get("_modules", {})
-        prefix = f"{name}." if name else ""
-        waiting += [(prefix + key, child) for key, child in reversed(inside.items()) if child is not None]
-
-
 def _tensors(
     modules: list[tuple[str, nn.Module]], first: Mapping[int, str]
 ) -> Iterator[tuple[str, torch.Tensor | None, str]]:
@@ -158,7 +138,7 @@ def _tensors(
         if first[id(module)] != name:
             continue
         prefix = f"{name}." if name else ""
-        state = object.__getattribute__(module, "__dict__")
+        state = attributes_of(module)
         for kind, key in (("parameter", "_parameters"), ("buffer", "_buffers")):
             for inner, tensor in state.get(key, {}).items():
                 yield prefix + inner, tensor, kind
@@ -209,37 +189,20 @@ def _structure(inspector: Inspector, spec: pytree.TreeSpec) -> str:
 
 def _mode(signature: Signature) -> str:
     """Every switch that decides which operators a model's code becomes."""
-    for stack in (_get_current_function_mode_stack(), _get_current_dispatch_mode_stack()):
-        for mode in stack:
-            if type(mode) is not DeviceContext:
-                raise Hidden(f"the call runs inside a {type(mode).__module__}.{type(mode).__qualname__}")
-    cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
-    einsum = torch.backends.opt_einsum
-    switches: dict[str, Any] = {
+    for mode in modes_around():
+        if type(mode) is not DeviceContext:
+            raise Hidden(f"the call runs inside a {type(mode).__module__}.{type(mode).__qualname__}")
+    found: dict[str, Any] = {
         "training": signature.mode.training,
         "grad": signature.mode.grad,
         "autocast": signature.mode.autocast,
         "dropout": signature.mode.dropout,
-        "autocast dtypes": [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
-        "autocast cache": torch.is_autocast_cache_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "fill": torch._C._get_deterministic_fill_uninitialized_memory(),
-        "anomaly": torch.is_anomaly_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "sdp": [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
-                cuda.cudnn_sdp_enabled()],
-        "mkldnn": [mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
-        "cudnn": [torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()],
-        "fast path": torch.backends.mha.get_fastpath_enabled(),
-        "einsum": [einsum.is_available(), einsum.enabled, einsum.strategy],
+        **switches(),
+        "built": [torch.backends.mkldnn.is_available(), torch.backends.opt_einsum.is_available()],
         "cuda": [torch.cuda.is_available(), torch.cuda.device_count()],
         "optimized": sys.flags.optimize,
-    }  # fmt: skip
-    return ", ".join(f"{name} {value}" for name, value in switches.items())
+    }
+    return ", ".join(f"{name} {value}" for name, value in found.items())
 
 
 def _versions(owners: set[str]) -> str:

@@ -46,18 +46,6 @@ def vars_of(cls: type) -> Mapping[str, Any]:
     return found
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object whose class has a place for them; none where Python shows none.
-
-    Since 3.12 type variables have a place for attributes, and no ``__dict__``.
-    """
-    try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return found
-
-
 def cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """(name, value) of the variables that a function closes over and that have a value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -7,18 +7,20 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from rannd.graph.fingerprint import allowlists
 from rannd.graph.fingerprint.bytecode import number
-from rannd.graph.fingerprint.introspect import attributes_of
-from rannd.graph.fingerprint.value_writer import MOST_BYTES, TENSORS, Hidden, ValueWriter
+from rannd.graph.fingerprint.object_reader import Sort, attributes_of, form_of
+from rannd.graph.fingerprint.state_rules import (
+    HOOK_FLAGS,
+    IGNORED,
+    IGNORED_OF_TENSORS,
+    KEY_BYTES,
+    MODULE_PARTS,
+    ModulePart,
+)
+from rannd.graph.fingerprint.value_writer import Hidden, ValueWriter
 
-_HOOKS = (("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"), ("_backward_pre_hooks", ""),
-          ("_backward_hooks", ""))  # fmt: skip
-_MODULE_SKIPPED = frozenset(
-    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
-     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_forward_hooks",
-     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", *(name for pair in _HOOKS for name in pair)}
-)  # fmt: skip
+_APART = frozenset(name for name, part in MODULE_PARTS.items() if part is not ModulePart.VALUE)
+"""What is not written as other attributes are."""
 
 
 class ModuleWriter(ValueWriter):
@@ -42,15 +44,15 @@ class ModuleWriter(ValueWriter):
     def _tensor_text(self, tensor: torch.Tensor) -> str:
         """What is known of a tensor beside its values."""
         kind = type(tensor)
-        if kind not in TENSORS:
+        if form_of(kind).sort is not Sort.TENSOR:
             return self._opaque(kind, "is a tensor of another class")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return self._opaque(kind, f"of layout {tensor.layout} is not read")
         dense = tensor.is_contiguous()
         layout = "" if dense else f"{tensor.stride()}"
         flags = f"{tensor.requires_grad:d}{tensor.is_leaf:d}{tensor.is_conj():d}{tensor.is_neg():d}"
-        own = {name: item for name, item in (attributes_of(tensor) or {}).items() if not name.startswith("_dynamo")}
-        extra = "".join(f" {name!r}={self._value(item)}" for name, item in own.items())  # _dynamo: left by export
+        own = attributes_of(tensor).items()
+        extra = "".join(f" {n!r}={self._value(item)}" for n, item in own if not n.startswith(IGNORED_OF_TENSORS))
         return f"{kind.__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} {flags} {layout}{extra}"
 
     def _tensor(self, tensor: torch.Tensor) -> str:
@@ -66,7 +68,7 @@ class ModuleWriter(ValueWriter):
         if tensor.device.type == "meta" or text.startswith("?"):
             return text
         size = tensor.numel() * tensor.element_size()
-        if self._bytes + size > MOST_BYTES:
+        if self._bytes + size > KEY_BYTES:
             raise Hidden(
                 f"{self._where}: a tensor of {size} bytes that is neither parameter nor buffer is too large to read"
             )
@@ -87,15 +89,15 @@ class ModuleWriter(ValueWriter):
     def _module_text(self, module: nn.Module, name: str | None = None) -> str:
         """Class, attributes and hooks of a module; not its parameters, buffers and modules."""
         kind = type(module)
-        layout = self._layout(kind)
-        if isinstance(layout, str):
-            return self._opaque(kind, layout)
+        form = form_of(kind)
+        if form.hidden:
+            return self._opaque(kind, form.hidden)
         parts = [self._class(kind)]
         state = attributes_of(module)
         place = self._where if name is None else f"module {name}" if name else "the model"
-        ignored = allowlists.IGNORED.get((kind.__module__, kind.__qualname__), ())
+        ignored = IGNORED.get((kind.__module__, kind.__qualname__), ())
         for key, item in state.items():
-            if key in _MODULE_SKIPPED or key in ignored:
+            if key in _APART or key in ignored:
                 continue
             simple = type(item)
             if simple is bool or simple is int or simple is str or item is None:
@@ -109,17 +111,16 @@ class ModuleWriter(ValueWriter):
                 parts.append(f"{key!r}={self._value(item)}")
         if name is not None:
             self._scope, self._where = f"{name}.hooks", f"the hooks of {place}"
-        for slot_name, slot in layout[1]:
-            parts.append(f"{slot_name}={self._value(slot.__get__(module))}")
-        forward = state.get("_forward_hooks")
-        if forward:
-            with_arguments = state.get("_forward_hooks_with_kwargs", ())
-            always = state.get("_forward_hooks_always_called", ())
-            for key, hook in forward.items():
-                parts.append(f"hook {key in with_arguments:d}{key in always:d} {self._value(hook)}")
-        for hooks, flags in _HOOKS:
+        for slot_name, slot in form.slots:
+            try:
+                parts.append(f"{slot_name}={self._value(slot.__get__(module))}")
+            except AttributeError:  # it is empty
+                continue
+        for hooks, flags in HOOK_FLAGS.items():
+            flagged = [state.get(flag) or () for flag in flags]
             for key, hook in (state.get(hooks) or {}).items():
-                parts.append(f"{hooks} {key in state.get(flags, ()):d} {self._value(hook)}")
+                flags_here = "".join(f"{key in each:d}" for each in flagged)
+                parts.append(f"{hooks} {flags_here} {self._value(hook)}")
         for key, child in state.get("_modules", {}).items():
             if child is None:
                 parts.append(f"no module {key!r}")

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from rannd.graph.fingerprint import allowlists
-from rannd.graph.fingerprint.introspect import HEAP_TYPE, attributes_of, cells, mro_of, namespace, vars_of
+from rannd.graph.fingerprint.introspect import HEAP_TYPE, cells, mro_of, namespace, vars_of
+from rannd.graph.fingerprint.object_reader import attributes_of
 from rannd.graph.fingerprint.provenance import (
     PYTHON,
     USER,
@@ -27,6 +28,7 @@ from rannd.graph.fingerprint.provenance import (
     owner_of_function,
     owner_of_module,
 )
+from rannd.graph.fingerprint.state_rules import KEY_ITEMS, LIBRARY_LEVELS
 
 _UNINTERESTING = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, types.ModuleType,
@@ -51,9 +53,6 @@ class _Noted:
 
 
 _noted: dict[str, _Noted] = {}
-
-_DEPTH = 4
-"""How far containers, attributes and closures are followed."""
 
 
 class Foreign:
@@ -84,7 +83,7 @@ class Foreign:
                 self._inside(inside, name, 1, classes=False)
             else:
                 waiting += self._neighbours(top, inside, known)
-                self._inside(inside, name, _DEPTH)
+                self._inside(inside, name, LIBRARY_LEVELS)
         self._functions("torch.Tensor", vars_of(torch.Tensor))
         self._class(torch.Tensor, "torch.Tensor", 2)
 
@@ -157,10 +156,10 @@ class Foreign:
         elif not depth:
             return
         elif kind is dict or kind is collections.OrderedDict:
-            if len(value) <= allowlists.LONGEST:
+            if len(value) <= KEY_ITEMS:
                 self._inside(value, place, depth - 1)
         elif kind is list or kind is tuple:
-            if len(value) <= allowlists.LONGEST:
+            if len(value) <= KEY_ITEMS:
                 self._inside(dict(enumerate(value)), place, depth - 1)
         elif kind.__flags__ & HEAP_TYPE and kind.__dictoffset__ and types.ModuleType not in mro_of(kind):
             if not self._owner(kind):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import keyword
-from collections.abc import Iterator
 
 import torch.fx.graph
 from torch import nn
 from torch.fx import Graph, GraphModule
+
+from rannd.patches import declare, patched
+
+_NAMES = declare("names in torch.fx's code", torch.fx.graph, "_format_target", "some of the user's are none in Python")
 
 
 def _format_target(base: str, target: str) -> str:
@@ -24,15 +27,9 @@ def _format_target(base: str, target: str) -> str:
     return found
 
 
-@contextlib.contextmanager
-def any_name() -> Iterator[None]:
+def any_name() -> contextlib.AbstractContextManager[None]:
     """Let torch.fx make code for any names of modules and attributes."""
-    before = torch.fx.graph._format_target
-    torch.fx.graph._format_target = _format_target
-    try:
-        yield
-    finally:
-        torch.fx.graph._format_target = before
+    return patched(_NAMES.by(_format_target))
 
 
 def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> GraphModule:

@@ -13,10 +13,12 @@ from typing import Any
 from torch import nn
 
 from rannd.graph.fingerprint.bytecode import facts_of
-from rannd.graph.modules.snapshot import attributes_of
+from rannd.graph.fingerprint.object_reader import modules_of, walk
 
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
 """Packages whose functions read no attributes of the user's by name. Their classes of modules are looked at."""
+_CALLING = (nn.Module._call_impl, nn.Module._wrapped_call_impl)
+"""What runs whenever a module is called."""
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
               site.getusersitepackages())  # fmt: skip
 _BASE = frozenset(nn.Module.__mro__)
@@ -34,15 +36,14 @@ class Mentions:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names: set[str] = set()
+        self._names = {name for function in _CALLING for name in facts_of(function.__code__).reads}
         self._any = False
         self._seen: set[int] = set()
         self._waiting: list[object] = []
-        for module in model.modules():
-            self._waiting.append(type(module))
-            for key, value in module.__dict__.items():
-                if key not in ("_parameters", "_buffers", "_modules"):
-                    self._value(value, inside=2)
+        modules = list(modules_of(model))
+        self._waiting += [type(module) for _, module in modules]
+        for held in walk(modules):
+            self._value(held.value, held.opened)
         while self._waiting:
             found = self._waiting.pop()
             if id(found) not in self._seen:
@@ -55,29 +56,15 @@ class Mentions:
     def __contains__(self, name: object) -> bool:
         return self._any or name in self._names
 
-    def _value(self, value: Any, inside: int) -> None:
-        """Note the code that an object brings along, and `inside` levels of what it holds."""
+    def _value(self, value: Any, opened: bool) -> None:
+        """Note the code that an object brings along; `opened`: what it holds comes as well."""
         kind = type(value)
         if kind is str:
             self._names.add(value)
         elif kind is types.FunctionType or issubclass(kind, type):
             self._waiting.append(value)
-        elif kind is types.MethodType:
-            self._waiting += [value.__func__, type(value.__self__)]
-        elif kind is functools.partial:
-            for each in (value.func, *value.args, *value.keywords.values()):
-                self._value(each, inside - 1)
-        elif issubclass(kind, types.ModuleType) or kind.__module__.partition(".")[0] in _NOT_FOLLOWED:
-            if inside and issubclass(kind, dict):
-                for item in [*dict.keys(value), *dict.values(value)]:
-                    self._value(item, inside - 1)
-            elif inside and kind in (list, tuple, set, frozenset):
-                for item in value:
-                    self._value(item, inside - 1)
-        else:
+        elif kind.__module__.partition(".")[0] not in _NOT_FOLLOWED:
             self._waiting.append(kind)
-            for _, item in attributes_of(value) if inside else ():
-                self._value(item, inside - 1)
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:

@@ -14,10 +14,9 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,17 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils.checkpoint import CheckpointFunction
 
+from rannd.patches import Patch, declare, patched
 from rannd.torch_versions import no_recomputing
+
+_NODES = declare(
+    "nodes of custom Functions", BackwardCFunction, "__init__", "each call of a Function makes one, by whatever name"
+)
+_CHECKPOINTS = declare(
+    "reentrant checkpoints", CheckpointFunction, "apply", "recomputing is the plan's business, its gradients are lost"
+)
+_FORWARD = Patch("the forward of a Function", None, "forward", "a call becomes one operator")
+_SETUP = Patch("the context of a Function", None, "setup_context", "an operator in its place saves nothing")
 
 _PREFIX = "..function "
 
@@ -90,26 +99,14 @@ def _by_name(path: str) -> type[Function] | None:
     return found if isinstance(found, type) and issubclass(found, Function) else None
 
 
-@contextlib.contextmanager
-def watched_nodes(called: Callable[[type[Function]], None]) -> Iterator[None]:
+def watched_nodes(called: Callable[[type[Function]], None]) -> contextlib.AbstractContextManager[None]:
     """Call `called` with the class of each Function that is applied, before its forward runs."""
-    before = BackwardCFunction.__dict__.get("__init__")
-    thread = threading.get_ident()
 
-    def made(node: Any, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == thread:  # others do not trace
-            called(type(node)._forward_cls)
-        if before is not None:
-            before(node, *args, **kwargs)
+    def made(init: Callable[..., None], node: Any, *args: Any, **kwargs: Any) -> None:
+        called(type(node)._forward_cls)
+        init(node, *args, **kwargs)
 
-    BackwardCFunction.__init__ = made  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        if before is None:
-            del BackwardCFunction.__init__
-        else:
-            BackwardCFunction.__init__ = before  # type: ignore[method-assign]
+    return patched(_NODES.around(made))
 
 
 @contextlib.contextmanager
@@ -121,31 +118,27 @@ def observed_forward(part: FunctionPart, observer: Callable[..., Any]) -> Iterat
         own = functools.partial(part.own_forward, *args, **kwargs)
         return observer(own, args[1:] if with_context else args, kwargs)
 
-    with _applied(part) as applied:
-        wrapped = _with_parameters(part.own_forward, _if(applied, forward, part.own_forward))
-        with _replaced(part.function, {"forward": staticmethod(wrapped)}):
-            yield
+    with _applies(part, forward):
+        yield
 
 
 @contextlib.contextmanager
-def _applied(part: FunctionPart) -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells, once for each, whether the class's forward is called by ``apply``, in this thread.
+def _applies(part: FunctionPart, function: Callable[..., Any]) -> Iterator[None]:
+    """Let ``apply`` of the class run `function` in place of its forward.
 
-    The user's code, or another class, may call it as any other function.
+    The user's code, or another class, may call the forward as any other function, and gets it.
     """
     waiting: list[bool] = []
-    thread = threading.get_ident()
 
-    def called(function: type[Function]) -> None:
-        if function is part.function:
+    def called(applied: type[Function]) -> None:
+        if applied is part.function:
             waiting.append(True)
 
-    with watched_nodes(called):
-        yield lambda: threading.get_ident() == thread and bool(waiting) and waiting.pop()
+    def forward(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return (function if waiting and waiting.pop() else part.own_forward)(*args, **kwargs)
 
-
-def _if(condition: Callable[[], bool], function: Callable[..., Any], otherwise: Callable[..., Any]) -> Any:
-    return lambda *args, **kwargs: (function if condition() else otherwise)(*args, **kwargs)
+    with watched_nodes(called), patched(_FORWARD.on(part.function).around(forward, _with_parameters)):
+        yield
 
 
 @contextlib.contextmanager
@@ -155,9 +148,9 @@ def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterat
     It returns the results and, of these, the tensors that have no gradient.
     """
     cls = part.function
-    own_setup = cls.setup_context
     constants: list[torch.Tensor] = []
     replaced: list[bool] = []
+    with_context = _takes_context(cls)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if with_context:
@@ -169,23 +162,17 @@ def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterat
         replaced.append(True)
         return result
 
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        if threading.get_ident() != thread or not replaced:
-            own_setup(ctx, inputs, output)
+    def setup_context(own: Callable[..., None], ctx: Any, inputs: Any, output: Any) -> None:
+        if not replaced:
+            own(ctx, inputs, output)
             return
         replaced.pop()
         ctx.mark_non_differentiable(*constants)
         constants.clear()
 
-    thread = threading.get_ident()
-    with_context = _takes_context(cls)
-    with _applied(part) as applied:
-        wrapped = _with_parameters(part.own_forward, _if(applied, forward, part.own_forward))
-        replacement: dict[str, Any] = {"forward": staticmethod(wrapped)}
-        if not with_context:
-            replacement["setup_context"] = staticmethod(setup_context)
-        with _replaced(cls, replacement):
-            yield
+    setups = () if with_context else (_SETUP.on(cls).around(setup_context),)
+    with _applies(part, forward), patched(*setups):
+        yield
 
 
 def _takes_context(function: type[Function]) -> bool:
@@ -214,34 +201,14 @@ def _with_parameters(own: Callable[..., Any], function: Callable[..., Any]) -> C
     return functools.wraps(own)(made)
 
 
-@contextlib.contextmanager
-def _replaced(function: type[Function], values: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: vars(function)[name] for name in values if name in vars(function)}
-    for name, value in values.items():
-        setattr(function, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                setattr(function, name, before[name])
-            else:
-                delattr(function, name)
-
-
-@contextlib.contextmanager
-def direct_checkpoints() -> Iterator[None]:
+def direct_checkpoints() -> contextlib.AbstractContextManager[None]:
     """Run what the user checkpoints (reentrant) without it: recomputing is the plan's business, its forward records no
     gradients, and its backward would run a module as it then is."""
-    thread, before = threading.get_ident(), CheckpointFunction.apply
 
-    def apply(cls: type[Function], function: Callable[..., Any], preserve: bool, *inputs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return before(function, preserve, *inputs)  # type: ignore[no-untyped-call]
+    def apply(_: Any, function: Callable[..., Any], preserve: bool, *inputs: Any) -> Any:
         return function(*inputs)
 
-    with _replaced(CheckpointFunction, {"apply": classmethod(apply)}):
-        yield
+    return patched(_CHECKPOINTS.around(apply))
 
 
 @contextlib.contextmanager

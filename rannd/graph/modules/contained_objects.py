@@ -1,41 +1,19 @@
-"""What the attributes of modules hold, and objects in attributes: found without running code of the user's."""
+"""What the attributes of modules hold, to be put back after code has run."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, TypeGuard
 
-import numpy as np
 import torch
 from torch import nn
 
-from rannd.graph.modules.snapshot import DEEPEST, INTERNAL, LONGEST, Sort, read_attributes
-
-GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-"""Sources of random numbers."""
-LARGEST = 1 << 24
-"""Elements of the largest tensor, or array, in an attribute whose values are kept; what is larger is data."""
-
-
-def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As named_modules, which takes twice as long."""
-    waiting = [("", model)]
-    seen = set()
-    while waiting:
-        name, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield name, module
-        children = module.__dict__["_modules"]
-        if children:
-            prefix = f"{name}." if name else ""
-            waiting += [(prefix + key, child) for key, child in reversed(children.items()) if child is not None]
+from rannd.graph.fingerprint.object_reader import PARTS, Form, Held, Sort, attributes_of, form_of, walk
+from rannd.graph.fingerprint.object_reader import modules_of as modules_of
+from rannd.graph.fingerprint.state_rules import GUARD_BYTES, IGNORED_OF_TENSORS, MODULE_PARTS, TENSORS, UNDO_ELEMENTS
 
 
 def has_memory(value: object) -> TypeGuard[torch.Tensor]:
@@ -65,78 +43,115 @@ def same_arrays(model: nn.Module) -> Iterator[None]:
         contents.put_values_back()
 
 
+_EMPTY = object()
+"""In the place of what a slot holds."""
+
+
 class Contents:
-    """What the attributes of modules hold, to be put back."""
+    """What the attributes of modules hold, as far as the guard of a call sees it, to be put back."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], *, arrays: bool = False) -> None:
-        """`arrays`: also the values of tensors and arrays, of up to LARGEST elements each."""
+        """`arrays`: also the values of tensors and arrays, of up to UNDO_ELEMENTS elements each."""
         self.generators: list[tuple[str, Any]] = []
         """Sources of random numbers, with where they are in words. They are not put back."""
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._containers: dict[int, tuple[Any, Any]] = {}
-        self._slots: list[tuple[types.MemberDescriptorType, Any, Any]] = []
-        sorts: dict[type, Sort] = {}
+        self._slots: list[tuple[Any, Any, Any]] = []
+        self._cells: list[tuple[types.CellType, Any]] = []
+        self._marks: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        """Attributes of tensors."""
         modules = list(modules)
-        seen = {id(module) for _, module in modules}
-        waiting = [
-            (value, 0, f"attribute {key} of module {name}" if name else f"its attribute {key}")
-            for name, module in modules
-            for key, value in module.__dict__.items()
-            if key not in INTERNAL
-        ]
-        while waiting:
-            value, depth, where = waiting.pop()
-            kind = type(value)
-            if issubclass(kind, (*GENERATORS, torch.Tensor, np.ndarray)):
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    if issubclass(kind, GENERATORS):
-                        self.generators.append((where if not depth else f"a generator in {where}", value))
-                    elif arrays and has_memory(value) and value.numel() <= LARGEST:
-                        self._tensors.append((value, value.detach().clone()))
-                    elif arrays and kind is np.ndarray and value.flags.writeable and value.size <= LARGEST:
-                        self._arrays.append((value, value.copy()))
-                continue
-            sort = sorts.setdefault(kind, Sort(kind)) if kind not in sorts else sorts[kind]
-            if id(value) in seen or depth >= DEEPEST:
-                continue
-            if sort.items is not None:
-                seen.add(id(value))
-                if sort.kind not in (tuple, frozenset):
-                    copy = dict(dict.items(value)) if sort.kind is dict else list(sort.items(value))
-                    self._containers[id(value)] = (value, copy)
-                waiting += [(item, depth + 1, where) for item in islice(sort.items(value), LONGEST[depth])]
-            elif depth == 0 and sort.has_attributes:
-                seen.add(id(value))
-                if sort.dict is not None:
-                    own = sort.dict.__get__(value)
-                    self._containers[id(own)] = (own, dict(own))
-                self._slots += [(slot, value, slot.__get__(value)) for slot in _filled(value, sort)]
-                waiting += [(item, 1, where) for _, item in islice(read_attributes(value, sort), LONGEST[0])]
+        for _, module in modules:
+            own = attributes_of(module)
+            for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+                self._mark(tensor)
+        for held in walk(modules):
+            value, form = held.value, held.form
+            if form.sort is Sort.GENERATOR:
+                where = _in_words(held)
+                self.generators.append((where if not held.depth else f"a generator in {where}", value))
+            elif issubclass(form.kind, torch.Tensor):
+                self._mark(value)
+                if arrays and has_memory(value) and value.numel() <= UNDO_ELEMENTS:
+                    self._tensors.append((value, value.detach().clone()))
+            elif form.sort is Sort.ARRAY:
+                kept = value.size <= UNDO_ELEMENTS if arrays else value.nbytes <= GUARD_BYTES
+                if kept and value.flags.writeable:
+                    self._arrays.append((value, value.copy()))
+            elif form.sort is Sort.MODULE and held.opened:
+                self._module(value)
+            elif form.sort is Sort.FUNCTION:
+                cells = value.__closure__ or () if held.opened else ()
+                self._cells += [(cell, inner) for cell in cells for _, inner in PARTS[types.CellType](cell)]
+            elif type(value) is bytearray:
+                self._containers[id(value)] = (value, bytes(value))
+            elif form.sort is Sort.OBJECT:
+                self._object(value, form, held.opened)
+
+    def _object(self, value: Any, form: Form, opened: bool) -> None:
+        if form.items is not None and not issubclass(form.kind, (tuple, frozenset)):
+            self._containers[id(value)] = (value, form.copy(value))
+        if not opened:
+            return
+        if form.attributes is not None:
+            self._dict(form.attributes.__get__(value))
+        filled = dict(form.named(value))
+        self._slots += [(slot, value, filled.get(name, _EMPTY)) for name, slot in form.slots]
+
+    def _module(self, module: nn.Module) -> None:
+        """One that is in an attribute only: nobody else puts it back."""
+        own = attributes_of(module)
+        self._dict(own)
+        for name in MODULE_PARTS.keys() & own.keys():
+            if isinstance(own[name], dict):
+                self._dict(own[name])
+
+    def _dict(self, held: dict[str, Any]) -> None:
+        self._containers[id(held)] = (held, dict(held))
+
+    def _mark(self, tensor: torch.Tensor | None) -> None:
+        if type(tensor) in TENSORS:
+            self._marks.append((tensor, dict(tensor.__dict__)))  # type: ignore[arg-type]
 
     def put_back(self) -> None:
         """Undo all changes that were made since."""
         for held, content in self._containers.values():
             kind = type(held)
-            if issubclass(kind, dict):
-                now = dict(dict.items(held))
+            now = form_of(kind).copy(held) if kind is not bytearray else held
+            if kind is bytearray:
+                held[:] = content
+            elif issubclass(kind, dict):
                 if _same(list(now), list(content)) and _same(list(now.values()), list(content.values())):
                     continue
-                dict.clear(held)
-                dict.update(held, content)
+                base = OrderedDict if issubclass(kind, OrderedDict) else dict
+                base.clear(held)
+                for key, value in content.items():
+                    base.__setitem__(held, key, value)
             elif issubclass(kind, list):
-                if not _same(list(list.__iter__(held)), content):
+                if not _same(now, content):
                     list.__setitem__(held, slice(None), content)
             elif issubclass(kind, deque):
-                if not _same(list(deque.__iter__(held)), content):
+                if not _same(now, content):
                     deque.clear(held)
                     deque.extend(held, content)
-            elif {id(item) for item in set.__iter__(held)} != {id(item) for item in content}:
+            elif not _same(now, content):
                 set.clear(held)
                 set.update(held, content)
+        for tensor, marks in self._marks:
+            if tensor.__dict__ or marks:
+                left = {name: mark for name, mark in tensor.__dict__.items() if name.startswith(IGNORED_OF_TENSORS)}
+                tensor.__dict__.clear()
+                tensor.__dict__.update(marks | left)
+        for cell, content in self._cells:
+            if not _same([inner for _, inner in PARTS[types.CellType](cell)], [content]):
+                cell.cell_contents = content
         for slot, value, content in self._slots:
-            slot.__set__(value, content)
+            if content is not _EMPTY:
+                slot.__set__(value, content)
+            else:
+                with contextlib.suppress(AttributeError):  # it is still empty
+                    slot.__delete__(value)
         self.put_values_back()
 
     def put_values_back(self) -> None:
@@ -147,11 +162,9 @@ class Contents:
             array[...] = copy
 
 
-def _filled(value: Any, sort: Sort) -> Iterator[types.MemberDescriptorType]:
-    for _, slot in sort.slots:
-        with contextlib.suppress(AttributeError):
-            slot.__get__(value)
-            yield slot
+def _in_words(held: Held) -> str:
+    """Where something is: the attribute of the module that leads to it."""
+    return f"attribute {held.name} of module {held.module}" if held.module else f"its attribute {held.name}"
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from rannd.graph.modules.bisection import ancestors
 from rannd.graph.modules.source_location import Offence, SourceLocation, here
+from rannd.patches import MODULE_ENTERED, MODULE_LEFT, patched
 
 _KIND = "CppFunction"
 """Name of the Python class of such nodes."""
@@ -80,9 +80,7 @@ def watch_cpp_functions(model: nn.Module) -> Iterator[None]:
             while len(running) > 1 and running.pop() != names[id(module)]:
                 pass  # nobody tells of a module that has raised
 
-    with watch, contextlib.ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(entered).remove)
-        stack.callback(register_module_forward_hook(left).remove)
+    with watch, patched(MODULE_ENTERED.by(entered), MODULE_LEFT.by(left)):
         yield
 
 

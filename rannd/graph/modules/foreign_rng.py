@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from rannd.graph.modules.contained_objects import Contents, modules_of
 from rannd.graph.modules.source_location import Offence, here
+from rannd.patches import MODULE_ENTERED, MODULE_LEFT, Patch, Use, declare, patched
+
+_NUMPY = declare("seeding of numpy", np.random, "seed", "what is drawn behind it is always the same")
+_PYTHON = declare("seeding of Python's random", random, "seed", "what is drawn behind it is always the same")
 
 _State = tuple[Any, ...]
 
@@ -114,27 +117,19 @@ def watch_dice(model: nn.Module) -> Iterator[None]:
                     strict_keeps=each is generators[0],
                 )
 
-    with unchanged(model), contextlib.ExitStack() as stack:
-        stack.enter_context(_seeding(generators[0], np.random))
-        stack.enter_context(_seeding(generators[1], random))
-        stack.callback(register_module_forward_pre_hook(entered).remove)
-        stack.callback(register_module_forward_hook(left).remove)
+    seeds = _seeding(_NUMPY, generators[0]), _seeding(_PYTHON, generators[1])
+    with unchanged(model), patched(*seeds, MODULE_ENTERED.by(entered), MODULE_LEFT.by(left)):
         yield
 
 
-@contextlib.contextmanager
-def _seeding(generator: _Generator, home: Any) -> Iterator[None]:
+def _seeding(patch: Patch, generator: _Generator) -> Use:
     """See when code seeds a generator that it has not drawn from before."""
-    seed, first = home.seed, generator.seen()
+    first = generator.seen()
 
-    def seeded(*args: Any, **kwargs: Any) -> Any:
+    def seeded(seed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         fixed = bool(args or kwargs) and (args or tuple(kwargs.values()))[0] is not None
         if fixed and generator.seen() == first:
             generator.seeded = True
         return seed(*args, **kwargs)
 
-    home.seed = seeded
-    try:
-        yield
-    finally:
-        home.seed = seed
+    return patch.around(seeded)

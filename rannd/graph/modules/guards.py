@@ -1,15 +1,17 @@
 """What a graph cannot see: the Python state of the model's modules, which its code may have read while it was traced.
 
-A call with another state than a graph was traced with is another graph. The state of a module is
+A call with another state than a graph was traced with is another graph. What counts is what counts for the key of a
+trace, by the same table (rannd.graph.fingerprint.state_rules) and the same reader of objects:
 
-- its training flag, and its other attributes that are plain values, by value: 1, 1.0 and True differ, NaN is NaN;
-- lists, tuples, sets and dicts among them, by what they hold, three levels deep;
-- all other attributes by identity: tensors, arrays, functions, objects. Of an object (a configuration, say) what its
-  attributes hold is seen as well, as that of a module's attributes, but for objects in them;
-- which parameters, buffers, submodules and hooks it has.
+- of every module its class, its training flag, its hooks with their flags, the names and identities of its parameters,
+  buffers and submodules; of these tensors also type, shape, requires_grad and attributes;
+- all other attributes: plain values by value (1, 1.0 and True differ, NaN is NaN), containers, functions, methods and
+  partials by what they hold, objects by their identity and what they hold, a few levels deep; modules that no module
+  has as a submodule as a whole; arrays by what is in them, tensors by their identity;
+- switches of torch, hooks of all modules, modes around the call.
 
-Tensors and arrays that are written in place, what objects in objects hold, items of a container beyond the first
-hundreds, globals and attributes of classes are not seen. No code of the user's is run: no comparison, no property.
+What the table lists as one-sided (globals, attributes of classes, the values of tensors) is not seen, nor what is
+beyond its limits. No code of the user's is run: no comparison, no property.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rannd.graph.modules.contained_objects import Contents, has_memory, modules_of
-from rannd.graph.modules.snapshot import ABSENT, INTERNAL, SnapshotWriter, is_object
-from rannd.graph.modules.snapshot import HOOKS as HOOKS
+from rannd.graph.fingerprint.object_reader import modules_of
+from rannd.graph.fingerprint.state_rules import HOOK_FLAGS, INTERNAL
+from rannd.graph.modules.contained_objects import Contents, has_memory
+from rannd.graph.modules.snapshot import ABSENT, SnapshotWriter, differing, forget_names, places
 from rannd.graph.modules.source_location import Offence, SourceLocation
+
+HOOKS = tuple(name for hooks, flags in HOOK_FLAGS.items() for name in (hooks, *flags))
+"""Where a module keeps its hooks."""
 
 
 @dataclass(eq=False)
@@ -34,30 +40,29 @@ class PythonState:
 
     modules: dict[str, dict[str, object]]
     """Module path -> attribute -> its value, in a form that compares without running code of the user's."""
+    process: dict[str, object]
+    """What counts beside the modules."""
     held: list[object] = field(default_factory=list, repr=False)
     """What `modules` knows by id, so that no other object gets it."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PythonState) and self.modules == other.modules
+        return isinstance(other, PythonState) and self.process == other.process and self.modules == other.modules
 
     __hash__ = None  # type: ignore[assignment]
 
     def forget(self, names: Set[str]) -> None:
         """Drop the attributes of these names, of modules and of objects that they have."""
         for attributes in self.modules.values():
-            for name in names & attributes.keys():
-                del attributes[name]
-            for value in attributes.values():
-                if is_object(value):
-                    for name in names & value[3].keys():
-                        del value[3][name]
+            forget_names(attributes, names)
 
 
 def state_of(model: nn.Module, ignored: Set[str] = frozenset()) -> PythonState:
     """The Python state of all modules, but for attributes of the names in `ignored`. Runs in every call."""
     modules = list(modules_of(model))
-    writer = SnapshotWriter(ignored, {id(module) for _, module in modules})
-    return PythonState({name: writer.module(module) for name, module in modules}, writer.held)
+    writer = SnapshotWriter(ignored, (module for _, module in modules))
+    process = writer.process()
+    with torch._C.DisableTorchFunction():
+        return PythonState({name: writer.module(module) for name, module in modules}, process, writer.held)
 
 
 def outside(state: PythonState, leaves: Sequence[str]) -> PythonState:
@@ -76,6 +81,7 @@ def outside(state: PythonState, leaves: Sequence[str]) -> PythonState:
             name: {"training": attributes.get("training", ABSENT)} if within(name) else attributes
             for name, attributes in state.modules.items()
         },
+        state.process,
         state.held,
     )
 
@@ -87,37 +93,43 @@ class Change:
     module: str
     attribute: str
     inner: str = ""
-    """The attribute of the object that the attribute is, where that is the same object."""
+    """Where in the attribute, as Python writes it, for what is in an object that is the same."""
+    names: tuple[str, ...] = ()
+    """Of the attributes on the way there."""
 
     def unread(self, read: Container[str]) -> str | None:
         """A name that code would have to read to see what differs, and that is not among `read`."""
         if self.attribute in INTERNAL:
             return None
-        return next(
-            (name for name in (self.attribute, self.inner) if name and name not in INTERNAL and name not in read), None
-        )
+        names = (self.attribute, *self.names)
+        return next((name for name in names if name not in INTERNAL and name not in read), None)
 
     def __str__(self) -> str:
-        path = f"{self.attribute}.{self.inner}" if self.inner else self.attribute
+        path = f"{self.attribute}{self.inner}"
         return f"{path} of module {self.module}" if self.module else f"{path} of the model"
+
+
+@dataclass(frozen=True)
+class SwitchChange(Change):
+    """Something of the process in which two states differ."""
+
+    def unread(self, read: Container[str]) -> str | None:
+        """torch reads it."""
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.attribute} of torch"
 
 
 def changed(before: PythonState, after: PythonState) -> list[Change]:
     """The attributes in which two states differ."""
-    found = []
+    found: list[Change] = [SwitchChange("", name) for name in differing(before.process, after.process)]
     for module in dict.fromkeys([*before.modules, *after.modules]):
         one, other = before.modules.get(module, {}), after.modules.get(module, {})
-        for key in _differing(one, other):
-            old, new = one.get(key), other.get(key)
-            if is_object(old) and is_object(new) and old[:3] == new[:3]:
-                found += [Change(module, key, inner) for inner in _differing(old[3], new[3])]
-            else:
-                found.append(Change(module, key))
+        for key in differing(one, other):
+            where = places(one.get(key), other.get(key))
+            found += [Change(module, key, inner, names) for inner, names in where]
     return found
-
-
-def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [key for key in dict.fromkeys([*one, *other]) if one.get(key, ABSENT) != other.get(key, ABSENT)]
 
 
 def same_constants(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], held: Sequence[object]) -> bool:
@@ -195,4 +207,5 @@ def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
             where,
             "which a graph cannot (register a buffer, and write into it in place)",
         )
-    changes.update(str(each) for each in seen if each.attribute not in INTERNAL or each.attribute == "training")
+    of_modules = (each for each in seen if not isinstance(each, SwitchChange))
+    changes.update(str(each) for each in of_modules if each.attribute not in INTERNAL or each.attribute == "training")

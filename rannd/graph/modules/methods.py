@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from rannd.graph.modules.autograd_functions import FunctionPart, function_part, is_function
+from rannd.patches import MODULE_ENTERED, patched
 
 
 class Method(nn.Module):
@@ -90,10 +90,8 @@ def own_state_only(model: nn.Module, part: nn.Module, given: Iterable[torch.Tens
         if not isinstance(module, Method):
             raise ForeignUse(f"it calls a {type(module).__qualname__}")
 
-    with contextlib.ExitStack() as stack:
-        if isinstance(part, Method):
-            stack.callback(register_module_forward_pre_hook(called).remove)
-        stack.enter_context(Watch())
+    hooks = (MODULE_ENTERED.by(called),) if isinstance(part, Method) else ()
+    with patched(*hooks), Watch():
         yield
 
 

@@ -1,70 +1,92 @@
-"""Attributes of modules and objects in a form that compares without running code of the user's.
+"""The state of modules and of the process in a form that compares without running code of the user's.
 
-Plain values are written by value, containers of them by what they hold, everything else by identity; of an object that
-is an attribute, what its attributes hold as well.
+What the rules of rannd.graph.fingerprint.state_rules name is written: plain values by value, containers and what Python
+itself is made of by what they hold, objects by their identity and what they hold, everything else by identity.
 """
 
 from __future__ import annotations
 
-import contextlib
 import struct
-import types
-from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
-HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
-"""Where a module keeps its hooks."""
-INTERNAL = frozenset(nn.Module().__dict__)
-"""The attributes of every module. Those that are no hooks, tensors or flags concern saving and loading only."""
-_LISTED = frozenset({"_parameters", "_buffers", "_modules", *HOOKS})
+from rannd.graph.fingerprint.object_reader import C_FUNCTIONS, Form, Sort, form_of, is_bound, modules_of
+from rannd.graph.fingerprint.state_rules import (
+    GUARD_BYTES,
+    GUARD_ITEMS,
+    GUARD_LEVELS,
+    GUARD_PLAIN_ITEMS,
+    GUARD_VALUES,
+    GUARD_VALUES_OF_ONE,
+    HOOK_FLAGS,
+    IGNORED,
+    IGNORED_OF_TENSORS,
+    MODULE_PARTS,
+    TENSORS,
+    ModulePart,
+    global_hooks,
+    modes_around,
+    switches,
+)
+
 _AS_THEY_ARE = frozenset(
     (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range, type(...))
 )
 """Types whose values compare as they should, with each other and with everything else that is in a state."""
-LONGEST = (256, 64, 64)
-"""So many items are looked at, of containers in attributes, in those, and in those."""
-DEEPEST = len(LONGEST)
-ABSENT, _TRUE, _FALSE, _OBJECT = object(), object(), object(), object()
+ABSENT, _TRUE, _FALSE = object(), object(), object()
+_OBJECT, _ITEMS, _PARTS, _MODULE = object(), object(), object(), object()
+_OPENED = (Sort.OBJECT, Sort.PARTS, Sort.FUNCTION, Sort.MODULE)
 _PACK = struct.Struct("d").pack
-_OPAQUE = (torch.Tensor, np.ndarray, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-"""What is told by its identity alone."""
-
-
-Object = tuple[object, int, int, dict[str, object]]
-"""An object as it is written: _OBJECT, its id, that of its class, its attributes."""
-
-
-def is_object(value: object) -> TypeGuard[Object]:
-    """Whether a written value is an object with its attributes."""
-    return type(value) is tuple and len(value) == 4 and value[0] is _OBJECT
+_CONTENTS = "[]"
+"""In the place of an attribute's name: what an object holds as a container."""
+Path = tuple[str, tuple[str, ...]]
+"""Where something is inside a value, as Python writes it, and the names of the attributes on the way."""
 
 
 class SnapshotWriter:
     """Writes values in a form that compares."""
 
-    def __init__(self, ignored: Set[str], modules: Set[int]) -> None:
+    def __init__(self, ignored: Set[str], modules: Iterable[nn.Module]) -> None:
+        """`ignored`: names of attributes that do not count; `modules`: all that are written as modules."""
         self.held: list[object] = []
+        """What is known by its id, so that no other object gets it."""
         self._ignored = ignored
-        self._registered = modules
-        self._skipped = (INTERNAL - _LISTED - {"training", "_is_full_backward_hook"}) | ignored
+        self._skipped = _SKIPPED | ignored
+        self._registered = set(map(id, modules))
         self._known: dict[int, object] = {}
         """Values of attributes, by id: modules share their configuration."""
-        self._sorts: dict[type, Sort] = {}
+        self._inside: dict[int, int] = {}
+        """Objects that the present attribute holds: depth by id."""
+        self._left = 0
+        """Values in objects that may still be read of the present attribute,"""
+        self._left_of_all = GUARD_VALUES
+        """and of all."""
+
+    def process(self) -> dict[str, object]:
+        """What counts beside the modules: switches of torch, hooks of all modules, modes around the call."""
+        found = global_hooks()
+        hooks = [(name, flags, id(hook)) for name, flags, hook in found]
+        modes = [mode for mode in modes_around() if type(mode) is not DeviceContext]  # that is a switch
+        self.held += [*(hook for _, _, hook in found), *modes]
+        return {**switches(), "hooks of all modules": hooks, "modes around the call": list(map(id, modes))}
 
     def module(self, module: nn.Module) -> dict[str, object]:
         """The state of one module."""
-        skipped, known, found = self._skipped, self._known, {}
-        for key, value in module.__dict__.items():
+        skipped, known = self._skipped, self._known
+        found: dict[str, object] = {}
+        own = object.__getattribute__(module, "__dict__")
+        for key, value in own.items():
             if key in skipped:
+                continue
+            write = _WRITTEN_APART.get(key)
+            if write is not None:
+                if value:  # nothing is the same as no container
+                    write(self, key, value, own, found)
                 continue
             kind = type(value)
             if kind in _AS_THEY_ARE:
@@ -73,23 +95,56 @@ class SnapshotWriter:
                 found[key] = _TRUE if value else _FALSE
             elif kind is float:
                 found[key] = _PACK(value)
-            elif key in _LISTED:
-                if value:  # nothing is the same as no container
-                    found[key] = self._listed(key, list(value.values()))
+            elif kind is tuple and _AS_THEY_ARE.issuperset(map(type, value)):
+                found[key] = kind, value
             elif id(value) in known:
                 found[key] = known[id(value)]
             else:
-                found[key] = known[id(value)] = self._write(value, 0)
+                found[key] = self.attribute(value)
+        found["__class__"] = id(type(module))
+        self.held.append(type(module))
         return found
 
-    def _listed(self, key: str, values: list[Any]) -> object:
-        self.held += values
-        if key == "_parameters":
-            return tuple([(id(each), each is not None and each.requires_grad) for each in values])
-        return tuple(map(id, values))
+    def attribute(self, value: Any) -> object:
+        """A value that a module has, or that is around the call."""
+        if id(value) not in self._known:
+            granted = min(GUARD_VALUES_OF_ONE, self._left_of_all)
+            self._inside, self._left = {}, granted
+            self._known[id(value)] = (id(value),)  # it may hold itself
+            self._known[id(value)] = self._write(value, 0)
+            self.held.append(value)
+            self._left_of_all -= granted - self._left
+        return self._known[id(value)]
+
+    # -- parts of modules ------------------------------------------------------------------------------------------
+
+    def _tensors(self, key: str, tensors: dict[str, Any], own: dict[str, Any], found: dict[str, object]) -> None:
+        self.held += tensors.values()
+        written: list[object] = []
+        for name, tensor in tensors.items():
+            if type(tensor) not in TENSORS:
+                written.append((id(tensor), tensor is not None and tensor.requires_grad))
+                continue
+            written.append((id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape))
+            if tensor.__dict__ and (more := self._tensor_attributes(tensor)):
+                found[name] = _OBJECT, id(tensor), id(type(tensor)), more
+        found[key] = tuple(tensors), written
+
+    def _children(self, key: str, modules: dict[str, Any], own: dict[str, Any], found: dict[str, object]) -> None:
+        self.held += modules.values()
+        found[key] = tuple(modules), tuple(map(id, modules.values()))
+
+    def _names(self, key: str, names: set[str], own: dict[str, Any], found: dict[str, object]) -> None:
+        found[key] = frozenset(names)
+
+    def _hooks(self, key: str, hooks: dict[int, Any], own: dict[str, Any], found: dict[str, object]) -> None:
+        flagged = [own.get(flag) or () for flag in HOOK_FLAGS[key]]
+        found[key] = [(self.attribute(hook), [place in each for each in flagged]) for place, hook in hooks.items()]
+
+    # -- values ----------------------------------------------------------------------------------------------------
 
     def _write(self, value: Any, depth: int) -> object:
-        """A value that is `depth` containers below a module's attribute."""
+        """A value that is so many objects below a module's attribute."""
         kind = type(value)
         if kind in _AS_THEY_ARE:
             return value
@@ -97,115 +152,183 @@ class SnapshotWriter:
             return _TRUE if value else _FALSE
         if kind is float:
             return _PACK(value)
-        sort = self._sorts.get(kind)
-        if sort is None:
-            sort = self._sorts[kind] = Sort(kind)
-        if sort.scalar is not None:
-            return kind, sort.scalar(value)
-        if sort.items is not None and depth < DEEPEST:
-            return self._container(value, sort, depth)
+        form = form_of(kind)
+        if form.content is not None:
+            return id(kind), form.content(value)
         self.held.append(value)
-        if kind is types.MethodType:
-            return kind, id(value.__func__), id(value.__self__)
-        if not sort.has_attributes or depth or id(value) in self._registered:
-            return (id(value),)
-        self._known[id(value)] = (id(value),)  # it may hold itself
+        here = id(value)
+        if form.exact and form.items is not None:
+            return self._container(value, form, depth)
+        if form.sort is Sort.TENSOR:
+            more = self._tensor_attributes(value) if value.__dict__ else None
+            return (_OBJECT, _tensor(value), 0, more) if more else _tensor(value)
+        if form.sort is Sort.ARRAY:
+            small = value.nbytes <= GUARD_BYTES and not value.dtype.hasobject
+            return here, value.dtype.str, value.shape, value.tobytes() if small else None
+        opened = depth < form.closed and form.sort in _OPENED and here not in self._registered
+        if not opened or self._inside.get(here, GUARD_LEVELS) <= depth or self._left <= 0:
+            return (here,)
+        self._inside[here] = depth
+        if form.parts is not None:
+            return self._made_of(value, form, depth)
         self.held.append(kind)
-        attributes = {
-            key: self._write(inner, 1)
-            for key, inner in islice(read_attributes(value, sort), LONGEST[0])
-            if key not in self._ignored
-        }
-        return _OBJECT, id(value), id(kind), attributes
+        if form.sort is Sort.MODULE:
+            return self._hidden(value)
+        return _OBJECT, here, id(kind), self._attributes(value, form, depth)
 
-    def _container(self, value: Any, sort: Sort, depth: int) -> object:
-        kind, size = type(value), sort.size(value)
-        whole = size <= LONGEST[depth]
-        known: tuple[object, ...] = (kind, size)
-        if not whole or not sort.exact:
-            self.held.append(value)
-            known = (kind, size, id(value))
-        items = [self._write(item, depth + 1) for item in islice(sort.items(value), LONGEST[depth])]
-        if sort.kind is dict:
-            keys = [self._write(key, depth + 1) for key in islice(dict.keys(value), LONGEST[depth])]
-            return (*known, keys, items)
-        if sort.kind in (set, frozenset):
-            return (*known, _Unordered(items) if whole else None)
-        return (*known, items)
+    def _attributes(self, value: Any, form: Form, depth: int) -> dict[str, object]:
+        kind = form.kind
+        skipped = self._ignored | IGNORED.get((kind.__module__, kind.__qualname__), frozenset())
+        found: dict[str, object] = {}
+        for key, inner in form.named(value)[: GUARD_ITEMS[0]]:
+            if key in skipped:
+                continue
+            known = type(inner)
+            if known in _AS_THEY_ARE:
+                found[key] = inner
+            elif known is bool:
+                found[key] = _TRUE if inner else _FALSE
+            else:
+                found[key] = self._write(inner, depth + 1)
+        self._left -= len(found)
+        if form.items is not None:
+            found[_CONTENTS] = self._container(value, form, depth)
+        return found
 
+    def _tensor_attributes(self, tensor: torch.Tensor) -> dict[str, object]:
+        own = tensor.__dict__.items()
+        named = [(key, value) for key, value in own if not key.startswith(IGNORED_OF_TENSORS)]
+        return {key: self._write(value, GUARD_LEVELS) for key, value in named if key not in self._ignored}
 
-class _Unordered:
-    """The written items of a set, in any order."""
+    def _made_of(self, value: Any, form: Form, depth: int) -> object:
+        """A function, by its identity and what it closes over; other objects of Python's own by their parts alone."""
+        assert form.parts is not None
+        if form.kind in C_FUNCTIONS and not is_bound(value):
+            return (id(value),)
+        identity = None
+        if form.sort is Sort.FUNCTION:
+            self.held.append(value.__code__)
+            identity = id(value), id(value.__code__)
+        parts = [self._write(part, depth + 1) for _, part in form.parts(value)]
+        self._left -= len(parts)
+        return _PARTS, id(form.kind), identity, parts
 
-    def __init__(self, items: list[Any]) -> None:
-        self._items = items
+    def _hidden(self, module: nn.Module) -> object:
+        """A module that is no submodule of any, with all modules inside."""
+        inside = [(path, each) for path, each in modules_of(module) if id(each) not in self._registered]
+        self._registered |= {id(each) for _, each in inside}
+        left, met = self._left, self._inside
+        states = {path: self.module(each) for path, each in inside}
+        self._left, self._inside = left - sum(map(len, states.values())), met
+        return _MODULE, id(module), states
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Unordered) or len(self._items) != len(other._items):
-            return False
-        return all(item in other._items for item in self._items)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Sort:
-    """How the values of one type are written."""
-
-    def __init__(self, kind: type) -> None:
-        self.scalar: Any = None
-        """The content of a number or text, as bytes."""
-        self.items: Any = None
-        """The items of a container; the values of a dict."""
-        self.size: Any = None
-        self.kind: type = kind
-        """The built-in type of a container."""
-        self.exact = kind.__module__ in ("builtins", "collections", "torch")
-        """Whether a container is told by what it holds."""
-        self.slots: list[tuple[str, types.MemberDescriptorType]] = []
-        self.dict: Any = None
-        """The descriptor of an object's `__dict__`."""
-        if issubclass(kind, np.generic):
-            self.scalar = np.generic.tobytes
-        elif kind is bytes:
-            self.scalar = bytes
-        elif kind is complex:
-            self.scalar = _complex
-        elif issubclass(kind, (list, tuple, deque, set, frozenset, dict)):
-            base = next(each for each in (list, tuple, deque, set, frozenset, dict) if issubclass(kind, each))
-            self.kind, self.size = base, base.__len__
-            self.items = dict.values if base is dict else base.__iter__
-        elif not issubclass(kind, _OPAQUE):
-            self._find_attributes(kind)
-
-    @property
-    def has_attributes(self) -> bool:
-        return bool(self.dict or self.slots)
-
-    def _find_attributes(self, kind: type) -> None:
-        for base in kind.__mro__:
-            if self.dict is None and "__dict__" in base.__dict__:
-                self.dict = base.__dict__["__dict__"]
-            if "__slots__" in base.__dict__:
-                self.slots += [
-                    (name, each) for name, each in base.__dict__.items() if type(each) is types.MemberDescriptorType
-                ]
-        if type(self.dict) is not types.GetSetDescriptorType:  # a property of the user's
-            self.dict = None
+    def _container(self, value: Any, form: Form, depth: int) -> object:
+        """What a container holds; its identity as well where that is not all of it."""
+        size = form.size(value)
+        items = list(islice(form.items(value), GUARD_PLAIN_ITEMS))
+        keys = list(islice(form.keys(value), GUARD_PLAIN_ITEMS)) if form.mapping and size else None
+        told, named = _plain(items), keys and _plain(keys)
+        most = GUARD_PLAIN_ITEMS
+        if told is None or (keys and named is None):
+            opened = depth < GUARD_LEVELS and self._left > 0 and self._inside.get(id(value), GUARD_LEVELS) > depth
+            most = GUARD_ITEMS[depth] if opened else 0
+            self._inside[id(value)] = depth if opened else self._inside.get(id(value), GUARD_LEVELS)
+            told = [self._write(item, depth + 1) for item in items[:most]]
+            named = [self._write(key, depth + 1) for key in keys[:most]] if keys else None
+            self._left -= len(told)
+        extra = form.extra and self._write(form.extra(value), depth + 1)
+        identity = 0 if size <= most and form.exact else id(value)
+        return _ITEMS, id(form.kind), size, identity, extra, named, told
 
 
-def _complex(value: complex) -> bytes:
-    return _PACK(value.real) + _PACK(value.imag)
+def _tensor(tensor: torch.Tensor) -> object:
+    """What counts of a tensor beside its attributes."""
+    return id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape
 
 
-def attributes_of(value: object) -> list[tuple[str, Any]]:
-    """The attributes of an object, by name, read without its code; none of what has no code of Python's."""
-    return list(read_attributes(value, Sort(type(value))))
+def _plain(values: list[Any]) -> object:
+    """Values that are all numbers, or all texts and the like, at once; None where they are something else."""
+    if _AS_THEY_ARE.issuperset(map(type, values)):
+        return values
+    if _FLOAT.issuperset(map(type, values)):
+        return struct.pack(f"{len(values)}d", *values)
+    if _BOOL.issuperset(map(type, values)):
+        return bytes(values), _TRUE
+    return None
 
 
-def read_attributes(value: Any, sort: Sort) -> Iterator[tuple[str, Any]]:
-    """An object's attributes, read without its code."""
-    if sort.dict is not None:
-        yield from dict.items(sort.dict.__get__(value))
-    for name, slot in sort.slots:
-        with contextlib.suppress(AttributeError):  # it has none
-            yield name, slot.__get__(value)
+_FLOAT, _BOOL = frozenset((float,)), frozenset((bool,))
+_WRITTEN: dict[ModulePart, Callable[[SnapshotWriter, str, Any, dict[str, Any], dict[str, object]], None]] = {
+    ModulePart.TENSORS: SnapshotWriter._tensors,
+    ModulePart.MODULES: SnapshotWriter._children,
+    ModulePart.NAMES: SnapshotWriter._names,
+    ModulePart.HOOKS: SnapshotWriter._hooks,
+}
+_WRITTEN_APART = {name: _WRITTEN[part] for name, part in MODULE_PARTS.items() if part in _WRITTEN}
+_SKIPPED = frozenset(name for name, part in MODULE_PARTS.items() if part in (ModulePart.FLAGS, ModulePart.SAVING))
+
+
+# -- written values --------------------------------------------------------------------------------------------------
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The keys at which two dicts of written values differ."""
+    return [key for key in dict.fromkeys([*one, *other]) if one.get(key, ABSENT) != other.get(key, ABSENT)]
+
+
+def places(old: Any, new: Any) -> list[Path]:
+    """Where two written values differ: in attributes of objects that they hold, or else themselves: ("", ())."""
+    found: list[Path] = []
+    pairs = _pairs(old, new)
+    for label, name, one, other in pairs:
+        for path, names in places(one, other):
+            if not name and not names:
+                return [("", ())]
+            found.append((label + path, (name, *names) if name else names))
+    return found or [("", ())]
+
+
+def _pairs(old: Any, new: Any) -> Iterator[tuple[str, str, Any, Any]]:
+    """(path, name of the attribute, before, after) of what differs in two values that are the same object."""
+    if type(old) is not tuple or type(new) is not tuple or not old or not new or old[0] is not new[0]:
+        return
+    if old[0] is _OBJECT and old[1:3] == new[1:3]:
+        for name in differing(old[3], new[3]):
+            own = name is not _CONTENTS
+            yield f".{name}" if own else "", name if own else "", old[3].get(name, ABSENT), new[3].get(name, ABSENT)
+    elif old[0] is _MODULE and old[1] == new[1] and old[2].keys() == new[2].keys():
+        for path, one in old[2].items():
+            other = new[2][path]
+            for name in differing(one, other):
+                yield f".{path}.{name}" if path else f".{name}", name, one.get(name, ABSENT), other.get(name, ABSENT)
+    elif old[0] is _PARTS and old[:3] == new[:3] and len(old[3]) == len(new[3]):
+        for one, other in zip(old[3], new[3], strict=True):
+            if one != other:
+                yield "", "", one, other
+    elif old[0] is _ITEMS and old[:6] == new[:6] and type(old[6]) is type(new[6]) is list:
+        for number, (one, other) in enumerate(zip(old[6], new[6], strict=False)):
+            if one != other:
+                key = number if old[5] is None else old[5][number] if type(old[5]) is list else None
+                yield f"[{key!r}]" if type(key) in (int, str) else "[...]", "", one, other
+
+
+def forget(value: Any, names: Set[str]) -> None:
+    """Drop the attributes of these names from the objects in a written value."""
+    if type(value) is not tuple or not value:
+        return
+    if value[0] is _OBJECT:
+        forget_names(value[3], names)
+    elif value[0] is _MODULE:
+        for attributes in value[2].values():
+            forget_names(attributes, names)
+    elif (value[0] is _PARTS or value[0] is _ITEMS) and type(value[-1]) is list:
+        for inner in value[-1]:
+            forget(inner, names)
+
+
+def forget_names(attributes: dict[str, Any], names: Set[str]) -> None:
+    """Drop the attributes of these names, and from the objects in all others."""
+    for name in names & attributes.keys():
+        del attributes[name]
+    for value in attributes.values():
+        forget(value, names)

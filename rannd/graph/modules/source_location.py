@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import traceback
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from rannd.graph.modules.autograd_functions import function_name, is_function, watched_nodes
 from rannd.graph.modules.methods import split_path
+from rannd.patches import caller, declare, patched
+
+_GRADIENT_HOOKS = declare("hooks of gradients", torch.Tensor, "register_hook", "a graph forgets hooks of tensors")
+_SAVED = declare("hooks of saved tensors", saved_tensors_hooks, "__enter__", "a graph forgets what they change")
+_INFERENCE = declare("inference_mode", torch.inference_mode, "__enter__", "a graph forgets that it was entered")
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,6 @@ def watch_gradients(model: nn.Module, opaque: Collection[type[torch.autograd.Fun
     Export runs through the forward of a custom ``autograd.Function`` and forgets its backward; it forgets hooks of
     tensors, too. Gradients would be silently wrong.
     """
-    hook = torch.Tensor.register_hook
-    enter = saved_tensors_hooks.__enter__
-    inference = torch.inference_mode.__enter__
-    thread = threading.get_ident()
-
-    def traces() -> bool:
-        return threading.get_ident() == thread  # data loaders and evaluations go on in others
 
     def applied(cls: type[torch.autograd.Function]) -> None:
         generated = cls.__name__.startswith("GeneratedBackwardFor_")  # torch.library's; the graph has the operator
@@ -85,38 +82,23 @@ def watch_gradients(model: nn.Module, opaque: Collection[type[torch.autograd.Fun
             what = f"runs the custom autograd.Function {cls.__module__}.{cls.__qualname__}"
             raise Offence(what, here(model), function=cls)
 
-    def hooked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not traces():
-            return hook(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+    def hooked(*_: Any, **__: Any) -> Any:
         raise Offence("registers a hook for the gradient of a tensor", here(model))
 
-    def entered(hooks: saved_tensors_hooks) -> None:
-        own = sys.modules["torch"].__path__[0]
-        users = not type(hooks).__module__.startswith("torch.")
-        users = users or not sys._getframe(1).f_code.co_filename.startswith(own)
-        if traces() and users and type(hooks) not in HARMLESS_HOOKS:
+    def entered(enter: Callable[..., None], hooks: saved_tensors_hooks) -> None:
+        users = not (type(hooks).__module__.startswith("torch.") and of_torch(caller().f_code.co_filename))
+        if users and type(hooks) not in HARMLESS_HOOKS:
             raise Offence("has hooks for the tensors that are saved for the backward", here(model))
         enter(hooks)
 
-    def inferring(mode: torch.inference_mode) -> None:
-        if (
-            traces()
-            and mode.mode
-            and not sys._getframe(1).f_code.co_filename.startswith(sys.modules["torch"].__path__[0])
-        ):
+    def inferring(enter: Callable[..., None], mode: torch.inference_mode) -> None:
+        if mode.mode and not of_torch(caller().f_code.co_filename):
             raise Offence("enters inference_mode", here(model), "which a graph forgets")
-        inference(mode)
+        enter(mode)
 
-    torch.Tensor.register_hook = hooked  # type: ignore[method-assign, assignment]
-    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
-    torch.inference_mode.__enter__ = inferring  # type: ignore[method-assign]
-    try:
-        with watched_nodes(applied):
-            yield
-    finally:
-        torch.Tensor.register_hook = hook  # type: ignore[method-assign]
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-        torch.inference_mode.__enter__ = inference  # type: ignore[method-assign]
+    uses = _GRADIENT_HOOKS.around(hooked), _SAVED.around(entered), _INFERENCE.around(inferring)
+    with patched(*uses), watched_nodes(applied):
+        yield
 
 
 class NodesUnseen(TorchFunctionMode):

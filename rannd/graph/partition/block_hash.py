@@ -1,13 +1,13 @@
-"""Structural hash of a block: equal for blocks that do the same, wherever they are in a model.
+"""Structural hash of a block of operators: equal for equal layers, wherever they are in a model.
 
 No torch in this file, as in ``ir``: it sees only the task graph.
 
-A block's hash is made of the hashes of its ops and of how they are wired. What comes in from outside is numbered by
-first use, so equal layers have equal hashes, whatever they and their parameters are called:
+A block's hash covers the hashes of its operators and their dataflow. Inputs and parameters are numbered by first use,
+so equal layers have equal hashes, whatever the names of their modules and parameters:
 
-    %0  linear      reads  <0      @0 @1      <0: so many bytes, with a gradient
+    %0  linear      reads  <0      @0 @1      <0: size in bytes, requires_grad
     %1  gelu        reads  %0
-    %2  linear      reads  %1      @2 @3      leaves the block
+    %2  linear      reads  %1      @2 @3      output of the block
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def block_hashes(task: TaskGraph, blocks: Sequence[Iterable[int]]) -> list[str]:
 
 
 def crossing(task: TaskGraph, blocks: Sequence[Iterable[int]]) -> list[tuple[int, ...]]:
-    """Values that come into each block, and those that it makes for others, in the order in which its hash has them.
+    """Inputs and outputs of each block, in the order of its hash.
 
-    So the same places mean the same values in all blocks of one hash.
+    Blocks with the same hash therefore have corresponding values at the same positions.
     """
     readers: list[set[int]] = [set() for _ in task.values]
     for number, op in enumerate(task.ops):

@@ -1,7 +1,7 @@
-"""Take parts out of a traced graph: the stages of a plan, the blocks that are measured.
+"""Extract subgraphs from a traced graph: pipeline stages, and blocks to be profiled.
 
-A part is a function of explicit arguments: values of other parts, parameters and buffers, and numbers made
-of the number of rows. Recomputed nodes are copied into every part that reads them.
+A subgraph takes explicit arguments: values of other subgraphs, parameters and buffers, and numbers computed from the
+number of rows. Recomputed nodes are copied into every subgraph that reads them.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from rannd.graph.partition.placement import Placement
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a graph as a module: ``module(*values, *tensors, *numbers)`` gives the tuple of `outputs`."""
+    """A subgraph as a module: ``module(*values, *tensors, *numbers)`` returns the tuple of `outputs`."""
 
     module: GraphModule
     inputs: tuple[Node, ...]
-    """Nodes of the traced graph whose values come in from other parts or the user."""
+    """Nodes of the traced graph whose values come from other subgraphs or from the caller."""
     tensors: tuple[str, ...]
     """Names of the parameters, buffers and constants."""
     numbers: tuple[Node, ...]
-    """Nodes of the traced graph that are numbers made of the number of rows."""
+    """Nodes of the traced graph that are numbers computed from the number of rows."""
     outputs: tuple[Node, ...]
-    """Nodes of the traced graph that others read."""
+    """Nodes of the traced graph that other subgraphs or the caller read."""
     random: bool
-    """Draws random numbers."""
+    """Whether the subgraph draws random numbers."""
 
     def numbers_at(self, rows: int) -> list[Any]:
-        """The number arguments for a piece of `rows` rows."""
+        """Values of the number arguments for a microbatch of `rows` rows."""
         return [number_at(node.meta["val"], rows) for node in self.numbers]
 
 
 def extract(traced: Traced, placement: Placement, members: Set[Node], name: str) -> Part:
-    """The part made of the placed nodes `members`, and of the recomputed ones that they read."""
+    """Extract the placed nodes `members`, with copies of the recomputed nodes that they read."""
     results = set(traced.results)
     needed = _needed(placement, members)
     inputs: dict[Node, None] = {}
@@ -73,7 +73,7 @@ def extract(traced: Traced, placement: Placement, members: Set[Node], name: str)
         copies.update(dict.fromkeys(nodes, _placeholder(graph, f"number_{index}", nodes[0])))
 
     def copy(source: Node) -> Node:
-        if source not in copies:  # a region of its own (no_grad, autocast)
+        if source not in copies:  # get_attr of a no_grad or autocast subgraph
             copies[source] = graph.node_copy(source)
         return copies[source]
 
@@ -84,7 +84,7 @@ def extract(traced: Traced, placement: Placement, members: Set[Node], name: str)
             if node not in placement.writers:
                 reshape(copies[node])
             if is_number(node.meta.get("val")):
-                continue  # known everywhere from the number of rows
+                continue  # every stage computes it from the number of rows
             if node in members and (node in results or any(user not in needed for user in node.users)):
                 outputs.append(node)
     graph.output(tuple(copies[node] for node in outputs))
@@ -114,8 +114,8 @@ def _placeholder(graph: Graph, name: str, source: Node) -> Node:
 def cut(traced: Traced, placement: Placement, stage_of: Mapping[Node, int], names: Sequence[str]) -> tuple[Part, ...]:
     """Cut a traced graph into stages.
 
-    `stage_of` gives the stage of every placed node. CutError where a stage would read from a later one, or
-    where nodes that have to stay together are apart.
+    `stage_of` maps every placed node to its stage. CutError if a stage would read from a later one, or if nodes of one
+    group are on different stages.
     """
     together: dict[int, int] = {}
     members: list[set[Node]] = [set() for _ in names]
@@ -139,11 +139,11 @@ def cut(traced: Traced, placement: Placement, stage_of: Mapping[Node, int], name
 def stages_by_owner(
     traced: Traced, placement: Placement, owners: Mapping[str, tuple[int, ...]], stages: int
 ) -> dict[Node, int]:
-    """Stages for a graph whose parameters are already placed: each op runs where its parameters are.
+    """Assign nodes to stages by the parameters they read, for a graph whose parameters are already placed.
 
-    `owners` gives the stages that hold a parameter or buffer. Where the order of the graph does not allow that, an
-    op runs in a later stage, which has to borrow what it reads; CutError where it would write into that, or
-    differentiate by it.
+    `owners` maps each parameter and buffer to the stages that hold it. If the order of the graph does not allow an
+    operator to run there, it runs in a later stage, which borrows the tensor; CutError if the operator would write
+    into it or need its gradient.
     """
     gradients = placement.requires_grad
     stage_of_group: dict[int, int] = dict.fromkeys(placement.group.values(), 0)
@@ -178,5 +178,5 @@ def stages_by_owner(
 
 
 def crossing_shape(node: Node, rows: int) -> tuple[int, ...]:
-    """Shape of a value for a piece of `rows` rows."""
+    """Shape of a value for a microbatch of `rows` rows."""
     return shape_at(node.meta["val"], rows)

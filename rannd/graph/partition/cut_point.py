@@ -1,12 +1,12 @@
-"""CutPoint: the user's marks between layers, as the only places where a stage may end (Varuna's idea).
+"""CutPoint: an identity module with which users mark the only places where a stage may end (as in Varuna).
 
     x = self.first(x)
     x = self.cut(x)      self.cut = pyrannc.CutPoint(): the identity
-    x = self.second(x)   may be the first of a stage
+    x = self.second(x)   may start a stage
 
-While a model is exported the module makes an alias of each tensor, whose module tells what it is; the operators that
-run between two marks are a segment. The alias is taken out of the graph again. Where the code behind it writes into
-the tensor in place, it is a copy, if nobody can tell the difference, so that the two sides share no memory.
+During export the module inserts an ``aten.alias`` of each tensor, recognized by its module path; the operators between
+two marks form a segment. The alias is removed from the graph again. If the code after it writes into the tensor in
+place, it becomes a clone, provided that this is not observable, so that the two sides do not share memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from rannd.graph.fx.traced import Traced, attribute
 
 
 class CutPoint(nn.Module):
-    """The identity, between two parts of a model that may become stages of their own.
+    """Identity module that marks where a pipeline stage may end and the next one begin.
 
-    ``x = cut(x)`` or ``x, mask = cut(x, mask)``: everything that the model runs before the call may end a stage, and
-    what it runs afterwards may begin one. Where a model has such modules, stages begin right after them only. One
-    module may be called many times (between the layers of a loop); each call is a place. Without RaNNCModule it does
-    nothing.
+    Use ``x = cut(x)`` or ``x, mask = cut(x, mask)``. If a model contains CutPoints, stages begin only right after
+    them. One module may be called many times (e.g. between the layers of a loop); each call is a possible boundary.
+    Without RaNNCModule it has no effect.
     """
 
     def forward(self, value: Any, *more: Any) -> Any:
-        """`value`, or a tuple of all that is given."""
+        """Return `value`, or a tuple of all arguments if there are several."""
         if torch.compiler.is_exporting():
             value, more = pytree.tree_map_only(torch.Tensor, _mark, (value, more))
         return (value, *more) if more else value
@@ -49,14 +48,14 @@ def _mark(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Where a graph may be cut: the segment of each of its nodes, from 1 on; 0 everywhere without CutPoints."""
+    """Segment number of each node, starting at 1; stages may only begin where it changes. Empty without CutPoints."""
 
     of: Mapping[Node, int] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
-    """What to tell the user of CutPoints that have no effect."""
+    """Messages about CutPoints that have no effect."""
 
     def number(self, graph: Graph) -> dict[Node, int]:
-        """The segment of every node, also of those that were added since: that of the node before."""
+        """Segment of every node; nodes added later get the segment of their predecessor."""
         found: dict[Node, int] = {}
         last = 0
         for node in graph.nodes:
@@ -65,7 +64,7 @@ class Segments:
         return found
 
     def hash(self, digest: str, graph: Graph) -> str:
-        """The hash of a graph, with the places where it may be cut."""
+        """Extend a graph's hash by its segments."""
         if not self.of:
             return digest
         numbers = [str(number) for number in self.number(graph).values()]
@@ -73,7 +72,7 @@ class Segments:
 
 
 def segments(traced: Traced, model: nn.Module) -> Segments:
-    """Find the calls of CutPoints in a traced model, and take their operators out of its graph."""
+    """Find the calls of CutPoints in a traced model, and remove their alias operators from its graph."""
     names = {name: module for name, module in model.named_modules() if isinstance(module, CutPoint)}
     if not names:
         return Segments()
@@ -83,7 +82,7 @@ def segments(traced: Traced, model: nn.Module) -> Segments:
     for node in traced.graph.nodes:
         if node.op == "call_function" and not is_number(node.meta.get("val")):
             marked = node in marks
-            number += behind and not marked  # several tensors of one call are one place
+            number += behind and not marked  # several tensors of one call are one boundary
             behind = marked
         of[node] = number
     idle = tuple(_idle(traced, names, marks))
@@ -91,7 +90,7 @@ def segments(traced: Traced, model: nn.Module) -> Segments:
         if _settle(traced, mark):
             del of[mark]
         elif mark.target is torch.ops.aten.clone.default:
-            of[mark] += 1  # with those who write into it
+            of[mark] += 1  # in the segment of its in-place writers
     return Segments(of if marks else {}, idle)
 
 
@@ -105,7 +104,7 @@ def _is_mark(node: Node, model: nn.Module) -> bool:
 
 
 def _idle(traced: Traced, names: Mapping[str, nn.Module], marks: Iterable[Node]) -> list[str]:
-    """Which CutPoints no mark shows, and why."""
+    """Messages about CutPoints without a mark in the graph, and why."""
     seen = {id(names[mark.meta["module"]]) for mark in marks if mark.meta["module"] in names}
     inside = _inside(traced.root, traced.graph.nodes)
     told = []
@@ -124,7 +123,7 @@ def _idle(traced: Traced, names: Mapping[str, nn.Module], marks: Iterable[Node])
 
 
 def _inside(root: nn.Module, nodes: Iterable[Node]) -> set[str]:
-    """Modules of the operators in regions of their own."""
+    """Paths of modules whose operators are inside no_grad or autocast subgraphs."""
     found: set[str] = set()
     for node in nodes:
         if node.op == "get_attr" and isinstance(inner := attribute(root, str(node.target)), GraphModule):
@@ -134,7 +133,7 @@ def _inside(root: nn.Module, nodes: Iterable[Node]) -> set[str]:
 
 
 def _settle(traced: Traced, mark: Node) -> bool:
-    """Take a mark out of the graph, or make a copy of it where that is right; whether it is out."""
+    """Remove a mark from the graph, or turn it into a clone if that is safe; return whether it was removed."""
     (source,) = mark.all_input_nodes
     order = {node: place for place, node in enumerate(traced.graph.nodes)}
     sharing = Aliases(traced)
@@ -156,10 +155,10 @@ def _settle(traced: Traced, mark: Node) -> bool:
 
 
 def _separable(order: Mapping[Node, int], sharing: Aliases, mark: Node) -> bool:
-    """Whether nobody reads later, in another way than through the mark, what is written into behind it."""
+    """Whether memory written after the mark is afterwards read only through the mark, so that a clone is safe."""
     home = sharing.find(mark)
     behind = {mark}
-    for node in order:  # in order
+    for node in order:  # in graph order
         if sharing.find(node) is home and any(source in behind for source in node.all_input_nodes):
             behind.add(node)
     before = [node for node in order if sharing.find(node) is home and node not in behind]

@@ -1,8 +1,8 @@
-"""Structural hashes: of a whole traced model (key of its deployment) and of its ops (equal layers are seen equal).
+"""Structural hashes of a whole traced model (the key of its deployment) and of its operators (equal in equal layers).
 
-Nodes are numbered, floats written as hex, every symbol is the number of rows. The whole model's hash includes
-the names, types and flags of its parameters; an op's hash knows its parameters by type, shape and flag alone.
-structure.py makes the hashes of blocks from those of their ops.
+Nodes are numbered, floats are written as hex, and every symbol is the number of rows. The model's hash includes the
+names, dtypes and flags of its parameters; an operator's hash only their dtypes, shapes and flags. block_hash.py
+combines the hashes of operators into hashes of blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rannd.graph.partition.placement import Placement
 
 
 def graph_hash(traced: Traced, signature: Signature) -> str:
-    """Hash of a traced model: equal in every process that traces the same model in the same way."""
+    """Hash of a traced model, equal in every process that traces the same model in the same way."""
     placed = iter(signature.tensors)
     first: dict[int, str] = {}
 
@@ -52,20 +52,20 @@ def graph_hash(traced: Traced, signature: Signature) -> str:
 
 @dataclass(frozen=True)
 class Structure:
-    """One op without its place in the model."""
+    """Hash of one operator independent of its position in the model, with the values it reads."""
 
     digest: str
     inputs: tuple[Node, ...]
-    """Placed nodes and arguments that it reads, also through recomputed nodes, each once, in order of first use."""
+    """Placed nodes and arguments it reads, directly or through recomputed ones, each once, in order of first use."""
     tensors: tuple[Node, ...]
-    """One get_attr node for each parameter, buffer and constant that it reads, likewise."""
+    """One get_attr node for each parameter, buffer and constant it reads, likewise."""
 
 
 def structures(traced: Traced, placement: Placement, autocast: str) -> dict[Node, Structure]:
-    """The structure of every node that computes a value.
+    """Compute the structure of every node that computes a value.
 
-    A recomputed node is part of its readers' digests, as a function of what it reads. `autocast` names the regions
-    that the model was traced in: they change what an op computes, and no node shows them.
+    A recomputed node is part of its readers' digests, as a function of what it reads. `autocast` names the autocast
+    state that the model was traced in: it changes what an operator computes, and the graph does not show it.
     """
     found: dict[Node, Structure] = {}
     for node in traced.graph.nodes:
@@ -75,7 +75,7 @@ def structures(traced: Traced, placement: Placement, autocast: str) -> dict[Node
 
 
 class _Reader:
-    """Numbers what one node reads, as it comes."""
+    """Builds the structure of one node, numbering what it reads by first use."""
 
     def __init__(self, traced: Traced, placement: Placement, known: Mapping[Node, Structure]) -> None:
         self._traced = traced
@@ -125,7 +125,7 @@ class _Reader:
 
 
 class _Symbols(dict[Any, str]):
-    """Names for the sizes that depend on what is in a tensor, by first use: tracing numbers them through the model."""
+    """Names for data-dependent sizes by first use, since tracing numbers them across the whole model."""
 
     def __missing__(self, symbol: Any) -> str:
         self[symbol] = name = f"unknown{len(self)}"
@@ -148,7 +148,7 @@ def _content(tensor: torch.Tensor) -> str:
 
 
 def _text(graph: Graph, root: nn.Module, describe: Callable[[Node], str]) -> str:
-    """One line per node; `describe` gives the lines of placeholders and tensor attributes."""
+    """Text of a graph, one line per node; `describe` returns the lines of placeholders and tensor attributes."""
     lines: list[str] = []
     names: dict[Node, str] = {}
     for node in graph.nodes:
@@ -162,12 +162,12 @@ def _text(graph: Graph, root: nn.Module, describe: Callable[[Node], str]) -> str
 
 
 def _nested(root: GraphModule) -> str:
-    """A region of its own (no_grad, autocast)."""
+    """Text of a no_grad or autocast subgraph."""
     return "{" + _text(root.graph, root, lambda inner: f"in|{_value(inner.meta.get('val'))}") + "}"
 
 
 def _line(node: Node, names: Mapping[Node, str], symbols: _Symbols | None = None) -> str:
-    """What a node does to the nodes in `names`."""
+    """Text of a node: its operator, arguments (named by `names`) and result."""
     target = operator_name(node.target)
     args = (_leaf(str(node.args[0])), *node.args[1:]) if target == LEAF else node.args
     arguments = f"{_argument(args, names)}|{_argument(node.kwargs, names)}"
@@ -186,7 +186,7 @@ def _argument(value: Any, names: Mapping[Node, str]) -> str:
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, torch.device):
-        return f"device:{value.type}"  # each rank has another ordinal
+        return f"device:{value.type}"  # the ordinal differs between ranks
     return f"{type(value).__name__}:{value!r}"
 
 
@@ -214,7 +214,7 @@ def _expression(expr: Any) -> str:
 
 @lru_cache(maxsize=100_000)
 def _unknown(expr: Any) -> tuple[Any, ...]:
-    """The symbols of an expression but for the rows."""
+    """Symbols of an expression other than the number of rows."""
     return tuple(sorted(expr.free_symbols - {ROWS}, key=str))
 
 
@@ -224,9 +224,9 @@ def _renamed(expr: Any, unknown: tuple[Any, ...], symbols: _Symbols) -> str:
 
 
 def _leaf(key: str) -> str:
-    """A call of a leaf: what it takes and makes, and its classes.
+    """Text of an opaque module's call: its inputs and outputs, and the classes of its modules.
 
-    Not its attributes: its code may change them, on the ranks that run it.
+    Attributes are left out: the module's code may change them on the ranks that run it.
     """
     table, call = call_of(key)
     module = table.module(call.path)

@@ -1,14 +1,14 @@
-"""Which nodes have to be placed on a stage, which are recomputed wherever they are read, which stay together.
+"""Decide which nodes are placed on a stage, which are recomputed by every reader, and which must stay together.
 
-*Recomputed* nodes are cheap to have everywhere: those that depend on no tensor argument (weight transposes,
-positions) and gradient-free ones made of arguments alone (masks, shifted labels). All others are *placed*,
-and grouped by the rules that keep a cut graph right:
+*Recomputed* nodes are cheap to duplicate: those that depend on no tensor argument (weight transposes, positions) and
+gradient-free ones computed from arguments alone (masks, shifted labels). All others are *placed*, and grouped by
+rules that keep a partitioned graph correct:
 
-1. a node that makes several values, or one whose size is not known beforehand, stays with its readers;
-2. a node that writes into a value stays with all that shared its memory or read it before;
-3. readers and writers of a buffer (or argument) that is written stay together;
-4. a node that reads memory by strides (``as_strided``) stays with all that decides how its operand lies: what a stage
-   gets from another lies without gaps, and would be read in the wrong order.
+1. a node with several results, or with a result of unknown size, stays with its readers;
+2. a node that writes into a value in place stays with the nodes that alias it or read it before;
+3. readers and writers of a buffer (or argument) that is written in place stay together;
+4. a node that reads memory by strides (``as_strided``) stays with all nodes that determine the strides of its operand:
+   a value received from another stage is contiguous and would be read in the wrong order.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from rannd.graph.fx.symbolic_values import TensorValue
 from rannd.graph.fx.traced import Traced, operator_name
 
 CHEAP_FLOPS_PER_ELEMENT = 16
-"""A recomputed node may cost this many operations for each element it makes; a matrix product costs more."""
+"""Maximum FLOPs per result element of a recomputed node; a matrix product costs more."""
 
 _WITHOUT_GAPS = ("linear", "embedding", "addmm", "mm", "bmm")
-"""Operators whose results lie without gaps, in the order of their dimensions, however their operands lie.
-``contiguous`` is another, unless it asks for another order."""
+"""Operators whose results are contiguous, whatever the strides of their operands.
+``contiguous`` is another, unless called with a memory format."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What `place` found; nodes of the traced graph are the keys."""
+    """Result of `place`, keyed by nodes of the traced graph."""
 
     placed: tuple[Node, ...]
     group: Mapping[Node, int]
-    """Group of each placed node; alone where nobody shares it."""
+    """Group number of each placed node; nodes of one group stay on one stage."""
     recomputed: Set[Node]
     early: Set[Node]
-    """Arguments, and recomputed nodes made of nothing but arguments."""
+    """Arguments, and recomputed nodes computed from arguments and constants alone."""
     requires_grad: Set[Node]
     reads: Mapping[Node, tuple[Node, ...]]
-    """Placed nodes and arguments that a placed node reads, also through recomputed ones, in graph order."""
+    """Placed nodes and arguments that a placed node reads, directly or through recomputed ones, in graph order."""
     attributes: Mapping[Node, tuple[Node, ...]]
-    """get_attr nodes of tensors that a placed node reads, also through recomputed ones."""
+    """get_attr nodes of tensors that a placed node reads, directly or through recomputed ones."""
     written: Set[str]
-    """Names of the parameters and buffers that the graph writes into."""
+    """Names of parameters and buffers that the graph writes in place."""
     random: Set[Node]
     writers: Mapping[Node, tuple[Node, ...]]
-    """Nodes that write into the memory of a node: its value, and its gradient, go through them, too."""
+    """Nodes that write in place into the memory of a node, through which its value and gradient flow, too."""
 
 
 def place(traced: Traced, signature: Signature) -> Placement:
-    """Sort the nodes of a traced model."""
+    """Compute the placement of the nodes of a traced model."""
     nodes = [node for node in traced.graph.nodes if node.op == "call_function"]
     order = {node: index for index, node in enumerate(traced.graph.nodes)}
     sharing = Aliases(traced)
@@ -112,7 +112,7 @@ def place(traced: Traced, signature: Signature) -> Placement:
 
 
 def _trains_through(parameter: Node, sharing: Aliases, touched: Set[Node]) -> bool:
-    """Whether a trained parameter that is written into is read where gradients are recorded."""
+    """Whether a trainable parameter that is written in place is also read with gradients enabled."""
     home = sharing.find(parameter)
     if home not in touched:
         return False
@@ -121,16 +121,16 @@ def _trains_through(parameter: Node, sharing: Aliases, touched: Set[Node]) -> bo
 
 
 def _without_gradients(node: Node) -> bool:
-    """Whether a node is a region in which no gradients are recorded."""
+    """Whether a node runs a no_grad subgraph."""
     return operator_name(node.target) == "higher_order::wrap_with_set_grad_enabled" and node.args[0] is False
 
 
 def _requires_grad(
     traced: Traced, signature: Signature, sharing: Aliases, writes: Mapping[Node, list[Node]]
 ) -> set[Node]:
-    """Nodes whose value may require a gradient (the flags that tracing records are wrong).
+    """Nodes whose value may require a gradient (the flags recorded by tracing are unreliable).
 
-    What shares memory with a tensor that is written into may get its gradient, whichever node names it.
+    After an in-place write, all aliases of the written tensor may require a gradient.
     """
     found: set[Node] = set()
     if not signature.mode.grad:
@@ -142,7 +142,7 @@ def _requires_grad(
         given = iter(signature.tensors)
         for node in traced.graph.nodes:
             if node.op == "placeholder":
-                spec = next(given, None)  # placeholders behind the arguments are weights of losses
+                spec = next(given, None)  # placeholders after the arguments are loss weights
                 if spec is not None and spec.requires_grad:
                     found.add(node)
             elif node.op == "get_attr" and node in traced.attributes and traced.trainable(node):
@@ -157,7 +157,7 @@ def _requires_grad(
 
 
 def _differentiable(node: Node) -> bool:
-    """Whether a node passes gradients on."""
+    """Whether a node propagates gradients."""
     name = base_name(node)
     if (
         name in ("detach", "detach_")
@@ -181,7 +181,7 @@ def _recomputed(
 ) -> tuple[set[Node], set[Node]]:
     recomputed: set[Node] = set()
     depends: set[Node] = set(traced.placeholders)
-    pure: set[Node] = set(traced.placeholders)  # made of arguments and constants alone
+    pure: set[Node] = set(traced.placeholders)  # computed from arguments and constants alone
     results = set(traced.results)
     for node in traced.graph.nodes:
         if node.op == "get_attr" and not traced.is_state(node):
@@ -212,7 +212,7 @@ def _recomputed(
 
 
 def _sized(node: Node) -> bool:
-    """Whether all that a node makes are tensors of known size."""
+    """Whether all results of a node are tensors of known size."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple) else [value]
     return bool(values) and all(isinstance(v, TensorValue) and is_known(v) for v in values)
@@ -265,7 +265,7 @@ def _groups(
         shared = set(nodes)
         writers = [node for node, targets in writes.items() if any(target in shared for target in targets)]
         last = max(order[node] for node in writers)
-        # What is read from an argument or a buffer after the write has no other way to the new content.
+        # Reads of an argument or buffer after the write can see the new content only on the same stage.
         rooted = any(node.op in ("placeholder", "get_attr") for node in nodes)
         together = [node for node in nodes if node in members and (rooted or order[node] <= last)]
         for node in nodes:
@@ -283,7 +283,7 @@ def _reads_by_strides(traced: Traced, node: Node) -> bool:
 
 
 def _deciding_strides(node: Node) -> set[Node]:
-    """Operators above a node that decide how what it reads lies in memory."""
+    """Ancestors of a node that determine the strides of what it reads."""
     found: set[Node] = set()
     stack = [node]
     while stack:

@@ -1,8 +1,8 @@
-"""Follow the samples of a batch through the graph.
+"""Propagate the batch dimension through the graph.
 
-For every node: does it depend on the samples, and where in its shape are they? The rules (row_rules/) are
-conservative: what no rule knows is reported as *coupling* the samples, and then each rank's mini-batch runs
-whole. That is right for any model; it only rules microbatches out.
+For every node: does it depend on the samples, and which dimension holds them? The rules (rules/) are conservative: an
+operator without a matching rule counts as *coupling* the samples, and then each rank's mini-batch runs unsplit. That
+is correct for any model; it only rules out microbatches.
 """
 
 from __future__ import annotations
@@ -49,44 +49,44 @@ from rannd.graph.rows.walk import Walk, state_of
 
 SIZES = ("size", "sizes", "shape", "repeats", "start", "end", "step", "length", "split_size", "split_sizes",
          "output_size")  # fmt: skip
-"""Arguments that may be made of the number of rows; `_check` sees what comes of it."""
+"""Arguments that may be computed from the number of rows; `_check` validates the resulting shape."""
 
 REGIONS = ("higher_order::wrap_with_set_grad_enabled", "higher_order::wrap_with_autocast")
-"""Operators that run a graph of their own once, with the arguments that follow it."""
+"""Higher-order operators that run a subgraph once, with the arguments that follow it."""
 
 
 @dataclass(frozen=True)
 class RowAnalysis:
-    """Where the samples are.
+    """Result of the batch-dimension analysis: a state per node.
 
-    `coupled` says which op mixes samples (None: rows are independent). `weighted` lists operands that have to
-    be multiplied by the piece's share of the rows so that the sum they enter adds up over pieces:
-    (node, name of the argument).
+    `coupled` says which operator mixes samples (None: samples are independent). `weighted` lists operands,
+    as (node, argument name), to be multiplied by the microbatch's share of the rows so that the sum they enter adds
+    up over microbatches.
     """
 
     states: Mapping[Node, State]
     coupled: str | None
     weighted: tuple[tuple[Node, str], ...] = ()
     masked: tuple[Node, ...] = ()
-    """Means with a denominator that is known before the first piece runs: losses averaged over the labels that count,
-    and sums divided by a number that is made of the arguments alone."""
+    """Means whose denominator is known before the first microbatch runs: losses averaged over non-ignored labels, and
+    sums divided by a number computed from the arguments alone."""
     squeezed: tuple[Node, ...] = ()
-    """Nodes that would drop the dimension of the samples where a piece has one row."""
+    """Squeeze nodes that would drop the batch dimension of a microbatch with one row."""
 
 
 def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalysis:
-    """Follow the samples through a traced model; `early` nodes are computed from the inputs alone."""
+    """Analyse a traced model; `early` nodes are computed from the inputs alone."""
     found = _analyse(Walk(early=early), traced, signature)
     if found.coupled is None:
         return found
-    # Mini-batches run whole: a mean over labels has its own denominator, whatever the model makes of it.
+    # Mini-batches run unsplit: a mean over labels has its own denominator, however the model uses it.
     whole = _analyse(Walk(early=early, whole=True), traced, signature)
     kept = tuple(site for site in whole.weighted if not _bends(whole, site[0]))
     return dataclasses.replace(whole, coupled=found.coupled, weighted=kept)
 
 
 def _bends(analysis: RowAnalysis, node: Node) -> bool:
-    """Whether something nonlinear is made of a sum of terms: it has to get the rank's own value, with no weights."""
+    """Whether a sum of terms is used nonlinearly; such uses need the rank's own, unweighted value."""
     seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:
@@ -102,21 +102,21 @@ def _analyse(walk: Walk, traced: Traced, signature: Signature) -> RowAnalysis:
     inputs: list[State] = [Rows(0, 1, 1) if spec.batch else FIXED for spec in signature.tensors]
     _walk(walk, traced.graph, traced.root, inputs)
     if signature.fixed_rows is not None:
-        walk.coupled = f"the graph is for {signature.fixed_rows} rows alone"
+        walk.coupled = f"the graph is specialized to batch size {signature.fixed_rows}"
     for node in traced.results:
         state = walk.states[node]
         if isinstance(state, Scalar) and node.meta["val"].ndim:
-            walk.couple(node, "an output that is no single number is made of all samples")
+            walk.couple(node, "an output other than a scalar is reduced over all samples")
             walk.states[node] = WHOLE
         if isinstance(state, (RowIndex, Arange, Sorted)) or (isinstance(state, Rows) and state.outer != 1):
             walk.couple(node, "an output does not have the samples in order")
         if state is WHOLE or isinstance(state, tuple) or state == Scalar(Reduction.OTHER):
-            walk.couple(node, "an output is made of all samples in a way no rule knows")
+            walk.couple(node, "an output depends on all samples in an unsupported way")
     return RowAnalysis(walk.states, walk.coupled, tuple(walk.weighted), tuple(walk.masked), tuple(walk.squeezed))
 
 
 def _walk(walk: Walk, graph: Graph, root: nn.Module, inputs: Sequence[State]) -> tuple[State, ...]:
-    """Compute the state of every node; returns the states of the graph's outputs."""
+    """Compute the state of every node and return the states of the graph's outputs."""
     given = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -142,7 +142,7 @@ def _result(walk: Walk, node: Node, root: nn.Module) -> State:
         return FIXED
     try:
         state = _follow(walk, node, states, root)
-        if state is WHOLE:  # an element of a tuple that nobody may want; what follows it is coupled
+        if state is WHOLE:  # a possibly unused element of a tuple; its users are coupled
             return WHOLE
         _check(value, state)
     except Coupled as reason:
@@ -152,11 +152,11 @@ def _result(walk: Walk, node: Node, root: nn.Module) -> State:
 
 
 def _follow(walk: Walk, node: Node, states: Sequence[State], root: nn.Module) -> State:
-    """The state of a node with arguments that depend on the samples; Coupled where they are mixed."""
+    """Compute the state of a node whose arguments depend on the samples; Coupled if it mixes them."""
     if node.target is operator.getitem:
         source = walk.states[node.args[0]]  # type: ignore[index]
         if not isinstance(source, tuple):
-            raise Coupled("an element is taken of something no rule knows")
+            raise Coupled("an element is taken of a value without a rule")
         return source[node.args[1]]  # type: ignore[index]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _nested(walk, node, root)
@@ -171,16 +171,16 @@ def _follow(walk: Walk, node: Node, states: Sequence[State], root: nn.Module) ->
 
 
 def _check(value: Any, state: State) -> None:
-    """Coupled where a state does not fit what was made: a safety net under all rules.
+    """Raise Coupled if a state contradicts the shape of the value: a safety net under all rules.
 
-    Nothing but the dimension that holds the samples may change with the number of rows, and that one has to
-    be a multiple of it, for every number.
+    Only the dimension that holds the samples may depend on the number of rows, and it must be a multiple of it for
+    every number of rows.
     """
     if isinstance(value, (tuple, list)):
         if not isinstance(state, tuple) or len(state) != len(value):
-            raise Coupled("no rule knows all that an op makes")
+            raise Coupled("an operator has results without a rule")
         for each, own in zip(value, state, strict=True):
-            if own is not WHOLE:  # what follows it is coupled
+            if own is not WHOLE:  # users of a WHOLE element are coupled
                 _check(each, own)
     elif isinstance(value, TensorValue):
         expected = [0] * value.ndim
@@ -191,24 +191,24 @@ def _check(value: Any, state: State) -> None:
         elif isinstance(state, Arange) or (isinstance(state, Sorted) and state.role not in (Role.COUNTS, Role.ENDS)):
             expected[:1] = [state.inner]
         elif not (state is FIXED or isinstance(state, (Scalar, Sorted))):
-            raise Coupled("no rule knows what an op makes of the samples")
+            raise Coupled("a result depends on the samples in an unsupported way")
         if [multiple_of_rows(size) for size in value.shape] != expected:
-            raise Coupled("a shape is made of the number of rows in a way no rule knows")
+            raise Coupled("a shape depends on the batch size in an unsupported way")
     elif value is not None and state is not FIXED:
-        raise Coupled("a number is made of the samples")
+        raise Coupled("a Python number is computed from the samples")
 
 
 def _apply(walk: Walk, node: Node) -> State:
-    """The state by the operator's rule."""
+    """Apply the operator's rule."""
     if operator_name(node.target) == LEAF:
-        raise Coupled("nobody sees into a module that runs as one operator")
+        raise Coupled("a module that runs as one operator may mix samples")
     if not isinstance(node.target, torch._ops.OpOverload):
-        raise Coupled(f"{operator_name(node.target)} is not followed")
+        raise Coupled(f"there is no rule for {operator_name(node.target)}")
     name = base_name(node)
     named = arguments(node)
     for key, argument in named.items():
         if key not in SIZES and any(state_of(walk, leaf) is COUNT for leaf in pytree.tree_leaves(argument)):
-            raise Coupled(f"{operator_name(node.target)} computes with the number of rows")
+            raise Coupled(f"{operator_name(node.target)} computes with the batch size")
     operation = Operation(
         name,
         node,
@@ -223,7 +223,7 @@ def _apply(walk: Walk, node: Node) -> State:
     if rule is None and torch.Tag.pointwise in node.target.tags:
         rule = sorted_pointwise if sorts else pointwise
     if rule is None:
-        raise Coupled(f"no rule knows what {operator_name(node.target)} does to the samples")
+        raise Coupled(f"there is no rule for {operator_name(node.target)}")
     try:
         state = rule(operation)
     except Coupled as reason:
@@ -234,7 +234,7 @@ def _apply(walk: Walk, node: Node) -> State:
         return Scalar(kind)
     if name in ("squeeze", "squeeze_") and _drops_a_single_row(walk, named):
         if walk.inside:
-            raise Coupled(f"{name} drops the dimension of the samples where there is one")
+            raise Coupled(f"{name} drops the batch dimension if it has size 1")
         walk.squeezed.append(node)
     if state == Scalar(Reduction.MEAN) and name in CLASS_LOSSES:
         return masked_mean(walk, node, named)
@@ -242,7 +242,7 @@ def _apply(walk: Walk, node: Node) -> State:
 
 
 def _drops_a_single_row(walk: Walk, named: Mapping[str, Any]) -> bool:
-    """Whether a squeeze is one of the dimension of the samples, if that has size 1."""
+    """Whether a squeeze would remove the batch dimension if its size were 1."""
     source = named["self"]
     state = walk.states[source]
     if not isinstance(state, (Rows, RowIndex)) or (isinstance(state, Rows) and state.outer * state.inner != 1):
@@ -253,19 +253,19 @@ def _drops_a_single_row(walk: Walk, named: Mapping[str, Any]) -> bool:
 
 
 def _probed(value: Any) -> tuple[int, ...]:
-    """Shape of a value for PROBE_ROWS rows; Coupled where it depends on more than the rows."""
+    """Shape of a value for PROBE_ROWS rows; Coupled if it depends on tensor values."""
     if not isinstance(value, Node):
         return ()
     if not is_plain_tensor(value):
-        raise Coupled("a size depends on what is in a tensor")
+        raise Coupled("a size depends on the values of a tensor")
     return shape_at(value.meta["val"], PROBE_ROWS)
 
 
 def _nested(walk: Walk, node: Node, root: nn.Module) -> State:
-    """A region of its own (no_grad, autocast): follow the samples inside."""
+    """Analyse the subgraph of a no_grad or autocast region."""
     region = nested_graph(root, node) if operator_name(node.target) in REGIONS else None
     if region is None:
-        raise Coupled(f"{operator_name(node.target)} is not followed")
+        raise Coupled(f"there is no rule for {operator_name(node.target)}")
     inner, given = region
     walk.inside += 1
     try:

@@ -1,4 +1,4 @@
-"""Numbers that are reduced over all samples: how they were made, and what arithmetic keeps them additive."""
+"""Scalars reduced over all samples: the kind of reduction, and which arithmetic keeps them additive."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rannd.graph.rows.walk import Walk, state_of
 SCALAR_LINEAR = {"neg", "to", "_to_copy", "clone", "detach", "alias", "view", "reshape", "squeeze", "unsqueeze",
                  "contiguous", "lift_fresh_copy", "flatten", "ravel", "select", "slice", "expand", "permute", "t",
                  "transpose"}  # fmt: skip
-"""Operators under which a reduced number stays what it is."""
+"""Operators that keep the reduction state of a scalar."""
 
 
 def reduces(node: Node) -> bool:
-    """Whether a node makes one number of all samples, of whatever layout."""
+    """Whether a node is a sum, a mean or a loss, which reduces all samples whatever their layout."""
     return base_name(node) in ("sum", "mean") or base_name(node).endswith(
         ("_loss", "_entropy", "_with_logits", "kl_div")
     )
 
 
 def reduction(node: Node, named: Mapping[str, Any]) -> Reduction | None:
-    """How an op makes one number of whatever it is given, None for ops that do not."""
+    """Kind of full reduction that an operator performs, None if it does not reduce to a scalar."""
     result = node.meta.get("val")
     if not reduces(node) or not isinstance(result, TensorValue) or result.ndim:
         return None
@@ -40,7 +40,7 @@ def reduction(node: Node, named: Mapping[str, Any]) -> Reduction | None:
 
 
 def masked_mean(walk: Walk, node: Node, named: Mapping[str, Any]) -> State:
-    """A mean over the labels that count: its denominator differs from piece to piece."""
+    """State of a mean over non-ignored labels, whose denominator differs between microbatches."""
     target = named["target"]
     if target.meta["val"].is_floating_point():
         return Scalar(Reduction.MEAN)
@@ -52,14 +52,14 @@ def masked_mean(walk: Walk, node: Node, named: Mapping[str, Any]) -> State:
 
 
 def classes_of(node: Node) -> int | None:
-    """Number of classes of a loss over classes, None where that is not the same in every call."""
+    """Number of classes of a classification loss, None if it is a dynamic dimension."""
     shape = arguments(node)["self"].meta["val"].shape
     size = shape[1 if len(shape) > 1 else 0]
     return size if isinstance(size, int) else None
 
 
 def has_early_denominator(walk: Walk, node: Node) -> bool:
-    """Whether a node divides a sum over all samples by a number that is made of the arguments alone."""
+    """Whether a node divides a sum over all samples by a number computed from the arguments alone."""
     if base_name(node) != "div" or node in walk.early:
         return False
     named = arguments(node)
@@ -75,7 +75,7 @@ def has_early_denominator(walk: Walk, node: Node) -> bool:
 
 
 def scalar(walk: Walk, node: Node) -> State:
-    """Arithmetic on numbers that were reduced over all samples: linear operators keep them additive."""
+    """State of arithmetic on scalars reduced over all samples: linear operators keep them additive."""
     name = base_name(node)
     named = arguments(node)
     operands = {key: value for key, value in named.items() if key in ("self", "other", "tensors", "input")}
@@ -85,13 +85,13 @@ def scalar(walk: Walk, node: Node) -> State:
     if name in SCALAR_LINEAR or name in ("sum", "mean"):
         source = node.all_input_nodes[0]
         if _rounds(source.meta["val"].dtype, node.meta["val"].dtype):
-            raise Coupled(f"{operator_name(node.target)} of a number made of all samples rounds it")
+            raise Coupled(f"{operator_name(node.target)} rounds a scalar reduced over all samples")
         return walk.states[source]
     if name == "stack":
         kinds = {state_of(walk, item) for item in named["tensors"]}
         if len(kinds) == 1:
             return kinds.pop()
-        raise Coupled("losses of different kinds are stacked")
+        raise Coupled("losses that need different weights are stacked")
     if name in ("add", "sub", "rsub"):
         return _sum(walk, node, operands)
     if name in ("mul", "div"):
@@ -106,27 +106,27 @@ def scalar(walk: Walk, node: Node) -> State:
                     return Scalar(Reduction.MEAN)
                 if name == "mul" and left.reduction is Reduction.MEAN:
                     return Scalar(Reduction.SUM)
-    raise Coupled(f"{operator_name(node.target)} of a number made of all samples is not linear")
+    raise Coupled(f"{operator_name(node.target)} is not linear in a scalar reduced over all samples")
 
 
 def _sum(walk: Walk, node: Node, operands: dict[str, Any]) -> State:
-    """Terms of one kind stay of that kind; different ones are weighted first, so that the sum adds up."""
+    """State of a sum of reduced scalars: terms of one kind keep it, different kinds are weighted before the sum."""
     states = {
         key: state_of(walk, value)
         for key, value in operands.items()
-        if isinstance(value, Node) or value != 0  # Python's sum() begins with 0
+        if isinstance(value, Node) or value != 0  # Python's sum() starts with 0
     }
     kinds = set(states.values())
     if len(kinds) == 1:
         return kinds.pop()
     for state in states.values():
         if not (state is FIXED or isinstance(state, Scalar)) or state == Scalar(Reduction.OTHER):
-            raise Coupled("a number made of all samples meets single samples")
+            raise Coupled("a scalar reduced over all samples is added to individual samples")
     if kinds == {FIXED, Scalar(Reduction.MEAN)}:
         return Scalar(Reduction.MEAN)
     value = node.meta["val"]
     if walk.inside or not (value.is_floating_point() or value.is_complex()):
-        raise Coupled("terms of different kinds are added where they cannot be weighted")
+        raise Coupled("terms that need different weights are added where no weights can be inserted")
     for key, state in states.items():
         if state is FIXED or state == Scalar(Reduction.MEAN):
             walk.weighted.append((node, key))
@@ -134,12 +134,12 @@ def _sum(walk: Walk, node: Node, operands: dict[str, Any]) -> State:
 
 
 def _rounds(old: torch.dtype, new: torch.dtype) -> bool:
-    """Whether a conversion is more than a matter of precision."""
+    """Whether a dtype conversion changes values beyond floating-point precision."""
     if old.is_floating_point or old.is_complex:
         return not (new.is_floating_point or new.is_complex)
     return new == torch.bool
 
 
 def _linear(value: Any) -> bool:
-    """Whether a number is proportional to the rows."""
+    """Whether a number is proportional to the number of rows."""
     return bool(multiple_of_rows(value.meta["val"]))

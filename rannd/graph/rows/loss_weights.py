@@ -1,16 +1,16 @@
-"""Make what the pieces of a batch compute add up to what the whole batch would have computed.
+"""Loss weights that make the losses of microbatches add up to the loss of the global batch.
 
-A number that the model reduces over its samples (a loss) has to be weighted when the samples run in pieces.
-The weights come in as extra arguments of the graph, one number per piece, so that gradients are right, too.
-With W ranks, n_r rows on rank r, N rows in all, and n_p rows in piece p of rank r:
+A scalar that the model reduces over its samples (a loss) has to be weighted when the samples run in microbatches.
+The weights are extra inputs of the graph, one number per microbatch, so that gradients are weighted, too.
+With W ranks, n_r rows on rank r, N rows in all, and n_p rows in microbatch p of rank r:
 
     share of the rows        W n_p / N            for means over rows
-    1 / denominator          W n_r / (N D_r)      for means over the labels that count (D_r of them on rank r), and for
-                                                  other sums that are divided by a number D_r made of the arguments
+    1 / denominator          W n_r / (N D_r)      for means over non-ignored labels (D_r of them on rank r), and for
+                                                  other sums divided by a number D_r computed from the arguments
     label counts             N h_rc / (W n_r)     for means over labels with class weights (h_rc labels of class c on
                                                   rank r): times the class weights, they add up to the denominator
 
-The mean over ranks of what the pieces compute is then the global value.
+The global value is then the mean over ranks of the sum over microbatches.
 """
 
 from __future__ import annotations
@@ -35,24 +35,29 @@ ROWS_WEIGHT = "rannd_share_of_rows"
 LABELS_WEIGHT = "rannd_label_weight_"
 
 Count: TypeAlias = float | list[float]
-"""A denominator, or the labels of each class."""
+"""A denominator, or the number of labels per class."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How an output of the whole call is made of the outputs of pieces.
+    """How an output of the call is assembled from the outputs of microbatches.
 
-    `kind` is "rows" (joined along dimension `dim`), "global" (a number: summed over all pieces of all ranks,
-    divided by the ranks), "sum" (a whole number: summed over the rank's pieces), "first" (the same for all
-    pieces of a rank), or "number" (made of the number of rows).
+    `kind` is "rows" (concatenated along dimension `dim`), "global" (a scalar: summed over all microbatches of all
+    ranks, divided by the number of ranks), "sum" (an integer: summed over the rank's microbatches), "first" (the same
+    for all microbatches of a rank), or "number" (computed from the number of rows).
     """
 
     kind: str
     dim: int = 0
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether each microbatch's value is sent to its rank; the others are summed once a call, or known there."""
+        return self.kind not in ("number", "global")
+
 
 def results(traced: Traced, analysis: RowAnalysis) -> tuple[Result, ...]:
-    """How each output of the model is put together."""
+    """Decide how each output of the model is assembled."""
     found = []
     for node in traced.results:
         state = analysis.states[node]
@@ -69,12 +74,12 @@ def results(traced: Traced, analysis: RowAnalysis) -> tuple[Result, ...]:
 
 
 def keep_single_rows(analysis: RowAnalysis) -> None:
-    """Let operators that drop dimensions of size 1 keep the samples' own where a piece has one row.
+    """Make squeezes keep the batch dimension of a microbatch with one row.
 
-    A mini-batch of one row keeps it, too, where the model itself would drop it.
+    A mini-batch of one row keeps it, too, although the original model would drop it.
     """
     if analysis.coupled is not None:
-        return  # mini-batches run whole, as the model itself does
+        return  # mini-batches run unsplit, as in the original model
     for node in analysis.squeezed:
         named = arguments(node)
         shape = named["self"].meta["val"].shape
@@ -86,7 +91,7 @@ def keep_single_rows(analysis: RowAnalysis) -> None:
 
 
 def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
-    """Insert the weights into the graph; returns the names of the placeholders that were added."""
+    """Insert the weights into the graph and return the names of the added placeholders."""
     graph = traced.graph
     weights: dict[str, Node] = {}
     last = traced.placeholders[-1]
@@ -101,7 +106,7 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
         return weights[name]
 
     def scaled(value: Node | float, name: str, dtype: torch.dtype) -> Node:
-        """`value` times a weight, in the value's own type."""
+        """Insert `value` times a weight, in the dtype of the value."""
         factor = graph.call_function(torch.ops.aten.to.dtype, (weight(name), dtype))
         factor.meta["val"] = TensorValue(dtype, ())
         product = graph.call_function(torch.ops.aten.mul.Tensor, (factor, value))
@@ -112,7 +117,7 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
         return product
 
     def divided(loss: Node, name: str, classes: Node) -> Node:
-        """A sum over labels, divided by the sum of the class weights of all labels."""
+        """Insert the division of a sum over labels by the sum of the class weights of all labels."""
         dtype = classes.meta["val"].dtype
         shape = classes.meta["val"].shape
         counts = graph.call_function(torch.ops.aten.to.dtype, (weight(name, *shape), dtype))
@@ -168,10 +173,10 @@ def _set_argument(node: Node, name: str, value: object) -> None:
 
 
 def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None:
-    """A module that computes the denominator of each node in `masked`: arguments of the model -> numbers.
+    """Build a module that computes the denominator of each node in `masked` from the model's arguments.
 
-    Where there are class weights: how many labels there are of each class. Takes all rows of a rank. Has to be built
-    before the weights are inserted.
+    With class weights it returns the number of labels per class instead. It takes all rows of a rank, and must be
+    built before the weights are inserted. None if `masked` is empty.
     """
     if not masked:
         return None
@@ -203,7 +208,7 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
         classes = classes_of(node)
         assert classes is not None
         labels = graph.call_function(torch.ops.aten.masked_select.default, (target, counted))
-        # The loss itself complains of labels that are no classes.
+        # Out-of-range labels are reported by the loss itself.
         labels = graph.call_function(torch.ops.aten.clamp.default, (labels, 0, classes))
         found = graph.call_function(torch.ops.aten.bincount.default, (labels, None, classes + 1))
         counts.append(graph.call_function(torch.ops.aten.slice.Tensor, (found, 0, 0, classes)))
@@ -212,7 +217,7 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
 
 
 def counted(counts: GraphModule | None, tensors: Sequence[torch.Tensor], share: float = 1.0) -> dict[str, Count]:
-    """What `label_counts` finds in the arguments of a rank, by weight; times `share`, its part of what all have."""
+    """Denominators of a rank by weight name, computed by `label_counts` from its arguments, times `share`."""
     if counts is None:
         return {}
     with torch.no_grad():
@@ -223,9 +228,9 @@ def counted(counts: GraphModule | None, tensors: Sequence[torch.Tensor], share: 
 def pieces_weights(
     names: tuple[str, ...], *, world: int, rows: int, rank_rows: int, total_rows: int, counts: Mapping[str, Count]
 ) -> tuple[float | list[float], ...]:
-    """Values of the weights for a piece of `rows` rows; `counts` has the rank's denominators, by weight.
+    """Values of the weights for a microbatch of `rows` rows; `counts` has the rank's denominators by weight name.
 
-    A mean over no labels at all is NaN, as torch's.
+    A mean over no labels is NaN, as in torch.
     """
     values: list[float | list[float]] = []
     share = world * rank_rows / total_rows

@@ -1,4 +1,4 @@
-"""What is known of the samples while a graph is walked through."""
+"""State of a batch-dimension analysis in progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rannd.graph.rows.rules.states import COUNT, FIXED, State
 
 @dataclass
 class Walk:
-    """One walk over a graph, with those of its regions; `rannd.graph.rows.analysis.RowAnalysis` is what comes of it."""
+    """One pass over a graph and its subgraphs; its result is a `rannd.graph.rows.analysis.RowAnalysis`."""
 
     states: dict[Node, State] = field(default_factory=dict)
     coupled: str | None = None
@@ -21,15 +21,15 @@ class Walk:
     masked: list[Node] = field(default_factory=list)
     squeezed: list[Node] = field(default_factory=list)
     whole: bool = False
-    """Mini-batches run whole, each on one rank."""
+    """Mini-batches run unsplit, each on one rank."""
     early: Set[Node] = frozenset()
     hidden: dict[Node, str] = field(default_factory=dict)
-    """Early nodes that mix samples, and how: that matters only where they are used as anything but a denominator."""
+    """Early nodes that mix samples, with the reason; it matters only if they are used other than as a denominator."""
     inside: int = 0
-    """Depth of regions: what is in one cannot be weighted from outside."""
+    """Nesting depth of subgraphs; weights cannot be inserted inside one."""
 
     def couple(self, node: Node, reason: str) -> None:
-        """Note that `node` mixes samples; the first one is told to the user."""
+        """Record that `node` mixes samples; the first reason is reported to the user."""
         source = next((other for other in node.all_input_nodes if other in self.hidden), None)
         told = self.hidden[source] if source is not None else f"{reason} ({node.name}{_where(node)})"
         if node in self.early:
@@ -39,7 +39,7 @@ class Walk:
 
 
 def state_of(walk: Walk, value: Any) -> State:
-    """The state of an argument: of a node, or of what is no node."""
+    """State of an argument, which may be a node, a constant or a list."""
     if isinstance(value, Node):
         return walk.states[value]
     if isinstance(value, (list, tuple)) and any(

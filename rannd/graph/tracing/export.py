@@ -42,7 +42,15 @@ from rannd.graph.modules.guards import kept
 from rannd.graph.modules.source_location import NodesUnseen, watch_gradients
 from rannd.graph.tracing.leaf_recorder import in_place
 from rannd.graph.tracing.simplify import simplify
+from rannd.patches import declare, patched
 from rannd.torch_versions import tracing
+
+_VALIDATED = declare(
+    "arguments of distributions",
+    Distribution,
+    "_validate_args",
+    "they are branches on values that raise, or do nothing",
+)
 
 DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
            "aten::sym_constrain_range", "aten::_assert_async.msg")  # fmt: skip
@@ -180,18 +188,9 @@ def example_inputs(signature: Signature, leaves: list[torch.Tensor], least: int 
     return tuple(examples)
 
 
-@contextlib.contextmanager
-def unvalidated() -> Iterator[None]:
-    """Let torch.distributions not look at the values of its arguments, as it does unless Python runs with -O.
-
-    These are branches on values that raise, or do nothing.
-    """
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+def unvalidated() -> contextlib.AbstractContextManager[None]:
+    """Let torch.distributions not look at the values of its arguments, as it does unless Python runs with -O."""
+    return patched(_VALIDATED.by(False))
 
 
 @contextlib.contextmanager

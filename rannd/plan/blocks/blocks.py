@@ -30,9 +30,9 @@ import msgspec
 
 from rannd.errors import PlanError
 from rannd.graph.fx.ir import Op, TaskGraph
-from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.blocks.grains import make_grains
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
 
 ROWS = 8
@@ -54,20 +54,18 @@ class Block(msgspec.Struct, frozen=True):
     """Op indices, sorted."""
 
 
-def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[Block, ...]:
-    """Partition `graph` into blocks, in topological order, for a plan on `world` devices.
+def make_blocks(parts: Partitioning, options: PlanOptions, *, world: int) -> tuple[Block, ...]:
+    """Partition a graph into blocks, in topological order, for a plan on `world` devices.
 
     Blocks consist of grains, or of atoms if a plan may have more stages than there are grains. There are at most
     `options.max_partition_num` blocks (or `partition_num`, if that is more) and, if possible, as many as a plan may
-    have
-    stages; coarsening leaves at least `min_partition_num`. No block crosses a CutPoint; if there are more CutPoints
-    than
-    blocks are allowed, blocks begin only at CutPoints.
+    have stages; coarsening leaves at least `min_partition_num`. No block crosses a CutPoint; if there are more
+    CutPoints than blocks are allowed, blocks begin only at CutPoints.
 
     Raises:
         PlanError: The graph has no op.
     """
-    atoms = make_atoms(graph)
+    graph, atoms, grains = parts.graph, parts.atoms, parts.grains
     if not atoms:
         raise PlanError("the model has no op to place: its outputs do not depend on the batch; nothing to plan")
     most = max(options.max_partition_num, options.partition_num)
@@ -80,7 +78,7 @@ def make_blocks(graph: TaskGraph, options: PlanOptions, *, world: int) -> tuple[
             for start, end in zip(starts, ends, strict=True)
         )
         places = [False] * (len(atoms) + 1)
-    grains = make_grains(graph, atoms)
+        grains = make_grains(graph, atoms)
     if len(grains) >= min(len(atoms), max(options.partition_num, world)):
         atoms = grains
         places = cut_places(graph, atoms) if any(places) else [False] * (len(atoms) + 1)

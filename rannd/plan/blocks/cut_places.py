@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rannd.graph.fx.ir import TaskGraph
-from rannd.plan.blocks.atoms import make_atoms
 
 
 def has_cut_points(graph: TaskGraph) -> bool:
@@ -34,10 +33,3 @@ def cut_places(graph: TaskGraph, parts: Sequence[Sequence[int]]) -> list[bool]:
     for index in range(1, count):
         found[index] = before[index] < after[index]
     return found
-
-
-def lost_cut_points(graph: TaskGraph) -> int:
-    """Count CutPoints that cannot be used because they would separate ops of one atom."""
-    if not has_cut_points(graph):
-        return 0
-    return len({op.segment for op in graph.ops}) + 1 - sum(cut_places(graph, make_atoms(graph)))

@@ -167,7 +167,7 @@ def _edge_sizes(graph: TaskGraph, deployment: Deployment) -> tuple[dict[Edge, Si
     grads: dict[Edge, Size] = defaultdict(Size)
     for index, value in enumerate(graph.values):
         home = stage_of[value.producer] if value.producer >= 0 else -1
-        if value.is_output and home >= 0:
+        if value.is_output and value.is_sent and home >= 0:
             targets[index].add(last)
         for target in targets[index] - {home}:
             sizes[home, target] += value.bytes

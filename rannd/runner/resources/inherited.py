@@ -9,7 +9,7 @@ from rannd.errors import UsageError
 from rannd.runner.resources.allocation import HOSTFILE_VARIABLES, expand_counts
 
 #: Names of rank, size, local rank and local size; the first row whose rank and size are set applies. The same as in
-#: rannd/runtime/comm/world.py (a test compares them), which is not imported here because it imports torch.
+#: rannd/runtime/comm/rendezvous.py (a test compares them), which is not imported here because it imports torch.
 WORLDS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),

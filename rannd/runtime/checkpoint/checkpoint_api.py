@@ -18,6 +18,7 @@ from rannd.runtime.checkpoint.loading import Checkpoint
 from rannd.runtime.checkpoint.saving import Subject
 from rannd.runtime.comm.world import World, current
 from rannd.runtime.module import RaNNCModule
+from rannd.runtime.optim.local_optimizer import WholeOptimizer
 
 
 def save_checkpoint(
@@ -118,10 +119,14 @@ def _subject(
         if session.parameters is not None:
             session.parameters.adopt()
         values = session.values if session.parameters is None and session.values.bare else None
-        subject = Subject(
-            model._inner, session.parameters, session.random_position, optimizer, scheduler, scaler, values
-        )
+        whole = _whole(optimizer, session.world)
+        subject = Subject(model._inner, session.parameters, session.random_position, whole, scheduler, scaler, values)
         return session.world, subject
     config = configuration.load()
     log.setup(level=config.log_level)
-    return current(config), Subject(model, None, (0, 0), optimizer, scheduler, scaler)
+    world = current(config)
+    return world, Subject(model, None, (0, 0), _whole(optimizer, world), scheduler, scaler)
+
+
+def _whole(optimizer: torch.optim.Optimizer | None, world: World) -> WholeOptimizer | None:
+    return None if optimizer is None else WholeOptimizer.of(optimizer, world)

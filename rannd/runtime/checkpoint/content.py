@@ -1,8 +1,7 @@
-"""What goes into a checkpoint from this rank: names of tensors, and which of them this rank writes."""
+"""What this rank writes into a checkpoint: values by their names in the index (model, extra state, optimizer)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +12,17 @@ from rannd.errors import UsageError
 from rannd.runtime.comm.gather_objects import seal
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
-from rannd.runtime.optim.optimizer_state import MARK, copied, hollowed
-from rannd.runtime.optim.placeholder import without_placeholder
+from rannd.runtime.optim.state_codec import NamedState, TensorName, copied
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import persistent_names
 
 MODEL = "model."
-OPTIMIZER = "optimizer."
 EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """The name in the index of what has this place in nested dicts."""
+    return ".".join(map(str, path))
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Content:
 
     def put(self, path: tuple[Any, ...], value: Any) -> str:
         """Add a value; its name is its path, with dots."""
-        name = ".".join(map(str, path))
+        name = dotted(path)
         if name in self.values:
             raise UsageError(f"two values of the checkpoint would have the name {name}; rename one of the parameters")
         self.values[name] = value
@@ -110,80 +112,34 @@ def put_model(content: Content, world: World, parameters: Parameters | None, mod
             content.put((*home, name), copied(state))
 
 
-def labels(optimizer: torch.optim.Optimizer, whole: WholeOptimizer | None, model: nn.Module) -> list[list[str]]:
-    """Names of the parameters in the optimizer's whole groups; '@GROUP.PLACE' for what is not the model's."""
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """What a checkpoint says of an optimizer's class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def parameter_names(whole: WholeOptimizer, model: nn.Module) -> list[list[str]]:
+    """Names of all parameters of the optimizer's groups; '@GROUP.PLACE' for one that is not the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = whole.groups if whole is not None else [group["params"] for group in optimizer.param_groups]
     return [
         [names.get(id(parameter), f"@{number}.{place}") for place, parameter in enumerate(group)]
-        for number, group in enumerate(groups)
+        for number, group in enumerate(whole.groups)
     ]
 
 
-def put_optimizer(
-    content: Content, rank: int, optimizer: torch.optim.Optimizer, whole: WholeOptimizer | None, model: nn.Module
-) -> dict[str, Any]:
-    """Add the tensors that this rank writes of the optimizer's state; returns the outline of all the rest."""
-    told = labels(optimizer, whole, model)
-    groups = whole.groups if whole is not None else [group["params"] for group in optimizer.param_groups]
-    label = {
-        id(parameter): name
-        for group, names in zip(groups, told, strict=True)
-        for parameter, name in zip(group, names, strict=True)
-    }
-    packed = whole.own_state_dict() if whole is not None else optimizer.state_dict()
-    held = [parameter for group in optimizer.param_groups for parameter in without_placeholder(group)]
-    states: dict[str, Any] = {}
-    other: dict[Any, Any] = {}
-    for index, value in packed["state"].items():
-        if not isinstance(index, int) or not 0 <= index < len(held):
-            other[index] = copied(value)
-            continue
-        holder = whole.holder(held[index]) if whole is not None else 0
-        if holder != rank:
-            continue
-        name = label[id(held[index])]
-        places: list[tuple[tuple[Any, ...], torch.Tensor]] = []
-        states[name] = hollowed(value, places, small=-1)
-        for path, tensor in places:
-            content.put(("optimizer", "state", name, *path), tensor.detach())
-    settings = [
-        {key: copied(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in packed["param_groups"]
-    ]
-    if rank == 0:
-        for number, (setting, names) in enumerate(zip(settings, told, strict=True)):
-            for key, value in {**setting, "params": names}.items():
-                seal(value, f"setting {key} of the optimizer's group {number}")
-                content.put(("optimizer", "param_groups", number, key), value)
-    return {
-        "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        "groups": [[(0, name) for name in names] for names in told],
-        "names": whole.group_names
-        if whole is not None
-        else [list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups],
-        "settings": settings if rank == 0 else [],
-        "states": states,
-        "other": other,
-        "extra": {key: copied(value) for key, value in packed.items() if key not in ("state", "param_groups")},
-    }
+def state_name(name: TensorName) -> tuple[Any, ...]:
+    """Where a tensor of the optimizer's state belongs in the nested dict that the checkpoint is."""
+    return ("optimizer", "state", *name)
 
 
-def state_names(name: str, skeleton: Any) -> list[str]:
-    """Names, in the index, of the tensors of one parameter's state, in the order of their marks."""
-    found: list[tuple[Any, ...]] = []
-    marks(skeleton, (), found)
-    return [".".join(map(str, ("optimizer", "state", name, *path))) for path in found]
-
-
-def marks(skeleton: Any, path: tuple[Any, ...], found: list[tuple[Any, ...]]) -> None:
-    """Paths of the tensors of a skeleton, in order."""
-    if isinstance(skeleton, Mapping):
-        if set(skeleton) == {MARK}:
-            found.append(path)
-            return
-        for key, each in skeleton.items():
-            marks(each, (*path, key), found)
-    elif type(skeleton) in (list, tuple):
-        for place, each in enumerate(skeleton):
-            marks(each, (*path, place), found)
+def put_optimizer(content: Content, whole: WholeOptimizer, model: nn.Module) -> NamedState[str]:
+    """Add the tensors that this rank writes of the optimizer's state; returns the skeleton of this rank's part."""
+    skeleton, tensors = whole.named_state(parameter_names(whole, model)).split()
+    for name, tensor in tensors.items():
+        content.put(state_name(name), tensor.detach())
+    if whole.world.rank == 0:
+        for number, group in enumerate(skeleton.groups):
+            for key, value in group.items():
+                if key != "param_names":
+                    seal(value, f"setting {key} of the optimizer's group {number}")
+                    content.put(("optimizer", "param_groups", number, key), value)
+    return skeleton

@@ -14,16 +14,21 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from rannd import log
 from rannd.errors import CheckpointError, RanndError
 from rannd.runtime.checkpoint.async_save import settle
-from rannd.runtime.checkpoint.content import extra_states, labels, state_names, state_tensors
+from rannd.runtime.checkpoint.content import (
+    class_name,
+    dotted,
+    extra_states,
+    parameter_names,
+    state_name,
+    state_tensors,
+)
 from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, Manifest
 from rannd.runtime.checkpoint.rng_state import set_random_state
 from rannd.runtime.checkpoint.saving import Subject
 from rannd.runtime.comm.gather_objects import agree_on_errors, unseal
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World
-from rannd.runtime.optim.local_optimizer import WholeOptimizer
-from rannd.runtime.optim.optimizer_state import filled
-from rannd.runtime.optim.placeholder import without_placeholder
+from rannd.runtime.optim.state_codec import NamedState, TensorName
 from rannd.runtime.storage.atomic_folder import recover
 from rannd.runtime.storage.dcp_files import Distributed, facts, read_values
 from rannd.runtime.storage.dcp_metadata import read_index
@@ -81,7 +86,7 @@ def load(
     try:
         # the optimizer's state is read beside the present one: that may still fail without harm
         local = _optimizer_state(found, subject, states=subject.values is None)
-    except (OSError, RuntimeError, RanndError) as exc:
+    except Exception as exc:  # torch raises all kinds of errors for files that do not fit their index
         error = f"{folder}: {exc}"
     agree_on_errors(world, error, CheckpointError)
     try:
@@ -223,58 +228,40 @@ def _damaged(world: World, found: _Found) -> str:
 
 
 def _optimizer_state(found: _Found, subject: Subject, *, states: bool = True) -> dict[str, Any] | None:
-    """This rank's part of the optimizer's state, as its class takes it; without `states` what groups have alone."""
-    optimizer = subject.optimizer
-    if optimizer is None:
+    """This rank's part of the optimizer's state, as its class takes it; without `states` only the groups' settings."""
+    whole = subject.optimizer
+    if whole is None:
         return None
-    whole = WholeOptimizer.find(optimizer)
     saved = found.script["optimizer"]
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    kind = class_name(whole.optimizer)
     if saved["class"] != kind:
         raise CheckpointError(f"its optimizer is a {saved['class']}, yours a {kind}. Nothing was loaded")
-    names = labels(optimizer, whole, subject.model)
-    groups = whole.groups if whole is not None else [group["params"] for group in optimizer.param_groups]
-    if len(saved["groups"]) != len(names):
+    skeleton = NamedState[str](**{name: value for name, value in saved.items() if name != "class"})
+    names = parameter_names(whole, subject.model)
+    if len(skeleton.groups) != len(names):
         raise CheckpointError(
-            f"its optimizer has {len(saved['groups'])} groups, yours {len(names)}. Nothing was loaded"
+            f"its optimizer has {len(skeleton.groups)} groups, yours {len(names)}. Nothing was loaded"
         )
-    label = {
-        id(p): name for group, told in zip(groups, names, strict=True) for p, name in zip(group, told, strict=True)
-    }
-    settings = []
-    packed: dict[int, Any] = {}
-    count = 0
-    for number, (group, there) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
-        held = without_placeholder(group)
-        strange = [name for name in names[number] if name not in there["params"]]
+    for number, (mine, there) in enumerate(zip(names, skeleton.keys, strict=True)):
+        strange = [name for name in mine if name not in there]
         if strange:
             raise CheckpointError(
                 f"{strange[0]} is not in group {number} of its optimizer; make yours of the same parameters, in the "
                 "same groups. Nothing was loaded"
             )
-        setting = {key: value for key, value in there.items() if key not in ("params", "param_names")}
-        setting["params"] = []
-        if "param_names" in there:
-            by_name = dict(zip(there["params"], there["param_names"], strict=True))
-            setting["param_names"] = [by_name[label[id(parameter)]] for parameter in held]
-        for parameter in held:
-            name = label[id(parameter)]
-            setting["params"].append(count)
-            if states and name in saved["states"]:
-                packed[count] = _parameter_state(found, name, saved["states"][name])
-            count += 1
-        settings.append(setting)
-    return {"state": {**packed, **saved["other"]}, "param_groups": settings, **saved["extra"]}
+    held = whole.held_keys(names)
+    tensors: dict[str, torch.Tensor] = {}
 
-
-def _parameter_state(found: _Found, name: str, skeleton: Any) -> Any:
-    targets = {}
-    for each in state_names(name, skeleton):
-        about = found.index.state_dict_metadata.get(each)
+    def target(name: TensorName) -> torch.Tensor:
+        there = dotted(state_name(name))
+        about = found.index.state_dict_metadata.get(there)
         if not isinstance(about, TensorStorageMetadata):
-            raise CheckpointError(f"{each} is not in its index")
-        targets[each] = torch.empty(about.size, dtype=about.properties.dtype)
-    return filled(skeleton, list(read_values(found.folder, found.index, targets).values()))
+            raise CheckpointError(f"{there} is not in its index")
+        return tensors.setdefault(there, torch.empty(about.size, dtype=about.properties.dtype))
+
+    state = skeleton.join(target, {name for group in held for name in group} if states else ())
+    read_values(found.folder, found.index, tensors)
+    return state.state_dict(held)
 
 
 def _put(found: _Found, subject: Subject, local: dict[str, Any] | None) -> None:
@@ -289,8 +276,7 @@ def _put(found: _Found, subject: Subject, local: dict[str, Any] | None) -> None:
     for name, module in found.extras.items():
         module.set_extra_state(values[name])
     if subject.optimizer is not None and local is not None:
-        whole = WholeOptimizer.find(subject.optimizer)
-        (whole.own_load_state_dict if whole is not None else subject.optimizer.load_state_dict)(local)
+        subject.optimizer.own_load_state_dict(local)
     for name in ("scheduler", "scaler"):
         each = getattr(subject, name)
         if each is not None:
@@ -299,12 +285,11 @@ def _put(found: _Found, subject: Subject, local: dict[str, Any] | None) -> None:
 
 def _put_states(found: _Found, subject: Subject) -> None:
     """Load the state of the parameters that this rank's optimizer has now; groups stay as they are."""
-    assert subject.optimizer is not None
-    whole = WholeOptimizer.find(subject.optimizer)
+    whole = subject.optimizer
     assert whole is not None
     try:
         local = _optimizer_state(found, subject)
-    except (OSError, RuntimeError) as exc:
+    except Exception as exc:
         raise CheckpointError(f"{found.folder}: {exc}") from exc
     assert local is not None
     whole.own_load_state_dict({**local, "param_groups": whole.own_state_dict()["param_groups"]})

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from rannd.errors import CheckpointError, RanndError, UsageError
 from rannd.runtime.checkpoint.async_save import PendingSave, settle, start
-from rannd.runtime.checkpoint.content import Content, put_model, put_optimizer
+from rannd.runtime.checkpoint.content import Content, class_name, put_model, put_optimizer
 from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, check_plain, manifest
 from rannd.runtime.checkpoint.rng_state import random_state
 from rannd.runtime.comm.gather_objects import agree_on_errors, seal, unseal
 from rannd.runtime.comm.lockstep import Phase, meet
-from rannd.runtime.comm.world import TIMEOUT, World
+from rannd.runtime.comm.rendezvous import TIMEOUT
+from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
-from rannd.runtime.optim.optimizer_state import merge_groups
+from rannd.runtime.optim.state_codec import NamedState, merge
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.storage.atomic_folder import TOKEN, Draft, sync_folder, write_file
@@ -40,7 +40,7 @@ class Subject:
     """Who holds what; None where every rank has the whole model."""
     position: tuple[int, int]
     """Seed and number of calls of the model's random operators."""
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: WholeOptimizer | None = None
     scheduler: Any = None
     scaler: Any = None
     values: InitialValues | None = None
@@ -49,8 +49,8 @@ class Subject:
     def check(self) -> None:
         """UsageError for what cannot be saved or loaded."""
         if self.optimizer is not None and (self.parameters is not None or self.values is not None):
-            whole = WholeOptimizer.find(self.optimizer)
-            if whole is None or (self.parameters is not None and self.parameters not in whole.members):
+            whole = self.optimizer
+            if not whole.attached or (self.parameters is not None and self.parameters not in whole.members):
                 raise UsageError(
                     "the optimizer was not given to RaNNCModule, so that nobody knows which rank has which part of its "
                     "state; wrap the model with RaNNCModule(model, optimizer)"
@@ -84,7 +84,13 @@ def save(
         error = str(exc)
     agree_on_errors(world, error, UsageError)
     outlines = world.gather_bytes(outline)
-    script = _script([unseal(each) for each in outlines], step, extra) if world.rank == 0 else b""
+    script = b""
+    if world.rank == 0:
+        try:
+            script = _script([unseal(each) for each in outlines], step, extra)
+        except UsageError as exc:
+            error = str(exc)
+    agree_on_errors(world, error, UsageError)
     draft, folder = _draft(world, path)
     told = manifest(prefix, world.size, step, {})
 
@@ -110,8 +116,8 @@ def _outline(world: World, subject: Subject, content: Content, prefix: str, step
     put_model(content, world, subject.parameters, subject.model, prefix)
     said: dict[str, Any] = {"rng": random_state(world.device), "position": subject.position}
     if subject.optimizer is not None:
-        whole = WholeOptimizer.find(subject.optimizer)
-        said["optimizer"] = put_optimizer(content, world.rank, subject.optimizer, whole, subject.model)
+        said["optimizer"] = vars(put_optimizer(content, subject.optimizer, subject.model))
+        said["class"] = class_name(subject.optimizer.optimizer)
     if world.rank == 0:
         for name in ("scheduler", "scaler"):
             each = getattr(subject, name)
@@ -134,17 +140,8 @@ def _script(told: list[dict[str, Any]], step: int | None, extra: Any) -> bytes:
         "optimizer": None,
     }
     if "optimizer" in first:
-        groups = merge_groups([each["optimizer"] for each in told])
-        settings = []
-        for setting, keys, names in zip(first["optimizer"]["settings"], groups.keys, groups.names, strict=True):
-            group = {**setting, "params": [name for _, name in keys]}
-            if names is not None:
-                group["param_names"] = names
-            settings.append(group)
-        whole: dict[str, Any] = {"class": first["optimizer"]["class"], "groups": settings}
-        for part in ("states", "other", "extra"):
-            whole[part] = {key: value for each in reversed(told) for key, value in each["optimizer"][part].items()}
-        script["optimizer"] = whole
+        parts = [NamedState[str](**each["optimizer"]) for each in told]
+        script["optimizer"] = {"class": first["class"], **vars(merge(parts))}
     return seal(script, "the state of the script")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -59,6 +59,9 @@ def tell_miss(client: Client, key: Key) -> None:
 class Cache:
     """One connection to each node's daemon, as configured, for as long as a graph is prepared."""
 
+    lost: ClassVar[bool] = False
+    """This process has lost the daemon, and said so: it asks none any more."""
+
     def __init__(self, world: World, config: Config) -> None:
         self._world = world
         self._config = config
@@ -92,12 +95,12 @@ class Cache:
             finally:
                 self.client = self._keeper = None
                 if not client.connected:
-                    self._world.uncached = True  # it was told once, and no other graph waits for it
+                    Cache.lost = True  # it was told once, and no other graph waits for it
 
     def connect(self) -> Client:
         """A connection of its own, on any rank. Where the daemon was lost, it is as if there never was one."""
         return connect(
-            mode="off" if self._world.uncached else self._config.cache,  # type: ignore[arg-type]
+            mode="off" if self.lost else self._config.cache,  # type: ignore[arg-type]
             timeout_s=self._config.daemon_timeout_s,
             idle_s=self._config.daemon_idle_s,
             max_bytes=int(self._config.cache_max_gb * GIB),

@@ -18,6 +18,9 @@ FLAG_BITS = 62
 TOGETHER = 8
 """Numbers that go along with where a rank is."""
 
+_uncompared: list[tuple[int, float, bool]] = []
+"""Backwards of this process that the ranks have not compared yet: see `compare_later`."""
+
 
 class Phase(enum.IntEnum):
     """What a rank is about to do with all others."""
@@ -62,7 +65,7 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
     _ensure_memory(phase, step)
     # As long in every phase: ranks at different places have to understand each other, too.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
-    told = world.gather_numbers([phase, step, _digest(world.uncompared), *first])
+    told = world.gather_numbers([phase, step, _digest(_uncompared), *first])
     places = [(each[0], each[1]) for each in told]
     if len(set(places)) > 1:
         other = next(rank for rank, place in enumerate(places) if place != places[0])
@@ -73,7 +76,7 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
         )
     if len({each[2] for each in told}) > 1:
         _compare(world)
-    world.uncompared.clear()
+    _uncompared.clear()
     found = [each[3 : 3 + len(numbers)] for each in told]
     if len(numbers) > TOGETHER:
         rest = world.gather_numbers(numbers[TOGETHER:])
@@ -99,7 +102,12 @@ def compare_later(world: World, call: int, gradient: float, delivered: bool) -> 
     slowest in every step. What comes of a difference is not kept: all that reads state of the ranks agrees before.
     """
     if world.size > 1:
-        world.uncompared.append((call, gradient, delivered))
+        _uncompared.append((call, gradient, delivered))
+
+
+def forget_uncompared() -> None:
+    """Never compare what `compare_later` has noted: the models are dropped."""
+    _uncompared.clear()
 
 
 def _digest(uncompared: Sequence[tuple[int, float, bool]]) -> int:
@@ -114,7 +122,7 @@ def _compare(world: World) -> None:
     """StepError that says in what backwards differ. Collective, where they do."""
     told = [
         msgspec.msgpack.decode(data, type=list[tuple[int, float, bool]])
-        for data in world.gather_bytes(msgspec.msgpack.encode(world.uncompared))
+        for data in world.gather_bytes(msgspec.msgpack.encode(_uncompared))
     ]
     calls = [[f"{call}{'' if now else ' (delayed)'}" for call, _, now in each] for each in told]
     other = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)

@@ -7,7 +7,8 @@ import torch
 
 from rannd import config as configuration
 from rannd.profile.links import measure_links
-from rannd.runtime.comm.world import current, device_model
+from rannd.runtime.comm.device import device_model
+from rannd.runtime.comm.world import current
 
 MARK = "rannd ping "
 """What the line begins with."""
@@ -30,7 +31,11 @@ def main() -> None:
     link = measure_links(world.forward, world.device)
     if world.rank == 0:
         found = Ping(
-            str(torch.__version__), device_model(world), list(world.hosts), link.p2p_latency_us, link.p2p_bytes_per_us
+            str(torch.__version__),
+            device_model(world.device),
+            list(world.hosts),
+            link.p2p_latency_us,
+            link.p2p_bytes_per_us,
         )
         print(MARK + msgspec.json.encode(found).decode(), flush=True)
 

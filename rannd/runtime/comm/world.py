@@ -1,25 +1,17 @@
-"""The ranks of a job: who this process is, on which device it computes, how it talks to the others.
+"""The ranks of a job: who is there, on which devices, and the small messages among all of them.
 
-A world is made once per process, at the first need. It adopts, in this order: a torch.distributed group that
-the script has initialised, the environment of rannc-run or torchrun, and that of an MPI launcher. Alone in the
-world, a process needs none of them.
+A world is made once per process, at the first need: `rannd.runtime.comm.rendezvous` connects the ranks, here they
+tell each other where they are.
 """
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
-import signal
 import socket
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import msgspec
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -27,61 +19,11 @@ from rannd import log
 from rannd.config import Config
 from rannd.errors import LaunchError, StepError
 from rannd.plan.deployment import Slot
-from rannd.runtime.comm import network_interface
+from rannd.runtime.comm import rendezvous
+from rannd.runtime.comm.device import backend_of, choose_device
+from rannd.runtime.comm.rendezvous import LaunchedRank
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.detector import FailureDetector
-from rannd.runtime.failure.nan_check import Finite
-
-RANK_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
-"""Names of rank, size, local rank and local size of each kind of launcher.
-
-Slurm's size is that of the step: the script of sbatch has a SLURM_PROCID and the job's SLURM_NTASKS, and is no rank.
-"""
-
-TIMEOUT = timedelta(minutes=30)
-
-KNOCK_S = 60.0
-"""How long a rank looks itself whether rank 0 listens, before it leaves that to torch."""
-PAUSE_S = 0.01
-
-LOCK_S = 0.1
-"""How long Python's lock is free for gloo's threads at the end."""
-
-
-@dataclass(frozen=True)
-class LaunchedRank:
-    """Rank and size as the launcher gives them."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    launcher: str = ""
-
-
-def find_place(environ: Mapping[str, str]) -> LaunchedRank:
-    """Who this process is, without talking to anybody. LaunchError for variables that contradict each other."""
-    if dist.is_available() and dist.is_initialized():
-        local = environ.get("LOCAL_RANK") or environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
-        return LaunchedRank(dist.get_rank(), dist.get_world_size(), int(local or dist.get_rank()), "torch.distributed")
-    for rank, size, local_rank, _ in RANK_VARIABLES:
-        if rank in environ and size in environ:
-            try:
-                place = LaunchedRank(
-                    int(environ[rank]), int(environ[size]), int(environ.get(local_rank, environ[rank])), rank
-                )
-            except ValueError as exc:
-                raise LaunchError(
-                    f"{rank}={environ[rank]!r}, {size}={environ[size]!r}: whole numbers are wanted"
-                ) from exc
-            if not 0 <= place.rank < place.size:
-                raise LaunchError(f"{rank}={place.rank} is not below {size}={place.size}; start the job anew")
-            return place
-    return LaunchedRank()
 
 
 @dataclass(frozen=True)
@@ -118,11 +60,6 @@ class World:
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     watch: FailureDetector = field(default_factory=FailureDetector)
     """Failures of this rank and of others."""
-    finite: Finite = field(default_factory=Finite)
-    uncompared: list[tuple[int, float, bool]] = field(default_factory=list)
-    """Backwards that the ranks have not compared yet: see `rannd.runtime.comm.lockstep.compare_later`."""
-    uncached: bool = False
-    """This rank has lost the daemon, and said so: it asks none any more."""
 
     @property
     def rank(self) -> int:
@@ -227,9 +164,8 @@ class World:
             return None
         if slots not in self.groups:
             ranks = sorted(self.rank_of_slot[slot] for slot in slots)
-            with self.watch.inside("group"), self.watch.connections.recording():
-                self.groups[slots] = dist.new_group(ranks, backend=_backend(self.device), timeout=TIMEOUT)
-            self.watch.connections.add(self.groups[slots] if self.rank in ranks else None)
+            with self.watch.inside("group"):
+                self.groups[slots] = rendezvous.make_group(self.watch.connections, backend_of(self.device), ranks)
         return self.groups[slots]
 
 
@@ -258,29 +194,19 @@ def made() -> World | None:
 
 def _make(config: Config) -> World:
     logger = log.get("RaNNCProcess")
-    place = find_place(os.environ)
+    place = rendezvous.find_place(os.environ)
     host = socket.gethostname()
     logger.info("RaNNC started on rank %d (%s)", place.rank, host)
-    if place.launcher.startswith(("OMPI", "PMI")):
-        _end_with_launcher()
     connections = Connections()
-    if place.size > 1 and not dist.is_initialized():
-        with connections.recording():
-            _rendezvous(place)
-    device = _device(config.device, place)
+    rendezvous.join(place, connections)
+    device = choose_device(config.device, place.local_rank)
     if place.size == 1:
-        ordinal = device.index or 0
-        return World(
-            place, device, (host,), (Slot(0, ordinal),), (0,), None, None, None, finite=Finite(config.check_nan)
-        )
-    with connections.recording():
-        control = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        forward = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
-        backward = dist.new_group(backend=_backend(device), timeout=TIMEOUT)
-    for group in (control, forward, backward):
-        connections.add(group)
+        return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, None)
+    control, forward, backward = (
+        rendezvous.make_group(connections, backend) for backend in ("gloo", backend_of(device), backend_of(device))
+    )
     watch = FailureDetector(connections)
-    world = World(place, device, (), (), (), control, forward, backward, watch=watch, finite=Finite(config.check_nan))
+    world = World(place, device, (), (), (), control, forward, backward, watch=watch)
     mine = (host, _node_identity(), device.type, device.index if device.index is not None else place.local_rank)
     everyone = [
         msgspec.msgpack.decode(data, type=tuple[str, str, str, int])
@@ -312,103 +238,6 @@ def _make(config: Config) -> World:
     return world
 
 
-def _end_with_launcher() -> None:
-    """Ranks outlive an mpirun that is killed, unless they ask the kernel for a signal at its end."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        chosen = ctypes.c_int(0)
-        libc.prctl(2, ctypes.byref(chosen))  # PR_GET_PDEATHSIG: rannc-run has seen to it already
-        if chosen.value == 0:
-            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def _rendezvous(place: LaunchedRank) -> None:
-    """Initialise torch.distributed: rannc-run and torchrun say where, under a bare mpirun rank 0 tells through MPI."""
-    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-        address, port = _agree_through_mpi(place)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-    if not os.environ.get("GLOO_SOCKET_IFNAME"):
-        name = network_interface.to_others(os.environ["MASTER_ADDR"])
-        if name:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            log.get("RaNNCProcess").info("This machine's name leads to itself: others reach it by %s", name)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if place.rank:
-        _await_listener(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-    store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
-    atexit.register(_leave)
-
-
-def _await_listener(address: str, port: str) -> None:
-    """Wait until rank 0 listens. torch would wait, too, but looks again after 0.1 to 0.6 s only."""
-    deadline = time.monotonic() + KNOCK_S
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((address, int(port)), timeout=1.0).close()
-            return
-        except (socket.gaierror, ValueError):
-            return  # torch says what is wrong with it
-        except OSError:
-            time.sleep(PAUSE_S)
-
-
-def _leave() -> None:
-    """Leave in a way that neither aborts this process nor ends others before it.
-
-    gloo's threads drop the tensors of finished work a moment after the work is done, and need Python's lock for it;
-    when Python is ending already, that aborts the process. So they get the lock once more, for a while. Closing the
-    groups would wait for the threads, too, but it also cuts the other ranks off, which would then fail before a rank
-    that is ending with an error. NCCL's communicators have to be closed.
-    """
-    if torch.cuda.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-    time.sleep(LOCK_S)
-
-
-def _agree_through_mpi(place: LaunchedRank) -> tuple[str, int]:
-    """Address and free port of rank 0."""
-    os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # its start takes a second
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    if world.Get_size() != place.size:
-        raise LaunchError(
-            f"the launcher started {place.size} ranks, but MPI sees {world.Get_size()}: mpirun and the MPI library "
-            "belong to different installations. Start the job with rannc-run, or with the mpirun of this Python "
-            "environment"
-        )
-    told = None
-    if place.rank == 0:
-        host = socket.gethostname()
-        try:
-            address = socket.gethostbyname(host)
-        except OSError:
-            address = "127.0.0.1"
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        told = f"{address} {port}".encode().ljust(128)
-    buffer = bytearray(told or bytes(128))
-    world.Bcast([buffer, MPI.BYTE], root=0)
-    address, text = bytes(buffer).decode().split()
-    return address, int(text)
-
-
-def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _device(wanted: str, place: LaunchedRank) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise LaunchError("device=cuda, but torch sees no CUDA device; use device=cpu or a CUDA build of torch")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def _node_identity() -> str:
     """Equal for processes on one machine, and for them alone (containers may share a machine's host name)."""
     try:
@@ -417,37 +246,3 @@ def _node_identity() -> str:
     except OSError:
         boot = ""
     return f"{boot}/{socket.gethostname()}"
-
-
-def device_memory(world: World) -> int:
-    """Bytes of memory that belong to this rank: its GPU's, or its share of the node's (and its cgroup's)."""
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_properties(world.device).total_memory
-    total = psutil.virtual_memory().total
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total // world.local_size
-
-
-def device_model(world: World) -> str:
-    """What kind of device this is, for keys of measured costs."""
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_name(world.device)
-    return f"cpu {_cpu_name()} {torch.get_num_threads()} threads"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return os.uname().machine

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.fx import Node
 
 from rannd import log, planned
-from rannd.config import Config
 from rannd.graph.call.call_errors import check_values
 from rannd.graph.call.signature import Call
 from rannd.graph.model import ModelGraph
@@ -19,8 +17,7 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.plan_text import show
 from rannd.plan.schedule.program_checker import check
 from rannd.profile.graph_profile import GraphProfile
-from rannd.runtime.comm.cache_client import Cache
-from rannd.runtime.comm.world import World
+from rannd.runtime.comm.context import Context
 from rannd.runtime.deployment.undeploy import Origin
 from rannd.runtime.execution.bound_graph import bind, planned_stages, tensor_owners
 from rannd.runtime.execution.executor import Executor
@@ -60,6 +57,13 @@ class Deployed:
     held: grad_norm.ClippedParameters
     clip_watch: ClipWatch | None
 
+    def begin_call(self, number: int, *, float16: bool) -> None:
+        """What comes before each call: follow what the script has done to the parameters since the last. Collective."""
+        self.parameters.refresh()
+        if self.clip_watch is not None:
+            self.clip_watch.compare(number)
+        self.overflow.watched |= float16
+
     def close(self) -> None:
         """Watch over it no more."""
         grad_norm.leave(self.held)
@@ -68,38 +72,13 @@ class Deployed:
 
 
 class Deployer:
-    """Deploys a model, and binds its graphs to the deployment. All methods are collective.
+    """Deploys a model, and binds its graphs to the deployment. All methods are collective."""
 
-    `load`: a deployment to use instead of a plan. `sync`: see Parameters. `averaged`, `all_outputs`: see Executor and
-    bind. `scaler`: what scales the script's losses.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        config: Config,
-        cache: Cache,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        values: InitialValues,
-        *,
-        load: Path | None,
-        sync: bool,
-        averaged: int,
-        all_outputs: bool,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        self._world = world
-        self._config = config
-        self._cache = cache
-        self._model = model
-        self._optimizer = optimizer
+    def __init__(self, context: Context, values: InitialValues) -> None:
+        self._context = context
+        self._world = context.world
+        self._config = context.config
         self._values = values
-        self._load = load
-        self._sync = sync
-        self._averaged = averaged
-        self._all_outputs = all_outputs
-        self._scaled = scaler is not None and scaler.is_enabled()
 
     def deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> Deployed:
         """Plan for `graph`, of which each rank calls `rows`, and give each rank its parameters.
@@ -120,7 +99,7 @@ class Deployer:
             planned.tell()
             raise DryRunDone(0)
         check_values(call.names, call.tensors)
-        deployment = planner.deployment(self._load)
+        deployment = planner.deployment(self._context.options.load_deployment)
         promise = planner.promise(deployment)
         world.watch.promises[promise.digest] = promise
         world.watch.stages = {
@@ -135,38 +114,28 @@ class Deployer:
 
     def _planner(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> Planner:
         leaves = [placed(tensor, self._world.device) if tensor.is_meta else tensor for tensor in call.tensors]
-        return Planner(
-            self._world,
-            self._config,
-            self._cache,
-            graph,
-            self._model,
-            self._optimizer,
-            leaves,
-            rows,
-            scaled=self._scaled,
-        )
+        return Planner(self._context, graph, leaves, rows)
 
     def _distribute(self, graph: ModelGraph, deployment: Deployment, promise: MemoryPromise) -> Deployed:
         """Give each rank the parameters of its stage."""
-        world, model, optimizer = self._world, self._model, self._optimizer
+        world, model, optimizer = self._world, self._context.model, self._context.optimizer
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
         self._values.prepare(lambda name: name in owners and name not in deployment.unused_params)
         if world.rank == 0:
             log.get("ParamStorage").info("Synchronizing parameters ...")
         origin = Origin([*model.named_parameters(), *model.named_buffers()])
-        parameters = Parameters(world, model, owners, deployment, values=self._values, sync=self._sync)
+        parameters = Parameters(self._context, owners, deployment, self._values)
         clip_watch: ClipWatch | None = None
         if optimizer is not None:
             whole_optimizer(optimizer, world).keep_own(parameters)
             clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         self._values.finish()
         overflow = Overflow(world, lambda: placeholder_gradient(optimizer))
-        overflow.watched = any(p.dtype == torch.float16 for p in model.parameters()) or self._scaled
+        overflow.watched = any(p.dtype == torch.float16 for p in model.parameters()) or self._context.options.scaled
         reducer = Reducer(
             world,
             parameters,
-            divisor=self._averaged,
+            divisor=self._context.averaged,
             overlap=not self._config.sync_allreduce,
             consolidate=self._config.consolidate_grads,
             overflow=overflow if len(deployment.stages) > 1 else None,
@@ -184,21 +153,18 @@ class Deployer:
         planned = graph.task.graph_hash == deployed.deployment.graph_hash
         owners = None if planned else deployed.parameters.owners
         bound = bind(
-            graph, deployed.deployment, self._world.slot, self._world.device, owners, all_outputs=self._all_outputs
+            graph,
+            deployed.deployment,
+            self._world.slot,
+            self._world.device,
+            owners,
+            all_outputs=self._context.options.all_outputs,
         )
         check(bound.traffic.program)
         if bound.interleaved is not None:
             check(bound.interleaved.traffic.program)
         self._dump(graph, deployed.deployment, bound.stage_of)
-        return Executor(
-            self._world,
-            bound,
-            deployed.parameters.aliases,
-            deployed.reducer,
-            seed,
-            averaged=self._averaged,
-            anchor=deployed.anchor,
-        )
+        return Executor(self._context, bound, deployed.parameters.aliases, deployed.reducer, deployed.anchor, seed)
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
         if self._config.dump_graph and self._world.rank == 0:

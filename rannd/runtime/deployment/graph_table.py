@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
-from torch import nn
-
 from rannd import log
 from rannd.errors import StepError
 from rannd.graph.call.call_diff import difference, of_signature
@@ -21,7 +19,7 @@ from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph
 from rannd.graph.modules.attribute_reads import Mentions
 from rannd.graph.modules.guards import Change, PythonState, changed, outside, same_constants, state_of
-from rannd.runtime.comm.world import World
+from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.traces.trace_provider import other_branches
 
@@ -50,9 +48,9 @@ class _Known:
 class Graphs:
     """The graphs of one model, by number."""
 
-    def __init__(self, world: World, model: nn.Module) -> None:
-        self._world = world
-        self._model = model
+    def __init__(self, context: Context) -> None:
+        self._world = context.world
+        self._context = context
         self._known: OrderedDict[int, _Known] = OrderedDict()
         """The latest used comes last."""
         self._made = 0
@@ -68,10 +66,11 @@ class Graphs:
 
     def state(self) -> PythonState:
         """The Python state of the model's modules."""
-        return state_of(self._model, self._ignored)
+        return state_of(self._context.model, self._ignored)
 
-    def find(self, call: Call, mode: Mode, state: PythonState) -> int:
+    def find(self, call: Call, mode: Mode) -> int:
         """The graph for a call, UNKNOWN where it has to be traced."""
+        state = self.state()
         for number, known in self._known.items():
             if not known.signature.matches(call, mode):
                 continue
@@ -148,7 +147,7 @@ class Graphs:
     def look_again(self) -> None:
         """There may be code that was not there before (a hook): attributes that it reads count again."""
         if self._ignored:
-            mentions = Mentions(self._model)
+            mentions = Mentions(self._context.model)
             self._ignored = {name for name in self._ignored if name not in mentions}
 
     def _decides(self, known: _Known, ways: Sequence[Decisions | None], call: Call) -> bool:
@@ -167,7 +166,7 @@ class Graphs:
         Other changes go on being traced: they may well change the graph another time (`if self.epoch < 6`).
         """
         logger = log.get("RaNNCModule")
-        mentions = Mentions(self._model)
+        mentions = Mentions(self._context.model)
         unread = [each.unread(mentions) for each in changes]
         names = {name for name in unread if name is not None}
         self._ignored |= names

@@ -10,17 +10,22 @@ replaced by its model's anchor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rannd import log
+from rannd import log, patches
 from rannd.runtime.parameters.ownership import Parameters
 
-_ENGINE = "_engine_run_backward"
-"""The function of torch.autograd that ``backward`` and ``grad`` call, whatever names they were imported by."""
+# `backward` and `grad` call it, whatever names they were imported by.
+_ENGINE = patches.declare(
+    "gradients asked for by name",
+    torch.autograd,
+    "_engine_run_backward",
+    "parameters of deployed models are not in the script's autograd graph",
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,6 @@ NOTHING = Asked()
 
 _asked: Asked | None = None
 _anchors: list[weakref.ReferenceType[Anchor]] = []
-_installed: list[tuple[Any, Any]] = []
 
 
 class Anchor:
@@ -56,72 +60,61 @@ class Anchor:
         return _asked if torch._C._will_engine_execute_node(self._node) else NOTHING
 
 
-def _run(original: Any) -> Any:
-    def run(
-        outputs: Any,
-        gradients: Any,
-        retain_graph: bool,
-        create_graph: bool,
-        inputs: Sequence[Any],
-        allow_unreachable: bool,
-        accumulate_grad: bool,
-    ) -> Any:
-        global _asked
+def _run(
+    original: Callable[..., Any],
+    outputs: Any,
+    gradients: Any,
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unreachable: bool,
+    accumulate_grad: bool,
+) -> Any:
+    """In the place of the engine."""
+    global _asked
 
-        def call(inputs: Sequence[Any], allow: bool) -> Any:
-            return original(
-                outputs, gradients, retain_graph, create_graph, inputs, allow, accumulate_grad=accumulate_grad
-            )
+    def call(inputs: Sequence[Any], allow: bool) -> Any:
+        return original(outputs, gradients, retain_graph, create_graph, inputs, allow, accumulate_grad=accumulate_grad)
 
-        anchors = [anchor for each in _anchors if (anchor := each()) is not None]
-        ids = {id(each) for each in inputs}
-        concerned = [anchor for anchor in anchors if ids & anchor.ids]
-        if not concerned:
-            return call(inputs, allow_unreachable)
-        ours = frozenset().union(*(anchor.ids for anchor in concerned)) & ids
-        others = [each for each in inputs if id(each) not in ours]
-        given = (*others, *(anchor.leaf if accumulate_grad else anchor.tensor for anchor in concerned))
-        before, _asked = _asked, Asked(ours, None if accumulate_grad else {})
-        try:
-            result = call(given, True)
-            found = _asked.found
-        finally:
-            _asked = before
-        if found is None:
-            return result
-        values = iter(result)
-        result = tuple(found.get(id(each)) if id(each) in ours else next(values) for each in inputs)
-        if not allow_unreachable and any(each is None for each in result):
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
-                "if this is the desired behavior."
-            )
+    anchors = [anchor for each in _anchors if (anchor := each()) is not None]
+    ids = {id(each) for each in inputs}
+    concerned = [anchor for anchor in anchors if ids & anchor.ids]
+    if not concerned:
+        return call(inputs, allow_unreachable)
+    ours = frozenset().union(*(anchor.ids for anchor in concerned)) & ids
+    others = [each for each in inputs if id(each) not in ours]
+    given = (*others, *(anchor.leaf if accumulate_grad else anchor.tensor for anchor in concerned))
+    before, _asked = _asked, Asked(ours, None if accumulate_grad else {})
+    try:
+        result = call(given, True)
+        found = _asked.found
+    finally:
+        _asked = before
+    if found is None:
         return result
-
-    return run
+    values = iter(result)
+    result = tuple(found.get(id(each)) if id(each) in ours else next(values) for each in inputs)
+    if not allow_unreachable and any(each is None for each in result):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+            "if this is the desired behavior."
+        )
+    return result
 
 
 def install() -> None:
     """See what autograd is asked for, from now on."""
-    if _installed:
+    if hasattr(_ENGINE.target, _ENGINE.attribute):
+        patches.install(_ENGINE.around(_run))
         return
-    original = getattr(torch.autograd, _ENGINE, None)
-    if original is None:
-        log.get("RaNNCModule").warning(
-            "torch %s has no torch.autograd.%s: backward(inputs=...) and torch.autograd.grad find no parameters of "
-            "wrapped models; use backward() alone",
-            torch.__version__,
-            _ENGINE,
-        )
-        return
-    ours = _run(original)
-    setattr(torch.autograd, _ENGINE, ours)
-    _installed.append((original, ours))
+    log.get("RaNNCModule").warning(
+        "torch %s has no torch.autograd.%s: backward(inputs=...) and torch.autograd.grad find no parameters of "
+        "wrapped models; use backward() alone",
+        torch.__version__,
+        _ENGINE.attribute,
+    )
 
 
 def remove() -> None:
-    """Give torch its function back, where nobody has replaced it since."""
-    for original, ours in _installed:
-        if getattr(torch.autograd, _ENGINE) is ours:
-            setattr(torch.autograd, _ENGINE, original)
-    _installed.clear()
+    """Give torch its function back."""
+    patches.remove(_ENGINE)

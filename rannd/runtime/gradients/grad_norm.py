@@ -19,12 +19,12 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
+from rannd import patches
 from rannd.errors import StepError, UsageError
 from rannd.runtime.comm.lockstep import Phase, agree, pack_floats, unpack_floats
 from rannd.runtime.comm.world import World
@@ -267,68 +267,58 @@ def _refuse_waiting(parameters: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _clip_grad_norm_(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
-    def clip_grad_norm_(
-        parameters: Tensors,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        given = _listed(parameters)
-        if not _depth and _concerned(given):
-            return clip(given, max_norm, float(norm_type), error_if_nonfinite, foreach)
-        if not _depth:
-            _refuse_waiting(given)
-        with directly():
-            return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
-
-    return clip_grad_norm_
+def _clip_grad_norm_(
+    original: Callable[..., torch.Tensor],
+    parameters: Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    given = _listed(parameters)
+    if not _depth and _concerned(given):
+        return clip(given, max_norm, float(norm_type), error_if_nonfinite, foreach)
+    if not _depth:
+        _refuse_waiting(given)
+    with directly():
+        return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-def _get_total_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
-    def get_total_norm(
-        tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> torch.Tensor:
-        given = _listed(tensors)
-        models = [] if _depth else _spread()
-        if models:
-            owners = {id(p.grad): p for held in models for p in held.parameters.tensors.values() if p.grad is not None}
-            pairs = [(owners.get(id(tensor), tensor), tensor) for tensor in given]
-            if _concerned([parameter for parameter, _ in pairs]):
-                with torch.no_grad():
-                    return _norm(pairs, float(norm_type), error_if_nonfinite, foreach)
-        return original(given, norm_type, error_if_nonfinite, foreach)
+def _get_total_norm(
+    original: Callable[..., torch.Tensor],
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    given = _listed(tensors)
+    models = [] if _depth else _spread()
+    if models:
+        owners = {id(p.grad): p for held in models for p in held.parameters.tensors.values() if p.grad is not None}
+        pairs = [(owners.get(id(tensor), tensor), tensor) for tensor in given]
+        if _concerned([parameter for parameter, _ in pairs]):
+            with torch.no_grad():
+                return _norm(pairs, float(norm_type), error_if_nonfinite, foreach)
+    return original(given, norm_type, error_if_nonfinite, foreach)
 
-    return get_total_norm
 
-
-_PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (clip_grad, "_get_total_norm", _get_total_norm),
-    (utils, "get_total_norm", _get_total_norm),
-    (clip_grad, "clip_grad_norm_", _clip_grad_norm_),
-    (utils, "clip_grad_norm_", _clip_grad_norm_),
-)
-_installed: list[tuple[Any, str, Any, Any]] = []
-"""(module, name, torch's function, the one in its place)."""
+_WHY = "a rank alone knows the norm of its own stage's gradients"
+_PLACES = {
+    patches.declare(f"{module.__name__}.{name}", module, name, _WHY): function
+    for module, name, function in (
+        (clip_grad, "_get_total_norm", _get_total_norm),
+        (utils, "get_total_norm", _get_total_norm),
+        (clip_grad, "clip_grad_norm_", _clip_grad_norm_),
+        (utils, "clip_grad_norm_", _clip_grad_norm_),
+    )
+}
 
 
 def install() -> None:
     """Put this file's functions in the place of torch's, once."""
-    if _installed:
-        return
-    for module, name, make in _PLACES:
-        original = getattr(module, name)
-        ours = make(original)
-        setattr(module, name, ours)
-        _installed.append((module, name, original, ours))
+    patches.install(*(patch.around(function) for patch, function in _PLACES.items()))
 
 
 def remove() -> None:
-    """Give torch its functions back, where nobody has replaced them since."""
-    for module, name, original, ours in _installed:
-        if getattr(module, name) is ours:
-            setattr(module, name, original)
-    _installed.clear()
+    """Give torch its functions back."""
+    patches.remove(*_PLACES)

@@ -1,6 +1,7 @@
-"""Give an optimizer's instance a `state_dict` and `load_state_dict` that know of the other ranks' parts.
+"""Give an optimizer's instance a ``state_dict`` and ``load_state_dict`` that take `from_global`.
 
-Both take one argument more, `from_global`; without it they are the class's own, about this rank's part.
+With `from_global` they are collectives about all ranks' parameters; without it they are the class's own, about this
+rank's.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from rannd.runtime.optim.optimizer_state import gather_optimizer, load_optimizer
 
 
 def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOptimizer:
-    """The WholeOptimizer of an optimizer, made now if there is none."""
-    found = WholeOptimizer.find(optimizer)
-    if found is not None:
-        return found
-    whole = WholeOptimizer(optimizer, world)
+    """The WholeOptimizer of an optimizer, attached now if it was not."""
+    whole = WholeOptimizer.of(optimizer, world)
+    if whole.attached:
+        return whole
+    whole.attach()
 
     def state_dict(*, from_global: bool = False) -> dict[str, Any]:
         """The class's own, or with `from_global` the state of a single process's optimizer, on rank 0. Collective."""

@@ -1,12 +1,12 @@
-"""An optimizer reduced to the parameters that this rank holds, that remembers what it was made of.
+"""The user's optimizer on one rank: its param_groups reduced to this rank's parameters, and a record of all of them.
 
-Its groups keep their order and their settings, and lose other ranks' parameters in place, so that schedulers and
-gradient scalers go on with it.
+The groups keep their order and settings and lose other ranks' parameters in place, so that learning rate schedulers
+and gradient scalers, which hold the optimizer, need no change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,18 @@ from rannd.errors import UsageError
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.meta_state import check_settings, remake_state
 from rannd.runtime.optim.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
+from rannd.runtime.optim.state_codec import Key, NamedState
 from rannd.runtime.parameters.ownership import Parameters
 
 _HOME = "_rannd_whole"
 
 
 class WholeOptimizer:
-    """What an optimizer was before it was reduced. One for each optimizer, made by `whole_optimizer`."""
+    """All parameters of an optimizer, and which of them this rank holds.
+
+    RaNNCModule attaches one to its optimizer (`whole_optimizer`). Of another optimizer one tells the same, of a single
+    process: every rank holds everything.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
         self.optimizer = optimizer
@@ -38,14 +43,22 @@ class WholeOptimizer:
         self.own_state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
         self.own_load_state_dict: Callable[[dict[str, Any]], None] = optimizer.load_state_dict
         self._own_add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
-        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
-        optimizer.__dict__[_HOME] = self
+
+    def attach(self) -> None:
+        """Let the optimizer know of this object, and tell it of groups that are added later."""
+        self.optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+        self.optimizer.__dict__[_HOME] = self
 
     @staticmethod
-    def find(optimizer: torch.optim.Optimizer) -> WholeOptimizer | None:
-        """The one of an optimizer that was given to a RaNNCModule, or None."""
+    def of(optimizer: torch.optim.Optimizer, world: World) -> WholeOptimizer:
+        """The one that is attached to an optimizer, else a new one."""
         found = optimizer.__dict__.get(_HOME)
-        return found if isinstance(found, WholeOptimizer) else None
+        return found if isinstance(found, WholeOptimizer) else WholeOptimizer(optimizer, world)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the optimizer was given to a RaNNCModule."""
+        return self.optimizer.__dict__.get(_HOME) is self
 
     # -- who holds what ---------------------------------------------------------------------------------------
 
@@ -122,6 +135,44 @@ class WholeOptimizer:
         place = self._places.get(id(parameter))
         return "a parameter" if place is None else place[1]
 
+    # -- its state, by keys of parameters ---------------------------------------------------------------------
+
+    def named_state(self, keys: Sequence[Sequence[Key]]) -> NamedState[Key]:
+        """This rank's part of the state; `keys` are those of all parameters of each group.
+
+        The groups have all parameters, but their settings only on rank 0. Of a parameter that several ranks hold, the
+        first one's part has the state.
+        """
+        held, rank = self.held_keys(keys), self.world.rank
+        part = NamedState.of(self.own_state_dict(), held)
+        groups = zip(held, self._held(), strict=True)
+        mine = {key for names, group in groups for key, p in zip(names, group, strict=True) if self.holder(p) == rank}
+        part.states = {key: state for key, state in part.states.items() if key in mine}
+        settings = part.groups if rank == 0 else [{} for _ in part.groups]
+        part.groups = [{**each, **named} for each, named in zip(settings, self.named_groups(keys), strict=True)]
+        return part
+
+    def named_groups(self, keys: Sequence[Sequence[Key]]) -> list[dict[str, Any]]:
+        """The groups of a NamedState, without settings."""
+        return [
+            {"params": list(names)} if labels is None else {"params": list(names), "param_names": labels}
+            for names, labels in zip(keys, self.group_names, strict=True)
+        ]
+
+    def held_keys(self, keys: Sequence[Sequence[Key]]) -> list[list[Key]]:
+        """The keys of the parameters that this rank has, of those of all parameters of each group."""
+        key = {
+            id(parameter): name
+            for group, names in zip(self.groups, keys, strict=True)
+            for parameter, name in zip(group, names, strict=True)
+        }
+        return [[key[id(parameter)] for parameter in group] for group in self._held()]
+
+    def _held(self) -> list[list[torch.Tensor]]:
+        return [without_placeholder(group) for group in self.optimizer.param_groups]
+
+    # -- changes of the groups --------------------------------------------------------------------------------
+
     def check_groups(self) -> str:
         """'' or what the script has done to the groups that makes them untellable."""
         groups = self.optimizer.param_groups
@@ -154,8 +205,6 @@ class WholeOptimizer:
         for parameter in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
             if not self.holds(parameter):
                 del optimizer.state[parameter]
-
-    # -- what the instance does in place of the class ---------------------------------------------------------
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """The class's own; a rank keeps those of the new parameters that it holds. On every rank, alike."""

@@ -1,19 +1,18 @@
-"""Where a model's values come from, and getting them to the ranks that hold them.
+"""Initial values of a model's parameters and buffers: find their source, and materialize them on the ranks.
 
-A tensor with memory has its values already; a rank that holds it takes rank 0's. One on the meta device gets them, on
-each rank that holds it and on no other, from the first of these that knows it:
+A tensor with memory already has values; ranks that hold it take rank 0's. A tensor on the meta device is materialized
+only on the ranks that hold it, from the first available source of:
 
-1. the checkpoint that RaNNCModule was given, or that was loaded since (it also replaces values that are there);
-2. rank 0, where it has values there (a model that only rank 0 has built);
-3. the constructor that made it, under DistributeModelParams;
-4. the own initialisation of its module's class.
+1. the checkpoint passed to RaNNCModule or loaded since (it also replaces existing values);
+2. rank 0, if the tensor has values there (a model that only rank 0 has built);
+3. its constructor, recorded under DistributeModelParams;
+4. the initialization method of its module's class.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import torch
@@ -22,8 +21,8 @@ from torch import nn
 from rannd import log
 from rannd.errors import CheckpointError, RanndError, TraceError, UsageError
 from rannd.profile.out_of_memory import is_out_of_memory
+from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.gather_objects import agree_on_errors
-from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.deferred_init import Recipe, check_unchanged, draw_seed, forget, recipes_of, recorders_of
 from rannd.runtime.parameters.op_tape import Unrepeatable, kept_generators
 from rannd.runtime.parameters.reset_parameters import record_initialisation
@@ -31,7 +30,7 @@ from rannd.runtime.parameters.tensor_swap import bare, give, others, plain_tenso
 from rannd.runtime.storage.weight_files import Weights, match, open_weights
 
 MOST_NAMES = 5
-"""So many names are told in one message."""
+"""Maximum number of names in one message."""
 ADVICE = (
     "give RaNNCModule(checkpoint=...) a file that has it, define reset_parameters() in the module's class, or build "
     "the model under pyrannc.DistributeModelParams() in place of torch.device('meta')"
@@ -39,31 +38,28 @@ ADVICE = (
 
 
 class InitialValues:
-    """The values of one model, until it is deployed. Making it, and all methods that say so, are collective.
+    """The values of one model, until it is deployed. Making it, and all methods that say so, are collective."""
 
-    Args:
-        checkpoint: A file or folder, see weights.open_weights.
-    """
-
-    def __init__(self, world: World, model: nn.Module, checkpoint: Path | None, *, sync: bool) -> None:
-        self._world = world
-        self._model = model
-        self._sync = sync
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._world = world = context.world
+        self._sync = context.options.sync
         self._given: dict[str, tuple[Weights, str]] = {}
-        """Checkpoint, and name in it, of tensors, by first name."""
+        """(checkpoint, name in it) of tensors, by first name."""
         self._finish: Callable[[], None] | None = None
         self._own: dict[str, Recipe] = {}
-        """Own initialisation of tensors, by first name."""
+        """Recorded initialization methods of tensors, by first name."""
         self._constructed: dict[str, Recipe] = {}
-        """What constructors under DistributeModelParams did."""
+        """Recorded constructors (DistributeModelParams) of tensors, by first name."""
         self._lacking: set[str] = set()
-        """Tensors that nobody but a checkpoint or the model's code has values for."""
+        """Tensors without values, which only a checkpoint or the model's code can provide."""
         self.bare = False
-        """Some rank has tensors without values."""
+        """Whether some rank has tensors without values."""
         self._look()
         self._seed = draw_seed(world) if self.bare else 0
         if self.bare:
             self._together(self._fill_plain, UsageError)
+        checkpoint = context.options.checkpoint
         if checkpoint is not None:
             self._together(lambda: self._load(open_weights(checkpoint.expanduser())), CheckpointError)
 
@@ -71,7 +67,7 @@ class InitialValues:
 
     def _look(self) -> None:
         """Which tensors have no values, on this rank and on others. Collective."""
-        lacking = {name for name, tensor in _first(self._model)[1].items() if tensor.is_meta}
+        lacking = {name for name, tensor in _first(self._context.model)[1].items() if tensor.is_meta}
         told = self._world.gather_bytes(msgspec.msgpack.encode(sorted(lacking)))
         by_rank = [set(msgspec.msgpack.decode(data, type=list[str])) for data in told]
         self._lacking = by_rank[0] if self._sync else lacking
@@ -80,7 +76,7 @@ class InitialValues:
             _check_rank_0(by_rank)
 
     def _load(self, weights: Weights) -> None:
-        found = match(self._model, _first(self._model)[0], weights)
+        found = match(self._context.model, _first(self._context.model)[0], weights)
         if found.missing or found.unexpected:
             raise CheckpointError(
                 f"{weights.where} does not belong to this model: missing {_some(found.missing)}, unexpected "
@@ -90,33 +86,33 @@ class InitialValues:
 
     def take(self, weights: Weights, names: Mapping[str, str]) -> None:
         """Use a checkpoint, by the names in it for names of the model, when the model is deployed."""
-        first = _first(self._model)[0]
+        first = _first(self._context.model)[0]
         self._given.update({first[name]: (weights, there) for name, there in names.items()})
 
     def afterwards(self, finish: Callable[[], None]) -> None:
-        """Do something once the values are there and the optimizer has this rank's parameters."""
+        """Register a callback for when values are materialized and the optimizer has this rank's parameters."""
         self._finish = finish
 
     def finish(self) -> None:
-        """Do what was wanted `afterwards`. Collective."""
+        """Run the callback of `afterwards`. Collective."""
         finish, self._finish = self._finish, None
         if finish is not None:
             self._together(finish, CheckpointError)
 
     def prepare(self, used: Callable[[str], bool]) -> None:
-        """Find out how each value will be made, before anything is; `used` tells whether the graph reads a tensor.
+        """Decide the source of each value before materializing any; `used` tells whether the graph reads a tensor.
 
-        UsageError for values that nobody knows. Collective.
+        UsageError for tensors without a source. Collective.
         """
         if self.bare:
-            self._look()  # the script may have given values since
+            self._look()  # the script may have assigned values since
             self._together(lambda: self._prepare(used), UsageError)
             if self._sync:
                 self._check_alike()
 
     def _prepare(self, used: Callable[[str], bool]) -> None:
-        _, tensors = _first(self._model)
-        by_id = recipes_of(self._model)
+        _, tensors = _first(self._context.model)
+        by_id = recipes_of(self._context.model)
         recipes = {name: by_id[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_id}
         for recorder in dict.fromkeys(recipe.recorder for recipe in recipes.values()):
             recorder.tape.name_draws([(name, each.view) for name, each in recipes.items() if each.recorder is recorder])
@@ -129,8 +125,8 @@ class InitialValues:
         if not without:
             return
         with self._all_bare():
-            recorder = record_initialisation(self._model, {id(tensors[name]) for name in without}, self._seed)
-            _, tensors = _first(self._model)  # buffers may be others now
+            recorder = record_initialisation(self._context.model, {id(tensors[name]) for name in without}, self._seed)
+            _, tensors = _first(self._context.model)  # buffers may be others now
             views = [(name, recorder.view(tensor)) for name, tensor in tensors.items()]
         known = [(name, view) for name, view in views if view is not None and recorder.tape.written(view)]
         recorder.tape.name_draws(known)
@@ -139,14 +135,15 @@ class InitialValues:
         fatal = [name for name in unknown if used(name) or isinstance(tensors[name], nn.Parameter)]
         if fatal:
             raise UsageError(
-                f"{_what(tensors[fatal[0]])} {fatal[0]} is on the meta device, and nothing says what its values are"
-                f"{_owner(self._model, fatal[0])}; {ADVICE}" + (f" (also: {_some(fatal[1:])})" if fatal[1:] else "")
+                f"{_what(tensors[fatal[0]])} {fatal[0]} is on the meta device, and has no source of initial values"
+                f"{_owner(self._context.model, fatal[0])}; {ADVICE}"
+                + (f" (also: {_some(fatal[1:])})" if fatal[1:] else "")
             )
         if unknown and self._world.rank == 0:
             log.get("ParamStorage").warning("Buffers %s have no values and are not used: they read as NaN", unknown)
 
     def _check_alike(self) -> None:
-        """UsageError where ranks would make other values of a tensor: Python's and NumPy's random numbers differ."""
+        """UsageError if ranks would compute different values of a tensor, e.g. due to Python's or NumPy's RNG."""
         recipes = {**self._constructed, **self._own}
         mine = {name: recipe.recorder.tape.digest(recipe.view) for name, recipe in recipes.items()}
         told = self._world.gather_bytes(msgspec.msgpack.encode(mine))
@@ -155,7 +152,7 @@ class InitialValues:
             other = [name for name, digest in by_rank[0].items() if theirs.get(name) != digest]
             if other:
                 raise UsageError(
-                    f"rank {rank} would make other values of {_some(other)} than rank 0: the code that makes them "
+                    f"rank {rank} would compute other values of {_some(other)} than rank 0: the code that makes them "
                     "draws from Python's or NumPy's random numbers, or does something else, or prints values, on some "
                     "ranks only; seed these alike, and let all ranks build the model in the same way"
                 )
@@ -163,10 +160,10 @@ class InitialValues:
     # -- getting them -----------------------------------------------------------------------------------------
 
     def fill(self, own: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Give the tensors that this rank holds their values, one at a time. Collective.
+        """Materialize the tensors that this rank holds, one at a time. Collective.
 
-        Returns the names of those that have their final values on every rank that holds them; all others have rank 0's,
-        or none where rank 0 has to send them.
+        Returns the names of tensors that have their final values on every rank that holds them; the others have or
+        await rank 0's.
         """
         if self.bare or self._given:
             self._together(lambda: self._fill(own, tensors), CheckpointError if self._given else UsageError)
@@ -190,7 +187,7 @@ class InitialValues:
                     value = self._remade(name, recipe, blank)
                     counts["initialisation" if name in self._own else "constructor"] += 1
                 elif tensor.is_meta:
-                    value = torch.full((), float("nan")).expand(tensor.shape)  # from rank 0, or a buffer nobody reads
+                    value = torch.full((), float("nan")).expand(tensor.shape)  # rank 0 sends it, or it is unused
                     value = value if tensor.is_floating_point() else torch.zeros(tensor.shape)
                 else:
                     continue
@@ -201,18 +198,19 @@ class InitialValues:
         try:
             value, holes = recipe.recorder.tape.replay(recipe.view)
         except Unrepeatable as exc:
-            raise UsageError(f"{name} cannot be made again from what its constructor did: {exc}") from exc
-        except Exception as exc:  # operators raise what they like
+            raise UsageError(f"{name} cannot be reproduced from its recorded constructor: {exc}") from exc
+        except Exception as exc:  # operators may raise anything
             if is_out_of_memory(exc):
                 raise
             raise UsageError(
-                f"what makes {name} fails with the values that it gets: {type(exc).__name__}: {exc}; the model's own "
-                "code would fail so without DistributeModelParams and the meta device, too"
+                f"the recorded operators of {name} fail with actual values: {type(exc).__name__}: {exc}; the model's "
+                "own code would fail so without DistributeModelParams and the meta device, too"
             ) from exc
         if holes is not None:
             if name in self._own:
+                owner = _owner(self._context.model, name)
                 raise UsageError(
-                    f"{name} is on the meta device, and the initialisation of its module{_owner(self._model, name)} "
+                    f"{name} is on the meta device, and the initialisation of its module{owner} "
                     f"leaves {int(holes.sum())} of its {value.numel()} values open; {ADVICE}"
                 )
             value = value.masked_fill(holes, 0)
@@ -234,9 +232,9 @@ class InitialValues:
 
     def _fill_plain(self) -> None:
         """Tensors in other attributes of modules, which every rank has whole: a graph has them as constants."""
-        recorders = recorders_of(self._model)
+        recorders = recorders_of(self._context.model)
         with kept_generators(), torch.no_grad():
-            for path, tensor in plain_tensors(self._model):
+            for path, tensor in plain_tensors(self._context.model):
                 for recorder in recorders if tensor.is_meta else ():
                     view = recorder.view(tensor)
                     if view is None:
@@ -247,28 +245,28 @@ class InitialValues:
                     break
 
     def close(self) -> None:
-        """Drop what is not needed once the values are there; they are as any model's then."""
+        """Free everything that is not needed once all values are materialized."""
         self.bare = False
         self._lacking = set()
         self._own.clear()
         self._constructed.clear()
         self._given.clear()
-        forget(self._model)
+        forget(self._context.model)
 
     # -- without values ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def readable(self, *, planned_only: bool) -> Iterator[Sequence[torch.Tensor] | None]:
-        """While a graph is traced: what has no values is on the CPU, as in any model, without taking memory.
+        """During tracing, make tensors without values appear on the CPU, without using memory.
 
-        So are constants without values where a graph is `planned_only`; otherwise they are UsageErrors, where the
-        trace fails, as it does where they are read. Gives None then, and no tensors otherwise: all have values.
+        This includes plain tensor attributes if the graph is `planned_only`; otherwise a trace that fails because it
+        reads one raises a UsageError. Yields None in this case, and an empty sequence if all tensors have values.
         """
         if not self.bare:
             yield ()
             return
         lost = self._lost()
-        tensors = [*_first(self._model)[1].values(), *(lost.values() if planned_only else ())]
+        tensors = [*_first(self._context.model)[1].values(), *(lost.values() if planned_only else ())]
         away = [tensor for tensor in tensors if tensor.device.type != "cpu" and tensor.layout is torch.strided]
         try:
             with others(away, unwritten):
@@ -279,7 +277,7 @@ class InitialValues:
             raise UsageError(f"{_without(list(lost))}. Tracing ended with: {exc}") from exc
 
     def check_leaves(self, paths: Iterable[str]) -> None:
-        """UsageError where a module that runs as one operator may read a constant without values."""
+        """UsageError if an opaque module may read a plain tensor attribute without values."""
         lost = self._lost() if self.bare else {}
         inside = [name for name in lost for path in paths if not path or f"{name}.".startswith(f"{path}.")]
         if inside:
@@ -287,19 +285,19 @@ class InitialValues:
 
     def _lost(self) -> dict[str, torch.Tensor]:
         """Tensors in other attributes of modules that have no values."""
-        return {path: tensor for path, tensor in plain_tensors(self._model) if tensor.is_meta}
+        return {path: tensor for path, tensor in plain_tensors(self._context.model) if tensor.is_meta}
 
     @contextlib.contextmanager
     def _all_bare(self) -> Iterator[None]:
         """All of the model on the meta device, as a Recorder wants it."""
-        tensors = [*_first(self._model)[1].values(), *(each for _, each in plain_tensors(self._model))]
+        tensors = [*_first(self._context.model)[1].values(), *(each for _, each in plain_tensors(self._context.model))]
         with others([each for each in tensors if not each.is_meta and each.layout is torch.strided], bare):
             yield
 
     # -- all ranks --------------------------------------------------------------------------------------------
 
     def _together(self, act: Callable[[], object], raised: type[RanndError]) -> None:
-        """Run on every rank; an error on one is an error on all."""
+        """Run `act` on every rank; an error on one rank is raised on all."""
         error = ""
         cause: RanndError | None = None
         try:
@@ -345,7 +343,7 @@ def _check_rank_0(by_rank: Sequence[set[str]]) -> None:
 
 
 def _first(model: nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """First name of the tensor behind each name, and the tensors by their first names."""
+    """Map each name to the first name of its tensor, and first names to tensors."""
     names: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}
@@ -359,7 +357,7 @@ def _first(model: nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 
 
 def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a tensor of its own memory that lies as this one does."""
+    """Strides of a dense tensor with the same order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride()
 
 

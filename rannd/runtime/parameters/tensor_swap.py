@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from rannd.errors import UsageError
+from rannd.graph.fingerprint.object_reader import modules_of, walk
 
 
 def give(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -85,32 +84,8 @@ def bare(like: torch.Tensor) -> torch.Tensor:
 
 
 def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in attributes of modules that are no parameters or buffers; in lists, dicts and plain objects, too."""
+    """Tensors in attributes of modules that are no parameters or buffers; in lists, dicts and objects, too."""
     seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-
-    def within(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield path, value
-        elif depth and type(value) in (list, tuple):
-            for place, each in enumerate(value):
-                yield from within(f"{path}[{place}]", each, depth - 1)
-        elif depth and type(value) is dict:
-            for key, each in value.items():
-                yield from within(f"{path}[{key!r}]", each, depth - 1)
-        elif depth and type(value).__module__ != "torch.nn.parameter" and _has_attributes(value):
-            for key, each in list(value.__dict__.items()):
-                yield from within(f"{path}.{key}", each, depth - 1)
-
-    for path, module in model.named_modules():
-        for name, value in list(module.__dict__.items()):
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield from within(f"{path}.{name}" if path else name, value, 3)
-
-
-def _has_attributes(value: Any) -> bool:
-    """Whether something is an object of a class of the user's, and no module, class or function."""
-    kind = type(value)
-    own = getattr(kind, "__dictoffset__", 0) != 0 and isinstance(getattr(value, "__dict__", None), dict)
-    return own and not isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, functools.partial))
+    for held in walk(modules_of(model)):
+        if issubclass(held.form.kind, torch.Tensor) and id(held.value) not in seen:
+            yield held.path, held.value

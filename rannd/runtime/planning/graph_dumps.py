@@ -11,6 +11,7 @@ from rannd.config import Config
 from rannd.graph.dump import drawing, write
 from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment
 from rannd.plan.plan_options import PlanOptions
 
@@ -20,7 +21,11 @@ def dump(config: Config, graph: ModelGraph, deployment: Deployment, stage_of: Ma
 
     UsageError where a file cannot be written.
     """
-    blocks = make_blocks(graph.task, PlanOptions.of(config), world=len(deployment.slots)) if graph.task.ops else ()
+    blocks = (
+        make_blocks(Partitioning.of(graph.task), PlanOptions.of(config), world=len(deployment.slots))
+        if graph.task.ops
+        else ()
+    )
     drawn = drawing(
         graph,
         blocks=[block.ops for block in blocks],

@@ -8,7 +8,7 @@ import psutil
 from torch import nn
 
 from rannd.plan.deployment import Deployment
-from rannd.runtime.comm.device_memory import free_memory
+from rannd.runtime.comm.device import free_memory
 from rannd.runtime.comm.world import World
 
 BITS = 4

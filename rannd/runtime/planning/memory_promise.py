@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 
 from rannd import log
 from rannd.config import Config
@@ -15,7 +14,8 @@ from rannd.daemon.common.keys import Key, limit_key
 from rannd.errors import text_of
 from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.cache_client import Cache
-from rannd.runtime.comm.device_memory import amount, free_memory
+from rannd.runtime.comm.device import amount, free_memory
+from rannd.runtime.comm.world import World
 from rannd.runtime.failure.failure_report import Failure
 
 GIB = 1024**3
@@ -28,20 +28,18 @@ _ASKED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? ?(?:bytes|[KMGT]iB))")
 
 @dataclass(frozen=True)
 class MemoryPromise:
-    """What a deployment promised about memory, and where it came from."""
+    """What a deployment promised about memory, and where it came from. It outlives the model, and does not hold it."""
 
-    deployment: Deployment
-    device: torch.device
-    usable: int
-    """Bytes of a device that the plan was allowed."""
+    world: World
     config: Config
     cache: Cache
+    deployment: Deployment
+    usable: int
+    """Bytes of a device that the plan was allowed."""
     key: Key | None
     """In the cache; None for a deployment from a file."""
     base: Key | None
     """As `key`, before any limit was lowered."""
-    marks_here: bool
-    """This rank talks to its node's daemon."""
 
     @property
     def digest(self) -> str:
@@ -59,9 +57,10 @@ class MemoryPromise:
 
     def text(self, exc: BaseException, stage: int | None) -> str:
         """What was promised, asked for and there, and what to do."""
-        free, total = free_memory(self.device)
+        device = self.world.device
+        free, total = free_memory(device)
         found = _ASKED.search(text_of(exc))
-        parts = [f"out of memory on {self.device}; asked for: {found[1] if found else 'unknown'}"]
+        parts = [f"out of memory on {device}; asked for: {found[1] if found else 'unknown'}"]
         parts.append(f"free now: {amount(free)} of {amount(total)}")
         if stage is not None:
             planned = self.deployment.stages[stage]
@@ -85,7 +84,7 @@ class MemoryPromise:
 
     def mark(self, failure: Failure) -> None:
         """Set the cached deployment aside, and let the next run plan for less memory."""
-        if self.key is None or self.base is None or not self.marks_here:
+        if self.key is None or self.base is None or not self.world.first_on_node:
             return
         logger = log.get("RaNNCModule")
         reason = f"out of memory on rank {failure.rank} in {failure.place}"

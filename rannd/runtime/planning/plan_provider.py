@@ -18,19 +18,17 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
 
 import rannd.errors
 from rannd import log
-from rannd.config import Config
 from rannd.config.cluster import Cluster, load_cluster
-from rannd.daemon.client.cache import Client, Lease
+from rannd.daemon.client.cache import Lease
 from rannd.daemon.common.keys import Key, deployment_key, limit_key
 from rannd.daemon.common.versions import version
 from rannd.errors import DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
-from rannd.plan.blocks.cut_places import lost_cut_points
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.compatibility import check_belongs, differences
 from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
 from rannd.plan.plan_options import PlanOptions
@@ -39,15 +37,15 @@ from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
-from rannd.runtime.comm.cache_client import GIB, Cache, holder, tell_miss, understood
-from rannd.runtime.comm.device_memory import amount
-from rannd.runtime.comm.world import World, device_memory, device_model
+from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
+from rannd.runtime.comm.context import Context
+from rannd.runtime.comm.device import amount, backend_of, device_memory, device_model
 from rannd.runtime.execution.bound_graph import planned_stages
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
-from rannd.runtime.planning.profiler import Measuring
+from rannd.runtime.planning.profiler import Measuring, Platform
 
 LEASE_WAIT_S = 1200.0
 """Longest wait for another job that makes the same deployment; it ends at once when that job dies.
@@ -77,24 +75,19 @@ class Planner:
 
     def __init__(
         self,
-        world: World,
-        config: Config,
-        cache: Cache,
+        context: Context,
         graph: ModelGraph,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
         leaves: Sequence[torch.Tensor],
         rows: Sequence[int],
-        *,
-        scaled: bool,
     ) -> None:
-        """`rows`: of each rank; `scaled`: losses in half precision have a scaler that tells their scale."""
-        self._world = world
-        self._config = config
-        self._cache = cache
+        """`leaves`: this rank's arguments; `rows`: of each rank."""
+        self._context = context
+        self._world = world = context.world
+        self._config = config = context.config
         self._graph = graph
-        self._model = model
+        self._parts = Partitioning.of(graph.task)
         self._rows = tuple(rows)
+        optimizer, scaled = context.optimizer, context.options.scaled
         self._optimizer = (
             "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
@@ -103,28 +96,25 @@ class Planner:
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )
         """Whether backward begins inside a call."""
-        self._memory = min(memory for (memory,) in world.gather_numbers([device_memory(world)]))
+        memory = device_memory(world.device, world.local_size)
+        self._memory = min(memory for (memory,) in world.gather_numbers([memory]))
         self.usable_memory = self._usable()
-        self._model_name = device_model(world)
         self._doing: Callable[[str], None] = _nobody
         """Tells those who wait for this job's plan what it is doing."""
         self._used: Key | None = None
         self._base: Key | None = None
-        self._file = ProfileFile(config, self._model_name)
-        self._backend = "nccl" if world.device.type == "cuda" else "gloo"
-        self._versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
-        self._versions["rannd source"] = source_digest()
-        self._made = Provenance(self._model_name, "measured", version(), str(torch.__version__))
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
+        versions["rannd source"] = source_digest()
+        self._platform = Platform(device_model(world.device), backend_of(world.device), versions)
+        self._file = ProfileFile(config, self._platform.device_model)
+        self._made = Provenance(self._platform.device_model, "measured", version(), str(torch.__version__))
         self._measuring = Measuring(
-            world,
+            context,
             graph,
-            model,
             leaves,
             rows,
-            apart=config.profile_by_acc,
-            device_model=self._model_name,
-            backend=self._backend,
-            versions=self._versions,
+            measured=self._parts.atoms if config.profile_by_acc else self._parts.grains,
+            platform=self._platform,
         )
 
     # -- the order --------------------------------------------------------------------------------------------
@@ -136,11 +126,11 @@ class Planner:
         self._measuring.given = self._file.load(self._everywhere)
         self._base = self._key()
         deployment = self._below(self._known_limit(self._base)) or self._found_or_made()
-        lacking = short(self._world, self._model, deployment)
+        lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
             deployment = self._smaller(deployment, *lacking)
         if self._config.save_graph_profile and not self._measuring.profile:  # the deployment was known
-            self._measuring.costs(self._cache.client, self._blocks(len(self._world.slots)))
+            self._measuring.costs(self._blocks(len(self._world.slots)))
         self._save_profile()
         return deployment
 
@@ -153,7 +143,7 @@ class Planner:
         plans = (self._blocks(devices) for devices in range(fewest, most + 1))
         if self._world.rank == 0:
             log.get("RaNNCModule").info("Running profiler ...")
-        self._measuring.measure_all(self._cache.client, plans)
+        self._measuring.measure_all(plans)
         if self._world.rank == 0:
             log.get("RaNNCModule").info("Profiling finished")
         self._save_profile()
@@ -167,7 +157,7 @@ class Planner:
     def _profile(self) -> GraphProfile:
         """What is known of this graph's blocks."""
         return GraphProfile(
-            PROFILE_FORMAT, self._model_name, version(), str(torch.__version__), self._measuring.profile
+            PROFILE_FORMAT, self._platform.device_model, version(), str(torch.__version__), self._measuring.profile
         )
 
     def _from_file(self, file: Path) -> Deployment:
@@ -178,7 +168,7 @@ class Planner:
         with named(file):
             deployment = self._checked(data)
         other = differences(deployment, here=self._made, slots=self._world.slots, rows=sum(self._rows))
-        lacking = short(self._world, self._model, deployment)
+        lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
             other.append(_lacks(*lacking))
         for each in other if self._world.rank == 0 else ():
@@ -188,20 +178,19 @@ class Planner:
     def promise(self, deployment: Deployment) -> MemoryPromise:
         """What the deployment promises, for the time when memory runs out."""
         return MemoryPromise(
-            deployment=deployment,
-            device=self._world.device,
-            usable=self.usable_memory,
-            config=self._config,
-            cache=self._cache,
+            self._world,
+            self._config,
+            self._context.cache,
+            deployment,
+            self.usable_memory,
             key=self._used,
             base=self._base,
-            marks_here=self._world.first_on_node,
         )
 
     def _found_or_made(self) -> Deployment:
         key = self._used = self._key()
-        client = self._cache.client
-        found, lease = self._ask(client, key)
+        client = self._context.cache.client
+        found, lease = self._ask(key)
         if found:
             if lease is not None:  # another node had it
                 lease.release()
@@ -214,7 +203,7 @@ class Planner:
             self._doing = lease.progress
             self._measuring.tell = lambda part: self._doing(f"profiling, {part:.0%}")
         try:
-            data = self._make(client)
+            data = self._make()
             if client is not None:
                 client.put(key, data)
         finally:
@@ -229,13 +218,13 @@ class Planner:
         if not cluster:
             self._measuring.given = self._file.load(self._everywhere)
             slots = tuple(Slot(0, device) for device in range(devices))
-            data = self._make(self._cache.client, Target(slots, rows, self._usable(), self._made))
+            data = self._make(Target(slots, rows, self._usable(), self._made))
             self._save_profile()
             return decode(data)
         there = load_cluster(cluster)
         slots = tuple(Slot(*place) for place in there.places(devices))
         made = msgspec.structs.replace(self._made, device=there.device, costs=f"cluster {there.name}")
-        return decode(self._make(None, Target(slots, rows, self._usable(there.memory_bytes), made, there)))
+        return decode(self._make(Target(slots, rows, self._usable(there.memory_bytes), made, there)))
 
     # -- memory -----------------------------------------------------------------------------------------------
 
@@ -248,7 +237,7 @@ class Planner:
     def _known_limit(self, base: Key) -> int:
         """What an earlier run that ran out of memory left for the next one, 0 for nothing. Collective."""
         limit = 0
-        client = self._cache.client
+        client = self._context.cache.client
         if client is not None:
             key = limit_key(base)
             limit = understood(client, key, client.get(key), _LIMIT) or 0
@@ -306,10 +295,10 @@ class Planner:
             global_batch=rows,
             world_size=self._world.size,
             topology=[(slot.node, slot.device) for slot in self._world.slots],
-            device_model=self._model_name,
+            device_model=self._platform.device_model,
             device_memory=self.usable_memory,
-            backend=self._backend,
-            versions=self._versions,
+            backend=self._platform.backend,
+            versions=self._platform.versions,
             plan_items={
                 **self._config.plan_items(),
                 "interleaved": self._interleaved,
@@ -318,8 +307,9 @@ class Planner:
             optimizer=self._optimizer,
         )
 
-    def _ask(self, client: Client | None, key: Key) -> tuple[bytes, Lease | None]:
+    def _ask(self, key: Key) -> tuple[bytes, Lease | None]:
         """(the deployment on all ranks or nothing, the right to make it on rank 0)."""
+        client = self._context.cache.client
         found: bytes = b""
         lease: Lease | None = None
         if client is not None:
@@ -334,11 +324,12 @@ class Planner:
             elif isinstance(answer, Lease):
                 lease = answer
         found = self._world.broadcast_bytes(found)
-        return (found, lease) if found else (self._from_other_nodes(client, key), lease)
+        return (found, lease) if found else (self._from_other_nodes(key), lease)
 
-    def _from_other_nodes(self, client: Client | None, key: Key) -> bytes:
+    def _from_other_nodes(self, key: Key) -> bytes:
         """A deployment that another node's daemon has; nothing where there is none. Collective."""
-        found = self._cache.elsewhere(key)
+        client = self._context.cache.client
+        found = self._context.cache.elsewhere(key)
         if found:
             try:
                 self._checked(found)
@@ -355,7 +346,7 @@ class Planner:
         planned_stages(self._graph, deployment)
         return deployment
 
-    def _make(self, client: Client | None, target: Target | None = None) -> bytes:
+    def _make(self, target: Target | None = None) -> bytes:
         """Profile and plan, for this job or for another target. Collective."""
         logger = log.get("RaNNCModule")
         first = self._world.rank == 0
@@ -363,14 +354,14 @@ class Planner:
         if first and target.cluster is None:
             logger.info("Running profiler ...")
         blocks = self._blocks(len(target.slots))
-        lost = lost_cut_points(self._graph.task)
+        lost = self._parts.lost_cut_points
         if lost and first:
             logger.warning(
                 "%d of the model's CutPoints cannot be used: operators before and after them share memory that is "
                 "written into, or belong together",
                 lost,
             )
-        costs = self._analytic(blocks, target) if target.cluster is not None else self._measuring.costs(client, blocks)
+        costs = self._analytic(blocks, target) if target.cluster is not None else self._measuring.costs(blocks)
         if first:
             logger.info("Profiling finished" if target.cluster is None else f"Times are those of {target.made.costs}")
             logger.info("Assuming batch size: %d", target.rows)
@@ -378,7 +369,7 @@ class Planner:
         return self._everywhere(lambda: self._plan(blocks, costs, target))
 
     def _blocks(self, devices: int) -> tuple[Block, ...]:
-        return make_blocks(self._graph.task, self._options, world=devices)
+        return make_blocks(self._parts, self._options, world=devices)
 
     def _analytic(self, blocks: Sequence[Block], target: Target) -> CostTable:
         """Costs of the target's cluster, for the pieces that may be planned."""

@@ -6,21 +6,18 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import msgspec
 import torch
-from torch import nn
 
 from rannd import log
-from rannd.daemon.client.cache import Client
 from rannd.daemon.common.keys import Key, link_key, profile_key
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part
 from rannd.graph.tracing.leaf_recorder import preserved
-from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.blocks import Block
-from rannd.plan.blocks.grains import make_grains
 from rannd.profile.block_costs import block_part, measure_missing
 from rannd.profile.costs import CostTable, LinkCost
 from rannd.profile.graph_profile import GraphProfile
@@ -29,7 +26,7 @@ from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import ProfileInputs
 from rannd.profile.points import Measured, lacking, ladder, total
 from rannd.runtime.comm.cache_client import understood
-from rannd.runtime.comm.world import World
+from rannd.runtime.comm.context import Context
 
 _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
 _MEASURED = msgspec.msgpack.Decoder(Measured)
@@ -38,38 +35,43 @@ Ops = tuple[int, ...]
 """Operators of the task graph that are measured together."""
 
 
+@dataclass(frozen=True)
+class Platform:
+    """What measured costs hold for, beside the graph."""
+
+    device_model: str
+    backend: str
+    versions: Mapping[str, str]
+
+
 class Measuring:
     """Measures one graph.
 
-    `leaves`: this rank's arguments; `rows`: of each rank; `apart`: measure atoms, not grains, and add them up to
-    blocks; the rest goes into keys.
+    `leaves`: this rank's arguments; `rows`: of each rank; `measured`: sets of its ops, grains or atoms, whose
+    costs add up to those of blocks; `platform` goes into keys.
     """
 
     def __init__(
         self,
-        world: World,
+        context: Context,
         graph: ModelGraph,
-        model: nn.Module,
         leaves: Sequence[torch.Tensor],
         rows: Sequence[int],
         *,
-        apart: bool,
-        device_model: str,
-        backend: str,
-        versions: Mapping[str, str],
+        measured: Sequence[Ops],
+        platform: Platform,
     ) -> None:
-        self._world = world
+        self._context = context
+        self._world = world = context.world
         self._graph = graph
-        self._model = model
         self._leaves = leaves
         self._most = max(math.ceil(sum(rows) / world.size), 1)
         """Rows of the largest piece."""
         self._whole = bool(graph.coupled)
         """Whether all pieces are whole mini-batches."""
-        self._apart = apart
-        self._model_name = device_model
-        self._backend = backend
-        self._versions = versions
+        self._measured = measured
+        """Sets of ops that are measured: grains, or atoms."""
+        self._platform = platform
         self.tell: Callable[[float], None] | None = None
         """Is told which part of a measurement is done."""
         self.given: GraphProfile | None = None
@@ -77,7 +79,7 @@ class Measuring:
         self.profile: dict[str, Measured] = {}
         """What is known of this graph's blocks by now, by hash."""
 
-    def costs(self, client: Client | None, blocks: Sequence[Block]) -> CostTable:
+    def costs(self, blocks: Sequence[Block]) -> CostTable:
         """Costs of all blocks, measured where they are not known, and of the links. Collective."""
         parts = self._parts(blocks)
         hashes = iter(block_hashes(self._graph.task, [ops for each in parts for ops in each]))
@@ -85,31 +87,31 @@ class Measuring:
         wanted = {
             key: ops for each, found in zip(parts, keys, strict=True) for ops, key in zip(each, found, strict=True)
         }
-        self._measure(client, wanted, everything=False)
+        self._measure(wanted, everything=False)
         task = self._graph.task
         border = iter(crossing(task, [ops for each in parts for ops in each]))
         costs = [[self.profile[key].cost(self._most, next(border)) for key in each] for each in keys]
         memory = Memory(task)
-        return CostTable(tuple(total(each, memory) for each in costs), *self._links(client))
+        return CostTable(tuple(total(each, memory) for each in costs), *self._links())
 
-    def measure_all(self, client: Client | None, plans: Iterable[Sequence[Block]]) -> None:
+    def measure_all(self, plans: Iterable[Sequence[Block]]) -> None:
         """Measure the blocks of several plans, with enough rows for any smaller mini-batch. Collective."""
         parts = list(dict.fromkeys(ops for blocks in plans for each in self._parts(blocks) for ops in each))
         wanted = dict(zip(block_hashes(self._graph.task, parts), parts, strict=True))
-        self._measure(client, wanted, everything=True)
+        self._measure(wanted, everything=True)
 
     def _parts(self, blocks: Sequence[Block]) -> list[list[Ops]]:
         """What is measured of each block: its grains, or what it has of them, or its atoms."""
         owner = {op: number for number, block in enumerate(blocks) for op in block.ops}
         found: list[list[Ops]] = [[] for _ in blocks]
-        parts = make_atoms(self._graph.task)
-        for part in parts if self._apart else make_grains(self._graph.task, parts):
+        for part in self._measured:
             for number in sorted({owner[op] for op in part}):
                 found[number].append(tuple(op for op in part if owner[op] == number))
         return found
 
-    def _measure(self, client: Client | None, wanted: Mapping[str, Ops], *, everything: bool) -> None:
+    def _measure(self, wanted: Mapping[str, Ops], *, everything: bool) -> None:
         """Let `profile` have all that is `wanted` (operators, by hash). Collective."""
+        client = self._context.cache.client
         keys = {each: self._profile_key(each) for each in wanted if each not in self.profile}
         known = dict(self.profile)
         if self.given is not None:
@@ -157,7 +159,12 @@ class Measuring:
 
     def _profile_key(self, block: str) -> Key:
         threads = torch.get_num_threads() if self._world.device.type == "cpu" else 0
-        return profile_key(block_hash=block, device_model=self._model_name, threads=threads, versions=self._versions)
+        return profile_key(
+            block_hash=block,
+            device_model=self._platform.device_model,
+            threads=threads,
+            versions=self._platform.versions,
+        )
 
     def _sample(self) -> ProfileInputs:
         specs = self._graph.signature.tensors
@@ -166,26 +173,27 @@ class Measuring:
             for node, leaf, spec in zip(self._graph.traced.placeholders, self._leaves, specs, strict=False)
         }
         state: dict[str, torch.Tensor] = {**self._graph.traced.constants}
-        for name, tensor in [*self._model.named_buffers(), *self._model.named_parameters()]:
+        for name, tensor in [*self._context.model.named_buffers(), *self._context.model.named_parameters()]:
             state[name] = tensor
-        around = functools.partial(preserved, self._model) if self._graph.traced.leaf_paths else nullcontext
+        around = functools.partial(preserved, self._context.model) if self._graph.traced.leaf_paths else nullcontext
         return ProfileInputs(
             arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device, around
         )
 
     # -- links ------------------------------------------------------------------------------------------------
 
-    def _links(self, client: Client | None) -> tuple[LinkCost, LinkCost | None]:
+    def _links(self) -> tuple[LinkCost, LinkCost | None]:
         """Links inside a node and between nodes, as CostTable has them. Collective."""
         if self._world.size == 1:
             return copy_speed(self._world.device), None
         key = link_key(
             topology=[(slot.node, slot.device) for slot in self._world.slots],
-            device_model=self._model_name,
-            backend=self._backend,
-            versions=self._versions,
+            device_model=self._platform.device_model,
+            backend=self._platform.backend,
+            versions=self._platform.versions,
         )
         data = b""
+        client = self._context.cache.client
         if client is not None:
             found = client.get(key)
             if found is not None and understood(client, key, found, _LINKS) is not None:

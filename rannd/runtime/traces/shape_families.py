@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from rannd import log
 from rannd.daemon.common.keys import Key
@@ -21,8 +20,7 @@ from rannd.graph.fx.encoding import Broken
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.modules.guards import PythonState
 from rannd.graph.tracing.dynamic_shapes import NoTemplate, instance, template
-from rannd.runtime.comm.cache_client import Cache
-from rannd.runtime.comm.world import World
+from rannd.runtime.comm.context import Context
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
 
 
@@ -46,16 +44,9 @@ class _Family:
 class Families:
     """The templates of one model. Collective."""
 
-    def __init__(
-        self,
-        world: World,
-        cache: Cache,
-        model: nn.Module,
-        key_of: Callable[[Signature], Key | None],
-    ) -> None:
-        self._world = world
-        self._cache = cache
-        self._model = model
+    def __init__(self, context: Context, key_of: Callable[[Signature], Key | None]) -> None:
+        self._context = context
+        self._world = context.world
         self._key_of = key_of
         self._known: dict[str, _Family] = {}
 
@@ -93,16 +84,16 @@ class Families:
 
     def keep(self, signature: Signature, checked: str | None) -> None:
         """The template of a call's family can be used; keep it in the cache."""
-        family = self._known[signature.family()]
-        if family.key is not None and self._cache.client is not None and (family.new or checked != family.checked):
-            self._cache.client.put(family.key, pack(StoredTrace("", checked, family.data)))
+        family, client = self._known[signature.family()], self._context.cache.client
+        if family.key is not None and client is not None and (family.new or checked != family.checked):
+            client.put(family.key, pack(StoredTrace("", checked, family.data)))
         family.checked, family.tried, family.key = checked, True, None
 
     def drop(self, signature: Signature) -> None:
         """The template of a call's family is wrong: every size is traced on its own."""
-        family = self._known[signature.family()]
-        if family.key is not None and not family.new and self._cache.client is not None:
-            self._cache.client.discard(family.key, "it computes something else than the model")
+        family, client = self._known[signature.family()], self._context.cache.client
+        if family.key is not None and not family.new and client is not None:
+            client.discard(family.key, "it computes something else than the model")
         family.hopeless, family.data, family.key = True, b"", None
 
     def _anywhere(self, here: bool) -> bool:
@@ -124,18 +115,19 @@ class Families:
         family.key, family.checked, family.tried, family.new = key, None, False, False
         if self._world.rank == 0:
             logger = log.get("RaNNCModule")
-            if key is not None and self._cache.client is not None:
+            client = self._context.cache.client
+            if key is not None and client is not None:
                 if broken:
                     logger.warning("The cached trace %s cannot be used: %s", key.short, broken)
-                    self._cache.client.discard(key, broken)
+                    client.discard(key, broken)
                 else:
-                    found = self._readable(self._cache.client.get(key) or b"")
+                    found = self._readable(client.get(key) or b"")
             if found and key is not None:
                 logger.info("Using trace %s for any size of %s from the cache", key.short, sizes)
             else:
                 try:
                     logger.info("Tracing model for any size of %s ...", sizes)
-                    found = pack(StoredTrace("", None, template(self._model, signature, leaves)))
+                    found = pack(StoredTrace("", None, template(self._context.model, signature, leaves)))
                     family.new = True
                 except NoTemplate as exc:
                     logger.info("Every size of %s is traced on its own: %s", sizes, exc)
@@ -166,7 +158,7 @@ class Families:
         if not data:
             return None, ""
         try:
-            traced = instance(data, self._model, signature)
+            traced = instance(data, self._context.model, signature)
         except NoTemplate as exc:
             if self._world.rank == 0:
                 log.get("RaNNCModule").info("These sizes are traced on their own: %s", exc)
@@ -174,7 +166,7 @@ class Families:
         except Broken as exc:
             return None, str(exc)
         try:
-            return build(self._model, signature, leaves, self._world.device, traced), ""
+            return build(self._context.model, signature, leaves, self._world.device, traced), ""
         except Exception as exc:  # whatever is in it, the model can be traced
             return None, f"no graph can be built from it: {type(exc).__name__}: {exc}"
 

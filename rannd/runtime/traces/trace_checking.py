@@ -18,8 +18,8 @@ from rannd.graph.comparison import Mismatch, NotComparable, compare_few, rows_to
 from rannd.graph.model import ModelGraph
 from rannd.graph.modules.bisection import first_wrong, outermost, twins
 from rannd.graph.modules.source_location import described
-from rannd.runtime.comm.device_memory import amount
-from rannd.runtime.comm.world import World
+from rannd.runtime.comm.context import Context
+from rannd.runtime.comm.device import amount
 from rannd.runtime.planning.memory_fit import room
 
 SLACK = 1.5
@@ -40,9 +40,9 @@ class Verdict(msgspec.Struct, frozen=True):
 class TraceChecker:
     """Compares the graphs of one model with it."""
 
-    def __init__(self, world: World, model: nn.Module) -> None:
-        self._world = world
-        self._model = model
+    def __init__(self, context: Context) -> None:
+        self._world = context.world
+        self._context = context
 
     def verdict(
         self,
@@ -120,17 +120,17 @@ class TraceChecker:
             except (RanndError, NotComparable):
                 return False
 
-        name = first_wrong(self._model, list(opaque), right)
-        paths = tuple(outermost([*opaque, *twins(self._model, name, opaque)]))
-        return Verdict(None, paths, f"{difference}: {described(self._model, name)}")
+        name = first_wrong(self._context.model, list(opaque), right)
+        paths = tuple(outermost([*opaque, *twins(self._context.model, name, opaque)]))
+        return Verdict(None, paths, f"{difference}: {described(self._context.model, name)}")
 
     def _difference(self, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
-        with _on(self._world.device, self._model):
-            return compare_few(self._model, graph, [tensor.to(self._world.device) for tensor in tensors])
+        with _on(self._world.device, self._context.model):
+            return compare_few(self._context.model, graph, [tensor.to(self._world.device) for tensor in tensors])
 
     def _impossible(self, graph: ModelGraph, tensors: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]) -> str:
         """Why a comparison cannot be, '' where nothing speaks against it."""
-        state = [*self._model.parameters(), *self._model.buffers()]
+        state = [*self._context.model.parameters(), *self._context.model.buffers()]
         rows = graph.signature.rows(tensors)
         if rows == 0:
             return "rank 0's mini-batch has no rows"
@@ -144,7 +144,7 @@ class TraceChecker:
         moved = 0 if self._world.device.type == "cpu" else sum(t.numel() * t.element_size() for t in state)
         need = int(SLACK * (2 * trained + values) + sum(t.numel() * t.element_size() for t in empty) + moved)
         held = sum(t.untyped_storage().nbytes() for t in state if t.device.type == self._world.device.type)
-        free = room(self._world, self._model) - held
+        free = room(self._world, self._context.model) - held
         if need > free:
             return f"rank 0 would need {amount(need)} for it, and {amount(max(free, 0))} is free"
         return ""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 import torch
-from torch import nn
 
 from rannd import log
 from rannd.daemon.common.keys import Key, hooks_key, trace_key
@@ -27,8 +26,8 @@ from rannd.graph.fx.codec import decode, encode
 from rannd.graph.fx.encoding import Broken, Uncodable
 from rannd.graph.model import ModelGraph, build, trace
 from rannd.graph.modules.guards import PythonState
-from rannd.runtime.comm.cache_client import Cache, tell_miss
-from rannd.runtime.comm.world import World
+from rannd.runtime.comm.cache_client import tell_miss
+from rannd.runtime.comm.context import Context
 from rannd.runtime.traces.shape_families import Families
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
 from rannd.runtime.traces.trace_checking import TraceChecker
@@ -69,12 +68,11 @@ def other_branches(rank: int) -> str:
 class Tracer:
     """Finds the graphs of one model. Collective."""
 
-    def __init__(self, world: World, cache: Cache, model: nn.Module, *, check: bool) -> None:
-        self._world = world
-        self._checker = TraceChecker(world, model) if check else None
-        self._cache = cache
-        self._model = model
-        self._families = Families(world, cache, model, self._key)
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._world = context.world
+        self._checker = TraceChecker(context) if context.config.verify_trace else None
+        self._families = Families(context, self._key)
         self._distrusted = False
         self._proven = False
         self._used: Key | None = None
@@ -103,7 +101,7 @@ class Tracer:
         nothing here, None where no rank has any values. An error on one rank, and graphs that differ, are errors on
         all. A new graph is compared with the model.
         """
-        home = next((p.device for p in self._model.parameters()), self._world.device)
+        home = next((p.device for p in self._context.model.parameters()), self._world.device)
         leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in tensors]
         other = self._families.graph(signature, leaves, state)
         if other is not None:
@@ -209,7 +207,7 @@ class Tracer:
         self._proven = True
         from rannd.graph.tracing import hook_proofs  # it is of no use where traces come from the cache
 
-        client, kept = self._cache.client, b""
+        client, kept = self._context.cache.client, b""
         versions = {
             "python": platform.python_version(),
             "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -270,21 +268,21 @@ class Tracer:
         keep: bool,
         opaque: Sequence[str],
     ) -> tuple[ModelGraph, bytes]:
-        with explained(self._model, signature, leaves):
-            traced, signature = trace(self._model, signature, leaves, assumed, opaque)
+        with explained(self._context.model, signature, leaves):
+            traced, signature = trace(self._context.model, signature, leaves, assumed, opaque)
         data = b""
         if keep:
             try:
                 data = encode(traced, signature.fixed_rows)
             except Uncodable as exc:
                 log.get("RaNNCModule").info("The trace is not kept in the cache: %s", exc)
-        return build(self._model, signature, leaves, self._world.device, traced), data
+        return build(self._context.model, signature, leaves, self._world.device, traced), data
 
     def _load(
         self, stored: StoredTrace, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None
     ) -> ModelGraph | None:
         """The graph in a cached trace; None where it is for other calls. Broken where it is for none."""
-        traced, rows = decode(stored.data, self._model)
+        traced, rows = decode(stored.data, self._context.model)
         if (rows is not None and rows != signature.rows(leaves)) or signature.rows(leaves) in traced.holes:
             return None
         made = [traced.placeholders[number].meta["val"].shape for number in traced.whole]
@@ -292,7 +290,7 @@ class Tracer:
             return None
         signature = signature.whole(traced.whole, signature.rows(leaves))
         try:
-            graph = build(self._model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
+            graph = build(self._context.model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
         except Exception as exc:  # whatever is in it, the model can be traced
             raise Broken(f"no graph can be built from it: {type(exc).__name__}: {exc}") from exc
         if graph.task.graph_hash != stored.graph_hash:
@@ -356,9 +354,9 @@ class Tracer:
 
     def _key(self, signature: Signature) -> Key | None:
         """The key of a cached trace, None where there cannot be one. Collective."""
-        if self._distrusted or self._cache.off:
+        if self._distrusted or self._context.cache.off:
             return None
-        found = fingerprint(self._model, signature)
+        found = fingerprint(self._context.model, signature)
         components = {} if isinstance(found, Unseen) else dict(found.components)
         key = trace_key(components) if components else None
         told = self._world.gather_bytes(b"" if key is None else key.digest.encode())
@@ -383,23 +381,23 @@ class Tracer:
     def _find(self, key: Key) -> bytes:
         """A stored trace on all ranks, or nothing."""
         found = b""
-        client = self._cache.client
+        client = self._context.cache.client
         if client is not None:
             found = client.get(key) or b""
             if found:
                 log.get("RaNNCModule").info("Using trace %s from the cache", key.short)
-        found = self._world.broadcast_bytes(found) or self._cache.elsewhere(key)
+        found = self._world.broadcast_bytes(found) or self._context.cache.elsewhere(key)
         if not found and client is not None:
             tell_miss(client, key)
         return found
 
     def _discard(self, key: Key, why: str) -> None:
-        if self._cache.client is not None:
-            self._cache.client.discard(key, why)
+        if self._context.cache.client is not None:
+            self._context.cache.client.discard(key, why)
 
     def _keep(self, key: Key, data: bytes) -> None:
-        if self._cache.client is not None:
-            self._cache.client.put(key, data)
+        if self._context.cache.client is not None:
+            self._context.cache.client.put(key, data)
 
 
 def placed(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from user_code import answer, modules, seen
 
-from rannd.graph.fingerprint import allowlists, value_writer
+from rannd.graph.fingerprint import state_rules
 from rannd.graph.fingerprint.fingerprint import Fingerprint, Unseen
 
 HELPER = """
@@ -75,7 +75,7 @@ def unseen(folder: Path, body: str) -> str | None:
     text = (
         FILE.replace("{body}", body)
         .replace("{init}", "self.get = getattr" if "self.get(" in body else "")
-        .replace("{numbers}", str(value_writer.MOST_BYTES // 4 + 1))
+        .replace("{numbers}", str(state_rules.KEY_BYTES // 4 + 1))
     )
     with modules(folder, {"hidden_helper": HELPER, "hidden_model": text}) as loaded:
         found = answer(loaded["hidden_model"].Net())
@@ -219,16 +219,16 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     "builtin": (lambda: open, "module io of the standard library"),
     "eval": (lambda: eval, "uses eval"),
     "method of a C object": (lambda: random.Random(0).random, "module random of the standard library"),
-    "long": (lambda: list(range(allowlists.LONGEST + 1)), "too long to read"),
+    "long": (lambda: list(range(state_rules.KEY_ITEMS + 1)), "too long to read"),
     "many": (lambda: [[0.5] * 100_000] * 1 + [[0.5] * 100_000 for _ in range(10)], "more than 1000000 values"),
     "deep": (deep, "nested too deeply"),
-    "large": (lambda: torch.zeros(value_writer.MOST_BYTES + 1, dtype=torch.uint8), "too large to read"),
+    "large": (lambda: torch.zeros(state_rules.KEY_BYTES + 1, dtype=torch.uint8), "too large to read"),
     "large in sum": (
-        lambda: [torch.zeros(value_writer.MOST_BYTES // 2 + 1, dtype=torch.uint8) for _ in range(2)],
+        lambda: [torch.zeros(state_rules.KEY_BYTES // 2 + 1, dtype=torch.uint8) for _ in range(2)],
         "too large to read",
     ),
-    "large array": (lambda: np.zeros(value_writer.MOST_BYTES + 1, np.uint8), "too large to read"),
-    "large bytes": (lambda: bytes(value_writer.MOST_BYTES + 1), "MiB of data"),
+    "large array": (lambda: np.zeros(state_rules.KEY_BYTES + 1, np.uint8), "too large to read"),
+    "large bytes": (lambda: bytes(state_rules.KEY_BYTES + 1), "MiB of data"),
     "array of objects": (lambda: np.array([object()], dtype=object), "holds Python objects"),
     "sparse": (lambda: torch.eye(2).to_sparse(), "of layout torch.sparse_coo is not read"),
     "tensor of another class": (lambda: torch.ones(2).as_subclass(Tagged), "is a tensor of another class"),
@@ -295,7 +295,7 @@ def test_modes_that_cannot_be_seen() -> None:
         with mode:
             found = answer(nn.Linear(4, 4))
         assert isinstance(found, Unseen)
-        assert f"runs inside a test_fingerprint_unseen.{type(mode).__qualname__}" in found.reason
+        assert f"runs inside a {__name__}.{type(mode).__qualname__}" in found.reason
     assert isinstance(answer(nn.Linear(4, 4)), Fingerprint)
 
 

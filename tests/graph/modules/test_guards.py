@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -301,3 +302,13 @@ def test_mentioned_names() -> None:
         assert name in found
     assert "step" not in found
     assert "step" in Mentions(Dynamic(2, 2))
+    assert "forward" in found  # torch reads it of every module
+
+
+def test_names_that_objects_in_objects_read_are_mentioned() -> None:
+    """As deep as the guard looks."""
+    model = nn.Linear(2, 2)
+    for value in ([[[Own()]]], {"a": types.SimpleNamespace(b=[Own()])}, functools.partial(print, [Own().get])):
+        model.value = value
+        assert "by_the_object" in Mentions(model)
+        assert "step" not in Mentions(model)

@@ -16,7 +16,8 @@ from rannd.graph.model import ModelGraph, build
 from rannd.graph.partition.cut import cut
 from rannd.graph.tracing.frontend import trace
 from rannd.plan.blocks.atoms import make_atoms
-from rannd.plan.blocks.cut_places import cut_places, lost_cut_points
+from rannd.plan.blocks.cut_places import cut_places
+from rannd.plan.blocks.partitioning import Partitioning
 
 CutPoint = pyrannc.CutPoint
 
@@ -65,7 +66,7 @@ def test_one_module_is_a_place_each_time() -> None:
     graph = graph_of(Cut(loop), X)
     assert segments(graph)[:-1] == [(name, k) for k in range(1, 5) for name in ("linear", "tanh")]
     assert segments(graph)[-1] == ("alias", 4)  # an output
-    assert lost_cut_points(graph.task) == 0
+    assert Partitioning.of(graph.task).lost_cut_points == 0
 
 
 def test_nothing_is_left_of_it_in_the_graph() -> None:
@@ -113,7 +114,7 @@ def test_writing_in_place_beside_it(function: Callable[..., Tensor], copies: int
     model = Cut(function)
     graph = graph_of(model, X)
     assert sum(name == "clone" for name, _ in segments(graph)) == copies
-    assert lost_cut_points(graph.task) == lost
+    assert Partitioning.of(graph.task).lost_cut_points == lost
     stage_of = {node: graph.task.ops[number].segment - 1 for number, node in enumerate(graph.nodes.values())}
     if lost:
         return

@@ -251,7 +251,7 @@ def test_a_strange_output_is_dropped_and_named() -> None:
     found = traced(Small(lambda m, a: (a, Strange())), torch.randn(3, 6))
     assert found.outputs.unflatten([1]) == (1, None)
     assert found.record == (
-        "[1] (test_trace.Strange) of the output cannot be handed back by ranks: None is in its place",
+        "[1] (test_frontend.Strange) of the output cannot be handed back by ranks: None is in its place",
     )
 
 

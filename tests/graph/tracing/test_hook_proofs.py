@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rannd.graph.tracing import hook_proofs
 from rannd.graph.tracing.hook_proofs import assume, failing
+from rannd.patches import GlobalHook
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def switch_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("a custom"):
         monkeypatch.setattr(source_location, "watched_nodes", nothing)
     elif name.startswith("the forward"):
-        monkeypatch.setattr(autograd_functions, "_replaced", nothing)
+        monkeypatch.setattr(autograd_functions, "_applies", nothing)
     elif name.startswith("hooks for") or name == "inference_mode":
         monkeypatch.setattr(hook_proofs, "watch_gradients", nothing)
     elif name == "nodes of the autograd graph":
@@ -70,7 +71,8 @@ def switch_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif name == "branches on unknown sizes":
         monkeypatch.setattr(data_dependent, "of_torch", lambda _: True)
     elif name.startswith("random numbers"):
-        monkeypatch.setattr(foreign_rng, "register_module_forward_hook", lambda _: RemovableHandle(OrderedDict()))
+        hook = GlobalHook("none", lambda _: RemovableHandle(OrderedDict()), "a test")
+        monkeypatch.setattr(foreign_rng, "MODULE_LEFT", hook)
     elif name.startswith("checkpoints"):
         monkeypatch.setattr(hook_proofs, "no_checkpoints", nothing)
         if name == "checkpoints":

@@ -14,6 +14,7 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.grains import make_grains
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
 
 
@@ -22,12 +23,14 @@ def shapes(graph: TaskGraph, blocks: tuple[Block, ...]) -> list[tuple[str, ...]]
 
 
 def test_the_tutorial_s_ten_layers_are_ten_blocks() -> None:
-    assert make_blocks(chain(10), PlanOptions(), world=2) == tuple(Block(ops=(op,)) for op in range(10))
+    assert make_blocks(Partitioning.of(chain(10)), PlanOptions(), world=2) == tuple(
+        Block(ops=(op,)) for op in range(10)
+    )
 
 
 def test_equal_layers_give_equal_blocks() -> None:
     graph = transformer(24)
-    blocks = make_blocks(graph, PlanOptions(), world=4)
+    blocks = make_blocks(Partitioning.of(graph), PlanOptions(), world=4)
     assert 16 <= len(blocks) <= 32
     kinds = Counter(shapes(graph, blocks[1:-1]))
     assert len(kinds) <= 3, kinds
@@ -35,7 +38,7 @@ def test_equal_layers_give_equal_blocks() -> None:
 
 def test_cuts_are_at_the_residual_stream() -> None:
     graph = transformer(24)
-    for block in make_blocks(graph, PlanOptions(), world=4)[1:-1]:
+    for block in make_blocks(Partitioning.of(graph), PlanOptions(), world=4)[1:-1]:
         made_before = {
             value for op in block.ops for value in graph.ops[op].inputs if graph.values[value].producer not in block.ops
         }
@@ -51,7 +54,7 @@ def test_uncoarsening_moves_a_cut_to_the_cheaper_place() -> None:
 
     def cut(*, uncoarsen: bool) -> list[tuple[int, ...]]:
         options = PlanOptions(max_partition_num=2, min_partition_num=2, do_coarsening=False, do_uncoarsening=uncoarsen)
-        return [block.ops for block in make_blocks(graph, options, world=2)]
+        return [block.ops for block in make_blocks(Partitioning.of(graph), options, world=2)]
 
     assert cut(uncoarsen=False) == [(0, 1, 2, 3), (4, 5)]
     assert cut(uncoarsen=True) == [(0, 1, 2), (3, 4, 5)]
@@ -66,7 +69,7 @@ def test_balance_by_time_or_by_bytes() -> None:
 
     def cut(*, by_time: bool) -> list[tuple[int, ...]]:
         options = PlanOptions(max_partition_num=2, min_partition_num=2, do_coarsening=False, coarsen_by_time=by_time)
-        return [block.ops for block in make_blocks(graph, options, world=2)]
+        return [block.ops for block in make_blocks(Partitioning.of(graph), options, world=2)]
 
     assert cut(by_time=True) == [(0,), (1, 2, 3)]
     assert cut(by_time=False) == [(0, 1), (2, 3)]
@@ -75,7 +78,7 @@ def test_balance_by_time_or_by_bytes() -> None:
 def test_five_thousand_ops_take_seconds_at_most() -> None:
     graph = transformer(333)
     began = time.process_time()
-    assert 28 <= len(make_blocks(graph, PlanOptions(), world=8)) <= 32
+    assert 28 <= len(make_blocks(Partitioning.of(graph), PlanOptions(), world=8)) <= 32
     assert time.process_time() - began < 10
 
 
@@ -84,19 +87,19 @@ def test_equal_layers_that_do_not_divide_evenly_make_no_pairs(layers: int) -> No
     """As many blocks as there can be, and yet none with more layers than it needs."""
     graph = transformer(layers)
     each = len(graph.ops) / layers
-    sizes = [len(block.ops) / each for block in make_blocks(graph, PlanOptions(), world=8)]
+    sizes = [len(block.ops) / each for block in make_blocks(Partitioning.of(graph), PlanOptions(), world=8)]
     assert max(sizes) < math.ceil(layers / 32) + 0.6
     assert len(sizes) > 20
 
 
 def test_more_stages_than_max_partition_num_still_get_their_blocks() -> None:
-    blocks = make_blocks(chain(50), PlanOptions(partition_num=40), world=40)
+    blocks = make_blocks(Partitioning.of(chain(50)), PlanOptions(partition_num=40), world=40)
     assert len(blocks) == 40
 
 
 def test_a_graph_without_ops_is_refused() -> None:
     with pytest.raises(PlanError, match="no op to place"):
-        make_blocks(GraphBuilder().build(), PlanOptions(), world=1)
+        make_blocks(Partitioning.of(GraphBuilder().build()), PlanOptions(), world=1)
 
 
 @given(
@@ -118,7 +121,7 @@ def test_blocks_are_ordered_complete_and_as_many_as_asked(
         do_uncoarsening=uncoarsen,
         partition_num=stages,
     )
-    blocks = make_blocks(graph, options, world=world)
+    blocks = make_blocks(Partitioning.of(graph), options, world=world)
     assert sorted(op for block in blocks for op in block.ops) == list(range(len(graph.ops)))
     place = {op: index for index, block in enumerate(blocks) for op in block.ops}
     for index, op in enumerate(graph.ops):

@@ -16,7 +16,8 @@ from rannd.errors import PlanError
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.blocks import Block, make_blocks
-from rannd.plan.blocks.cut_places import cut_places, lost_cut_points
+from rannd.plan.blocks.cut_places import cut_places
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
@@ -65,7 +66,7 @@ def test_the_plan_has_the_least_e_of_all_that_cut_there(hundred: int) -> None:
         graph = random_graph(random, random.randint(2, 7))
         marks = sorted(random.choices(range(1, 5), k=len(graph.ops)))
         graph = marked(graph, marks)
-        blocks = make_blocks(graph, options, world=world)
+        blocks = make_blocks(Partitioning.of(graph), options, world=world)
         costs = random_costs(random, len(blocks))
         rows = random.randint(1, 40)
         found = planned(graph, blocks, costs, world, options, rows)
@@ -81,7 +82,7 @@ def test_stages_begin_at_cut_points_however_uneven() -> None:
     graph = marked(chain(12), [1, 1, 2, *[3] * 9])
     for stages in (2, 3):
         options = PlanOptions(partition_num=stages)
-        blocks = make_blocks(graph, options, world=3)
+        blocks = make_blocks(Partitioning.of(graph), options, world=3)
         costs = random_costs(Random(1), len(blocks))
         assert set(starts(graph, planned(graph, blocks, costs, 3, options))) <= {2, 3}
     free = planned(graph, blocks, costs, 3, PlanOptions())
@@ -91,10 +92,10 @@ def test_stages_begin_at_cut_points_however_uneven() -> None:
 def test_too_many_stages_are_refused() -> None:
     graph = marked(chain(12), [1] * 6 + [2] * 6)
     options = PlanOptions(partition_num=3)
-    blocks = make_blocks(graph, options, world=3)
+    blocks = make_blocks(Partitioning.of(graph), options, world=3)
     whole = marked(chain(4), [1] * 4)  # a CutPoint before or behind everything
     with pytest.raises(PlanError, match="divide it into 1 parts"):
-        planned(whole, make_blocks(whole, options, world=3), random_costs(Random(1), 4), 3, options)
+        planned(whole, make_blocks(Partitioning.of(whole), options, world=3), random_costs(Random(1), 4), 3, options)
     with pytest.raises(PlanError, match=r"partition_num=3.*CutPoints only, which divide it into 2 parts"):
         planned(graph, blocks, random_costs(Random(1), len(blocks)), 3, options)
 
@@ -105,7 +106,7 @@ def test_blocks_do_not_cross_cut_points(most: int, uncoarsen: bool) -> None:
     segments = [1 + index // 3 for index in range(60)]
     graph = marked(chain(60), segments)
     options = PlanOptions(max_partition_num=most, min_partition_num=2, do_uncoarsening=uncoarsen)
-    blocks = make_blocks(graph, options, world=2)
+    blocks = make_blocks(Partitioning.of(graph), options, world=2)
     assert 1 < len(blocks) <= most
     if most == 32:  # more than the 20 segments
         assert all(len({segments[op] for op in block.ops}) == 1 for block in blocks)
@@ -116,7 +117,7 @@ def test_blocks_do_not_cross_cut_points(most: int, uncoarsen: bool) -> None:
 def test_without_cut_points_every_place_will_do() -> None:
     graph = chain(5)
     assert cut_places(graph, make_atoms(graph)) == [True] * 6
-    assert lost_cut_points(graph) == 0
+    assert Partitioning.of(graph).lost_cut_points == 0
 
 
 def test_what_belongs_together_is_not_cut() -> None:
@@ -128,7 +129,7 @@ def test_what_belongs_together_is_not_cut() -> None:
     atoms = make_atoms(graph)
     assert atoms == ((0,), (1, 2, 3), (4,), (5,))
     assert cut_places(graph, atoms) == [True, False, True, False, True]
-    assert lost_cut_points(graph) == 1
+    assert Partitioning.of(graph).lost_cut_points == 1
 
 
 def test_ops_that_wait_for_nothing_stay_in_their_segment() -> None:

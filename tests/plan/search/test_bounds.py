@@ -15,6 +15,7 @@ from plan_instances import PLENTY, Instance
 
 from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.bounds import FINE, Bounds
@@ -104,7 +105,7 @@ def test_a_reduction_has_the_recomputed_forward_to_hide_behind(schedule: str) ->
     link = LinkCost(0, 1e6, 0, 4 * BUCKET / 1000)
     options = PlanOptions(checkpointing=True, replica_num=2, pipeline_num=1, min_partition_num=1)
     graph, world = builder.build(), 4
-    blocks = make_blocks(graph, options, world=world)
+    blocks = make_blocks(Partitioning.of(graph), options, world=world)
     found = plan(
         graph, blocks, CostTable((block, block), link), world=world,
         slots=tuple(Slot(0, device) for device in range(world)), batch_rows=world, memory_bytes=PLENTY,

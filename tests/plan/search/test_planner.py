@@ -11,6 +11,7 @@ from plan_instances import Instance, deploy
 from rannd.errors import DeploymentError, DoesNotFitError, PlanError
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.compatibility import check_belongs
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.run_modes import RunMode
@@ -199,7 +200,7 @@ def test_inputs_that_do_not_belong_together_are_refused(change: dict[str, object
     graph = chain(10)
     given = {
         "graph": graph,
-        "blocks": make_blocks(graph, PlanOptions(), world=2),
+        "blocks": make_blocks(Partitioning.of(graph), PlanOptions(), world=2),
         "costs": costs_for(10),
         "world": 2,
         "slots": (Slot(0, 0), Slot(0, 1)),
@@ -257,7 +258,7 @@ def test_what_cannot_be_run_yet_is_simulated_and_told_where_it_would_be_faster()
     ways = {RunMode("zb_h1"): "zb_h1", RunMode("zb_h1", 1): "zb_h1 with ZeRO 1", RunMode("1f1b", 3): "ZeRO 3"}
     for way, name in ways.items():
         options = PlanOptions()
-        blocks = make_blocks(graph, options, world=4)
+        blocks = make_blocks(Partitioning.of(graph), options, world=4)
         costs = costs_for(len(blocks))
         found = plan(
             graph, blocks, costs, world=4, slots=tuple(Slot(0, device) for device in range(4)), batch_rows=256,
@@ -320,7 +321,7 @@ def test_where_memory_ran_out_while_measuring_pieces_stay_smaller() -> None:
     """Of 64 rows a rank, one block has been measured with 9 at most, although 10 times that would fit by its bytes."""
     graph = chain(6)
     options = PlanOptions()
-    blocks = make_blocks(graph, options, world=2)
+    blocks = make_blocks(Partitioning.of(graph), options, world=2)
     costs = costs_for(len(blocks))
     bounded = list(costs.blocks)
     bounded[3] = msgspec.structs.replace(bounded[3], most_rows=9)

@@ -11,6 +11,7 @@ from plan_instances import LATER, Instance, played
 from rannd.errors import DoesNotFitError
 from rannd.graph.fx.ir import Size
 from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import RunMode
@@ -62,7 +63,7 @@ def test_zero_bubble_takes_the_time_of_its_paper() -> None:
     graph = chain(stages)
     block = BlockCost(Size(30), Size(50), Size(0, 100), Size(20))
     costs = CostTable((block,) * stages, LinkCost(0, 1e12, 0, 1e12))
-    blocks = make_blocks(graph, PlanOptions(), world=stages)
+    blocks = make_blocks(Partitioning.of(graph), PlanOptions(), world=stages)
     found = plan(
         graph, blocks, costs, world=stages, slots=tuple(Slot(0, device) for device in range(stages)), batch_rows=48,
         memory_bytes=10**15, options=PlanOptions(pipeline_num=3, partition_num=stages), way=RunMode("zb_h1"),

@@ -16,7 +16,7 @@ from transcript import RANNC_RUN, Shell, program
 from rannd.errors import UsageError
 from rannd.runner.resources import inherited
 from rannd.runner.resources.inherited import Rank, rank_here, without_rank
-from rannd.runtime.comm.world import RANK_VARIABLES
+from rannd.runtime.comm.rendezvous import RANK_VARIABLES
 
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}

@@ -12,7 +12,7 @@ from torch import nn
 import pyrannc
 from rannd.errors import TraceError
 from rannd.graph.tracing.frontend import trace
-from rannd.runtime.session import Session
+from rannd.runtime.call_tracing import CallTracing
 from rannd.runtime.traces import trace_provider
 
 
@@ -33,13 +33,13 @@ class Branching(nn.Module):
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Filled with one entry for each trace."""
     found: list[object] = []
-    trace = Session._trace
+    trace = CallTracing._trace
 
-    def counted(self: Session, *args: object) -> object:
+    def counted(self: CallTracing, *args: object) -> object:
         found.append(None)
         return trace(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Session, "_trace", counted)
+    monkeypatch.setattr(CallTracing, "_trace", counted)
     return found
 
 

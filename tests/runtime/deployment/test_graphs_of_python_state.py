@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,34 @@ import pyrannc
 
 
 class Settings:
-    def __init__(self) -> None:
+    def __init__(self, inner: Any = None) -> None:
         self.alpha = 1.0
         self.steps = 0
+        self.inner = inner
+
+
+class Scaled:
+    """A function that has a number."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def _times(x: torch.Tensor, scales: Any) -> torch.Tensor:
+    return x * scales[0]
+
+
+class Doubling:
+    """A hook that has a number."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * self.scale
 
 
 class Steered(nn.Module):
@@ -38,9 +64,20 @@ class Steered(nn.Module):
         self.tensors = [torch.ones(4)]
         self.act: Callable[[torch.Tensor], torch.Tensor] = torch.relu
         self.layer = nn.Sigmoid()
+        self.deep = Settings(Settings())
+        self.listed = [Settings()]
+        self.namespace = types.SimpleNamespace(alpha=1.0)
+        self.partial = functools.partial(_times, scales=[1.0])
+        self.scaled = [Scaled()]
+        self.method = Scaled().__call__
+        self.hidden = [nn.Dropout(1.0).eval()]
+        self.byte = bytearray([1])
+        self.last.register_forward_hook(Doubling())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(self.act(self.first(x))) * self.config.alpha * self.named["alpha"] * self.nested[0][1]
+        y = y * self.deep.inner.alpha * self.listed[0].alpha * self.namespace.alpha * self.byte[0]
+        y = self.hidden[0](self.method(self.scaled[0](self.partial(y)))) * float(self.array[0])
         y = y * self.long[-1] * torch.from_numpy(self.array) * float(self.scalar) * self.tensor * self.tensors[0]
         return self.last(y)
 
@@ -107,11 +144,56 @@ def _before_backward(model: Any) -> None:
     model.last.register_full_backward_pre_hook(_doubled)
 
 
+def _deep(model: Any) -> None:
+    model.deep.inner.alpha += 1
+
+
+def _object_in_a_list(model: Any) -> None:
+    model.listed[0].alpha += 1
+
+
+def _namespace(model: Any) -> None:
+    model.namespace.alpha += 1
+
+
+def _partial(model: Any) -> None:
+    model.partial.keywords["scales"][0] += 1
+
+
+def _called(model: Any) -> None:
+    model.scaled[0].scale += 1
+
+
+def _bound(model: Any) -> None:
+    model.method.__self__.scale += 1
+
+
+def _hidden(model: Any) -> None:
+    model.hidden[0].train()
+
+
+def _byte(model: Any) -> None:
+    model.byte[0] += 1
+
+
+def _array_in_place(model: Any) -> None:
+    model.array[0] = 3
+
+
+def _hook(model: Any) -> None:
+    next(iter(model.last._forward_hooks.values())).scale += 1
+
+
+def _class(model: Any) -> None:
+    model.layer.__class__ = nn.Tanh
+
+
 @pytest.mark.parametrize(
     "change",
     [
         _config, _dict, _nested, _long, _array, _scalar, _tensor, _in_place, _listed, _function, _module, _method,
-        _backward, _before_backward,
+        _backward, _before_backward, _deep, _object_in_a_list, _namespace, _partial, _called, _bound, _hidden, _byte,
+        _array_in_place, _hook, _class,
     ],
 )  # fmt: skip
 def test_changes_between_calls_are_seen(change: Callable[[nn.Module], None]) -> None:
@@ -243,3 +325,55 @@ def test_what_forward_keeps_in_containers_and_objects_is_told(caplog: pytest.Log
     for name in ("cache", "seen", "config.steps"):
         assert f"forward changes attribute {name} of the model" in caplog.text
     assert (inner.cache, inner.seen, inner.config.steps) == ({"n": 0}, [], 0)
+
+
+def test_switches_of_torch_between_calls_are_seen() -> None:
+    """The code makes a tensor of the default type."""
+
+    class Made(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.ones(()).to(x.device)[None]
+
+    plain = Made(4, 4)
+    model = pyrannc.RaNNCModule(copy.deepcopy(plain))
+    x = torch.randn(2, 4)
+    assert model(x).dtype == plain(x).dtype
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert model(x).dtype == plain(x).dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_hooks_and_objects_do_while_traced_is_not_traced_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Hooks that note what they see, and objects in objects that count: the second call is the first one's."""
+    noted: dict[str, Any] = {}
+    inner = Counting()
+    inner.deep = Settings(Settings())  # type: ignore[assignment]
+
+    def note(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        noted["last"] = output
+        module.deep.inner.steps += 1
+
+    inner.register_forward_hook(note)
+    model = pyrannc.RaNNCModule(inner)
+    with caplog.at_level("INFO", logger="rannd"):
+        for _ in range(3):
+            model(torch.randn(2, 4))
+    assert _traces(caplog) == 1
+    assert "forward changes attribute deep.inner.steps of the model" in caplog.text
+    assert not noted
+
+
+def test_a_method_that_was_replaced_for_nothing_is_looked_at_again(caplog: pytest.LogCaptureFixture) -> None:
+    """torch reads `forward` of every module, though no code of the model's mentions it."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model = pyrannc.RaNNCModule(inner)
+    x = torch.randn(2, 4)
+    wanted = inner[1](inner[0](x)).detach()
+    torch.testing.assert_close(model(x), wanted)
+    inner[1].forward = lambda x: torch.tanh(x)
+    torch.testing.assert_close(model(x), wanted)
+    inner[1].forward = lambda x: torch.tanh(x) * 2
+    torch.testing.assert_close(model(x), wanted * 2)

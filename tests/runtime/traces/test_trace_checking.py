@@ -293,6 +293,23 @@ def test_a_buffer_that_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_not_the_same_twice_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+
+    class State:
+        calls = 0
+
+    def counted(a: torch.Tensor) -> torch.Tensor:
+        State.calls += 1
+        return a * State.calls
+
+    model = pyrannc.RaNNCModule(Model(counted, True).double(), None)
+    with caplog.at_level(logging.INFO):
+        model(torch.randn(4, WIDTH, dtype=torch.float64))
+    assert "The trace was not compared with the model: the model gives different results in two calls" in caplog.text
+
+
+def test_what_a_closure_counts_is_put_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As what an attribute counts; the model is the same twice then."""
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
     state = {"calls": 0}
 
     def counted(a: torch.Tensor) -> torch.Tensor:
@@ -301,8 +318,12 @@ def test_what_is_not_the_same_twice_is_told(monkeypatch: pytest.MonkeyPatch, cap
 
     model = pyrannc.RaNNCModule(Model(counted, True).double(), None)
     with caplog.at_level(logging.INFO):
-        model(torch.randn(4, WIDTH, dtype=torch.float64))
-    assert "The trace was not compared with the model: the model is not the same twice" in caplog.text
+        for _ in range(2):
+            model(torch.randn(4, WIDTH, dtype=torch.float64))
+    assert "The trace computes what the model computes" in caplog.text
+    assert "forward changes attribute function of module inner" in caplog.text
+    assert caplog.text.count("Tracing model") == 1
+    assert state == {"calls": 0}
 
 
 def test_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -319,7 +340,7 @@ def test_whole_model_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         trace_checking,
         "compare_few",
-        lambda *args, **kwargs: right(*args, **kwargs) or trace_checking.Difference("it", 1.0),
+        lambda *args, **kwargs: right(*args, **kwargs) or trace_checking.Mismatch("it", 1.0),
     )
     with pytest.raises(TraceError, match="the model runs as one operator"):
         trains_like_the_model(torch.sin, True)
@@ -345,7 +366,7 @@ def test_functions_are_replaced_at_their_class_only_while_tracing() -> None:
     before = dict(vars(Triple))
     trains_like_the_model(lambda a: alias(a), True)
     assert dict(vars(Triple)) == before
-    assert autograd_functions.function_path(Triple).endswith("test_verify_trace:Triple")
+    assert autograd_functions.function_path(Triple).endswith("test_trace_checking:Triple")
 
 
 class Momentum(nn.Module):

@@ -1,4 +1,4 @@
-"""Operators that work on each element alone, and tensors that are made from nothing."""
+"""Rules of elementwise operators and of tensor creation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rannd.graph.rows.rules.states import FIXED, Arange, Coupled, RowIndex, Rows
 
 
 def pointwise(op: Operation) -> State:
-    """Every element is made of the elements at the same place."""
+    """Elementwise operator with broadcasting."""
     state = aligned(op, [leaf for leaf in pytree.tree_leaves(op.args) if isinstance(leaf, Node)])
     value = op.node.meta["val"]
     if isinstance(value, (tuple, list)):
@@ -20,7 +20,7 @@ def pointwise(op: Operation) -> State:
     return Rows(len(op.out) + state.dim, state.outer, state.inner)
 
 
-# Operators that torch does not tag as pointwise, or that older versions do not.
+# Operators that torch, or an older supported version, does not tag as pointwise.
 _POINTWISE = """
     where dropout dropout_ native_dropout alpha_dropout masked_fill masked_fill_ fill fill_ zero_ copy copy_
     zeros_like ones_like full_like empty_like rand_like randn_like randint_like
@@ -47,13 +47,13 @@ def prelu(op: Operation) -> State:
     rows = op.rows("self")
     assert rows is not None
     if rows.dim == 1 and op.shape(op.args["weight"]) not in ((), (1,)):
-        raise Coupled("prelu meets a fixed tensor of the size of the batch")
+        raise Coupled("prelu combines samples with a fixed tensor of the batch size")
     return rows
 
 
 @rule("feature_dropout", "feature_alpha_dropout", "feature_dropout_", "feature_alpha_dropout_")
 def feature_dropout(op: Operation) -> State:
-    """Drops or keeps all that lies behind the first two dimensions."""
+    """Drops whole slices [sample, channel]."""
     rows = op.rows("input") or op.rows("self")
     if rows is None or rows.dim > 1:
         raise Coupled(f"{op.name} has one mask for several samples")
@@ -62,7 +62,7 @@ def feature_dropout(op: Operation) -> State:
 
 @rule("zeros", "ones", "full", "empty", "rand", "randn", "randint", "new_zeros", "new_ones", "new_full", "new_empty")
 def create(op: Operation) -> State:
-    """A tensor of a shape made of the number of rows, the same (or random) everywhere."""
+    """New tensor whose shape may depend on the number of rows, with constant or random values."""
     op.fixed(*(name for name in op.args if name not in ("self", "size")))
     return filled(op.out) if any(depends_on_rows(size) for size in op.node.meta["val"].shape) else FIXED
 
@@ -78,14 +78,14 @@ def arange(op: Operation) -> State:
     ):
         return Arange(op.out[0] // PROBE_ROWS)
     if op.out != (PROBE_ROWS,) or op.args.get("start", 0) != 0 or type(step) is not int:
-        raise Coupled("arange counts in a way no rule knows")
+        raise Coupled("arange depends on the batch size in an unsupported way")
     return RowIndex(0, step)
 
 
 @rule("to", "_to_copy", "type_as", "clone", "contiguous", "detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy",
       "pin_memory")  # fmt: skip
 def convert(op: Operation) -> State:
-    """The same values, of another type or in another place; of `other` nothing but its type counts."""
+    """Copy, view or dtype conversion of `self`; of `other` only the dtype matters."""
     state = op.state(op.args["self"])
     if isinstance(state, RowIndex) and op.node.meta["val"].dtype in (torch.int32, torch.int64):
         return state
@@ -94,5 +94,5 @@ def convert(op: Operation) -> State:
 
 @rule("_assert_tensor_metadata")
 def check(op: Operation) -> State:
-    """Makes nothing."""
+    """An assertion without a result."""
     return FIXED

@@ -1,4 +1,4 @@
-"""Rules of operators that take indices: tensor[i, j, ...], gather, embeddings and other tables."""
+"""Rules of operators that take indices: tensor[i, j, ...], index_put, embeddings, searchsorted."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rannd.graph.rows.rules.states import FIXED, WHOLE, Coupled, RowIndex, Rows,
 
 @dataclass(frozen=True)
 class _Places:
-    """Where tensor[indices] has its dimensions: those of the indices (broadcast) are together, at `start`."""
+    """Dimensions of tensor[indices]: those of the broadcast indices are adjacent, at `start`."""
 
     used: tuple[int, ...]
-    """Dimensions of the tensor that have an index."""
+    """Indexed dimensions of the tensor."""
     width: int
-    """Dimensions of the indices."""
+    """Number of dimensions of the broadcast indices."""
     start: int
 
     def outside(self, dim: int) -> int:
-        """Where a dimension without index comes to be."""
+        """Position of a dimension without index in the result."""
         before = sum(other not in self.used for other in range(dim))
         return before + (self.width if before >= self.start else 0)
 
@@ -31,7 +31,7 @@ class _Places:
 def _places(op: Operation, indices: list[Any]) -> _Places:
     used = tuple(dim for dim, value in enumerate(indices) if value is not None)
     if not used or any(_is_mask(indices[dim]) for dim in used):
-        raise Coupled(f"{op.name} with a mask is not followed")
+        raise Coupled(f"{op.name} with a mask is not supported")
     together = used == tuple(range(used[0], used[0] + len(used)))
     return _Places(used, max(len(op.shape(indices[dim])) for dim in used), used[0] if together else 0)
 
@@ -41,7 +41,7 @@ def _is_mask(index: Node) -> bool:
 
 
 def _looked_up(op: Operation, indices: list[Any]) -> Rows:
-    """Samples in tensor[indices]; Coupled where it does not look up in a fixed table or within each sample."""
+    """State of tensor[indices]; Coupled unless it indexes a fixed table or within each sample."""
     places = _places(op, indices)
     states = {dim: op.state(indices[dim]) for dim in places.used}
     rows = op.rows("self")
@@ -59,7 +59,7 @@ def _looked_up(op: Operation, indices: list[Any]) -> Rows:
         elif isinstance(state, Rows):
             found.add((ndim - state.dim, state.outer, state.inner))
         elif state is not FIXED:
-            raise Coupled(f"{op.name} is steered by a number made of all samples")
+            raise Coupled(f"{op.name} has an index computed from all samples")
         if rows is not None and dim == rows.dim and not isinstance(state, RowIndex):
             raise Coupled(f"{op.name} picks samples")
     if len(found) != 1:
@@ -74,13 +74,13 @@ def _looked_up(op: Operation, indices: list[Any]) -> Rows:
 
 @rule("index", "_unsafe_index")
 def index(op: Operation) -> State:
-    """Looks up in a fixed table, or within each sample."""
+    """Indexes a fixed table, or within each sample."""
     return _looked_up(op, list(op.args["indices"]))
 
 
 @rule("index_put", "index_put_", "_unsafe_index_put")
 def index_put(op: Operation) -> State:
-    """Writes within each sample: at places that are the same for all, or at places of its own."""
+    """Writes within each sample, at positions that are shared or the sample's own."""
     rows = op.rows("self")
     if rows is None:
         raise Coupled(f"{op.name} writes samples into a fixed tensor")
@@ -94,19 +94,19 @@ def index_put(op: Operation) -> State:
     shape, state = op.shape(values), op.as_rows(values)
     if state is None:
         if len(shape) >= right and shape[-right] != 1:
-            raise Coupled(f"{op.name} meets a fixed tensor of the size of the batch")
+            raise Coupled(f"{op.name} combines samples with a fixed tensor of the batch size")
     elif (len(shape) - state.dim, state.outer, state.inner) != (right, target.outer, target.inner):
         raise Coupled(f"{op.name} combines different samples")
     return rows
 
 
 def _masked(op: Operation, rows: Rows, mask: Node, values: Node) -> State:
-    """One fixed value, or one for each place behind those that the mask has, wherever the mask is true."""
+    """Writes a fixed value where a mask is true; it may vary only over dimensions that the mask lacks."""
     behind = len(op.shape(op.args["self"])) - len(op.shape(mask))
     shape = op.shape(values)
     single = all(size == 1 for size in shape[: max(len(shape) - behind, 0)])
     if op.as_rows(mask) != rows or op.state(values) is not FIXED or not single:
-        raise Coupled(f"{op.name} with a mask is not followed")
+        raise Coupled(f"{op.name} with a mask is not supported")
     return rows
 
 
@@ -131,7 +131,7 @@ def one_hot(op: Operation) -> State:
 
 @rule("embedding_bag")
 def embedding_bag(op: Operation) -> State:
-    """(bags, ...): all bags are of one size, and each of the samples has one."""
+    """One bag per sample, all of the same size: offsets are an arange with that step."""
     op.fixed("weight")
     if op.args.get("scale_grad_by_freq"):
         raise Coupled("embedding_bag scales its gradient by how often an index is in the batch")
@@ -147,7 +147,7 @@ def embedding_bag(op: Operation) -> State:
 
 @rule("searchsorted")
 def searchsorted(op: Operation) -> State:
-    """Places in a fixed row of numbers, or in a row of numbers of each sample."""
+    """Searches a fixed sorted sequence, or one sequence per sample."""
     op.fixed("sorter")
     name = "sorted_sequence"
     rows = op.rows("self")
@@ -155,7 +155,7 @@ def searchsorted(op: Operation) -> State:
         return rows
     rows = together(op, name, "self")
     if rows.dim == len(op.out) - 1:
-        raise Coupled("searchsorted works across the samples")
+        raise Coupled("searchsorted works along the batch dimension")
     return rows
 
 

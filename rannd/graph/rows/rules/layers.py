@@ -1,4 +1,4 @@
-"""Rules of operators that treat each sample alone: layers, pools and resizing, linear algebra, Fourier transforms."""
+"""Rules of operators that treat samples independently: layers, pooling, resizing, linear algebra, FFT."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rannd.graph.rows.rules.states import FIXED, Coupled, Rows, State
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")
 def convolution(op: Operation) -> State:
-    """(samples, channels, place ...)."""
+    """Input of shape (samples, channels, spatial ...)."""
     op.fixed("weight", "bias")
     rows = op.rows("input")
     ndim = len(op.shape(op.args["input"]))
@@ -21,7 +21,7 @@ def convolution(op: Operation) -> State:
 
 @rule("group_norm", "channel_shuffle", "native_channel_shuffle")
 def channels(op: Operation) -> State:
-    """(samples, channels, ...): channels in groups."""
+    """Input of shape (samples, channels, ...); works on groups of channels."""
     op.fixed("weight", "bias")
     rows = op.rows("input" if "input" in op.args else "self")
     if rows is None or rows.dim != 0:
@@ -55,9 +55,9 @@ def instance_norm(op: Operation) -> State:
 
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def recurrent(op: Operation) -> State:
-    """(output, states ...); states are (layers, batch, width)."""
+    """Returns (output, states ...); states have shape (layers, batch, width)."""
     if "batch_first" not in op.args:
-        raise Coupled(f"{op.name} of packed sequences is not followed")
+        raise Coupled(f"{op.name} of packed sequences is not supported")
     rows = op.rows("input")
     first = 0 if op.args["batch_first"] else 1
     if rows is None or rows.dim != first or len(op.shape(op.args["input"])) != 3:
@@ -66,13 +66,13 @@ def recurrent(op: Operation) -> State:
     for state in leaves(op.args["hx"]):
         found = op.as_rows(state)
         if found is not None and (found.dim, found.outer, found.inner) != (1, rows.outer, rows.inner):
-            raise Coupled(f"{op.name} has a state of other samples")
+            raise Coupled(f"{op.name} has a hidden state of other samples")
     return (rows, *(Rows(1, rows.outer, rows.inner),) * (len(op.node.meta["val"]) - 1))
 
 
 @rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def recurrent_cell(op: Operation) -> State:
-    """One step: (samples, width) and a state of the same layout."""
+    """One time step: input and state have shape (samples, width)."""
     op.fixed("w_ih", "w_hh", "b_ih", "b_hh")
     rows = op.rows("input")
     if rows is None or rows.dim != 0 or any(op.as_rows(state) != rows for state in leaves(op.args["hx"])):
@@ -82,7 +82,7 @@ def recurrent_cell(op: Operation) -> State:
 
 @rule("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 def fused_attention(op: Operation) -> State:
-    """(samples, time, width); the mask is one for all (time, time), or has the samples in front."""
+    """Inputs of shape (samples, time, width); the mask is shared, (time, time), or has the samples in dimension 0."""
     tensors = ("src",) if "src" in op.args else ("query", "key", "value")
     op.fixed(*(name for name in op.args if name not in (*tensors, "mask")))
     rows, mask = together(op, *tensors), op.args.get("mask")
@@ -101,7 +101,7 @@ def fused_attention(op: Operation) -> State:
       "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
       "upsample_trilinear3d")  # fmt: skip
 def planes(op: Operation) -> State:
-    """Each plane alone, whatever is in front of it: the operator's name says how many dimensions it has."""
+    """Works on the last 1, 2 or 3 dimensions (the digit in the operator's name); the others are batch dimensions."""
     name = "input" if "input" in op.args else "self"
     ndim = len(op.shape(op.args[name]))
     last = next(int(letter) for letter in op.name if letter.isdigit())
@@ -110,7 +110,7 @@ def planes(op: Operation) -> State:
 
 @rule("max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d")
 def pairs_of_planes(op: Operation) -> State:
-    """Each plane with that of another tensor: indices, or random numbers for each sample."""
+    """Works on the spatial dimensions of two tensors: the input, and indices or random numbers per sample."""
     spatial = next(int(letter) for letter in op.name if letter.isdigit())
     rows = together(op, "self", "indices", "random_samples")
     if rows.dim != 0 or len(op.shape(op.args["self"])) != spatial + 2:
@@ -120,14 +120,14 @@ def pairs_of_planes(op: Operation) -> State:
 
 @rule("pixel_shuffle", "pixel_unshuffle")
 def pixel_shuffle(op: Operation) -> State:
-    """(..., channels, height, width)."""
+    """Works on the last three dimensions of (..., channels, height, width)."""
     ndim = len(op.out)
     return away(op, "self", {ndim - 3, ndim - 2, ndim - 1})
 
 
 @rule("im2col", "col2im")
 def windows(op: Operation) -> State:
-    """(samples, channels, height, width) to or from (samples, channels x places of a window, windows)."""
+    """(samples, channels, height, width) to or from (samples, channels x window elements, windows)."""
     rows = op.rows("self")
     batched = 4 if op.name == "im2col" else 3
     if rows is None or rows.dim != 0 or len(op.shape(op.args["self"])) != batched:
@@ -137,7 +137,7 @@ def windows(op: Operation) -> State:
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(op: Operation) -> State:
-    """Each sample has a grid of its own."""
+    """Input and grid both have the samples in dimension 0."""
     rows = together(op, "input", "grid")
     if rows.dim != 0:
         raise Coupled(f"{op.name} does not have the samples in dimension 0")
@@ -146,7 +146,7 @@ def grid_sampler(op: Operation) -> State:
 
 @rule("affine_grid_generator")
 def affine_grid(op: Operation) -> State:
-    """A grid for each matrix in `theta`."""
+    """One grid per matrix in `theta`."""
     return away(op, "theta", {1, 2})
 
 
@@ -157,7 +157,7 @@ def affine_grid(op: Operation) -> State:
       "linalg_matrix_power", "matrix_power", "matrix_exp", "linalg_matrix_exp", "linalg_matrix_rank",
       "linalg_lstsq")  # fmt: skip
 def matrices(op: Operation) -> State:
-    """Works on the last two dimensions of each tensor; what is in front of them is alike in all of them."""
+    """Works on the last two dimensions; the batch dimensions of all tensors must be alike."""
     tensors = [value for value in op.args.values() if isinstance(value, Node)]
     states = {op.as_rows(tensor) for tensor in tensors}
     ndims = {len(op.shape(tensor)) for tensor in tensors}
@@ -165,7 +165,7 @@ def matrices(op: Operation) -> State:
         raise Coupled(f"{op.name} combines different samples")
     (rows,), (ndim,) = states, ndims
     if rows is None or rows.dim >= ndim - 2:
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     return everywhere(op, rows)
 
 
@@ -173,13 +173,13 @@ def matrices(op: Operation) -> State:
       "fft_irfft2", "fft_hfft2", "fft_ihfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn", "fft_hfftn",
       "fft_ihfftn", "fft_fftshift", "fft_ifftshift")  # fmt: skip
 def fourier(op: Operation) -> State:
-    """Works along its dimensions."""
+    """Works along the dimensions `dim`."""
     return away(op, "self", dims_of(op.args["dim"], len(op.shape(op.args["self"]))))
 
 
 @rule("stft", "istft")
 def short_time_fourier(op: Operation) -> State:
-    """(samples, time) to (samples, frequency, time), and back."""
+    """(samples, time) to (samples, frequency, time), or back."""
     op.fixed("window")
     rows = op.rows("self")
     batched = 2 if op.name == "stft" else 3

@@ -1,4 +1,4 @@
-"""Losses, elementwise or over classes."""
+"""Rules of loss functions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _reduced(reduction: int) -> Scalar:
 
 @rule("triplet_margin_loss")
 def triplet_margin_loss(op: Operation) -> State:
-    """Compares vectors, which are the last dimension; one number for each triplet."""
+    """Compares vectors along the last dimension; one loss per triplet."""
     rows = aligned(op, [op.args[name] for name in ("anchor", "positive", "negative")])
     if rows.dim == -1:
-        raise Coupled("triplet_margin_loss works across the samples")
+        raise Coupled("triplet_margin_loss works along the batch dimension")
     if op.args["reduction"] == 0:
         return Rows(len(op.out) + rows.dim + 1, rows.outer, rows.inner)
     return _reduced(op.args["reduction"])
@@ -35,7 +35,7 @@ def triplet_margin_loss(op: Operation) -> State:
 
 @rule("cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss")
 def vector_loss(op: Operation) -> State:
-    """(samples, width), and a label for each sample (or for each place of it); one number for each sample."""
+    """Input of shape (samples, width) with labels per sample or per element; one loss per sample."""
     op.fixed("weight")
     names = [name for name in ("self", "input1", "input2", "target") if name in op.args]
     rows = together(op, *names)
@@ -46,7 +46,7 @@ def vector_loss(op: Operation) -> State:
 
 @rule("ctc_loss")
 def ctc_loss(op: Operation) -> State:
-    """One number for each sample, divided by its own length before the mean is taken over the samples."""
+    """One loss per sample, divided by its target length before the mean over samples."""
     probabilities = op.rows("log_probs")
     others = [op.rows(name) for name in ("targets", "input_lengths", "target_lengths")]
     if probabilities is None or probabilities.dim != 1 or len(op.shape(op.args["targets"])) != 2:
@@ -57,14 +57,14 @@ def ctc_loss(op: Operation) -> State:
 
 
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
-"""Losses whose mean is over the labels that count."""
+"""Losses whose mean is over non-ignored labels."""
 
 
 @rule(*CLASS_LOSSES)
 def class_loss(op: Operation) -> State:
-    """As any loss; `rannd.graph.rows.analysis` knows when the denominator of the mean can be given from outside.
+    """Classification loss; `rannd.graph.rows.analysis` decides whether the denominator of the mean can be an input.
 
-    The classes are in dimension 1. Labels have all other dimensions of the input, probabilities have all.
+    Dimension 1 of the input holds the classes. Label targets have all other dimensions, probability targets have all.
     """
     op.fixed("weight")
     rows, target = op.rows("self"), op.rows("target")

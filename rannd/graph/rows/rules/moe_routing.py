@@ -1,14 +1,14 @@
-"""Tokens that are sorted by the expert they chose, run through experts in groups, and put back in their own places.
+"""Rules of mixture-of-experts routing: tokens sorted by expert, processed in groups, and put back in order.
 
-The order of all samples' tokens depends on all of them, but what comes back does not: each token went through the
-expert that it chose. That is followed by what the order is made of, never guessed:
+The order of the tokens depends on all samples, but the final result does not: each token went through the expert that
+it chose. The rules recognize this by tracking the sort that the order comes from, never by guessing:
 
-    keys, order = sort(choices)          choices: one for each of rows x inner places, out of E
-    tokens[order]                        VALUES, in sorted order (tokens[order // k] where k places share a token)
+    keys, order = sort(choices)          choices: one of E experts for each of rows x inner positions
+    tokens[order]                        VALUES, in sorted order (tokens[order // k] if k positions share a token)
     ends = cumsum(histc(keys, E), 0)     where the group of each expert ends
-    grouped_mm(values, weight, ends)     each place with the weight of its own choice
-    inverse[order] = arange(places)      the way back
-    values[inverse]                      the samples' places, as before
+    grouped_mm(values, weight, ends)     each position with the weight of its own choice
+    inverse[order] = arange(positions)   the inverse permutation
+    values[inverse]                      back in the original order
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rannd.graph.rows.rules.reductions import along_dims
 from rannd.graph.rows.rules.states import FIXED, Arange, Coupled, Role, RowIndex, Rows, Sorted, State
 
 SORTED_RULES: dict[str, Rule] = {}
-"""Rules for operators with an argument that is `Sorted`; all other operators couple the samples."""
+"""Rules for operators with a `Sorted` argument; all other operators on such arguments couple the samples."""
 
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
-"""Types that hold every number of an expert."""
+"""Dtypes that represent every expert index exactly."""
 
 
 def sorted_rule(*names: str) -> Callable[[Rule], Rule]:
@@ -47,7 +47,7 @@ def sorted_rule(*names: str) -> Callable[[Rule], Rule]:
 
 @rule("sort", "argsort")
 def sort(op: Operation) -> State:
-    """Of all places at once: keys and order. Otherwise within each sample."""
+    """A sort of all positions of a 1-d tensor gives keys and order; any other one must be within each sample."""
     rows = op.rows("self")
     if rows is None or len(op.shape(op.args["self"])) != 1 or rows.outer != 1 or op.args.get("descending"):
         return along_dims(op)
@@ -56,20 +56,20 @@ def sort(op: Operation) -> State:
 
 
 def is_sorted(state: State) -> bool:
-    """Whether an operator with such an argument is one for SORTED_RULES."""
+    """Whether operators on an argument with this state use SORTED_RULES."""
     return isinstance(state, Sorted)
 
 
 def _role(op: Operation, value: Any, *roles: Role) -> Sorted:
-    """State of an argument that has one of the roles."""
+    """State of a `Sorted` argument; Coupled unless it has one of the roles."""
     state = op.state(value)
     if not isinstance(state, Sorted) or state.role not in roles:
-        raise Coupled(f"{op.name} works across the samples, which are sorted")
+        raise Coupled(f"{op.name} mixes samples, which are sorted")
     return state
 
 
 def _choices(op: Operation, by: Node) -> int | None:
-    """Among how many the sorted keys were chosen (by topk or argmax); None where nobody knows."""
+    """Number of experts from which the sorted keys were chosen (by topk or argmax), None if unknown."""
     source = arguments(by)["self"]
     while base_name(source) in ("view", "reshape", "flatten", "to", "_to_copy", "contiguous", "clone", "detach"):
         source = arguments(source)["self"]
@@ -90,32 +90,32 @@ def _choices(op: Operation, by: Node) -> int | None:
 def convert(op: Operation) -> State:
     state = _role(op, op.args["self"], *Role)
     if state.role is not Role.VALUES and op.node.meta["val"].dtype not in EXACT:
-        raise Coupled(f"{op.name} makes other numbers of an order")
+        raise Coupled(f"{op.name} converts an order to a dtype that cannot hold it")
     return state
 
 
 @sorted_rule("floor_divide", "div")
 def divide(op: Operation) -> State:
-    """order // k: the tokens of places that share one."""
+    """order // k: token index of positions that share a token."""
     state, by = op.state(op.args["self"]), op.args["other"]
     if not isinstance(state, Sorted) or state.role is not Role.ORDER:
         return pointwise(op)
     rounds = op.name == "floor_divide" or op.args.get("rounding_mode") in ("floor", "trunc")
     if not rounds or type(by) is not int or by < 1 or state.inner % (state.share * by):
-        raise Coupled(f"{op.name} of the order of samples is not followed")
+        raise Coupled(f"{op.name} of the order of samples is not supported")
     return replace(state, share=state.share * by)
 
 
 @sorted_rule("index", "index_select")
 def take(op: Operation) -> State:
-    """Into the order, back from it, or of a table by the keys."""
+    """Index by the order, by its inverse, or into a fixed table by the keys."""
     if op.name == "index_select":
         chosen, first = op.args["index"], op.args["dim"] == 0
     else:
         chosen, first = op.args["indices"][0], len(op.args["indices"]) == 1
     source = op.state(op.args["self"])
     if not first or chosen is None:
-        raise Coupled(f"{op.name} works across the samples, which are sorted")
+        raise Coupled(f"{op.name} mixes samples, which are sorted")
     state = _role(op, chosen, Role.ORDER, Role.INVERSE, Role.KEYS)
     if state.role is Role.KEYS and source is FIXED:
         return replace(state, role=Role.VALUES)
@@ -123,16 +123,16 @@ def take(op: Operation) -> State:
         return replace(state, role=Role.VALUES, share=1)
     if state.role is Role.INVERSE and source == replace(state, role=Role.VALUES):
         return Rows(0, 1, state.inner)
-    raise Coupled(f"{op.name} works across the samples, which are sorted")
+    raise Coupled(f"{op.name} mixes samples, which are sorted")
 
 
 @sorted_rule("histc")
 def count(op: Operation) -> State:
-    """How many places chose each; counted exactly where bins are the numbers 0 .. E-1."""
+    """Positions per expert; exact only if the bins are the integers 0 .. E-1."""
     state = _role(op, op.args["self"], Role.KEYS)
     bins = op.args["bins"]
     if bins < 2 or (op.args["min"], op.args["max"]) != (0, bins - 1) or _choices(op, state.by) != bins:
-        raise Coupled("histc counts something else than what the samples chose")
+        raise Coupled("histc does not count the samples' choices exactly")
     return replace(state, role=Role.COUNTS)
 
 
@@ -140,13 +140,13 @@ def count(op: Operation) -> State:
 def ends(op: Operation) -> State:
     state = _role(op, op.args["self"], Role.COUNTS)
     if op.node.meta["val"].dtype not in EXACT:
-        raise Coupled("cumsum does not hold all numbers")
+        raise Coupled("cumsum has a dtype that cannot hold all counts")
     return replace(state, role=Role.ENDS)
 
 
 @sorted_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_mm(op: Operation) -> State:
-    """The group of each place is that of its own key."""
+    """Grouped matrix product, if the groups come from the same sort as the values."""
     names = ("input", "weight") if "weight" in op.args else ("self", "mat2")
     state, groups = _role(op, op.args[names[0]], Role.VALUES), _role(op, op.args["offs"], Role.ENDS)
     op.fixed(names[1], "bias")
@@ -163,44 +163,44 @@ def blank(op: Operation) -> State:
 
 @sorted_rule("index_put", "index_put_")
 def invert(op: Operation) -> State:
-    """inverse[order] = 0, 1, 2 ...: writes all places."""
+    """inverse[order] = 0, 1, 2 ...: writes all positions."""
     state = _role(op, op.args["self"], Role.BLANK)
     order = replace(state, role=Role.ORDER)
     places = {Arange(state.inner), RowIndex(0)} if state.inner == 1 else {Arange(state.inner)}
     given = [op.state(each) for each in op.args["indices"]]
     if given != [order] or op.state(op.args["values"]) not in places or op.args.get("accumulate") or state.share != 1:
-        raise Coupled(f"{op.name} works across the samples, which are sorted")
+        raise Coupled(f"{op.name} mixes samples, which are sorted")
     return replace(state, role=Role.INVERSE)
 
 
 @sorted_rule("argsort")
 def invert_by_sorting(op: Operation) -> State:
-    """The order of an order is its inverse."""
+    """argsort of a permutation is its inverse."""
     state = _role(op, op.args["self"], Role.ORDER)
     if state.share != 1 or op.args.get("descending"):
-        raise Coupled("argsort of the order of samples is not followed")
+        raise Coupled("argsort of the order of samples is not supported")
     return replace(state, role=Role.INVERSE)
 
 
 @sorted_rule("unsqueeze", "chunk", "split", "split_with_sizes", "slice", "narrow", "select", "softmax", "sum", "mean",
              "amax", "glu")  # fmt: skip
 def behind(op: Operation) -> State:
-    """Works on the dimensions behind the first."""
+    """Works on dimensions other than 0, with no other argument that depends on the samples."""
     state = _role(op, op.args["self"], Role.VALUES)
     if op.name in ("slice", "narrow") and op.out == op.shape(op.args["self"]):
         return state
     ndim = len(op.shape(op.args["self"])) + (op.name == "unsqueeze")
     if ndim < 2 or 0 in dims_of(op.args.get("dim", 0), ndim):
-        raise Coupled(f"{op.name} works across the samples, which are sorted")
+        raise Coupled(f"{op.name} mixes samples, which are sorted")
     for value in op.args.values():
         if any(each is not op.args["self"] and op.state(each) is not FIXED for each in leaves(value)):
-            raise Coupled(f"{op.name} works across the samples, which are sorted")
+            raise Coupled(f"{op.name} mixes samples, which are sorted")
     made = op.node.meta["val"]
     return (state,) * len(made) if isinstance(made, tuple) else state
 
 
 def pointwise(op: Operation) -> State:
-    """Every place alone, with what is the same for all."""
+    """Elementwise operator on sorted values, with fixed tensors that broadcast over the positions."""
     found: set[Sorted] = set()
     right: set[int] = set()
     tensors = [each for value in op.args.values() for each in leaves(value) if isinstance(each, Node)]
@@ -217,7 +217,7 @@ def pointwise(op: Operation) -> State:
     for tensor in tensors:
         shape = op.shape(tensor)
         if op.state(tensor) is FIXED and len(shape) >= place and shape[-place] != 1:
-            raise Coupled(f"{op.name} meets a fixed tensor of the size of the batch")
+            raise Coupled(f"{op.name} combines samples with a fixed tensor of the batch size")
     if len(op.out) != place:
         raise Coupled(f"{op.name} combines different samples")
     return state

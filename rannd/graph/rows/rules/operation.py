@@ -1,6 +1,6 @@
-"""What a rule is asked, and what rules have in common.
+"""Interface of propagation rules, and helpers shared by them.
 
-A rule takes an :class:`Operation` and returns the state of its result, or raises Coupled. It is only asked where at
+A rule takes an :class:`Operation` and returns the state of its result, or raises Coupled. It is called only if at
 least one argument depends on the samples.
 """
 
@@ -32,15 +32,15 @@ class Operation:
     def out(self) -> tuple[int, ...]:
         """Shape of the result."""
         if not isinstance(self.node.meta["val"], TensorValue):
-            raise Coupled(f"{self.name} makes something else than one tensor")
+            raise Coupled(f"{self.name} does not return a single tensor")
         return self.shape(self.node)
 
     def rows(self, name: str) -> Rows | None:
-        """State of a tensor argument as Rows, None where it is fixed; Coupled for anything else."""
+        """State of a tensor argument as Rows, None if it is fixed; Coupled for anything else."""
         return self.as_rows(self.args.get(name))
 
     def as_rows(self, value: Any) -> Rows | None:
-        """Like `rows`, for a value."""
+        """Like `rows`, for a value instead of an argument name."""
         state = self.state(value)
         if state is FIXED or value is None:
             return None
@@ -49,7 +49,7 @@ class Operation:
         raise Coupled(f"{self.name} takes {describe(state)}")
 
     def fixed(self, *names: str) -> None:
-        """Coupled where one of the arguments depends on the samples."""
+        """Raise Coupled if one of the arguments depends on the samples."""
         for name in names:
             for value in leaves(self.args.get(name)):
                 if self.state(value) is not FIXED:
@@ -87,7 +87,7 @@ def dims_of(value: Any, ndim: int) -> set[int]:
 
 
 def relocate(outer: int, inner: int, shape: tuple[int, ...]) -> Rows:
-    """Rows in a reshaped tensor: the only dimension that holds the rows, split into what lies before and behind."""
+    """Rows state after a reshape to `shape`, for samples with `outer` elements before and `inner` behind them."""
     holding = [dim for dim, size in enumerate(shape) if size and size % PROBE_ROWS == 0]
     if len(holding) != 1:
         raise Coupled("a reshape spreads the samples over several dimensions")
@@ -103,7 +103,7 @@ def relocate(outer: int, inner: int, shape: tuple[int, ...]) -> Rows:
 
 
 def aligned(op: Operation, values: list[Any]) -> Rows:
-    """State of a broadcast of `values`: all that depend on the samples have them at the same place from the right."""
+    """State of a broadcast of `values`, whose `dim` is negative; Coupled unless their batch dimensions line up."""
     found: set[tuple[int, int, int]] = set()
     for value in values:
         state = op.as_rows(value)
@@ -116,36 +116,36 @@ def aligned(op: Operation, values: list[Any]) -> Rows:
         if isinstance(value, Node) and op.state(value) is FIXED:
             shape = op.shape(value)
             if len(shape) >= right and shape[-right] != 1:
-                raise Coupled(f"{op.name} meets a fixed tensor of the size of the batch")
+                raise Coupled(f"{op.name} combines samples with a fixed tensor of the batch size")
     return Rows(-right, outer, inner)
 
 
 def away(op: Operation, name: str, dims: set[int]) -> Rows:
-    """State of argument `name`, whose dimensions `dims` are worked on and must not hold the samples."""
+    """State of argument `name`; Coupled if one of `dims`, along which the operator works, holds the samples."""
     rows = op.rows(name)
     if rows is None:
-        raise Coupled(f"{op.name} is steered by the samples")
+        raise Coupled(f"{op.name} has a fixed input, but other arguments that depend on the samples")
     if rows.dim in dims:
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     return rows
 
 
 def filled(shape: tuple[int, ...]) -> Rows:
-    """State of a tensor of `shape` that says the same of every sample."""
+    """State of a tensor of `shape` with the same (or random) values for every sample."""
     holding = [dim for dim, size in enumerate(shape) if size and size % PROBE_ROWS == 0]
     if len(holding) != 1:
-        raise Coupled("a shape is made of the number of rows in a way no rule knows")
+        raise Coupled("a shape depends on the batch size in an unsupported way")
     return Rows(holding[0], 1, shape[holding[0]] // PROBE_ROWS)
 
 
 def everywhere(op: Operation, state: Rows) -> State:
-    """The same state for all that an operator makes."""
+    """The same state for every result of an operator."""
     value = op.node.meta["val"]
     return (state,) * len(value) if isinstance(value, (tuple, list)) else state
 
 
 def together(op: Operation, *names: str) -> Rows:
-    """The state that these tensor arguments share, counted from the left; those left out (None) do not count."""
+    """The state shared by these tensor arguments; None arguments are ignored. Coupled if states differ."""
     states = {op.rows(name) for name in names if isinstance(op.args.get(name), Node)}
     if len(states) != 1 or None in states:
         raise Coupled(f"{op.name} combines different samples")

@@ -1,7 +1,7 @@
-"""Operators that take parts of tensors, and those that put tensors together.
+"""Rules of operators that slice, split, concatenate, repeat or pad tensors.
 
-Where the samples are in dimension `dim` as outer x rows x inner, parts of it that are whole blocks of rows x inner are
-the samples again: what was joined along the batch (two views of each image, say) can be taken apart.
+If dimension `dim` holds the samples as outer x rows x inner, slices that are whole blocks of rows x inner hold all
+samples again, so tensors concatenated along the batch (e.g. two views of each image) can be split again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rannd.graph.rows.rules.states import FIXED, Coupled, RowIndex, Rows, State
 
 
 def _blocks(op: Operation, size: Any, rows: Rows) -> int:
-    """How many blocks of rows x inner a size is; Coupled where it is not a number of them."""
+    """Number of blocks of rows x inner in a size; Coupled if it is not a multiple of them."""
     multiple = multiple_of_rows(size)
     if not multiple or multiple % rows.inner:
         raise Coupled(f"{op.name} takes some of the samples")
@@ -24,13 +24,13 @@ def _blocks(op: Operation, size: Any, rows: Rows) -> int:
 
 
 def _place(value: Any) -> Any:
-    """The number that an argument is."""
+    """The integer value of an argument, symbolic if it is a node."""
     return value.meta["val"] if hasattr(value, "meta") else value
 
 
 @rule("select", "select_copy")
 def select(op: Operation) -> State:
-    """One place of a dimension, which goes."""
+    """Select one index along a dimension, which is removed."""
     state = op.state(op.args["self"])
     dim = op.args["dim"] % len(op.shape(op.args["self"]))
     op.fixed("index")
@@ -44,7 +44,7 @@ def select(op: Operation) -> State:
 
 @rule("slice", "narrow", "slice_copy")
 def cut_out(op: Operation) -> State:
-    """Part of one dimension; of the batch dimension whole blocks."""
+    """Slice one dimension; the batch dimension only into whole blocks."""
     shape = op.shape(op.args["self"])
     dim = op.args["dim"] % len(shape)
     state = op.state(op.args["self"])
@@ -67,7 +67,7 @@ def cut_out(op: Operation) -> State:
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
 def split(op: Operation) -> State:
-    """All parts of one dimension; of the batch dimension whole blocks."""
+    """Split one dimension; the batch dimension only into whole blocks."""
     rows = op.rows("self")
     assert rows is not None
     parts = op.node.meta["val"]
@@ -86,7 +86,7 @@ def unbind(op: Operation) -> State:
 
 @rule("cat", "concat", "concatenate", "stack", "hstack", "vstack", "column_stack")
 def join(op: Operation) -> State:
-    """All parts have the samples at the same place; joined along the samples, they are blocks one after another."""
+    """Concatenate tensors with the same batch dimension; along the batch dimension they become consecutive blocks."""
     tensors = op.args["tensors"]
     parts = [tensor for tensor in tensors if prod(op.shape(tensor)) or len(op.shape(tensor)) != 1]
     states = {op.as_rows(tensor) for tensor in parts}
@@ -105,7 +105,7 @@ def join(op: Operation) -> State:
 
 
 def _joined_along(op: Operation, ndim: int) -> tuple[bool, int]:
-    """(whether the dimension is a new one, its number)."""
+    """Return (whether a new dimension is inserted, its index)."""
     if op.name in ("hstack", "vstack", "column_stack"):
         new = ndim == 1 and op.name != "hstack"
         return new, int(op.name == "column_stack" or (op.name == "hstack" and ndim > 1))
@@ -114,7 +114,7 @@ def _joined_along(op: Operation, ndim: int) -> tuple[bool, int]:
 
 @rule("repeat", "tile")
 def repeat(op: Operation) -> State:
-    """Copies along each dimension, one after another."""
+    """Repeat whole dimensions, which adds to `outer`."""
     shape, out = op.shape(op.args["self"]), op.out
     if op.state(op.args["self"]) is FIXED:
         return filled(out)
@@ -126,10 +126,10 @@ def repeat(op: Operation) -> State:
 
 @rule("repeat_interleave")
 def repeat_interleave(op: Operation) -> State:
-    """Copies of each element, side by side."""
+    """Repeat each element, which adds to `inner`."""
     times, dim = op.args.get("repeats"), op.args.get("dim")
     if not isinstance(times, int) or dim is None:
-        raise Coupled("repeat_interleave is steered by a tensor")
+        raise Coupled("repeat_interleave takes its repeats from a tensor")
     rows = op.rows("self")
     assert rows is not None
     return replace(rows, inner=rows.inner * times) if rows.dim == dim % len(op.out) else rows

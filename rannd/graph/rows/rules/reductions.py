@@ -1,4 +1,4 @@
-"""Operators that work along some dimensions: they reduce, sort, scan or scatter."""
+"""Rules of operators that work along given dimensions: reductions, sorts, scans, scatters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rannd.graph.rows.rules.states import Coupled, Reduction, Rows, Scalar, Stat
       "kthvalue", "mode", "median", "nanmedian", "scatter_reduce", "scatter_reduce_", "cumsum_", "cumprod_",
       "index_add_", "index_copy_", "index_fill_", "linalg_cross")  # fmt: skip
 def along_dims(op: Operation) -> State:
-    """Works along its dimensions and leaves all others alone."""
+    """Works along given dimensions independently of all others."""
     ndim = len(op.shape(op.args["self"]))
     if op.name in ("triu", "tril"):
         dims = {ndim - 2, ndim - 1}
@@ -44,7 +44,7 @@ def along_dims(op: Operation) -> State:
       "argmax", "argmin", "any", "all", "max", "min", "nansum", "nanmean", "count_nonzero", "var_mean", "std_mean",
       "linalg_matrix_norm", "aminmax")  # fmt: skip
 def reduce(op: Operation) -> State:
-    """Reduces some dimensions; over the batch dimension only sums and means make something that adds up."""
+    """Reduces dimensions; over the batch dimension only sums and means are additive over microbatches."""
     if isinstance(op.args.get("other"), Node):
         return pointwise(op)
     state = op.state(op.args["self"])
@@ -57,14 +57,14 @@ def reduce(op: Operation) -> State:
     if rows.dim in dims:
         if op.name in ("sum", "mean", "nansum", "count_nonzero"):
             return Scalar(Reduction.MEAN if op.name == "mean" else Reduction.SUM)
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     keep = op.args.get("keepdim", False)
     return everywhere(op, replace(rows, dim=rows.dim - (0 if keep else sum(dim < rows.dim for dim in dims))))
 
 
 @rule("quantile", "nanquantile")
 def quantile(op: Operation) -> State:
-    """Several quantiles are a new first dimension."""
+    """Reduces one dimension; a vector of quantiles adds a new dimension 0."""
     op.fixed("q")
     if op.args.get("dim") is None:
         raise Coupled(f"{op.name} works across all elements")
@@ -76,21 +76,21 @@ def quantile(op: Operation) -> State:
 
 @rule("renorm", "renorm_")
 def renorm(op: Operation) -> State:
-    """Each entry of dimension `dim` alone."""
+    """Normalizes each slice along `dim` independently."""
     rows = op.rows("self")
     if rows is None or rows.dim != op.args["dim"] % len(op.out):
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     return rows
 
 
 @rule("cosine_similarity", "pairwise_distance")
 def compare(op: Operation) -> State:
-    """Two tensors, broadcast, are compared along one dimension."""
+    """Compares two broadcast tensors along one dimension."""
     rows = aligned(op, [op.args["x1"], op.args["x2"]])
     keep = op.args.get("keepdim", False)
     ndim = len(op.out) + (not keep)
     dim = op.args.get("dim", -1) % ndim
     place = ndim + rows.dim
     if place == dim:
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     return Rows(place - (not keep and dim < place), rows.outer, rows.inner)

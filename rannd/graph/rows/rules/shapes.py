@@ -1,4 +1,4 @@
-"""Operators under which all elements stay, in another shape or order of dimensions."""
+"""Rules of views, reshapes, permutations and broadcasts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rannd.graph.rows.rules.states import FIXED, Coupled, RowIndex, Rows, State
       "ravel", "_reshape_alias", "view_copy", "squeeze_", "unsqueeze_", "atleast_1d", "atleast_2d",
       "atleast_3d")  # fmt: skip
 def reshape(op: Operation) -> State:
-    """The row-major order of the elements stays."""
+    """Reshape that keeps the row-major order of the elements."""
     source = op.args["self"]
     state = op.state(source)
     shape = op.shape(source)
@@ -29,7 +29,7 @@ def reshape(op: Operation) -> State:
 
 
 def _moved(op: Operation, order: list[int]) -> State:
-    """`order[new]` is the old dimension."""
+    """State after a permutation of dimensions; `order[new]` is the old dimension."""
     state = op.state(op.args["self"])
     if isinstance(state, RowIndex):
         return replace(state, dim=order.index(state.dim))
@@ -78,7 +78,7 @@ def movedim(op: Operation) -> State:
 
 @rule("expand", "expand_as", "broadcast_to", "expand_copy")
 def expand(op: Operation) -> State:
-    """New dimensions come at the left; a dimension of size 1 may be repeated up to the number of rows."""
+    """Adds dimensions on the left; a fixed dimension of size 1 may be expanded to the number of rows."""
     state = op.state(op.args["self"])
     source, out = op.shape(op.args["self"]), op.out
     if state is FIXED:
@@ -102,13 +102,13 @@ def broadcast_tensors(op: Operation) -> State:
 
 @rule("unfold", "unfold_copy")
 def unfold(op: Operation) -> State:
-    """Windows along one dimension; their elements are a new last dimension."""
+    """Windows along one dimension; their elements form a new last dimension."""
     return away(op, "self", {op.args["dimension"] % len(op.shape(op.args["self"]))})
 
 
 @rule("diagonal", "diagonal_copy")
 def diagonal(op: Operation) -> State:
-    """Two dimensions become one, the last."""
+    """Replaces two dimensions by one, the last."""
     ndim = len(op.shape(op.args["self"]))
     dims = {op.args["dim1"] % ndim, op.args["dim2"] % ndim}
     rows = away(op, "self", dims)
@@ -117,7 +117,7 @@ def diagonal(op: Operation) -> State:
 
 @rule("diag_embed")
 def diag_embed(op: Operation) -> State:
-    """The last dimension becomes two, here the last ones."""
+    """Replaces the last dimension by two; only supported if these are the last ones."""
     ndim = len(op.out)
     if {op.args["dim1"] % ndim, op.args["dim2"] % ndim} != {ndim - 2, ndim - 1}:
         raise Coupled("diag_embed makes dimensions that are not the last")
@@ -126,5 +126,5 @@ def diag_embed(op: Operation) -> State:
 
 @rule("view_as_real", "view_as_complex")
 def as_complex(op: Operation) -> State:
-    """Real and imaginary part are a last dimension, or none."""
+    """Adds or removes a last dimension of size 2 for real and imaginary part."""
     return away(op, "self", {len(op.shape(op.args["self"])) - 1} if op.name == "view_as_complex" else set())

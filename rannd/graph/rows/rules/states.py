@@ -1,4 +1,4 @@
-"""Where the samples of a batch are in a value: the states that `rannd.graph.rows.analysis` computes."""
+"""States of the batch-dimension analysis: where a value holds the samples of the batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.fx import Node
 
 
 class PlainState(enum.Enum):
-    """States without further fields."""
+    """States without fields."""
 
-    FIXED = "does not depend on the samples"
-    COUNT = "a number made of the number of rows"
-    WHOLE = "depends on the samples in a way no rule knows"
+    FIXED = "a value that does not depend on the samples"
+    COUNT = "a number computed from the batch size"
+    WHOLE = "a value that depends on the samples in an unsupported way"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor with the samples in dimension `dim`, which is `outer` x rows x `inner` in row-major order."""
+    """A tensor with the samples in dimension `dim`, whose size is `outer` x rows x `inner` in row-major order."""
 
     dim: int
     outer: int
@@ -28,7 +28,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowIndex:
-    """`step` times the numbers 0 .. rows-1 along `dim`; all other dimensions have size 1 or repeat it."""
+    """The values `step` * (0 .. rows-1) along `dim`; all other dimensions have size 1 or repeat them."""
 
     dim: int
     step: int = 1
@@ -36,13 +36,13 @@ class RowIndex:
 
 @dataclass(frozen=True)
 class Arange:
-    """The numbers 0 .. rows x inner - 1, in one dimension."""
+    """A 1-d tensor with the values 0 .. rows x inner - 1."""
 
     inner: int
 
 
 class Role(enum.Enum):
-    """What something has to do with a sort of all places (rows x inner) by their keys."""
+    """Role of a tensor in a sort of all rows x inner positions by their keys."""
 
     KEYS = "the keys, sorted"
     ORDER = "the places, in the order of their keys (divided by `share`)"
@@ -55,19 +55,19 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Sorted:
-    """Made in the order of a sort, see row_rules/routing.py."""
+    """A tensor in the order of a sort, see moe_routing.py."""
 
     by: Node
-    """The sort."""
+    """The sort node."""
     inner: int
     role: Role
     share: int = 1
 
 
 class Reduction(enum.Enum):
-    """How one number was made of all samples, hence how the numbers of pieces add up to the whole's.
+    """How a scalar was reduced over the samples, and so how the scalars of microbatches combine.
 
-    With n rows in a piece and N in all of it:
+    With n rows in a microbatch and N in the mini-batch:
     """
 
     MEAN = "weighted by n/N, the pieces' numbers add up"
@@ -78,7 +78,7 @@ class Reduction(enum.Enum):
 
 @dataclass(frozen=True)
 class Scalar:
-    """One number, or a few, reduced over all samples."""
+    """One or more scalars reduced over all samples."""
 
     reduction: Reduction
 
@@ -89,4 +89,4 @@ FIXED, COUNT, WHOLE = PlainState.FIXED, PlainState.COUNT, PlainState.WHOLE
 
 
 class Coupled(Exception):
-    """An op mixes samples, or no rule knows that it does not."""
+    """An operator mixes samples, or no rule shows that it does not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rannd.errors import LaunchError
-from rannd.runtime.comm.world import LaunchedRank, find_place
+from rannd.runtime.comm.rendezvous import LaunchedRank, find_place
 
 
 @pytest.mark.parametrize(
