@@ -255,7 +255,7 @@ def _open_log(path: str) -> int:
                 os.replace(path, path + ".1")
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
-        raise DaemonError(f"the log {path} cannot be opened: {exc.strerror}; check its permissions") from exc
+        raise DaemonError(f"the log {path} cannot be opened: {exc.strerror}; check its type and permissions") from exc
 
 
 def _tail(log: int, offset: int) -> str:

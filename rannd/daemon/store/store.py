@@ -379,10 +379,10 @@ class Store:
                     [(first + place * 1e-6, first, key) for place, (key,) in enumerate(late)],
                 )
         except (sqlite3.Error, OSError, DaemonError) as exc:
-            self._log.warning("entries that were used later than now cannot be dated again: %s", exc)
+            self._log.warning("entries last used in the future cannot be re-dated: %s", exc)
             return
         if late:
-            self._log.info("the clock was set back: %d entries used later than now are dated again", len(late))
+            self._log.info("the clock was set back: %d entries last used in the future are re-dated", len(late))
 
     def _infos(self, rows: Sequence[Sequence[Any]]) -> list[EntryInfo]:
         found = []

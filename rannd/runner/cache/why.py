@@ -68,7 +68,7 @@ def _last(kind: str | None, as_json: bool) -> None:
         return
     if not found:
         of_kind = "" if kind is None else f" of kind {kind}"
-        click.echo(f"no miss{of_kind} is recorded: no job of this node has had a cache miss")
+        click.echo(f"no miss{of_kind} is recorded: no job on this node has had a cache miss")
     for number, miss in enumerate(found):
         if number:
             click.echo()

@@ -93,7 +93,7 @@ def test_readonly_asks_and_leaves_nothing(daemon_home) -> None:
     with client() as cache:
         cache.put(job(128), b"x")
         readonly = connect(mode="readonly", timeout_s=60, idle_s=600, max_bytes=1 << 30)
-        assert "another global_batch 64, there 128" in readonly.why(job(64))[1]
+        assert "differs in global_batch 64, there 128" in readonly.why(job(64))[1]
         assert cache._session is not None
         assert cache._session.misses() == []
 

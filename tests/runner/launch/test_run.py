@@ -295,7 +295,7 @@ def test_no_tune(shell: Shell) -> None:
 
 def test_tuning_is_told_in_one_line(shell: Shell) -> None:
     _, _, err = shell.run("-np", "1", program("environ.py"))
-    assert re.fullmatch(r"rannc-run: tuned OMP_NUM_THREADS=\d+.*; --no-tune changes nothing\n", err)
+    assert re.fullmatch(r"rannc-run: tuned OMP_NUM_THREADS=\d+.*; --no-tune turns this off\n", err)
 
 
 def test_the_configuration_file_reaches_the_ranks(shell: Shell) -> None:
