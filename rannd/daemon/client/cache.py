@@ -205,7 +205,8 @@ class Client:
     def why(self, key: Key) -> tuple[str, str]:
         """Explain why `key` was missed: the change since the nearest entry of the same model, and the whole comparison.
 
-        For example ('batch 128 -> 64', 'the nearest deployment in the cache, ..., differs in global_batch 64, there 128').
+        For example ('batch 128 -> 64', 'the nearest deployment in the cache, ..., differs in global_batch 64, there
+        128').
         The first is '' if the cache has no entry of the model; both are '' without a daemon.
         """
         if self._mode in ("off", "refresh"):
