@@ -222,7 +222,7 @@ def test_replace_checks_and_knows_its_origin(conf: Path) -> None:
     config = load(env(conf)).replace(partition_num=2)
     assert (config.partition_num, config.mem_margin) == (2, 0.25)
     assert (config.origin("partition_num"), config.origin("mem_margin")) == ("set in code", f"{conf}:1")
-    with pytest.raises(ConfigError, match=r"set in code: mem_margin = 2.0, but mem_margin wants a number"):
+    with pytest.raises(ConfigError, match=r"set in code: mem_margin = 2.0, but mem_margin must be a number"):
         config.replace(mem_margin=2)
     with pytest.raises(ConfigError, match="no item is named patition_num; the nearest is partition_num"):
         config.replace(patition_num=2)
@@ -230,7 +230,7 @@ def test_replace_checks_and_knows_its_origin(conf: Path) -> None:
 
 def test_construction_checks_too() -> None:
     assert Config(partition_num=2).origin("partition_num") == "set in code"
-    with pytest.raises(ConfigError, match='decomposer = "metis", but decomposer wants one of "ml_part"'):
+    with pytest.raises(ConfigError, match='decomposer = "metis", but decomposer must be one of "ml_part"'):
         Config(decomposer="metis")
 
 
@@ -254,17 +254,17 @@ def test_lines_show_value_and_origin(conf: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\nmem_margin = 1.5", "{conf}:2: mem_margin = 1.5, but mem_margin wants a number, 0 or more and below 1"),
-        ("mem_margin = 1", "{conf}:1: mem_margin = 1.0, but mem_margin wants a number, 0 or more and below 1"),
-        ("mem_limit_gb = nan", "{conf}:1: mem_limit_gb = nan, but mem_limit_gb wants a number, 0 or more"),
-        ("mem_limit_gb = inf", "{conf}:1: mem_limit_gb = inf, but mem_limit_gb wants a number, 0 or more"),
-        ("mem_limit_gb = true", "{conf}:1: mem_limit_gb = true, but mem_limit_gb wants a number, 0 or more"),
-        ("partition_num = true", "{conf}:1: partition_num = true, but partition_num wants a whole number, 0 or more"),
-        ("partition_num = 2.0", "{conf}:1: partition_num = 2.0, but partition_num wants a whole number, 0 or more"),
-        ("partition_num = -1", "{conf}:1: partition_num = -1, but partition_num wants a whole number, 0 or more"),
-        ("checkpointing = 1", "{conf}:1: checkpointing = 1, but checkpointing wants true or false"),
-        ("deployment_file = 3", "{conf}:1: deployment_file = 3, but deployment_file wants a string"),
-        ("cache = 'of'", '{conf}:1: cache = "of", but cache wants one of "on", "off", "readonly", "refresh"'),
+        ("\nmem_margin = 1.5", "{conf}:2: mem_margin = 1.5, but mem_margin must be a number, 0 or more and below 1"),
+        ("mem_margin = 1", "{conf}:1: mem_margin = 1.0, but mem_margin must be a number, 0 or more and below 1"),
+        ("mem_limit_gb = nan", "{conf}:1: mem_limit_gb = nan, but mem_limit_gb must be a number, 0 or more"),
+        ("mem_limit_gb = inf", "{conf}:1: mem_limit_gb = inf, but mem_limit_gb must be a number, 0 or more"),
+        ("mem_limit_gb = true", "{conf}:1: mem_limit_gb = true, but mem_limit_gb must be a number, 0 or more"),
+        ("partition_num = true", "{conf}:1: partition_num = true, but partition_num must be a whole number, 0 or more"),
+        ("partition_num = 2.0", "{conf}:1: partition_num = 2.0, but partition_num must be a whole number, 0 or more"),
+        ("partition_num = -1", "{conf}:1: partition_num = -1, but partition_num must be a whole number, 0 or more"),
+        ("checkpointing = 1", "{conf}:1: checkpointing = 1, but checkpointing must be true or false"),
+        ("deployment_file = 3", "{conf}:1: deployment_file = 3, but deployment_file must be a string"),
+        ("cache = 'of'", '{conf}:1: cache = "of", but cache must be one of "on", "off", "readonly", "refresh"'),
         ("[plan]\npartition_num = 2", "{conf}:1: no item is named plan; the nearest is "),
         ("a = 1\nmem_margn = 0.1", "{conf}:1: no item is named a; the nearest is "),
         ("mem_margin = 0.2\nmem_margn = 0.1", "{conf}:2: no item is named mem_margn; the nearest is mem_margin"),
@@ -300,13 +300,13 @@ def test_wrong_file(conf: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("RANNC_MEM_MARGIN", "", 'RANNC_MEM_MARGIN: mem_margin = "", but mem_margin wants a number'),
-        ("RANNC_MEM_MARGIN", "much", 'RANNC_MEM_MARGIN: mem_margin = "much", but mem_margin wants a number'),
-        ("RANNC_MEM_LIMIT_GB", "nan", "RANNC_MEM_LIMIT_GB: mem_limit_gb = nan, but mem_limit_gb wants a number"),
-        ("RANNC_PARTITION_NUM", "2.0", 'RANNC_PARTITION_NUM: partition_num = "2.0", but partition_num wants a whole'),
-        ("RANNC_PARTITION_NUM", "-1", "RANNC_PARTITION_NUM: partition_num = -1, but partition_num wants a whole"),
-        ("RANNC_CHECKPOINTING", "2", 'RANNC_CHECKPOINTING: checkpointing = "2", but checkpointing wants true or'),
-        ("RANNC_DEVICE", "gpu", 'RANNC_DEVICE: device = "gpu", but device wants one of "auto", "cpu", "cuda"'),
+        ("RANNC_MEM_MARGIN", "", 'RANNC_MEM_MARGIN: mem_margin = "", but mem_margin must be a number'),
+        ("RANNC_MEM_MARGIN", "much", 'RANNC_MEM_MARGIN: mem_margin = "much", but mem_margin must be a number'),
+        ("RANNC_MEM_LIMIT_GB", "nan", "RANNC_MEM_LIMIT_GB: mem_limit_gb = nan, but mem_limit_gb must be a number"),
+        ("RANNC_PARTITION_NUM", "2.0", 'RANNC_PARTITION_NUM: partition_num = "2.0", but partition_num must be a whole'),
+        ("RANNC_PARTITION_NUM", "-1", "RANNC_PARTITION_NUM: partition_num = -1, but partition_num must be a whole"),
+        ("RANNC_CHECKPOINTING", "2", 'RANNC_CHECKPOINTING: checkpointing = "2", but checkpointing must be true or'),
+        ("RANNC_DEVICE", "gpu", 'RANNC_DEVICE: device = "gpu", but device must be one of "auto", "cpu", "cuda"'),
         ("RANNC_PARTITON_NUM", "2", "RANNC_PARTITON_NUM=2: no item has this variable; the nearest is RANNC_PARTITION"),
         ("RANNC_CONFDIR", "/x", "RANNC_CONFDIR=/x: no item has this variable; the nearest is RANNC_CONF_DIR"),
         ("RANNC_partition_num", "2", "RANNC_partition_num=2: no item has this variable; the nearest is "),

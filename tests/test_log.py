@@ -416,21 +416,21 @@ _LOGGER = '[[logger]]\nname = "root"\n'
     [
         ("x = [", "{file}:1: not TOML: "),
         ('global_patern = "%v"', "{file}:1: the file: unknown key global_patern; the nearest is global_pattern"),
-        ("global_pattern = 3", "{file}:1: the file: global_pattern = 3, but global_pattern wants a string"),
+        ("global_pattern = 3", "{file}:1: the file: global_pattern = 3, but global_pattern must be a string"),
         ('global_pattern = "%v %Q"', '{file}:1: the file: global_pattern = "%v %Q" has the unknown flag %Q; known'),
         ('global_pattern = "50%"', '{file}:1: the file: global_pattern = "50%" has the unknown flag %; known flags'),
-        ("sink = 3", "{file}:1: the file: sink wants tables, each under a line [[sink]]"),
-        ('[sink]\nname = "x"', "{file}:1: the file: sink wants tables, each under a line [[sink]]"),
-        ('\n[[sink]]\nname = "s"', "{file}:2: [[sink]] s: type is missing; it wants a string"),
-        ('[[sink]]\ntype = "null_sink_mt"', "{file}:1: [[sink]]: name is missing; it wants a string"),
-        ('[[sink]]\nname = ""', '{file}:2: [[sink]] : name = "", but name wants a non-empty string'),
+        ("sink = 3", "{file}:1: the file: sink must be tables, each under a line [[sink]]"),
+        ('[sink]\nname = "x"', "{file}:1: the file: sink must be tables, each under a line [[sink]]"),
+        ('\n[[sink]]\nname = "s"', "{file}:2: [[sink]] s: type is missing; it must be a string"),
+        ('[[sink]]\ntype = "null_sink_mt"', "{file}:1: [[sink]]: name is missing; it must be a string"),
+        ('[[sink]]\nname = ""', '{file}:2: [[sink]] : name = "", but name must be a non-empty string'),
         (
             '[[sink]]\nname = "s"\ntype = "stdout_sink"',
-            '{file}:3: [[sink]] s: type = "stdout_sink", but type wants one of stdout_sink_mt, ',
+            '{file}:3: [[sink]] s: type = "stdout_sink", but type must be one of stdout_sink_mt, ',
         ),
         (_SINK + 'filename = "x"', "{file}:4: [[sink]] s: unknown key filename; the nearest is "),
-        (_SINK + 'level = "warm"', '{file}:4: [[sink]] s: level = "warm", but level wants one of trace, debug, '),
-        (_SINK + "level = 3", "{file}:4: [[sink]] s: level = 3, but level wants a string"),
+        (_SINK + 'level = "warm"', '{file}:4: [[sink]] s: level = "warm", but level must be one of trace, debug, '),
+        (_SINK + "level = 3", "{file}:4: [[sink]] s: level = 3, but level must be a string"),
         (_SINK + _SINK, '{file}:5: [[sink]] s: name = "s" is used twice; rename or remove one'),
         (
             file_sink(name='filename = "log.d/rannd"'),
@@ -442,27 +442,30 @@ _LOGGER = '[[logger]]\nname = "root"\n'
             '{file}:5: [[sink]] f: filename = "x.log" is one file for all ranks, and several processes would corrupt '
             'it; use filename = "x.{{rank}}.log"',
         ),
-        (file_sink(name=""), "{file}:2: [[sink]] f: filename is missing; it wants a string"),
-        (file_sink(more="truncate = 1"), "{file}:6: [[sink]] f: truncate = 1, but truncate wants true or false"),
+        (file_sink(name=""), "{file}:2: [[sink]] f: filename is missing; it must be a string"),
+        (file_sink(more="truncate = 1"), "{file}:6: [[sink]] f: truncate = 1, but truncate must be true or false"),
         (
             file_sink("rotating_file_sink_mt", 'base_filename = "{rank}"'),
             "{file}:2: [[sink]] f: max_size is missing",
         ),
         (
             file_sink("rotating_file_sink_mt", 'base_filename = "{rank}"', 'max_size = "10 MB"'),
-            '{file}:6: [[sink]] f: max_size = "10 MB", but max_size wants a number of bytes above 0, or a size ',
+            '{file}:6: [[sink]] f: max_size = "10 MB", but max_size must be a number of bytes above 0, or a size ',
         ),
         (
             file_sink("rotating_file_sink_mt", 'base_filename = "{rank}"', "max_size = 10\nmax_files = 0"),
-            "{file}:7: [[sink]] f: max_files = 0, but max_files wants a whole number from 1 to 200000",
+            "{file}:7: [[sink]] f: max_files = 0, but max_files must be a whole number from 1 to 200000",
         ),
         (
             file_sink("daily_file_sink_mt", 'base_filename = "{rank}"', "rotation_hour = 24"),
-            "{file}:6: [[sink]] f: rotation_hour = 24, but rotation_hour wants a whole number from 0 to 23",
+            "{file}:6: [[sink]] f: rotation_hour = 24, but rotation_hour must be a whole number from 0 to 23",
         ),
         (_SINK + '[[logger]]\nsinks = ["s"]', "{file}:4: [[logger]]: name is missing"),
-        (_SINK + _LOGGER, "{file}:4: [[logger]] root: sinks is missing; it wants a list of strings"),
-        (_SINK + _LOGGER + 'sinks = "s"', '{file}:6: [[logger]] root: sinks = "s", but sinks wants a list of strings'),
+        (_SINK + _LOGGER, "{file}:4: [[logger]] root: sinks is missing; it must be a list of strings"),
+        (
+            _SINK + _LOGGER + 'sinks = "s"',
+            '{file}:6: [[logger]] root: sinks = "s", but sinks must be a list of strings',
+        ),
         (
             _SINK + _LOGGER + 'sinks = ["t"]',
             '{file}:6: [[logger]] root: sinks names "t", which is not a [[sink]]; the ',
@@ -477,12 +480,12 @@ _LOGGER = '[[logger]]\nname = "root"\n'
         ),
         (
             '[[pattern]]\nname = "long"\nvalue = "%v"\n' + _SINK + _LOGGER + 'sinks = ["s"]\npattern = "lang"',
-            '{file}:10: [[logger]] root: pattern = "lang", but pattern wants the name of a [[pattern]]; the nearest is '
-            "long",
+            '{file}:10: [[logger]] root: pattern = "lang", but pattern must be the name of a [[pattern]]; the nearest '
+            "is long",
         ),
         (
             _SINK + _LOGGER + 'sinks = ["s"]\ntype = "async"',
-            '{file}:7: [[logger]] root: type = "async", but type wants one of sync; the nearest is sync',
+            '{file}:7: [[logger]] root: type = "async", but type must be one of sync; the nearest is sync',
         ),
         (
             '[[pattern]]\nname = "long"\nvalue = "%n %v"\n'

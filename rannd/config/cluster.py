@@ -195,7 +195,7 @@ def _check_value(kind: object, key: str, value: Any, where: str, told: str, *, s
         if key in _LEAST:
             wanted, right = f"a number, {_LEAST[key]:g} or more", number and value >= _LEAST[key]
     if not right:
-        raise ConfigError(f"{where}: {told} = {toml_text(value)}, but {told} wants {wanted}")
+        raise ConfigError(f"{where}: {told} = {toml_text(value)}, but {told} must be {wanted}")
 
 
 def _needed(table: type[msgspec.Struct]) -> str:

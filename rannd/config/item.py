@@ -120,7 +120,7 @@ class Item:
 
     def wrong(self, value: object, where: str) -> ConfigError:
         """The error for a value that is not allowed."""
-        return ConfigError(f"{where}: {self.name} = {toml_text(value)}, but {self.name} wants {self.wanted}")
+        return ConfigError(f"{where}: {self.name} = {toml_text(value)}, but {self.name} must be {self.wanted}")
 
 
 def item(

@@ -82,7 +82,7 @@ def status(ctx: click.Context, as_json: bool, prometheus: bool) -> None:
 
 
 @main.command()
-@click.option("--idle", type=click.FloatRange(min=0), help="Exit after so many seconds without work; 0: never.")
+@click.option("--idle", type=click.FloatRange(min=0), help="Exit after this many seconds without requests; 0: never.")
 def run(idle: float | None) -> None:
     """Run the daemon in the foreground, for systemd or debugging."""
     session = configured_session(pinned=True)
@@ -97,7 +97,7 @@ def run(idle: float | None) -> None:
 
 @main.command()
 @click.option("--print", "only_print", is_flag=True, help="Print the units and write nothing.")
-@click.option("--force", is_flag=True, help="Write over units that say something else.")
+@click.option("--force", is_flag=True, help="Overwrite units that have other content.")
 def install_service(only_print: bool, force: bool) -> None:
     """Write systemd user units that start the daemon on demand. Does not enable them."""
     where = places()
@@ -109,7 +109,7 @@ def install_service(only_print: bool, force: bool) -> None:
     where.secure_cache()  # the service may write there, but cannot create it
     files = systemd_units.install(made, folder, force=force)
     for file, written in files.items():
-        click.echo(f"wrote {file}" if written else f"{file} is there already")
+        click.echo(f"wrote {file}" if written else f"{file} is up to date")
     click.echo(_HOW_TO.format(files=" ".join(map(shlex.quote, map(str, files)))))
 
 

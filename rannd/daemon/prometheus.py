@@ -30,14 +30,14 @@ def _metrics(state: State) -> list[str]:
     return [
         _metric("build_info", "gauge", "Version of rannd and of its protocol.", [(build, 1)]),
         _gauge("uptime_seconds", "How long the daemon has run.", state.uptime_s),
-        _gauge("clients", "Processes that asked something within the last minute.", state.clients),
+        _gauge("clients", "Processes that sent a request within the last minute.", state.clients),
         _gauge("entries", "Entries in the cache.", state.entries),
-        _gauge("bytes", "Bytes of all values, as they are kept.", state.bytes),
-        _gauge("max_bytes", "Bytes of values above which the least recently used go.", state.max_bytes),
-        _gauge("leases", "Values that a process is making just now.", len(state.leases)),
-        _gauge("lease_waiters", "Requests that wait for one of these.", sum(each.waiting for each in state.leases)),
+        _gauge("bytes", "Bytes of all values, as they are stored.", state.bytes),
+        _gauge("max_bytes", "Bytes of values above which least recently used entries are evicted.", state.max_bytes),
+        _gauge("leases", "Values that a process is computing now.", len(state.leases)),
+        _gauge("lease_waiters", "Requests that wait for these values.", sum(each.waiting for each in state.leases)),
         _counter("requests_total", "Messages since the daemon started.", state.requests),
-        _counter("rejected_total", "Messages among these that broke the protocol.", state.rejected),
+        _counter("rejected_total", "Messages among these that violated the protocol.", state.rejected),
         _metric(
             "hits_total",
             "counter",
@@ -54,8 +54,8 @@ def _metrics(state: State) -> list[str]:
         _counter("evicted_total", "Entries removed because the cache was full.", counted.evicted),
         _counter("removed_total", "Entries removed by a command.", counted.removed),
         _counter("discarded_total", "Entries set aside because a job found them wrong.", counted.discarded),
-        _counter("corrupt_total", "Entries set aside because their checksum did not hold.", counted.corrupt),
-        _counter("waited_total", "Requests that waited for another process to make the value.", counted.waited),
+        _counter("corrupt_total", "Entries set aside because their checksum did not match.", counted.corrupt),
+        _counter("waited_total", "Requests that waited for another process to compute the value.", counted.waited),
     ]
 
 

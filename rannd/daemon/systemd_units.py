@@ -107,11 +107,11 @@ def units(places: DaemonPaths, executable: str) -> Units:
     runtime, name = os.path.split(places.runtime)
     if name != "rannd":
         raise DaemonError(
-            f"XDG_RUNTIME_DIR is not a directory of yours, clients look at {places.socket}, and systemd's user manager "
-            "would look elsewhere; log in as this user (not by su or sudo) and try again"
+            f"XDG_RUNTIME_DIR is not a directory of this user: clients use {places.socket}, but systemd's user manager "
+            "uses another path; log in as this user (not by su or sudo) and try again"
         )
     if set(executable) & set("\"'\\"):
-        raise DaemonError(f"systemd starts no program with quotes or backslashes in its path: {executable}")
+        raise DaemonError(f"systemd cannot start a program with quotes or backslashes in its path: {executable}")
     cache = os.path.dirname(places.cache)
     home = os.path.dirname(cache)
     environment = (f"XDG_RUNTIME_DIR={runtime}", f"XDG_CACHE_HOME={home}")
@@ -170,14 +170,14 @@ def install(made: Units, folder: Path, *, force: bool) -> dict[Path, bool]:
     for file, text in there.items():
         if text != wanted[file] and not force:
             raise UsageError(
-                f"{file} is there and says something else; look at it, then write yours over it by "
-                "`rannd install-service --force`. Nothing is written"
+                f"{file} exists with other content; look at it, then overwrite it with "
+                "`rannd install-service --force`. Nothing was written"
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise DaemonError(
-            f"the folder {folder} cannot be made: {exc.strerror}; make it, or set XDG_CONFIG_HOME"
+            f"the folder {folder} cannot be created: {exc.strerror}; create it, or set XDG_CONFIG_HOME"
         ) from exc
     for file, text in wanted.items():
         if there.get(file) != text:
@@ -192,7 +192,7 @@ def _plain(path: str) -> str:
         DaemonError: A unit cannot express it.
     """
     if not path.isprintable():  # line feeds and the like, and bytes that are not UTF-8
-        raise DaemonError(f"a unit of systemd cannot express the path {path!r}; name a directory in plain letters")
+        raise DaemonError(f"a systemd unit cannot contain the path {path!r}; use a directory with a printable name")
     return path.replace("%", "%%")
 
 

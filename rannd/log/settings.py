@@ -230,7 +230,7 @@ class _Table:
         return ConfigError(f"{self.where(key)}: {title}: {message}")
 
     def wrong(self, key: str, wanted: str) -> ConfigError:
-        return self.error(key, f"{key} = {toml_text(self._data[key])}, but {key} wants {wanted}")
+        return self.error(key, f"{key} = {toml_text(self._data[key])}, but {key} must be {wanted}")
 
     def has(self, key: str) -> bool:
         self._known.append(key)
@@ -248,7 +248,7 @@ class _Table:
     def string(self, key: str, choices: Iterable[str] | None = None, what: str = "") -> str:
         """A required string that is not empty and, if `choices` is given, one of them."""
         if not self.has(key):
-            raise self.error(key, f"{key} is missing; it wants a string")
+            raise self.error(key, f"{key} is missing; it must be a string")
         value = self.value(key, "")
         if not value:
             raise self.wrong(key, "a non-empty string")
@@ -258,7 +258,7 @@ class _Table:
                 raise self.error(key, f"{key} = {toml_text(value)}, but the file has no {what}; add one with this name")
             wanted = f"the name of a {what}" if what else f"one of {', '.join(choices)}"
             raise self.error(
-                key, f"{key} = {toml_text(value)}, but {key} wants {wanted}; the nearest is {nearest(value, choices)}"
+                key, f"{key} = {toml_text(value)}, but {key} must be {wanted}; the nearest is {nearest(value, choices)}"
             )
         return value
 
@@ -266,7 +266,7 @@ class _Table:
         wanted = f"a whole number from {least} to {most}"
         if not self.has(key):
             if default is None:
-                raise self.error(key, f"{key} is missing; it wants {wanted}")
+                raise self.error(key, f"{key} is missing; it must be {wanted}")
             return default
         value = self._data[key]
         if type(value) is not int or not least <= value <= most:
@@ -276,7 +276,7 @@ class _Table:
     def size(self, key: str) -> int:
         """A size in bytes, from a number or a string with a unit."""
         if not self.has(key):
-            raise self.error(key, f'{key} is missing; it wants a number of bytes, or a size such as "10M"')
+            raise self.error(key, f'{key} is missing; it must be a number of bytes, or a size such as "10M"')
         value = self._data[key]
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is not None:
@@ -300,7 +300,7 @@ class _Table:
     def names(self, key: str, known: Iterable[str]) -> tuple[str, ...]:
         """A required list of sink names."""
         if not self.has(key):
-            raise self.error(key, f"{key} is missing; it wants {_TYPE_WORDS[list]}")
+            raise self.error(key, f"{key} is missing; it must be {_TYPE_WORDS[list]}")
         value = self._data[key]
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self.wrong(key, _TYPE_WORDS[list])
@@ -317,7 +317,7 @@ class _Table:
             return []
         value = self._data[key]
         if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
-            raise self.error(key, f"{key} wants tables, each under a line [[{key}]]")
+            raise self.error(key, f"{key} must be tables, each under a line [[{key}]]")
         return [_Table(self._toml, (*self._path, key, index), element) for index, element in enumerate(value)]
 
     def once(self, name: str, earlier: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment, Provenance, Slot
 from rannd.plan.run_modes import SCHEDULES
 
-_AGAIN = "plan again without it"
+_AGAIN = "run without it to plan again"
 
 
 def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> None:
@@ -34,7 +34,7 @@ def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> Non
         )
     if deployment.schedule not in SCHEDULES:
         raise DeploymentError(
-            f"the deployment runs the schedule {plain(deployment.schedule)!r}, this rannd knows "
+            f"the deployment runs the schedule {plain(deployment.schedule)!r}, this version of rannd supports "
             f"{', '.join(SCHEDULES)}; {_AGAIN}"
         )
     if deployment.zero:

@@ -151,11 +151,11 @@ def decode(data: bytes) -> Deployment:
         DeploymentError: The data is not a deployment, has another format, or is inconsistent.
     """
     if len(data) > MAX_BYTES:
-        raise DeploymentError(f"{len(data)} bytes are no deployment, which has {MAX_BYTES} at most; {_AGAIN}")
+        raise DeploymentError(f"{len(data)} bytes are too many for a deployment (limit {MAX_BYTES}); {_AGAIN}")
     try:
         found = _header.decode(data).format  # decoded first: other formats have other fields
         if found != FORMAT:
-            raise DeploymentError(f"the deployment has format {found}, this rannd reads {FORMAT}; {_AGAIN}")
+            raise DeploymentError(f"the deployment has format {found}, this version of rannd reads {FORMAT}; {_AGAIN}")
         deployment = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError, MemoryError) as exc:
         raise DeploymentError(f"not a deployment of this version of rannd: {exc}; {_AGAIN}") from exc
@@ -165,7 +165,7 @@ def decode(data: bytes) -> Deployment:
     return deployment
 
 
-_AGAIN = "plan again without it"
+_AGAIN = "run without it to plan again"
 
 
 def _wrong(deployment: Deployment) -> str:
@@ -187,7 +187,7 @@ def _wrong(deployment: Deployment) -> str:
         if not getattr(deployment, name):
             return f"{name} is 0"
     if list(deployment.slots) != sorted(set(deployment.slots)):
-        return "its slots are not sorted, or one of them is there twice"
+        return "its slots are not sorted, or one of them occurs twice"
     used = sorted(slot for stage in stages for slot in stage.slots)
     if used != list(range(world)):
         return f"its stages use {len(used)} slots, not each of {world} once"
@@ -196,6 +196,6 @@ def _wrong(deployment: Deployment) -> str:
         if not stage.slots or not stage.ops:
             return f"stages[{place}] has {len(stage.slots)} slots and {len(stage.ops)} operators"
         if len(ops) + len(stage.ops) != len(ops.union(stage.ops)):
-            return f"an operator of stages[{place}] is there twice"
+            return f"an operator of stages[{place}] occurs twice"
         ops.update(stage.ops)
     return ""

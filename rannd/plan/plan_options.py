@@ -66,7 +66,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.opt_param_factor < 0:
             raise PlanError(f"opt_param_factor={self.opt_param_factor} is negative; use 2 for Adam, 0 for plain SGD")
         if not 0 <= self.mem_margin < 1:
-            raise PlanError(f"mem_margin={self.mem_margin} is not in [0, 1); use a part of the memory such as 0.1")
+            raise PlanError(f"mem_margin={self.mem_margin} is not in [0, 1); use a fraction of the memory such as 0.1")
         for low_item, high_item in (("min_pipeline", "max_pipeline"), ("min_partition_num", "max_partition_num")):
             low, high = getattr(self, low_item), getattr(self, high_item)
             if low > high:

@@ -91,19 +91,18 @@ def _head(deployment: Deployment, planned: int) -> str:
             f"{_count(rows, 'row')}: {_count(world, 'rank')} x {_count(deployment.microbatches, 'microbatch')} of "
             f"{piece_rows(deployment)} at most",
         ),
-        ("schedule", f"{schedule}; neighbours are {plain(deployment.placement)}"),
+        ("schedule", f"{schedule}; neighbouring devices: {plain(deployment.placement)}"),
         ("step", f"{_ms(deployment.step_us)} predicted, of which {bubble(deployment):.1%} is not computing"),
     ]
     if rows != planned:
-        lines.append(("", f"roughly: planned for {_count(planned, 'row')}, in proportion to the rows of a piece"))
+        lines.append(("", f"rough estimate: planned for {_count(planned, 'row')}, scaled by the rows of a microbatch"))
     if deployment.bound_us > 0:
         closed = deployment.e_us or deployment.step_us
         gap = max(closed / deployment.bound_us - 1, 0.0)
         lines.append(
             (
                 "E",
-                f"{_ms(closed)} by the closed form, of which no plan has less than "
-                f"{_ms(deployment.bound_us)}: gap {gap:.1%}",
+                f"{_ms(closed)} by the closed form, lower bound of all plans {_ms(deployment.bound_us)}: gap {gap:.1%}",
             )
         )
     if not deployment.searched_all:
@@ -135,8 +134,8 @@ def _stages(deployment: Deployment) -> str:
                 _ops(stage),
             )
         )
-    heads = ("stage", "blocks", "devices", "pieces", "held", "recomputes", "forward", "backward", "of it weights",
-             "all-reduce", "in/piece", "out/piece", "operators")  # fmt: skip
+    heads = ("stage", "blocks", "devices", "microbatches", "in flight", "recompute", "forward", "backward",
+             "weight grad", "all-reduce", "in/microbatch", "out/microbatch", "operators")  # fmt: skip
     return _table(heads, rows)
 
 
@@ -161,8 +160,8 @@ def _memory(deployment: Deployment) -> str:
         "optimizer",
         "activations",
         "transfers",
-        "while running",
-        "a device in all",
+        "temporary",
+        "total per device",
     )
     return _table(heads, rows)
 
@@ -171,12 +170,12 @@ def _alternatives(deployment: Deployment) -> str:
     rows = []
     for other in deployment.alternatives:
         slower = f"{other.step_us / deployment.step_us:.3f}x" if other.step_us and deployment.step_us else ""
-        what = f"lacks {_bytes(other.over_bytes)}" if other.over_bytes else ""
+        what = f"does not fit: {_bytes(other.over_bytes)} too much" if other.over_bytes else ""
         what = what if other.runs else "cannot be run yet"
         step = _ms(other.step_us) if other.step_us else ""
         rows.append((plain(other.name), step, slower, _bytes(other.most_bytes), what))
     batch = _count(deployment.batch_rows, "row")
-    return _table((f"not chosen ({batch})", "step", "to this", "fullest device", "note"), rows)
+    return _table((f"not chosen ({batch})", "step", "relative", "fullest device", "note"), rows)
 
 
 # -- words ----------------------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ SCHEDULES = tuple(way.schedule for way, runs in RUNS.items() if runs and not way
 def check_known(way: RunMode) -> None:
     """Raise PlanError for a run mode that the planner does not know."""
     if way not in RUNS:
-        reason = "gradients are divided as soon as they are there" if way.zero in _STAGES else "0 to 3 are known"
-        raise PlanError(f"no plan has schedule {way.schedule!r} with ZeRO stage {way.zero}: {reason}")
+        reason = "gradients are sharded as soon as they are computed" if way.zero in _STAGES else "stages are 0 to 3"
+        raise PlanError(f"schedule {way.schedule!r} cannot be planned with ZeRO stage {way.zero}: {reason}")
 
 
 def others(way: RunMode) -> list[RunMode]:

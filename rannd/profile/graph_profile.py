@@ -12,7 +12,7 @@ from rannd.profile.points import Measured, is_plausible
 
 FORMAT = 1
 MAX_BYTES = 64 << 20
-_AGAIN = "profile again without it"
+_AGAIN = "run without it to profile again"
 
 
 class GraphProfile(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ def decode(data: bytes) -> GraphProfile:
     try:
         found = _version.decode(data).format
         if found != FORMAT:
-            raise ProfileError(f"the graph profile has format {found}, this rannd reads {FORMAT}; {_AGAIN}")
+            raise ProfileError(f"the graph profile has format {found}, this version of rannd reads {FORMAT}; {_AGAIN}")
         profile = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError, MemoryError) as exc:
         raise ProfileError(f"not a graph profile of this version of rannd: {exc}; {_AGAIN}") from exc

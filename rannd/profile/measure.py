@@ -133,12 +133,12 @@ def _cannot(
 ) -> ProfileError:
     """Return the error for a part that does not run."""
     if is_out_of_memory(exc):
-        where, advice = "", "; this part of the model alone needs more than the device has: use smaller mini-batches"
+        where = ""
+        advice = "; this part of the model alone needs more memory than the device has: use smaller mini-batches"
     else:
         where = _failing(part, sample, tensors, rows)
         advice = (
-            ". If the model fails in the same call without RaNNCModule, mend the call: types, shapes and values of its "
-            "tensors"
+            ". If the same call fails without RaNNCModule, fix the call: check types, shapes and values of its tensors"
         )
     return ProfileError(
         f"{type(part.module).__name__} cannot be measured with {rows} rows on {sample.device}: "

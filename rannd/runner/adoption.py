@@ -41,7 +41,7 @@ class Adopted:
         """Return the output of ``--dry-run``."""
         who = f"rank {self.here.rank} of {self.here.size}, started by {self.here.starter}: {shlex.join(self.command)}"
         added = [f"  {name}={shlex.quote(value)}" for name, value in sorted(self.added.items())]
-        return "\n".join([who, "environment beyond your own:", *added])
+        return "\n".join([who, "variables added to the environment:", *added])
 
 
 def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
@@ -58,7 +58,7 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
     lines = [f"already rank {here.rank} of {here.size}, started by {here.starter}: running {options.command[0]} as it"]
     idle = [FLAGS[name] for name in _OWN_RANKS if options.by_flag(name)]
     if idle:
-        lines.append(f"{', '.join(idle)} have no effect there: they are for ranks that rannc-run starts itself")
+        lines.append(f"{', '.join(idle)} have no effect here: they only affect ranks that rannc-run starts itself")
     if options.tune:
         gpus = host_list.gpu_count(environ)
         if here.local_size is None:
@@ -76,15 +76,13 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
 def _refuse_another_job(options: Options, here: Rank) -> None:
     who = f"this process is rank {here.rank} of {here.size} already, started by {here.starter}"
     if options.plan_only:
-        raise UsageError(f"{who}, and --plan-only plans in one process: call it once, outside of that job")
+        raise UsageError(f"{who}, and --plan-only plans in one process: call it once, outside that job")
     if options.size not in (None, here.size) and options.by_flag("nproc"):
-        raise UsageError(
-            f"-np {options.size}, but {who}; leave -np away to run as that rank, or call rannc-run outside"
-        )
+        raise UsageError(f"-np {options.size}, but {who}; leave out -np to run as that rank, or call rannc-run outside")
     for name, value in (("hosts", options.hosts), ("hostfile", options.hostfile)):
         if value is not None and options.by_flag(name):
             raise UsageError(
-                f"{FLAGS[name]} {value}, but {who}; leave it away to run as that rank, or call rannc-run outside"
+                f"{FLAGS[name]} {value}, but {who}; leave it out to run as that rank, or call rannc-run outside"
             )
 
 

@@ -70,7 +70,7 @@ def _packages() -> str:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             raise LaunchError(
-                f"{name} is not installed beside {sys.executable}; 'pip install rannd' brings all it needs"
+                f"{name} is not installed beside {sys.executable}; 'pip install rannd' installs all dependencies"
             ) from None
     return ", ".join(found)
 
@@ -79,14 +79,14 @@ def _configuration(file: Path | None, loaded: list[Config]) -> str:
     config = rannd.config.load(file=file)
     loaded.append(config)
     set_here = [line for line in config.lines() if not line.endswith("# default")]
-    return f"{len(set_here)} items are not the default (rannc-run --show-config)"
+    return f"{len(set_here)} items differ from their defaults (rannc-run --show-config)"
 
 
 def _devices(environ: Mapping[str, str]) -> str:
     gpus, cores = host_list.gpu_count(environ), host_list.core_count()
     ranks = host_list.default_size(gpus, cores)
     started = "one rank" if ranks == 1 else f"{ranks} ranks"
-    return f"GPUs: {gpus}, cores: {cores}; rannc-run starts {started} unless -np says otherwise"
+    return f"GPUs: {gpus}, cores: {cores}; rannc-run starts {started} unless -np is given"
 
 
 def _launcher(environ: Mapping[str, str]) -> str:
@@ -131,10 +131,10 @@ def _ping(file: Path | None, environ: Mapping[str, str]) -> str:
         )
     except subprocess.TimeoutExpired as exc:
         said = (exc.stdout or b"").decode(errors="replace") if isinstance(exc.stdout, bytes) else (exc.stdout or "")
-        raise LaunchError(f"they did not end within {PING_S:g} s; they said:\n{_indented(said)}") from None
+        raise LaunchError(f"they did not end within {PING_S:g} s; output:\n{_indented(said)}") from None
     line = next((each for each in done.stdout.splitlines() if _MARK in each), None)
     if done.returncode != 0 or line is None:
-        raise LaunchError(f"they ended with code {done.returncode}, and said:\n{_indented(done.stdout)}")
+        raise LaunchError(f"they ended with code {done.returncode}; output:\n{_indented(done.stdout)}")
     found = json.loads(line[line.index(_MARK) + len(_MARK) :])
     return (
         f"on {found['device']}, torch {found['torch']}: a message takes {found['latency_us']:.0f} us, "

@@ -81,11 +81,11 @@ class Job:
             lines.append(f"rank {place.rank}: host {place.host}, local rank {place.local_rank}, {device}: {command}")
         if self.hosts_from:
             lines.append(f"hosts: from {self.hosts_from}{'; srun places the ranks' if self.placed_by_slurm else ''}")
-        lines.append("environment beyond your own:")
+        lines.append("variables added to the environment:")
         lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(self.added.items())]
         forgotten = sorted(os.environ.keys() - self.environment(os.environ).keys())
         if forgotten:
-            lines.append(f"taken out of it, as another launcher's: {' '.join(forgotten)}")
+            lines.append(f"variables of another launcher removed from it: {' '.join(forgotten)}")
         lines.append(f"launcher: {self.launcher.version}")
         lines.append(f"  {shlex.join(self.launcher_command())}")
         return "\n".join(lines)
@@ -102,7 +102,7 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     try:
         os.getcwd()
     except OSError as error:
-        raise UsageError(f"the working directory cannot be used: {error}; change to one that is there") from None
+        raise UsageError(f"the working directory cannot be used: {error}; change to an existing one") from None
     command = rank_command(options)
     gpus = host_list.gpu_count(environ)
     cores = host_list.core_count()
@@ -167,10 +167,7 @@ def _cluster(options: Options) -> Cluster | None:
     if options.cluster is None:
         return None
     if not options.plan_only:
-        raise UsageError(
-            f"--cluster {options.cluster} says what to plan for, and nothing is run there; add --plan-only, or leave "
-            "--cluster away"
-        )
+        raise UsageError(f"--cluster {options.cluster} is only for planning; add --plan-only, or leave out --cluster")
     from rannd.config.cluster import load_cluster
 
     return load_cluster(options.cluster)
@@ -203,7 +200,7 @@ def _shown(options: Options, size: int) -> frozenset[int]:
     for entry in options.shown.split(","):
         first, dash, last = entry.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"{told}: {entry!r} is no rank; write ranks and ranges as in 0,2-3")
+            raise UsageError(f"{told}: {entry!r} is not a rank; write ranks and ranges as in 0,2-3")
         if int(last or first) >= size:  # before a mistyped range fills the memory
             ranks.clear()
             break

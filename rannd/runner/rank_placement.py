@@ -75,7 +75,7 @@ def _named(options: Options) -> Allocation | None:
     if options.hosts is None and options.hostfile is None:
         return None
     if options.plan_only and options.by_flag(name):
-        raise UsageError("--plan-only needs no hosts; say for how many devices with -np")
+        raise UsageError("--plan-only needs no hosts; give the number of devices with -np")
     try:
         if options.hosts is not None:
             hosts = host_list.parse_hosts(options.hosts)

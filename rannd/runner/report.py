@@ -12,8 +12,8 @@ from rannd.runner.watch.monitor import JobResult, RankEnd
 _SIGNAL_WORDS = {
     signal.SIGKILL: "out of memory is likely, unless someone killed it",
     signal.SIGSEGV: "invalid memory access in native code",
-    signal.SIGBUS: "memory that is not there: /dev/shm or a mapped file is full",
-    signal.SIGABRT: "native code gave up; its message is in standard error",
+    signal.SIGBUS: "memory is not available: /dev/shm or a mapped file may be full",
+    signal.SIGABRT: "native code aborted; its message is in standard error",
     signal.SIGILL: "the processor lacks an instruction",
     signal.SIGFPE: "integer division by zero in native code",
 }
@@ -99,14 +99,14 @@ def _others(result: JobResult, launcher: str) -> list[str]:
     early = result.launcher_status != 0 or (ended and not result.missing)
     broke = early and not result.failures and not result.signal and (result.missing or not result.late)
     if broke:
-        words = status_words(result.launcher_status) if result.launcher_status else "it ended before its ranks"
-        lines.append(f"{launcher} broke down: {words}")
+        words = status_words(result.launcher_status) if result.launcher_status else "it exited before its ranks"
+        lines.append(f"{launcher} failed: {words}")
         if ended:
             lines.append(f"ended with it: {_ranks(ended)}")
     if result.missing and not result.signal:
         lines.append(f"{result.missing} of {len(result.ends) + result.missing} ranks never started")
     if (broke or (result.missing and not result.signal)) and result.launcher_output.strip():
-        lines.append(f"{launcher} said:")
+        lines.append(f"output of {launcher}:")
         lines += [f"  {line}" for line in result.launcher_output.strip().splitlines()[-60:]]
     return lines
 

@@ -61,26 +61,26 @@ def _default(name: str) -> str:
     metavar="N",
     help="Number of ranks. Default: the slots of the hosts; else one per GPU; without GPUs one per pair of cores.",
 )
-@click.option("-m", "--module", is_flag=True, help="COMMAND starts with the name of a module, as in python -m.")
+@click.option("-m", "--module", is_flag=True, help="COMMAND starts with a module name, as in python -m.")
 @click.option(
-    "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes. Default: --hostfile, the batch system's."
+    "--hosts", metavar="A:4,B:4", help="Hosts and their numbers of ranks. Default: --hostfile, or the batch system's."
 )
-@click.option("--hostfile", metavar="FILE", help="Hosts, one a line: name slots=N.")
+@click.option("--hostfile", metavar="FILE", help="File with hosts, one per line: name slots=N.")
 @click.option("--config", type=_PATH, metavar="FILE", help="Configuration to read instead of rannc_conf.toml.")
 @click.option("--dry-run", is_flag=True, help="Print each rank's host, device, environment, command; start nothing.")
-@click.option("--show-config", is_flag=True, help="Print every configuration item, its value and where it is from.")
-@click.option("--check", is_flag=True, help="Look at all that a job needs, try it with two ranks, say what to mend.")
+@click.option("--show-config", is_flag=True, help="Print every configuration item, its value and its source.")
+@click.option("--check", is_flag=True, help="Check all that a job needs, try it with two ranks, say what to fix.")
 @click.option(
     "--tune/--no-tune",
     default=None,
     show_default="tune",
-    help="Choose threads and malloc of the ranks, or leave them alone.",
+    help="Choose threads and malloc settings of the ranks.",
 )
 @click.option(
     "--preflight/--no-preflight",
     default=None,
     show_default="preflight",
-    help="Look at the other machines before any rank starts, or start at once.",
+    help="Check the other hosts before any rank starts.",
 )
 @click.option("--show-ranks", metavar="0,2-3", help="Ranks whose output is shown. Default: all.")
 @click.option("--log-dir", metavar="DIR", help="Keep the ranks' output in DIR/<run>/rank_<R>/.")
@@ -96,15 +96,13 @@ def _default(name: str) -> str:
     type=click.FloatRange(min=0),
     show_default=_default("timeout_start"),
     metavar="S",
-    help="Seconds in which all ranks have to have started; 0: as long as it takes.",
+    help="Seconds within which all ranks must start; 0: no limit.",
 )
-@click.option(
-    "--plan-only", is_flag=True, help="Print the partition for -np devices, which need not be there, and end."
-)
+@click.option("--plan-only", is_flag=True, help="Print the partition for -np devices, which need not exist, and exit.")
 @click.option(
     "--cluster",
     metavar="NAME|FILE",
-    help="With --plan-only: the devices to plan for, as a100x8 or a .toml file. -np: one node of them by default.",
+    help="With --plan-only: the devices to plan for: a100x8, or a .toml file. Default of -np: one node of them.",
 )
 @click.version_option(__version__, prog_name="rannc-run")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -174,7 +172,7 @@ def _tell_unread(file: Path | None) -> None:
     except ConfigError:  # reported by the code that reads it
         return
     if there.is_file() and not (read is not None and read.exists() and read.samefile(there)):
-        _say(f"./{there} is not read; --config {there} reads it")
+        _say(f"./{there} is not read; use --config {there} to read it")
 
 
 def _become(adopted: Adopted, items: Config, *, dry_run: bool) -> None:
@@ -205,7 +203,7 @@ def launch(job: Job) -> int:
         try:
             os.makedirs(job.log_dir)
         except (OSError, ValueError) as error:  # ValueError: it contains a zero byte
-            raise UsageError(f"--log-dir: {job.log_dir} cannot be made: {error}") from None
+            raise UsageError(f"--log-dir: {job.log_dir} cannot be created: {error}") from None
         _say(f"logs: {job.log_dir}")
     if job.tuning_line:
         _say(job.tuning_line)
@@ -275,7 +273,7 @@ def _planned(job: Job) -> int:
         code = launch(replace(job, added={**job.added, planned.VARIABLE: str(file)}))
         if code == 0 and not file.exists():
             raise PlanError(
-                "nothing was planned: the script ended without a call of a pyrannc.RaNNCModule; call the model once"
+                "nothing was planned: the script ended without calling a pyrannc.RaNNCModule; call the model once"
             )
     return code
 

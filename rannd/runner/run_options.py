@@ -116,7 +116,7 @@ def _hosts_or_hostfile(config: Config) -> str | None:
         return named[0] if named else None
     hosts, hostfile = (_height(name, config.origin(name)) for name in named)
     if hosts == hostfile:
-        raise UsageError(f"both {_told(config, 'hosts')} and {_told(config, 'hostfile')} are given; leave one away")
+        raise UsageError(f"both {_told(config, 'hosts')} and {_told(config, 'hostfile')} are given; leave one out")
     return "hosts" if hosts > hostfile else "hostfile"
 
 
@@ -139,7 +139,7 @@ def rank_command(options: Options) -> list[str]:
     if not options.command:
         what = "module" if options.module else "script"
         raise UsageError(
-            f"no {what} was named; write rannc-run -np 2 {'-m pkg.train' if options.module else 'train.py'}"
+            f"no {what} was given; write rannc-run -np 2 {'-m pkg.train' if options.module else 'train.py'}"
         )
     if options.module:
         return [sys.executable, "-m", *options.command]

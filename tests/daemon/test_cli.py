@@ -129,7 +129,7 @@ def test_status_tells_of_clients_counts_leases_and_errors(used: int) -> None:
     assert lease.endswith(" s, profiling, 40 %, 0 waiting")
     (error,) = [line for line in told if line.startswith("error ")]
     assert error.startswith("error     20")
-    assert error.endswith(" is not that of its components; it is not stored")
+    assert error.endswith(" does not match its components; it is not stored")
 
 
 def test_status_as_json_has_all_of_it(used: int) -> None:

@@ -109,9 +109,9 @@ def test_any_directory_is_expressed(tmp_path: Path, name: str) -> None:
 def test_what_a_unit_cannot_express_is_refused(tmp_path: Path) -> None:
     for name in ("line\nfeed", "\udcff", "bell\x07"):
         (tmp_path / name).mkdir()
-        with pytest.raises(DaemonError, match=r"cannot express the path|not in UTF-8"):
+        with pytest.raises(DaemonError, match=r"cannot contain the path|not in UTF-8"):
             systemd_units.units(places({"XDG_RUNTIME_DIR": str(tmp_path / name), "HOME": "/home/me"}), "/bin/rannd")
-        with pytest.raises(DaemonError, match=r"cannot express the path|not in UTF-8"):
+        with pytest.raises(DaemonError, match=r"cannot contain the path|not in UTF-8"):
             systemd_units.units(places({"XDG_RUNTIME_DIR": str(tmp_path), "HOME": f"/home/{name}"}), "/bin/rannd")
     with pytest.raises(DaemonError, match="quotes or backslashes"):
         systemd_units.units(places({"XDG_RUNTIME_DIR": str(tmp_path), "HOME": "/home/me"}), "/it's/rannd")
@@ -119,7 +119,7 @@ def test_what_a_unit_cannot_express_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_runtime_directory_it_is_refused() -> None:
     """As after su: systemd's user manager would set the variable for the daemon, clients would not have it."""
-    with pytest.raises(DaemonError, match="XDG_RUNTIME_DIR is not a directory of yours"):
+    with pytest.raises(DaemonError, match="XDG_RUNTIME_DIR is not a directory of this user"):
         systemd_units.units(places({"HOME": "/home/me"}), "/bin/rannd")
 
 
@@ -191,7 +191,7 @@ def test_install(config: Path, daemon_home) -> None:
     assert words(read((config / "rannd.service").read_text())["Service"]["ExecStart"]) == [RANND, "run"]
     assert Path(places().cache).is_dir(), "the service could not make it"
     again = rannd("install-service").stdout.splitlines()
-    assert again[:2] == [f"{config}/rannd.socket is there already", f"{config}/rannd.service is there already"]
+    assert again[:2] == [f"{config}/rannd.socket is up to date", f"{config}/rannd.service is up to date"]
     assert daemon_home.pids() == [], "nothing is started"
 
 
@@ -208,7 +208,7 @@ def test_a_unit_that_says_something_else_stays(config: Path) -> None:
     (config / "rannd.service").write_text("mine")
     told = rannd("install-service")
     assert told.returncode == 2
-    assert f"{config}/rannd.service is there and says something else" in told.stderr
+    assert f"{config}/rannd.service exists with other content" in told.stderr
     assert not (config / "rannd.socket").exists()
     assert (config / "rannd.service").read_text() == "mine"
     forced = rannd("install-service", "--force")
@@ -233,7 +233,7 @@ def test_a_folder_that_cannot_be_made(config: Path, daemon_home) -> None:
     (daemon_home.conf / "systemd").write_text("in the way")
     told = rannd("install-service")
     assert told.returncode == 6
-    assert f"the folder {config} cannot be made" in told.stderr
+    assert f"the folder {config} cannot be created" in told.stderr
 
 
 def test_half_of_the_units_is_completed(tmp_path: Path) -> None:

@@ -35,4 +35,4 @@ def test_a_trace_that_was_kept_unseen_is_compared_by_the_next_run(job: Job) -> N
 def test_too_many_stages_name_the_code_that_cannot_be_cut(job: Job) -> None:
     told = job.train(2, "tests/e2e/programs/one_block.py", code=1, RANNC_PARTITION_NUM="2")
     assert "the model divides into 1 blocks only" in told
-    assert "Nothing inside of the model (Net) can be placed apart" in told
+    assert "Nothing inside the model (Net) can be split over stages" in told

@@ -19,7 +19,7 @@ def refused(node: Node, *options: str, **variables: str) -> list[list[str]]:
     """The rows of the table: host, what, found, what to do."""
     code, output = node.run("rannc-run", *options, **variables)
     assert code == 7, output
-    assert "not ready, nothing was started (--no-preflight starts all the same):" in output
+    assert "not ready, nothing was started (--no-preflight skips this check):" in output
     assert "the script runs" not in output
     head, *rows = [line for line in output.splitlines() if line.startswith("  ")]
     assert re.split(r"  +", head.strip()) == ["host", "what", "found", "what to do"]
@@ -57,8 +57,8 @@ def test_all_that_is_wrong_is_in_one_table(nodes: list[Node]) -> None:
     rows = refused(a, "--hosts", "a:1,b:1,nowhere:1,c:1", "speak.py")
     found = {(host, what): (text, mend) for host, what, text, mend in rows}
     ours = importlib.metadata.version("torch")
-    assert found[("b", "torch")] == ("2.12.7", f"{ours} is here: install the same on all")
-    assert found[("b", "configuration")] == ("partition_num = 3", "0 is here: make them the same")
+    assert found[("b", "torch")] == ("2.12.7", f"{ours} on this host: install the same on all")
+    assert found[("b", "configuration")] == ("partition_num = 3", "0 on this host: set the same on all")
     assert found[("b", "script")][0] == "no speak.py"
     assert found[("nowhere", "name")][0].startswith("not known here")
     assert "No route to host" in found[("c", "answer")][0]
@@ -107,7 +107,7 @@ def test_names_and_ports(nodes: list[Node]) -> None:
     a, b, c = nodes
     c.hosts.write_text(c.hosts.read_text().replace("10.213.47.2 b", "127.0.0.1 b"))
     rows = refused(a, "--hosts", "b:1,c:1", "speak.py")
-    assert [(row[0], row[1], row[2]) for row in rows] == [("c", "name", "takes b for itself (127.0.0.1)")]
+    assert [(row[0], row[1], row[2]) for row in rows] == [("c", "name", "resolves b to itself (127.0.0.1)")]
     c.hosts.write_text(c.hosts.read_text().replace("127.0.0.1 b\n", ""))
     rows = refused(a, "--hosts", "b:1,c:1", "speak.py")
     assert [(row[0], row[1], row[2]) for row in rows] == [("c", "name", "does not know b, where rank 0 is")]

@@ -45,19 +45,22 @@ def test_what_is_encoded_comes_back() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format=FORMAT + 1, stages="other"), f"has format {FORMAT + 1}, this rannd reads {FORMAT}"),
+        (
+            lambda d: d.update(format=FORMAT + 1, stages="other"),
+            f"has format {FORMAT + 1}, this version of rannd reads {FORMAT}",
+        ),
         (lambda d: d.pop("stages"), "not a deployment .*missing required field `stages`"),
         (lambda d: d.update(slots=[]), "has 2 stages on 0 slots"),
         (lambda d: d.update(stages=[]), "has 0 stages on 4 slots"),
         (lambda d: d["slots"].reverse(), "slots are not sorted"),
-        (lambda d: d["slots"].__setitem__(0, d["slots"][1]), "one of them is there twice"),
+        (lambda d: d["slots"].__setitem__(0, d["slots"][1]), "one of them occurs twice"),
         (lambda d: d["slots"].__setitem__(0, [-1, 0]), r"slots\[0\].node is -1"),
         (lambda d: d["stages"][0]["slots"].__setitem__(0, 9), "stages use 4 slots, not each of 4 once"),
         (lambda d: d["stages"][0]["slots"].append(-1), "stages use 5 slots, not each of 4 once"),
         (lambda d: d["stages"].append({**d["stages"][0], "slots": []}), r"stages\[2\] has 0 slots"),
         (lambda d: d["stages"][1].update(ops=[]), r"stages\[1\] has 2 slots and 0 operators"),
-        (lambda d: d["stages"][1]["ops"].append(d["stages"][0]["ops"][0]), r"operator of stages\[1\] is there twice"),
-        (lambda d: d["stages"][1]["ops"].append(d["stages"][1]["ops"][0]), r"operator of stages\[1\] is there twice"),
+        (lambda d: d["stages"][1]["ops"].append(d["stages"][0]["ops"][0]), r"operator of stages\[1\] occurs twice"),
+        (lambda d: d["stages"][1]["ops"].append(d["stages"][1]["ops"][0]), r"operator of stages\[1\] occurs twice"),
         (lambda d: d.update(microbatches=0), "microbatches is 0"),
         (lambda d: d.update(microbatches=-3), "microbatches is -3"),
         (lambda d: d.update(microbatches=1 << 60), "microbatches is 1152921504606846976"),
@@ -73,7 +76,7 @@ def test_what_is_encoded_comes_back() -> None:
 def test_what_cannot_be_is_named(change: Callable[[dict[str, Any]], None], message: str) -> None:
     with pytest.raises(DeploymentError, match=message) as caught:
         decode(changed(change))
-    assert str(caught.value).endswith("plan again without it")
+    assert str(caught.value).endswith("run without it to plan again")
     assert len(str(caught.value)) < 300
 
 
@@ -107,7 +110,7 @@ def test_what_is_nested_or_large_is_none() -> None:
         decode(b"\x91" * 100_000)
     with pytest.raises(DeploymentError, match="not a deployment"):
         decode(b"\x82\xa6format\x02\xa5other" + b"\x91" * 100_000 + b"\xc0")
-    with pytest.raises(DeploymentError, match="are no deployment"):
+    with pytest.raises(DeploymentError, match="are too many for a deployment"):
         decode(bytes(MAX_BYTES + 1))
 
 
@@ -122,7 +125,7 @@ def test_what_makes_a_deployment_wrong_is_an_error() -> None:
     with pytest.raises(DeploymentError, match="made for 4 ranks, this job has 2; start 4 ranks, or"):
         check_belongs(mine, graph_hash=mine.graph_hash, world=2)
     other = msgspec.structs.replace(mine, schedule="\x1b[2Jmine")
-    with pytest.raises(DeploymentError, match=r"schedule '\?\[2Jmine', this rannd knows .*1f1b"):
+    with pytest.raises(DeploymentError, match=r"schedule '\?\[2Jmine', this version of rannd supports .*1f1b"):
         check_belongs(other, graph_hash=mine.graph_hash, world=4)
 
 

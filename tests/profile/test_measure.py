@@ -176,7 +176,7 @@ def test_memory_that_is_too_little_for_one_row_is_an_error(tmp_path: Path) -> No
     mp.spawn(_measure_with_little_memory, (str(tmp_path / "cost"), (2, 8), 4096, 40))
     told = (tmp_path / "cost").read_bytes().decode()
     assert "cannot be measured with 1 rows on cpu" in told
-    assert "needs more than the device has" in told
+    assert "needs more memory than the device has" in told
 
 
 def test_integer_inputs_are_those_of_the_user() -> None:

@@ -35,7 +35,7 @@ def test_what_is_wrong_is_told_and_all_else_is_looked_at(shell: Shell, daemon_ho
     found = findings(out)
     assert code == 1
     assert {name for name, (how, _) in found.items() if how == "WRONG"} == {"daemon"}
-    assert "cannot be made" in found["daemon"][1]
+    assert "cannot be created" in found["daemon"][1]
     assert found["two ranks"][0] == "ok", "jobs run without a cache"
 
 

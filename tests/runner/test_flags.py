@@ -63,10 +63,10 @@ def test_a_flag_says_yes_again_where_the_file_says_no(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('nproc = "two"', 'own.toml:1: nproc = "two", but nproc wants a whole number, 0 or more'),
-        ("grace_period = -1", "own.toml:1: grace_period = -1.0, but grace_period wants a number, 0 or more"),
-        ("tune = 0", "own.toml:1: tune = 0, but tune wants true or false"),
-        ("hosts = 4", "own.toml:1: hosts = 4, but hosts wants a string"),
+        ('nproc = "two"', 'own.toml:1: nproc = "two", but nproc must be a whole number, 0 or more'),
+        ("grace_period = -1", "own.toml:1: grace_period = -1.0, but grace_period must be a number, 0 or more"),
+        ("tune = 0", "own.toml:1: tune = 0, but tune must be true or false"),
+        ("hosts = 4", "own.toml:1: hosts = 4, but hosts must be a string"),
         ('hosts = "a:x"', "own.toml:1: --hosts a:x: 'a:x' is not a host"),
         ('hostfile = "none"', "own.toml:1: --hostfile none cannot be read"),
         ('show_ranks = "9"', "own.toml:1: show_ranks = 9: the job has ranks 0 to 1"),
@@ -104,7 +104,7 @@ def test_the_higher_of_hosts_and_hostfile_holds(conf: dict[str, str]) -> None:
 
 
 def test_both_in_one_place_are_an_error(conf: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="both --hosts a and --hostfile b are given; leave one away"):
+    with pytest.raises(UsageError, match="both --hosts a and --hostfile b are given; leave one out"):
         asked(conf, hosts="a", hostfile="b")
     with pytest.raises(UsageError, match="both RANNC_HOSTS a and RANNC_HOSTFILE b are given"):
         asked(conf | {"RANNC_HOSTS": "a", "RANNC_HOSTFILE": "b"})
@@ -125,7 +125,7 @@ def test_paths_are_from_the_working_directory_and_home(conf: dict[str, str], mon
 
 # --- a file that other programs would read ---------------------------------------------------------
 
-UNREAD = "rannc-run: ./rannc_conf.toml is not read; --config rannc_conf.toml reads it\n"
+UNREAD = "rannc-run: ./rannc_conf.toml is not read; use --config rannc_conf.toml to read it\n"
 
 
 @pytest.mark.ranks

@@ -79,9 +79,9 @@ def test_a_launcher_that_ends_well_under_running_ranks() -> None:
     result = JobResult([end(0, -15, ordered=True), end(1, -15, ordered=True)], launcher_output="lost a daemon\n")
     assert exit_code(result) == 128 + 15
     assert report(result, "Open MPI", {0, 1}, None) == (
-        "rannc-run: Open MPI broke down: it ended before its ranks\n"
+        "rannc-run: Open MPI failed: it exited before its ranks\n"
         "rannc-run: ended with it: ranks 0, 1\n"
-        "rannc-run: Open MPI said:\n"
+        "rannc-run: output of Open MPI:\n"
         "rannc-run:   lost a daemon\n"
     )
 
@@ -95,8 +95,8 @@ def test_ranks_that_started_too_late() -> None:
 def test_the_launcher_is_quoted_where_ranks_never_started() -> None:
     result = JobResult([], missing=2, launcher_status=1, launcher_output="no such host: b\n")
     assert report(result, "MPICH", {0, 1}, None) == (
-        "rannc-run: MPICH broke down: exit code 1\n"
+        "rannc-run: MPICH failed: exit code 1\n"
         "rannc-run: 2 of 2 ranks never started\n"
-        "rannc-run: MPICH said:\n"
+        "rannc-run: output of MPICH:\n"
         "rannc-run:   no such host: b\n"
     )

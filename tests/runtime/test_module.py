@@ -193,7 +193,7 @@ def test_using_a_deployment_file(tmp_path: Path) -> None:
     again = wrapped(Tied(), load_deployment=file)
     again(torch.randn(3, 6))
     assert again.deployment == model.deployment
-    with pytest.raises(DeploymentError, match="plan again without it"):
+    with pytest.raises(DeploymentError, match="run without it to plan again"):
         wrapped(nn.Linear(6, 6), load_deployment=file)(torch.randn(3, 6))
     file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(DeploymentError, match="not a deployment"):

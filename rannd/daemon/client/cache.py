@@ -136,7 +136,7 @@ class Client:
         kept, batch, size = 0, list[protocol.NewEntry](), 0
         for key, value in items:
             if len(value) > protocol.MAX_VALUE:
-                self._warn("size", f"a value of {len(value)} bytes is above {protocol.MAX_VALUE} and is not kept")
+                self._warn("size", f"a value of {len(value)} bytes is above {protocol.MAX_VALUE} and is not cached")
                 continue
             self._note(key, value, made=True)
             packed = pack(value)
@@ -190,7 +190,7 @@ class Client:
             holder = reply.who or f"process {reply.pid}"
             state = f"{holder} {reply.progress}"
             if state != told and on_wait is not None:
-                doing = f"is {reply.progress}" if reply.progress else f"makes {key.kind} {key.short}"
+                doing = f"is {reply.progress}" if reply.progress else f"is computing {key.kind} {key.short}"
                 on_wait(f"{holder} {doing}, for {reply.since_s:.1f} s so far; waiting for it, {left:.0f} s at most")
             told = state
             slice_s = min(SLICE_S, left)
@@ -205,7 +205,7 @@ class Client:
     def why(self, key: Key) -> tuple[str, str]:
         """Explain why `key` was missed: the change since the nearest entry of the same model, and the whole comparison.
 
-        For example ('batch 128 -> 64', 'the nearest deployment in the cache, ..., has another global_batch 64, there
+        For example ('batch 128 -> 64', 'the nearest deployment in the cache, ..., differs in global_batch 64, there
         128').
         The first is '' if the cache has no entry of the model; both are '' without a daemon.
         """
@@ -219,7 +219,7 @@ class Client:
             return "", f"the cache has no other {key.kind}"
         shown = ", ".join(phrase(each) for each in reply.differences[:MOST_SHOWN])
         more = len(reply.differences) - MOST_SHOWN
-        whole = f"the nearest {key.kind} in the cache, {reply.entry.key[:12]}, has another {shown}" + (
+        whole = f"the nearest {key.kind} in the cache, {reply.entry.key[:12]}, differs in {shown}" + (
             f", and {more} more (rannc-cache why --last)" if more > 0 else ""
         )
         return clause(reply.differences), whole
@@ -278,7 +278,7 @@ class Client:
             self._warn(exc.code, str(exc))
         except (DaemonError, OSError, zmq.ZMQError) as exc:
             self.close()
-            self._warn("gone", f"{exc}; the job goes on without a cache")
+            self._warn("gone", f"{exc}; the job continues without a cache")
         return None
 
     def _warn(self, code: str, text: str) -> None:
@@ -303,6 +303,6 @@ def connect(*, mode: Mode, timeout_s: float, idle_s: float, max_bytes: int) -> C
         session = DaemonSession(places(), Settings(idle_s, max_bytes, version()), timeout_s)
         session.greet()
     except (DaemonError, OSError, zmq.ZMQError) as exc:
-        _log.warning("no daemon: %s; the job goes on without a cache", exc)
+        _log.warning("no daemon: %s; the job continues without a cache", exc)
         return Client(mode, None)
     return Client(mode, session)

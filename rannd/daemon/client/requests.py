@@ -79,7 +79,7 @@ class DaemonSession:
                     line.close()
                     if time.monotonic() >= deadline:
                         raise DaemonError(
-                            f"the daemon starts but does not stay; its log is {self.places.log}"
+                            f"the daemon starts but exits at once; its log is {self.places.log}"
                         ) from None
                 except protocol.VersionError as exc:
                     line.close()

@@ -92,14 +92,14 @@ def greet(places: DaemonPaths, settings: Settings, deadline: float) -> Daemon:
                     raise
                 if replaced == MOST_REPLACED:
                     raise DaemonError(
-                        f"an older rannd, of protocol version {exc.version}, is started again whenever it is stopped; "
-                        "where systemd does so, run `rannd install-service --force` of the newer one and what it says"
+                        f"an older rannd, of protocol version {exc.version}, is started again after it was stopped; "
+                        "if systemd does so, run `rannd install-service --force` of the newer one and do what it prints"
                     ) from None
             _replace(places, settings, deadline)
             started, replaced = True, replaced + 1
         except request_channel.GoneError:
             if time.monotonic() >= deadline:
-                raise DaemonError(f"the daemon starts but does not stay; its log is {places.log}") from None
+                raise DaemonError(f"the daemon starts but exits at once; its log is {places.log}") from None
 
 
 def start_if_down(places: DaemonPaths, settings: Settings, deadline: float) -> bool:
@@ -222,7 +222,7 @@ def _start(places: DaemonPaths, settings: Settings, deadline: float) -> None:
             child.kill()
             child.wait()
         if said != "ready":
-            words = said or f"it did not get ready; its log {places.log} ends with:\n{_tail(log, offset)}"
+            words = said or f"it did not become ready; its log {places.log} ends with:\n{_tail(log, offset)}"
             raise DaemonError(f"the daemon cannot be started: {words}")
     finally:
         os.close(ready)
@@ -255,7 +255,7 @@ def _open_log(path: str) -> int:
                 os.replace(path, path + ".1")
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
-        raise DaemonError(f"the log {path} cannot be opened: {exc.strerror}; look at what is there") from exc
+        raise DaemonError(f"the log {path} cannot be opened: {exc.strerror}; check its type and permissions") from exc
 
 
 def _tail(log: int, offset: int) -> str:

@@ -30,7 +30,7 @@ class PackedValue(NamedTuple):
         except zlib.error as exc:
             raise ProtocolError(f"a compressed value is damaged: {exc}") from None
         if len(found) != self.size or not unpacker.eof:
-            raise ProtocolError(f"a compressed value is not of the {self.size} bytes that it claims")
+            raise ProtocolError(f"a compressed value does not have the {self.size} bytes that it claims")
         return found
 
 

@@ -22,7 +22,7 @@ def open_lock(path: str) -> int:
     try:
         return os.open(path, _FLAGS, 0o600)
     except OSError as exc:
-        raise DaemonError(f"the lock {path} cannot be opened: {exc.strerror}; look at what is there") from exc
+        raise DaemonError(f"the lock {path} cannot be opened: {exc.strerror}; check its type and permissions") from exc
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
@@ -63,7 +63,7 @@ def held(path: str, deadline: float, *, shared: bool = False) -> Iterator[None]:
     fd = open_lock(path)
     try:
         if not wait_lock(fd, deadline, shared=shared):
-            raise DaemonError(f"the lock {path} was not free in time; `rannd status` shows who runs")
+            raise DaemonError(f"the lock {path} was not free in time; `rannd status` shows the running daemon")
         yield
     finally:
         os.close(fd)

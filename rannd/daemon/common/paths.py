@@ -187,17 +187,17 @@ def _secure(path: str, name: str, *, follow: bool, forbidden: int) -> None:
         found = os.stat(path, follow_symlinks=follow)
     except OSError as exc:
         raise DaemonError(
-            f"the {name} directory {path} cannot be made ({exc.strerror}: {exc.filename}); make it, or name another"
+            f"the {name} directory {path} cannot be created ({exc.strerror}: {exc.filename}); create it, or use another"
         ) from exc
     mode = stat.S_IMODE(found.st_mode)
     if stat.S_ISLNK(found.st_mode):
-        raise DaemonError(f"the {name} directory {path} is a symbolic link; remove it, rannd makes its own")
+        raise DaemonError(f"the {name} directory {path} is a symbolic link; remove it, rannd creates its own")
     if not stat.S_ISDIR(found.st_mode):
-        raise DaemonError(f"the {name} directory {path} is not a directory; remove it, rannd makes its own")
+        raise DaemonError(f"the {name} directory {path} is not a directory; remove it, rannd creates its own")
     if found.st_uid != os.getuid():
         raise DaemonError(
             f"the {name} directory {path} belongs to user {found.st_uid}, not to {os.getuid()}; "
-            "have it removed by its owner"
+            "ask its owner to remove it"
         )
     if mode & forbidden:
-        raise DaemonError(f"the {name} directory {path} has mode {mode:04o}: others get in; run: chmod 700 {path}")
+        raise DaemonError(f"the {name} directory {path} has mode {mode:04o}: others have access; run: chmod 700 {path}")

@@ -447,7 +447,7 @@ def decode_request(frames: list[bytes]) -> tuple[Request, int]:
     if not OLDEST <= version <= PROTOCOL:
         age = "an older" if version < OLDEST else "a newer"
         raise VersionError(
-            f"a message speaks version {version} of the protocol, this daemon {PROTOCOL} and {OLDEST}: it comes from "
+            f"a message has protocol version {version}, this daemon supports {PROTOCOL} and {OLDEST}: it comes from "
             f"{age} rannd; install one version of rannd in all environments",
             version,
         )
@@ -467,15 +467,15 @@ def decode_reply(frames: list[bytes], version: int = PROTOCOL) -> Reply:
     try:
         text = msgspec.msgpack.decode(frames[1], type=Failed).text
     except msgspec.DecodeError:
-        text = "it does not say more"
-    raise VersionError(f"the daemon speaks version {spoken} of the protocol, this is {version}: {text}", spoken)
+        text = "it gives no reason"
+    raise VersionError(f"the daemon has protocol version {spoken}, this process {version}: {text}", spoken)
 
 
 def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     try:
         return decoder.decode(frames[1])
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise ProtocolError(f"a message breaks the protocol: {exc}") from None
+        raise ProtocolError(f"a message violates the protocol: {exc}") from None
 
 
 def _version(frames: list[bytes]) -> int:
@@ -483,7 +483,7 @@ def _version(frames: list[bytes]) -> int:
         raise ProtocolError(f"a message has {len(frames)} frames instead of 2; is this a rannd client?")
     found = re.fullmatch(rb"rannd/([1-9][0-9]{0,3})", frames[0])
     if found is None:
-        raise ProtocolError(f"a message begins with {frames[0][:16]!r} and not with rannd/{PROTOCOL}; is it of rannd?")
+        raise ProtocolError(f"a message begins with {frames[0][:16]!r}, not rannd/{PROTOCOL}; is this a rannd client?")
     return int(found[1])
 
 

@@ -129,7 +129,7 @@ def _listen(path: str) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as exc:
         listener.close()
-        raise DaemonError(f"the socket {path} cannot be made: {exc.strerror}; remove what is there") from exc
+        raise DaemonError(f"the socket {path} cannot be created: {exc.strerror}; remove what is at this path") from exc
     return listener
 
 
@@ -146,7 +146,7 @@ def _activated(path: str) -> socket.socket | None:
     if listener.family != socket.AF_UNIX or found != path:
         listener.detach()
         raise DaemonError(
-            f"the activated socket is {found!r}, clients look at {path}; mend ListenStream= of rannd.socket"
+            f"the activated socket is {found!r}, clients look at {path}; correct ListenStream= in rannd.socket"
         )
     os.set_inheritable(3, False)
     return listener
@@ -176,7 +176,7 @@ def main() -> None:
         os.write(orders.ready_fd, f"{exc}\n".encode())
         sys.exit(exc.exit_code)
     except Exception:
-        logging.exception("rannd ends by a fault of its own")
+        logging.exception("rannd exits because of an internal error")
         sys.exit(1)
 
 

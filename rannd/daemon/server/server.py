@@ -178,7 +178,7 @@ class Server:
         if now - self._checked >= CHECK_S:
             self._checked = now
             if identity(self.places.socket) != self._inode:
-                self._stop = f"the socket {self.places.socket} was taken away"
+                self._stop = f"the socket {self.places.socket} was removed"
                 self._owns_socket = False
                 return
         if self.settings.idle_s <= 0 or self._leases or now - self._active < self.settings.idle_s:
@@ -220,11 +220,9 @@ class Server:
             self._trouble(str(exc))
             failed = protocol.Failed("store", str(exc))
         except Exception as exc:  # one request must not stop the daemon that all jobs share
-            self._log.exception("a request failed by a fault of rannd's own")
-            self._trouble(f"a fault of rannd's own: {type(exc).__name__}: {exc}", level=logging.DEBUG)
-            failed = protocol.Failed(
-                "fault", f"the daemon has a fault: {type(exc).__name__}: {exc}; its log says where"
-            )
+            self._log.exception("a request failed because of an internal error")
+            self._trouble(f"internal error: {type(exc).__name__}: {exc}", level=logging.DEBUG)
+            failed = protocol.Failed("fault", f"internal error of the daemon: {type(exc).__name__}: {exc}; see its log")
         self._send(to, failed)
 
     def _carry_out(self, request: protocol.Request, to: Route, peer: int) -> protocol.Reply | None:
@@ -318,7 +316,7 @@ class Server:
         now = time.monotonic()
         patience = protocol.LEASE_S if request.beats else math.inf
         if not self._holders.watch(request.pid, peer) and not request.beats:
-            return protocol.Failed("lease", f"process {request.pid} cannot be watched from here: it gets no lease")
+            return protocol.Failed("lease", f"the daemon cannot watch process {request.pid}, so it gets no lease")
         standing = self._leases.grant(request.key, request.token, request.pid, now, request.who, patience)
         if standing is None:
             self._store.missed(request.kind or "unknown")

@@ -58,7 +58,7 @@ class Database:
         if self._db is not None:
             if self._db.in_transaction or identity(self.path) == self._file:
                 return self._db
-            self._log.warning("the store %s was taken away: a new one begins", self.path)
+            self._log.warning("the store %s was removed: a new one is created", self.path)
             self._db.close()
             self._db = None
         os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
@@ -87,7 +87,7 @@ class Database:
         if written > self._format:  # checked before anything is changed, because the file is another version's
             raise DaemonError(
                 f"the store {self.path} is of format {written}, which a newer rannd wrote; this one reads "
-                f"{self._format}: update it, or set XDG_CACHE_HOME to a directory of its own"
+                f"{self._format}: update it, or set XDG_CACHE_HOME to another directory"
             )
         network = on_network(self.path)
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -125,7 +125,7 @@ class Database:
     def _begin_anew(self, exc: sqlite3.DatabaseError) -> None:
         aside = self.path + ".corrupt"
         self._log.warning(
-            "the store %s is corrupt (%s): it is set aside as %s, a new one begins", self.path, exc, aside
+            "the store %s is corrupt (%s): it is renamed to %s, a new one is created", self.path, exc, aside
         )
         if self._db is not None:
             self._db.close()
@@ -146,7 +146,7 @@ class Database:
             if isinstance(exc, sqlite3.Error) and _code(exc) in _HELD:
                 raise DaemonError(
                     f"the store {self.path} is held by another process, perhaps in another container that shares "
-                    "this directory; end it, or set XDG_CACHE_HOME to a directory of this container's own"
+                    "this directory; stop it, or set XDG_CACHE_HOME to a directory of this container only"
                 ) from exc
             raise DaemonError(f"the store {self.path} cannot be {what}: {exc}") from exc
 

@@ -41,9 +41,9 @@ def fault(row: Sequence[Any]) -> str | None:
     if found.format != FORMAT:
         return f"it has format {found.format}, this version of rannd reads {FORMAT}"
     if not isinstance(value, bytes) or len(value) != found.length:
-        return "its length does not hold"
+        return "its length does not match"
     if checksum(found.key, found.kind, found.format, row[9], found.size, value) != found.checksum:
-        return "its checksum does not hold"
+        return "its checksum does not match"
     return None
 
 

@@ -201,7 +201,7 @@ class Store:
         """
         for entry in entries:
             if entry.key != digest_of(entry.kind, entry.components):
-                raise DaemonError(f"key {entry.key[:12]} is not that of its components; it is not stored")
+                raise DaemonError(f"key {entry.key[:12]} does not match its components; it is not stored")
             if len(entry.value) > self.max_bytes:
                 raise DaemonError(
                     f"a value of {len(entry.value)} bytes is above the cache's limit of {self.max_bytes}; "
@@ -220,7 +220,7 @@ class Store:
             if evicted:
                 self._db.shrink()
             return
-        raise DaemonError(f"the store {self.path} was corrupt and has been begun anew; this value is not kept")
+        raise DaemonError(f"the store {self.path} was corrupt and has been created again; this value is not stored")
 
     def nearest(self, kind: str, components: dict[str, str], pid: int = 0, *, remember: bool = True) -> Nearest:
         """Return the entry of `kind` nearest to these components, which process `pid` (0: unknown) has missed.
@@ -379,10 +379,10 @@ class Store:
                     [(first + place * 1e-6, first, key) for place, (key,) in enumerate(late)],
                 )
         except (sqlite3.Error, OSError, DaemonError) as exc:
-            self._log.warning("entries used in the future are not dated again: %s", exc)
+            self._log.warning("entries last used in the future cannot be re-dated: %s", exc)
             return
         if late:
-            self._log.info("the clock was set back: %d entries used later than now are dated again", len(late))
+            self._log.info("the clock was set back: %d entries last used in the future are re-dated", len(late))
 
     def _infos(self, rows: Sequence[Sequence[Any]]) -> list[EntryInfo]:
         found = []

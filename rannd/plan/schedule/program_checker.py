@@ -177,10 +177,10 @@ class _Run:
             if place < len(actions)
         ]
         if stuck:
-            raise PlanError(f"the program never ends: {', '.join(stuck)} waits for a message that nobody sends before")
+            raise PlanError(f"the program never ends: {', '.join(stuck)} waits for a message that is never sent")
         left = {wire: list(messages) for wire, messages in self.wires.items() if messages}
         if left:
-            raise PlanError(f"messages that nobody receives: {left}")
+            raise PlanError(f"messages that are never received: {left}")
 
     def _has(self, slot: int, piece: int, edge: Edge, *, gradient: bool) -> bool:
         """Whether `slot` has what `edge` transfers (activations at dst, gradients at src)."""
@@ -222,4 +222,4 @@ class _Run:
 
     def _expect(self, holds: bool, slot: int, action: Action) -> None:
         if not holds:
-            raise PlanError(f"slot {slot}: {action} uses what is not there yet")
+            raise PlanError(f"slot {slot}: {action} uses a value that it does not have yet")

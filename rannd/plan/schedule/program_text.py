@@ -56,7 +56,7 @@ def from_text(text: str) -> Program:
     """Parse what :func:`to_text` wrote; PlanError with the wrong line otherwise."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) < 4:
-        raise PlanError(f"a program's text has {len(lines)} lines; wanted: world, stages, edges and one for each slot")
+        raise PlanError(f"a program's text has {len(lines)} lines; expected: world, stages, edges, one for each slot")
     layout, rest = _layout(lines)
     if len(rest) != layout.world:
         raise PlanError(f"a program's text has {len(rest)} slots; its world is {layout.world}")
@@ -81,7 +81,7 @@ def _layout(lines: list[str]) -> tuple[Layout, list[str]]:
     tied = _TIED.fullmatch(lines[3])
     if head is None or stages is None or edge_words[0] != "edges" or None in edges:
         raise PlanError(
-            f"a program's text begins with {lines[:3]!r}; wanted: world, stages and edges, as to_text writes"
+            f"a program's text begins with {lines[:3]!r}; expected: world, stages and edges, as to_text writes"
         )
     pairs = [((int(edge[1]), int(edge[2])), edge[3] == "*") for edge in edges if edge is not None]
     sets = tied[1].split(" | ") if tied is not None else []
@@ -99,7 +99,7 @@ def _layout(lines: list[str]) -> tuple[Layout, list[str]]:
 def _action(word: str) -> Action:
     found = _ACTION.fullmatch(word)
     if found is None:
-        raise PlanError(f"{word!r} is no action; wanted: F3, B3, W3, SV3:0>1@2, RV.., SG.., RG.., R or R0")
+        raise PlanError(f"{word!r} is not an action; expected: F3, B3, W3, SV3:0>1@2, RV.., SG.., RG.., R or R0")
     reduce, compute, piece, move, moved, src, dst, peer = found.groups()
     if compute:
         return Action(ActionKind(compute), int(piece))

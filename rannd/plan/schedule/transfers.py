@@ -29,7 +29,7 @@ def with_transfers(layout: Layout, orders: Sequence[Sequence[Action]], *, interl
     """
     last = len(layout.stages)
     if interleaved and any(edge[1] == last for edge in layout.grad_edges):
-        raise PlanError(f"gradients of outputs travel over {layout.grad_edges}; an interleaved step has none")
+        raise PlanError(f"gradients of outputs are sent over {layout.grad_edges}; an interleaved step has none")
     slots: list[list[Action]] = [[] for _ in range(layout.slot_count)]
     around = _Around(layout)
     around.at_ranks(slots, [edge for edge in layout.edges if edge[0] < 0], gradient=False)

@@ -128,7 +128,7 @@ def plan(
     need = smallest_memory(every, stages=stages)
     if need is None:
         raise PlanError(
-            f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas make {world} devices "
+            f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas add up to {world} devices "
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
     later = later_candidates(partial(tables, allowed=allowed, limit=limit, recompute=False), others(chosen), stages)
@@ -160,7 +160,7 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
     if not found:
         most = max(rows_per_rank // options.min_pipeline_bs, 1)
         raise PlanError(
-            f"{asked} leaves pieces of {smallest[wanted[0]]} of a rank's {rows_per_rank} rows, "
+            f"{asked} leaves microbatches of {smallest[wanted[0]]} of a rank's {rows_per_rank} rows, "
             f"fewer than min_pipeline_bs={options.min_pipeline_bs}; take at most {most} microbatches or a smaller "
             "min_pipeline_bs"
         )
@@ -180,8 +180,8 @@ def _measurable(
         rows = piece_rows(batch_rows, world, max(counts))
         raise DoesNotFitError(
             f"no plan fits: block {stage_name(block, block + 1)} ({_modules(graph, blocks[block])}) ran out of memory "
-            f"with {most + 1} rows when it was measured alone, and {max(counts)} microbatches have pieces of {rows} "
-            "rows. Use smaller mini-batches, more microbatches (max_pipeline, pipeline_num) where the model's rows are "
+            f"with {most + 1} rows when it was measured alone, and {max(counts)} microbatches still have {rows} rows "
+            "each. Use smaller mini-batches, more microbatches (max_pipeline, pipeline_num) if the model's rows are "
             "independent, or devices with more memory"
         )
     return found
@@ -200,8 +200,8 @@ def _opaque(graph: TaskGraph) -> str:
         return ""
     some = ", ".join(code[:_MOST_NAMED]) + (f" and {len(code) - _MOST_NAMED} more" if len(code) > _MOST_NAMED else "")
     return (
-        f". Nothing inside of {some} can be placed apart: that code cannot be traced and runs as one operator (the log "
-        "says why, in the lines 'Tracing:')"
+        f". Nothing inside {some} can be split over stages: that code cannot be traced and runs as one operator (the "
+        "log lines 'Tracing:' say why)"
     )
 
 
@@ -222,7 +222,7 @@ def _demands(
         if stages and stages * replicas != world:
             raise PlanError(
                 f"partition_num={stages} times replica_num={replicas} is {stages * replicas}, but there are {world} "
-                "devices; leave one of the two at 0, or start as many ranks as their product"
+                "devices; set one of the two to 0, or start as many ranks as their product"
             )
         if world % replicas:
             divisors = [count for count in range(1, world + 1) if world % count == 0]
@@ -318,7 +318,7 @@ def _does_not_fit(
         f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
         f"({_modules(graph, blocks[block])}) needs most. Use devices with more memory, more ranks, a smaller batch, "
         f"or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
-        + (f". {would.name} would fit, which can be planned and not run yet" if would is not None else "")
+        + (f". {would.name} would fit, but cannot be run yet" if would is not None else "")
         + _opaque(graph)
     )
 
@@ -347,10 +347,10 @@ def alternative_lines(deployment: Deployment) -> list[str]:
     lines = []
     if deployment.bound_us > 0 and not deployment.searched_all:
         gap = deployment.e_us / deployment.bound_us - 1
-        lines.append(f"The search was cut off: a plan whose E is {gap:.1%} less may exist")
+        lines.append(f"The search was cut off: a plan whose closed form E is {gap:.1%} smaller may exist")
     for other in deployment.alternatives:
         if other.over_bytes:
-            lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB over on each device")
+            lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB too much on each device")
         elif not other.runs and deployment.step_us > 0:
             lines.append(f"Cannot be run yet: {other.name}: {1 - other.step_us / deployment.step_us:.1%} faster")
         elif deployment.step_us > 0:

@@ -106,7 +106,7 @@ class _Clock:
             places[slot], clocks[slot] = place, clock
         if waiting:
             texts = ", ".join(f"slot {slot} at {self._name(message)}" for message, slot in waiting.items())
-            raise PlanError(f"the program never ends: {texts} waits for a message that nobody sends before")
+            raise PlanError(f"the program never ends: {texts} waits for a message that is never sent")
         return Played(clocks, busy, last, links, events)
 
     def _steps(self, slot: int) -> list[_Step]:

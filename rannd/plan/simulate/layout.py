@@ -136,8 +136,8 @@ def _stages_of(graph: TaskGraph, deployment: Deployment) -> list[int]:
         op.name for op in graph.ops
     }:
         raise DeploymentError(
-            f"the deployment places {len(stage_of_name)} ops, of which not all are the model's {len(graph.ops)}; "
-            "it belongs to another model: plan again without it"
+            f"the deployment places {len(stage_of_name)} ops, which are not the {len(graph.ops)} ops of the model; "
+            "it belongs to another model: run without it to plan again"
         )
     return [stage_of_name[op.name] for op in graph.ops]
 

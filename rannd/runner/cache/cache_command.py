@@ -108,7 +108,7 @@ def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | 
         return None, ""
     (value,) = session.values([entry])
     if value is None:
-        return None, "it is not there any more"
+        return None, "it no longer exists"
     try:
         return decode(value.plain()), ""
     except (DeploymentError, ProtocolError) as exc:
@@ -117,8 +117,8 @@ def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | 
 
 @main.command()
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
-@click.option("--kind", help="Only entries of this kind, as deployment or profile.")
-@click.option("--older-than", metavar="AGE", help="Only entries not used for so long, as 7d, 12h, 30m.")
+@click.option("--kind", help="Only entries of this kind, such as deployment or profile.")
+@click.option("--older-than", metavar="AGE", help="Only entries not used for this long, such as 7d, 12h, 30m.")
 @json_option
 def clear(keys: tuple[str, ...], kind: str | None, older_than: str | None, as_json: bool) -> None:
     """Remove entries: all, or those whose key starts with a KEY and that match the options."""
@@ -138,7 +138,7 @@ def clear(keys: tuple[str, ...], kind: str | None, older_than: str | None, as_js
 
 
 @main.command()
-@click.option("--zero", is_flag=True, help="Begin to count anew, after this.")
+@click.option("--zero", is_flag=True, help="Reset the counters after showing them.")
 @json_option
 def stats(zero: bool, as_json: bool) -> None:
     """Show sizes and counters."""
@@ -167,7 +167,7 @@ def stats(zero: bool, as_json: bool) -> None:
     for name in counted.__struct_fields__[1:]:
         click.echo(f"{name:<10} {getattr(counted, name)}")
     if zero:
-        click.echo("this was counted until now; all counts begin at 0 again")
+        click.echo("the counters were reset to 0")
 
 
 def _counts(count: KindCount) -> dict[str, int]:

@@ -63,7 +63,7 @@ def only(session: DaemonSession, key: str, otherwise: str = "") -> EntryInfo:
     """
     found = list(session.entries(prefix(key)))
     if not found:
-        raise UsageError(f"no entry's key starts with {key}; `rannc-cache ls` shows what there is{otherwise}")
+        raise UsageError(f"no entry's key starts with {key}; see `rannc-cache ls`{otherwise}")
     if len(found) > 1:
         keys = ", ".join(entry.key[:16] for entry in found)
         raise UsageError(f"{len(found)} entries' keys start with {key}: {keys}; give more digits{otherwise}")
@@ -73,7 +73,7 @@ def only(session: DaemonSession, key: str, otherwise: str = "") -> EntryInfo:
 def checked_kind(kind: str | None) -> str | None:
     """Validate a kind; UsageError if it cannot be one."""
     if kind is not None and not re.fullmatch("[a-z][a-z_]{0,31}", kind):
-        raise UsageError(f"--kind {kind!r} is not a kind; `rannc-cache ls` shows the kinds there are")
+        raise UsageError(f"--kind {kind!r} is not a kind; `rannc-cache ls` shows the kinds")
     return kind
 
 
@@ -85,10 +85,10 @@ def duration(text: str) -> float:
     """
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip(), re.ASCII)
     if matched is None:
-        raise UsageError(f"{text!r} is not a time span; write a number and one of s, m, h, d, w, as 7d")
+        raise UsageError(f"{text!r} is not a time span; write a number and one of s, m, h, d, w, such as 7d")
     found = float(matched[1]) * _SECONDS[matched[2]]
     if found > MAX_SECONDS:
-        raise UsageError(f"{text!r} is more than thirty years; name a shorter time span, as 7d")
+        raise UsageError(f"{text!r} is more than thirty years; give a shorter time span, such as 7d")
     return found
 
 
@@ -102,10 +102,10 @@ def size(text: str) -> int:
     if text.strip() == "0":
         return 0
     if matched is None or (matched[3] and not matched[2]):
-        raise UsageError(f"{text!r} is not a size; write a number and one of B, KB, MB, GB, KiB, MiB, GiB, as 2GB")
+        raise UsageError(f"{text!r} is not a size; write a number and one of B, KB, MB, GB, KiB, MiB, GiB, such as 2GB")
     found = int(float(matched[1]) * (1024 if matched[3] else 1000) ** _PREFIXES[matched[2]])
     if found >= MAX_SIZE:
-        raise UsageError(f"{text!r} is more than {MAX_SIZE} bytes; name a smaller size, as 2GB")
+        raise UsageError(f"{text!r} is more than {MAX_SIZE} bytes; give a smaller size, such as 2GB")
     return found
 
 

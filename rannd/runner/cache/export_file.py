@@ -103,7 +103,7 @@ class ExportWriter:
     def _frame(self, frame: _Frame) -> None:
         content = _encoder.encode(frame)
         if len(content) > MAX_FRAME:
-            raise UsageError(f"an entry of {len(content)} bytes is above {MAX_FRAME}, the most that a file may hold")
+            raise UsageError(f"an entry of {len(content)} bytes is above the limit of {MAX_FRAME} bytes")
         self._file.write(len(content).to_bytes(LENGTH, "big"))
         self._file.write(_checksum(content))
         self._file.write(content)
@@ -117,7 +117,7 @@ def read(opened: BinaryIO) -> Iterator[Exported]:
             are sound.
     """
     if opened.read(len(MAGIC)) != MAGIC:
-        raise UsageError("it does not begin as an export does; name a file that `rannc-cache export` wrote")
+        raise UsageError("it is not a cache export; name a file that `rannc-cache export` wrote")
     _check_header(_content(opened, "its header"))
     number = 0
     while True:
@@ -126,16 +126,16 @@ def read(opened: BinaryIO) -> Iterator[Exported]:
         try:
             frame = _decoder.decode(content)
         except (msgspec.DecodeError, RecursionError) as exc:
-            raise UsageError(f"{where} is none of the cache: {exc}; export the cache anew") from None
+            raise UsageError(f"{where} is not a cache entry: {exc}; export the cache again") from None
         if isinstance(frame, End):
             break
         _check_entry(frame, where)
         yield frame
         number += 1
     if frame.entries != number:
-        raise UsageError(f"it holds {number} entries and says that it holds {frame.entries}; copy or export it anew")
+        raise UsageError(f"it contains {number} entries, but its end says {frame.entries}; copy or export it again")
     if opened.read(1):
-        raise UsageError(f"something follows its end, after {number} entries; copy or export it anew")
+        raise UsageError(f"there is data after its end, after {number} entries; copy or export it again")
 
 
 def _content(opened: BinaryIO, where: str) -> bytes:
@@ -143,17 +143,17 @@ def _content(opened: BinaryIO, where: str) -> bytes:
     head = _exactly(opened, LENGTH + CHECKSUM, where)
     length = int.from_bytes(head[:LENGTH], "big")
     if length > MAX_FRAME:
-        raise UsageError(f"{where} claims {length} bytes, {MAX_FRAME} are allowed; copy or export it anew")
+        raise UsageError(f"{where} claims {length} bytes, {MAX_FRAME} are allowed; copy or export it again")
     content = _exactly(opened, length, where)
     if _checksum(content) != head[LENGTH:]:
-        raise UsageError(f"{where} is damaged, its checksum does not hold; copy or export it anew")
+        raise UsageError(f"{where} is damaged, its checksum does not match; copy or export it again")
     return content
 
 
 def _exactly(opened: BinaryIO, length: int, where: str) -> bytes:
     data = opened.read(length)
     if len(data) < length:
-        raise UsageError(f"it is cut off: it ends where {where} should be; copy or export it anew")
+        raise UsageError(f"it is truncated: it ends where {where} should be; copy or export it again")
     return data
 
 
@@ -161,7 +161,7 @@ def _check_header(content: bytes) -> None:
     try:
         header = _headers.decode(content)
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise UsageError(f"its header is none of an export: {exc}; export the cache anew") from None
+        raise UsageError(f"its header is invalid: {exc}; export the cache again") from None
     if header.format > FORMAT:
         raise UsageError(
             f"it is of format {header.format}, written by rannd {plain(header.rannd)}; this rannd reads format "
@@ -171,11 +171,11 @@ def _check_header(content: bytes) -> None:
 
 def _check_entry(entry: Exported, where: str) -> None:
     if entry.key != digest_of(entry.kind, entry.components):
-        raise UsageError(f"{where}: key {entry.key[:12]} is not that of its components; export the cache anew")
+        raise UsageError(f"{where}: key {entry.key[:12]} does not match its components; export the cache again")
     try:
         PackedValue(entry.value, entry.size).plain()
     except ProtocolError as exc:
-        raise UsageError(f"{where}: {exc}; export the cache anew") from None
+        raise UsageError(f"{where}: {exc}; export the cache again") from None
 
 
 def _checksum(content: bytes) -> bytes:

@@ -42,7 +42,7 @@ class Imported(msgspec.Struct, frozen=True):
 @click.command("export")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
-@click.option("--kind", help="Only entries of this kind, as deployment or profile.")
+@click.option("--kind", help="Only entries of this kind, such as deployment or profile.")
 @json_option
 def export_command(file: Path, keys: tuple[str, ...], kind: str | None, as_json: bool) -> None:
     """Write entries to FILE: all, or those whose key starts with a KEY and that are of the given kind."""
@@ -67,12 +67,12 @@ def export_command(file: Path, keys: tuple[str, ...], kind: str | None, as_json:
     else:
         click.echo(f"exported {entries_text(written)}, {size_text(size)}, to {file}")
         if written < len(entries):
-            click.echo(f"{entries_text(len(entries) - written)} went away meanwhile")
+            click.echo(f"{entries_text(len(entries) - written)} disappeared meanwhile")
 
 
 @click.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--overwrite", is_flag=True, help="Replace entries that are there already.")
+@click.option("--overwrite", is_flag=True, help="Replace existing entries.")
 @json_option
 def import_command(file: Path, overwrite: bool, as_json: bool) -> None:
     """Store the entries of FILE. They are trusted like the cache's own: import only files that you trust."""
@@ -88,7 +88,7 @@ def import_command(file: Path, overwrite: bool, as_json: bool) -> None:
         print_json(done)
         return
     replaced = f", {done.replaced} replaced" if overwrite else ""
-    click.echo(f"{entries_text(done.new)} new, {done.there} there already{replaced}, {done.skipped} skipped")
+    click.echo(f"{entries_text(done.new)} new, {done.there} existed already{replaced}, {done.skipped} skipped")
     if done.skipped:
         click.echo(f"skipped: larger than the whole cache, {size_text(session.settings.max_bytes)}; raise cache_max_gb")
     if evicted > 0:

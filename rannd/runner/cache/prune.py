@@ -17,14 +17,14 @@ from rannd.runner.cache.entries import duration, greeted, json_option, size, tot
 
 
 @click.command()
-@click.option("--max-size", metavar="SIZE", help="Until values take no more than this, as 2GB, 500MB, 1.5GiB, 0.")
-@click.option("--older-than", metavar="AGE", help="Entries not used for so long, as 7d, 12h, 30m.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--max-size", metavar="SIZE", help="Shrink the cache to this size: 2GB, 500MB, 1.5GiB, 0.")
+@click.option("--older-than", metavar="AGE", help="Remove entries not used for this long: 7d, 12h, 30m.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_option
 def prune(max_size: str | None, older_than: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove entries by age, then least recently used ones down to a size. Entries that a job is computing now stay."""
     if max_size is None and older_than is None:
-        raise UsageError("prune needs a limit; give --max-size, as 2GB, or --older-than, as 7d, or both")
+        raise UsageError("prune needs a limit; give --max-size, such as 2GB, or --older-than, such as 7d, or both")
     max_bytes = None if max_size is None else size(max_size)
     age_s = None if older_than is None else duration(older_than)
     session = greeted()

@@ -19,8 +19,8 @@ NOTHING = "(nothing)"
 
 @click.command()
 @click.argument("keys", nargs=-1, metavar="[KEY KEY]")
-@click.option("--last", is_flag=True, help="The last misses, and the entry nearest to each.")
-@click.option("--kind", help="With --last: only the last miss of this kind, as deployment or trace.")
+@click.option("--last", is_flag=True, help="Show the last misses, and the nearest entry for each.")
+@click.option("--kind", help="With --last: only the last miss of this kind, such as deployment or trace.")
 @json_option
 def why(keys: tuple[str, ...], last: bool, kind: str | None, as_json: bool) -> None:
     """Show in which components two keys differ, or with --last: why did the last run plan again?"""
@@ -68,7 +68,7 @@ def _last(kind: str | None, as_json: bool) -> None:
         return
     if not found:
         of_kind = "" if kind is None else f" of kind {kind}"
-        click.echo(f"no miss{of_kind} is remembered: no job has missed anything here that it would have kept")
+        click.echo(f"no miss{of_kind} is recorded: no job on this node has had a cache miss")
     for number, miss in enumerate(found):
         if number:
             click.echo()

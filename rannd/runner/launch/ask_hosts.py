@@ -93,7 +93,7 @@ def ask(
             words = f"none within {limit_s:g} s"
             said = _last_line(each)
             silent.update(dict.fromkeys(each.hosts, f"{words}: {said}" if said else words))
-        silent.update({name: "not asked any more" for group in waiting for name in group})
+        silent.update({name: "not asked before the time limit" for group in waiting for name in group})
     return answers, silent
 
 

@@ -63,7 +63,7 @@ def table(problems: Sequence[Problem], hosts: int) -> str:
     head = (
         f"{wrong} of {hosts} host{'s' if hosts > 1 else ''} {are} not ready" if hosts else "this machine is not ready"
     )
-    return "\n".join([f"{head}, nothing was started (--no-preflight starts all the same):", *lines])
+    return "\n".join([f"{head}, nothing was started (--no-preflight skips this check):", *lines])
 
 
 def inspect(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> tuple[list[Problem], int | None]:
@@ -129,12 +129,12 @@ def _given_port(plan: Plan, environ: Mapping[str, str]) -> int:
 def _no_port(name: str, plan: Plan, environ: Mapping[str, str]) -> list[Problem]:
     if plan.chosen_port or _given_port(plan, environ):
         return []
-    mend = "leave MASTER_PORT unset, or name a free port"
-    return [Problem(name, "port", f"MASTER_PORT={environ.get('MASTER_PORT')} is no port (1 to 65535)", mend)]
+    mend = "leave MASTER_PORT unset, or set it to a free port"
+    return [Problem(name, "port", f"MASTER_PORT={environ.get('MASTER_PORT')} is not a port (1 to 65535)", mend)]
 
 
 def _taken(name: str, environ: Mapping[str, str]) -> Problem:
-    mend = "leave MASTER_PORT unset, or name a free port"
+    mend = "leave MASTER_PORT unset, or set it to a free port"
     return Problem(name, "port", f"MASTER_PORT={environ.get('MASTER_PORT')} is in use", mend)
 
 
@@ -146,7 +146,7 @@ def _unknown(name: str) -> Problem | None:
         socket.getaddrinfo(name, None)
     except (OSError, UnicodeError) as exc:  # UnicodeError: not a valid host name
         why = getattr(exc, "strerror", None) or exc
-        return Problem(name, "name", f"not known here: {why}", "is it right? DNS or /etc/hosts has to know it")
+        return Problem(name, "name", f"not known here: {why}", "check the name; DNS or /etc/hosts must have it")
     return None
 
 
@@ -172,13 +172,13 @@ def _compare(
         ("torch", answer.torch, own.torch),
     ):
         if its != ours:
-            mend = f"{ours or 'none'} is here: install the same on all"
+            mend = f"{ours or 'none'} on this host: install the same on all"
             found.append(Problem(name, what, its or "not installed", mend))
     if answer.config_error:
-        found.append(Problem(name, "configuration", answer.config_error, "mend it there"))
+        found.append(Problem(name, "configuration", answer.config_error, "fix it there"))
     else:
         found += [
-            Problem(name, "configuration", f"{item} = {value}", f"{own.config[item]} is here: make them the same")
+            Problem(name, "configuration", f"{item} = {value}", f"{own.config[item]} on this host: set the same on all")
             for item, value in answer.config.items()
             if own.config and own.config.get(item) != value
         ]
@@ -189,17 +189,17 @@ def _compare(
         found.append(Problem(name, "script", f"no {plan.script}", "share it among the hosts (NFS), or copy it there"))
     found += _too_many(name, plan, answer.gpus)
     if not plan.on_cpu and first is not None and bool(answer.gpus) != bool(first.gpus):
-        mend = f"{plan.places[0].host} has {first.gpus or 'none'}; ranks use one kind of device: RANNC_DEVICE=cpu?"
+        mend = f"{plan.places[0].host} has {first.gpus or 'none'}; all ranks need the same kind: try RANNC_DEVICE=cpu"
         found.append(Problem(name, "GPUs", str(answer.gpus or "none"), mend))
     known = environ.get("MASTER_ADDR", "")
     if not answer.master:
-        mend = "DNS or /etc/hosts has to know it everywhere, or set MASTER_ADDR to its address"
+        mend = "add it to DNS or /etc/hosts everywhere, or set MASTER_ADDR to its address"
         found.append(Problem(name, "name", f"does not know {known}, where rank 0 is", mend))
     elif name != plan.places[0].host and answer.master.startswith("127."):
-        mend = "mend /etc/hosts there, or set MASTER_ADDR to the address"
-        found.append(Problem(name, "name", f"takes {known} for itself ({answer.master})", mend))
+        mend = "fix /etc/hosts there, or set MASTER_ADDR to the address"
+        found.append(Problem(name, "name", f"resolves {known} to itself ({answer.master})", mend))
     if answer.back:
-        mend = "a firewall? TCP has to be open among the hosts"
+        mend = "check the firewall: TCP must be open between the hosts"
         found.append(Problem(name, "network", f"cannot reach rannc-run: {answer.back}", mend))
     if not answer.port:
         found.append(_taken(name, environ))

@@ -172,10 +172,10 @@ def _numbers(text: str) -> Iterator[str]:
     for part in text.split(","):
         found = _RANGE.fullmatch(part)
         if found is None:
-            raise ValueError(f"{part!r} is no number or range")
+            raise ValueError(f"{part!r} is not a number or range")
         first, last = found[1], found[2] or found[1]
         if not int(first) <= int(last) < int(first) + _MOST_NODES:
-            raise ValueError(f"{part!r} is no range")
+            raise ValueError(f"{part!r} is not a range")
         yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
 
 
@@ -189,6 +189,6 @@ def expand_counts(text: str, where: str) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?", part)
         if found is None:
-            raise UsageError(f"{where}={text} is not understood ({part!r} is no number of tasks); {_HINT}")
+            raise UsageError(f"{where}={text} is not understood ({part!r} is not a number of tasks); {_HINT}")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts

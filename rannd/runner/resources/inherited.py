@@ -109,7 +109,8 @@ def rank_here(environ: Mapping[str, str]) -> Rank | None:
         texts = environ[rank], environ[size], environ.get(local_rank, environ[rank])
         if not all(text.isdecimal() for text in texts) or not int(texts[0]) < int(texts[1]):
             raise UsageError(
-                f"{rank}={texts[0]}, {size}={texts[1]}: no rank below a size; unset them, or start the job anew"
+                f"{rank}={texts[0]}, {size}={texts[1]}: the rank must be a number below the size; "
+                "unset them, or restart the job"
             )
         by_srun = _by_srun(rank, texts, environ)
         local = _of_this_node(environ) if by_srun else environ.get(local_size, "")

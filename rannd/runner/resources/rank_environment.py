@@ -52,7 +52,7 @@ class Tuning:
         told = [f"{name}={value}" for name, value in self.variables.items() if name not in MALLOC_SETTINGS]
         if self.variables.keys() & MALLOC_SETTINGS.keys():
             told.append("malloc that keeps freed memory (MALLOC_*)")
-        return f"tuned {', '.join(told)}; --no-tune leaves all alone"
+        return f"tuned {', '.join(told)}; --no-tune turns this off"
 
 
 def tuning(environ: Mapping[str, str], *, cores: int, local_ranks: int, gpus: int) -> Tuning:

@@ -67,7 +67,7 @@ def address_towards(host: str) -> str:
         try:
             probe.connect((host, 9))  # sends nothing
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-            raise LaunchError(f"host {host} cannot be reached: {error}; is its name right?") from None
+            raise LaunchError(f"host {host} cannot be reached: {error}; check its name") from None
         address: str = probe.getsockname()[0]
         return address
 

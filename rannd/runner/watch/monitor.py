@@ -33,7 +33,7 @@ _LAUNCHER_EXIT = 10.0
 _LOST_EXIT = 1.0
 #: The same if no started rank is left.
 _NOBODY_EXIT = 1.0
-NO_ANSWER = f"no answer for {LOST_S} s; its network is cut, or the machine has failed"
+NO_ANSWER = f"no answer for {LOST_S} s; its network or the machine has failed"
 
 _LOST_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 #: Seconds for a connection to send HELLO after the launcher has exited: any program may connect to a TCP port.

@@ -397,7 +397,7 @@ def main() -> None:
     settings = json.loads(os.environ.pop(SETTINGS_VARIABLE))
     rank = rank_of(os.environ)
     if rank is None:
-        sys.exit(f"rannc-run: the launcher set none of {', '.join(RANK_VARIABLES)}; which rank is this?")
+        sys.exit(f"rannc-run: the launcher set none of {', '.join(RANK_VARIABLES)}; the rank is unknown")
     stand_in = os.getpid()
     pid = os.fork()
     if pid != 0:

@@ -319,7 +319,7 @@ def test_without_a_daemon_one_warning_and_only_misses(
     assert all_miss(cache)
     cache.close()
     (told,) = warnings(caplog)
-    assert told.endswith("the job goes on without a cache")
+    assert told.endswith("the job continues without a cache")
 
 
 def test_a_daemon_that_hangs_costs_one_warning(daemon_home, caplog: pytest.LogCaptureFixture) -> None:

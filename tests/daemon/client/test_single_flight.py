@@ -145,7 +145,7 @@ def test_who_waits_is_told_how_far_it_is(daemon_home, monkeypatch: pytest.Monkey
     got: list[bytes | Lease | None] = []
     other = threading.Thread(target=lambda: got.append(client().lease(key, 60, told.append)))
     other.start()
-    said(f"rank 0 of job 4711 makes deployment {key.short}, for ")
+    said(f"rank 0 of job 4711 is computing deployment {key.short}, for ")
     lease.progress("profiling, 40 %")
     said("rank 0 of job 4711 is profiling, 40 %, for ")
     lease.progress("planning")

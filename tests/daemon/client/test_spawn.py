@@ -186,7 +186,7 @@ def test_a_newer_daemon_is_used(daemon_home) -> None:
 def test_a_failed_start_says_why(daemon_home) -> None:
     daemon_home.cache.rmdir()
     daemon_home.cache.write_text("in the way")
-    with pytest.raises(DaemonError, match=r"cannot be started: the cache directory .* cannot be made"):
+    with pytest.raises(DaemonError, match=r"cannot be started: the cache directory .* cannot be created"):
         ensure()
     daemon_home.cache.unlink()
     assert ensure().started
@@ -275,7 +275,7 @@ def test_an_activated_socket_elsewhere_is_refused(daemon_home) -> None:
             check=False,
         )
     assert done.returncode != 0
-    assert "mend ListenStream=" in done.stderr
+    assert "correct ListenStream=" in done.stderr
 
 
 def test_orders_are_readable_json(daemon_home) -> None:

@@ -67,7 +67,7 @@ def test_a_client_is_told_why_it_missed(daemon_home) -> None:
         told = cache.why(job(64))
         assert told == (
             "batch 128 -> 64",
-            f"the nearest deployment in the cache, {job(128).short}, has another global_batch 64, there 128",
+            f"the nearest deployment in the cache, {job(128).short}, differs in global_batch 64, there 128",
         )
         other = keys.make_key("deployment", {"graph": "f00d" * 16, "global_batch": 128, "plan.mem_margin": 0.1})
         assert cache.why(other)[0] == "", "another model's entry explains nothing"
@@ -93,7 +93,7 @@ def test_readonly_asks_and_leaves_nothing(daemon_home) -> None:
     with client() as cache:
         cache.put(job(128), b"x")
         readonly = connect(mode="readonly", timeout_s=60, idle_s=600, max_bytes=1 << 30)
-        assert "another global_batch 64, there 128" in readonly.why(job(64))[1]
+        assert "differs in global_batch 64, there 128" in readonly.why(job(64))[1]
         assert cache._session is not None
         assert cache._session.misses() == []
 

@@ -68,7 +68,7 @@ def test_a_client_two_versions_older_is_refused_with_the_reason(daemon_home, tmp
     done = run({}, "import logging; logging.basicConfig()\n" + CLIENT)
     assert done.stdout == "False False b''\n"
     assert done.stderr.count("WARNING") == 1
-    assert f"the daemon speaks version {protocol.PROTOCOL + 2} of the protocol" in done.stderr
+    assert f"the daemon has protocol version {protocol.PROTOCOL + 2}" in done.stderr
     assert "install one version of rannd in all environments" in done.stderr
     assert daemon_home.pids() == [pid], "the newer one stays"
     refused = run({}, RUN, "status")

@@ -57,9 +57,9 @@ def test_a_program_with_an_action_left_out_is_refused(layout: Layout, data: st.D
     ("before", "after", "message"),
     [
         # A value used before it came, a gradient sent before its backward, both sides in agreement.
-        ("RV0:0>1@0 F0", "F0 RV0:0>1@0", "slot 1: F0 uses what is not there yet"),
-        ("B2 SG2:0>1@0", "SG2:0>1@0 B2", "slot 1: SG2:0>1@0 uses what is not there yet"),
-        ("F0 SV0:0>1@1", "SV0:0>1@1 F0", "slot 0: SV0:0>1@1 uses what is not there yet"),
+        ("RV0:0>1@0 F0", "F0 RV0:0>1@0", "slot 1: F0 uses a value that it does not have yet"),
+        ("B2 SG2:0>1@0", "SG2:0>1@0 B2", "slot 1: SG2:0>1@0 uses a value that it does not have yet"),
+        ("F0 SV0:0>1@1", "SV0:0>1@1 F0", "slot 0: SV0:0>1@1 uses a value that it does not have yet"),
         # One side in another order.
         (
             "RG2:0>1@1 B2 RG1:0>1@2 B1 RG0:0>1@1 B0",
@@ -90,7 +90,7 @@ TIED = Layout(3, 1, ((0,), (1,), (2,)), ((0, 1), (1, 2)), ((0, 1), (1, 2)), ((0,
         # The gradient of a piece's parameters never made, made twice, or made before that of its values.
         (" W1", "", "missing ['W1']"),
         (" W1", " W1 W1", "too much or wrong ['W1']"),
-        ("B1 SG1:0>1@0 W1", "W1 B1 SG1:0>1@0", "slot 1: W1 uses what is not there yet"),
+        ("B1 SG1:0>1@0 W1", "W1 B1 SG1:0>1@0", "slot 1: W1 uses a value that it does not have yet"),
         # A tied weight that one of its holders does not reduce, reduces twice, in another order, or too early.
         ("slot 2: RV0:1>2@1 F0 B0 SG0:1>2@1 RV1:1>2@1 F1 B1 SG1:1>2@1 RV2:1>2@1 F2 B2 SG2:1>2@1 R0 R",
          "slot 2: RV0:1>2@1 F0 B0 SG0:1>2@1 RV1:1>2@1 F1 B1 SG1:1>2@1 RV2:1>2@1 F2 B2 SG2:1>2@1 R",

@@ -136,7 +136,7 @@ def opaque_graph() -> TaskGraph:
 def test_code_that_cannot_be_cut_is_named(world: int, items: dict[str, Any]) -> None:
     with pytest.raises((PlanError, DoesNotFitError)) as caught:
         deploy(opaque_graph(), world, **items)
-    told = "Nothing inside of module inner (Deciding), the autograd.Function net.Triple can be placed apart"
+    told = "Nothing inside module inner (Deciding), the autograd.Function net.Triple can be split over stages"
     assert told in str(caught.value)
 
 
@@ -149,9 +149,9 @@ def test_code_that_cannot_be_cut_is_named(world: int, items: dict[str, Any]) -> 
         (12, {"partition_num": 11}, "into 10 blocks only; use at most 10 stages"),
         (12, {"replica_num": 1}, "into 10 blocks only; use at most 10 stages"),
         (7, {"partition_num": 2, "limit_dev_num_pot": True}, "set limit_dev_num_pot=false"),
-        (2, {"min_pipeline_bs": 65}, "leaves pieces of 64 of a rank's 64 rows, fewer than min_pipeline_bs=65"),
+        (2, {"min_pipeline_bs": 65}, "leaves microbatches of 64 of a rank's 64 rows, fewer than min_pipeline_bs=65"),
         (2, {"pipeline_num": 16, "min_pipeline_bs": 5}, "take at most 12 microbatches"),
-        (2, {"pipeline_num": 13, "min_pipeline_bs": 5}, "leaves pieces of 4 of a rank's 64 rows"),
+        (2, {"pipeline_num": 13, "min_pipeline_bs": 5}, "leaves microbatches of 4 of a rank's 64 rows"),
         (2, {"min_pipeline": 4, "max_pipeline": 2}, "min_pipeline=4 is above max_pipeline=2"),
         (2, {"max_partition_num": 3}, "min_partition_num=5 is above max_partition_num=3"),
         (2, {"partition_num": -1}, "partition_num=-1 is below 0"),
@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
     assert lacking
     assert all(other.step_us == 0 and other.most_bytes == 2_000_000 + other.over_bytes for other in lacking)
     lines = alternative_lines(tight)
-    assert any(line.startswith("Not chosen: 4-way") and line.endswith("GiB over on each device") for line in lines)
+    assert any(line.startswith("Not chosen: 4-way") and line.endswith("GiB too much on each device") for line in lines)
 
 
 def test_what_cannot_be_run_yet_is_simulated_and_told_where_it_would_be_faster() -> None:
@@ -279,13 +279,13 @@ def test_what_cannot_be_run_yet_is_simulated_and_told_where_it_would_be_faster()
 
 
 def test_where_only_zero_would_fit_the_error_says_so() -> None:
-    with pytest.raises(DoesNotFitError, match=r"2-way data parallel, ZeRO 1 would fit, which can be planned"):
+    with pytest.raises(DoesNotFitError, match=r"2-way data parallel, ZeRO 1 would fit, but cannot be run yet"):
         deploy(chain(1, param=1_000_000), 2, memory=4_900_000, rows=1, max_pipeline=1)
 
 
 def test_zero_bubble_with_zero_2_is_no_plan() -> None:
     instance = Instance(0, way=RunMode("zb_h1", 2))
-    with pytest.raises(PlanError, match="schedule 'zb_h1' with ZeRO stage 2: gradients are divided"):
+    with pytest.raises(PlanError, match="schedule 'zb_h1' cannot be planned with ZeRO stage 2: gradients are sharded"):
         instance.plan()
 
 
@@ -340,5 +340,5 @@ def test_where_memory_ran_out_while_measuring_pieces_stay_smaller() -> None:
 
     assert made().microbatches == 8
     assert made(partition_num=2).microbatches >= 8
-    with pytest.raises(DoesNotFitError, match=r"MERGE_3_3 \(.*\) ran out of memory with 10 rows .* pieces of 16 rows"):
+    with pytest.raises(DoesNotFitError, match=r"MERGE_3_3 \(.*\) ran out of memory with 10 rows .* have 16 rows each"):
         made(max_pipeline=4)

@@ -178,11 +178,11 @@ def test_stats_zero_tells_what_was_counted_and_begins_anew(filled) -> None:
         job.get(PROFILES[0])
     until = cache("stats", "--zero").stdout
     assert "hits       1 (100 % of 1 look-ups)" in until
-    assert until.endswith("\nthis was counted until now; all counts begin at 0 again\n")
+    assert until.endswith("\nthe counters were reset to 0\n")
     after = json.loads(cache("stats", "--zero", "--json").stdout)
     assert set(after["statistics"].values()) == {0}
     assert after["kinds"]["profile"] == {"entries": 100, "bytes": 10000, "hits": 0, "misses": 0}
-    assert "begin at 0" not in cache("stats").stdout
+    assert "reset to 0" not in cache("stats").stdout
 
 
 def test_show_of_a_large_deployment_unpacks_it(daemon_home) -> None:
@@ -219,7 +219,7 @@ def test_without_a_daemon_it_says_why(daemon_home) -> None:
     daemon_home.cache.write_text("in the way")
     failed = cache("ls")
     assert failed.returncode == 6
-    assert "cannot be made" in failed.stderr
+    assert "cannot be created" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 

@@ -81,7 +81,7 @@ def test_the_grammar_stays_what_it_is() -> None:
 def test_a_file_that_is_cut_off_anywhere_is_refused() -> None:
     whole = file(ENTRIES[:2])
     for length in range(len(whole)):
-        with pytest.raises(UsageError, match=r"is cut off: it ends where|does not begin as an export"):
+        with pytest.raises(UsageError, match=r"is truncated: it ends where|is not a cache export"):
             list(read(io.BytesIO(whole[:length])))
 
 
@@ -98,7 +98,7 @@ def test_entries_before_the_damage_are_sound() -> None:
     whole = file()
     found = read(io.BytesIO(whole[:-100] + b"x" + whole[-99:]))
     assert [next(found), next(found)] == ENTRIES[:2]
-    with pytest.raises(UsageError, match="entry 3 is damaged, its checksum does not hold"):
+    with pytest.raises(UsageError, match="entry 3 is damaged, its checksum does not match"):
         next(found)
 
 
@@ -116,19 +116,19 @@ def test_a_header_may_have_more_fields() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda told: told.update(kind="other"), "is not that of its components"),
-        (lambda told: told["components"].update(number="2"), "is not that of its components"),
-        (lambda told: told.update(key="0" * 40), "key 000000000000 is not that of its components"),
-        (lambda told: told.update(key="xyz"), "none of the cache"),
-        (lambda told: told.update(kind="No"), "none of the cache"),
-        (lambda told: told.update(components={"number": 1}), "none of the cache"),
-        (lambda told: told.update(value="text"), "none of the cache"),
-        (lambda told: told.update(size=protocol.MAX_VALUE + 1), "none of the cache"),
+        (lambda told: told.update(kind="other"), "does not match its components"),
+        (lambda told: told["components"].update(number="2"), "does not match its components"),
+        (lambda told: told.update(key="0" * 40), "key 000000000000 does not match its components"),
+        (lambda told: told.update(key="xyz"), "not a cache entry"),
+        (lambda told: told.update(kind="No"), "not a cache entry"),
+        (lambda told: told.update(components={"number": 1}), "not a cache entry"),
+        (lambda told: told.update(value="text"), "not a cache entry"),
+        (lambda told: told.update(size=protocol.MAX_VALUE + 1), "not a cache entry"),
         (lambda told: told.update(size=5), "a compressed value is damaged"),
-        (lambda told: told.update(more=1), "none of the cache"),
-        (lambda told: told.pop("rannd"), "none of the cache"),
-        (lambda told: told.update(t="header"), "none of the cache"),
-        (lambda told: told.update(created=float("nan")), "none of the cache"),
+        (lambda told: told.update(more=1), "not a cache entry"),
+        (lambda told: told.pop("rannd"), "not a cache entry"),
+        (lambda told: told.update(t="header"), "not a cache entry"),
+        (lambda told: told.update(created=float("nan")), "not a cache entry"),
     ],
 )
 def test_an_entry_that_could_not_be_of_a_cache_is_refused(change: Callable[[dict[str, object]], object], said: str):
@@ -139,15 +139,15 @@ def test_an_entry_that_could_not_be_of_a_cache_is_refused(change: Callable[[dict
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "does not begin as an export"),
-        (b"PK\x03\x04" + bytes(100), "does not begin as an export"),
+        (b"", "is not a cache export"),
+        (b"PK\x03\x04" + bytes(100), "is not a cache export"),
         (export_file.MAGIC + b"\xff" * 100, "its header claims 4294967295 bytes"),
-        (export_file.MAGIC + frame(b"\xc1"), "its header is none of an export"),
-        (export_file.MAGIC + frame(b"\x91" * 100_000), "its header is none of an export"),
-        (with_header() + frame(b"\x91" * 100_000), "entry 1 is none of the cache"),
-        (with_header() + frame(msgspec.msgpack.encode(End(3))), "holds 0 entries and says that it holds 3"),
-        (file() + b"x", "something follows its end, after 3 entries"),
-        (with_header(format=0), "its header is none of an export"),
+        (export_file.MAGIC + frame(b"\xc1"), "its header is invalid"),
+        (export_file.MAGIC + frame(b"\x91" * 100_000), "its header is invalid"),
+        (with_header() + frame(b"\x91" * 100_000), "entry 1 is not a cache entry"),
+        (with_header() + frame(msgspec.msgpack.encode(End(3))), "contains 0 entries, but its end says 3"),
+        (file() + b"x", "data after its end, after 3 entries"),
+        (with_header(format=0), "its header is invalid"),
     ],
 )
 def test_what_is_no_export_is_refused(content: bytes, said: str) -> None:
@@ -158,7 +158,7 @@ def test_what_is_no_export_is_refused(content: bytes, said: str) -> None:
 def test_an_entry_above_the_limit_is_not_written() -> None:
     key = keys.make_key("trace", {"x": 1})
     large = Exported(key.digest, key.kind, key.components, "1", 0.0, 0, bytes(export_file.MAX_FRAME))
-    with pytest.raises(UsageError, match="the most that a file may hold"):
+    with pytest.raises(UsageError, match="is above the limit of"):
         ExportWriter(io.BytesIO(), "1", 0.0).add(large)
 
 

@@ -63,7 +63,7 @@ def exported(*words: str, to: Path) -> set[str]:
 
 def test_all_comes_back(file: Path) -> None:
     assert held([key for key, _ in VALUES]) == [None] * 4
-    assert cache("import", str(file)).stdout == "4 entries new, 0 there already, 0 skipped\n"
+    assert cache("import", str(file)).stdout == "4 entries new, 0 existed already, 0 skipped\n"
     assert held([key for key, _ in VALUES]) == [value for _, value in VALUES]
     told = {entry["key"]: entry for entry in json.loads(cache("ls", "--json").stdout)}
     assert told[deployment(64).digest]["components"] == deployment(64).components
@@ -78,7 +78,7 @@ def test_what_is_there_stays_unless_it_may_be_overwritten(file: Path) -> None:
     assert held([deployment(64)]) == [b"mine"]
     assert imported(file) == {"new": 0, "there": 4, "replaced": 0, "skipped": 0}
     told = cache("import", str(file), "--overwrite").stdout
-    assert told == "0 entries new, 0 there already, 4 replaced, 0 skipped\n"
+    assert told == "0 entries new, 0 existed already, 4 replaced, 0 skipped\n"
     assert held([deployment(64)]) == [b"plan"]
 
 
@@ -160,7 +160,7 @@ def test_damage_after_what_one_message_holds(daemon_home, tmp_path: Path) -> Non
 def test_what_is_larger_than_the_cache_is_skipped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANNC_CACHE_MAX_GB", "4e-7")  # 429 bytes
     told = cache("import", str(file)).stdout.splitlines()
-    assert told[0] == "2 entries new, 0 there already, 2 skipped"
+    assert told[0] == "2 entries new, 0 existed already, 2 skipped"
     assert told[1] == "skipped: larger than the whole cache, 429 B; raise cache_max_gb"
 
 
@@ -172,7 +172,7 @@ def test_what_had_to_go_to_make_room_is_told(daemon_home, tmp_path: Path, monkey
     fill([(key, bytes(100)) for key in PROFILES[5:10]])
     monkeypatch.setenv("RANNC_CACHE_MAX_GB", "5e-7")  # 536 bytes
     assert cache("import", str(file)).stdout.splitlines() == [
-        "5 entries new, 0 there already, 0 skipped",
+        "5 entries new, 0 existed already, 0 skipped",
         "5 entries evicted to make room; raise cache_max_gb to keep more",
     ]
 

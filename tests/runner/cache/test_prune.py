@@ -120,7 +120,7 @@ def test_equal_ages_go_by_key() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give --max-size, as 2GB, or --older-than, as 7d, or both"),
+        ((), "give --max-size, such as 2GB, or --older-than, such as 7d, or both"),
         (("--dry-run",), "give --max-size"),
         (("--max-size", "2"), "'2' is not a size"),
         (("--older-than", "7"), "'7' is not a time span"),

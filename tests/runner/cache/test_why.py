@@ -106,8 +106,8 @@ def test_a_miss_in_an_empty_cache(daemon_home) -> None:
 def test_no_miss(filled) -> None:
     told = cache("why", "--last")
     assert told.returncode == 0
-    assert told.stdout.startswith("no miss is remembered: ")
-    assert cache("why", "--last", "--kind", "trace").stdout.startswith("no miss of kind trace is remembered: ")
+    assert told.stdout.startswith("no miss is recorded: ")
+    assert cache("why", "--last", "--kind", "trace").stdout.startswith("no miss of kind trace is recorded: ")
     assert json.loads(cache("why", "--last", "--json").stdout) == []
 
 

@@ -75,9 +75,9 @@ def test_who_started_this_process(environ: dict[str, str], rank: Rank | None) ->
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2: no rank below a size; unset them"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2: no rank"),
-        ({"RANK": "²", "WORLD_SIZE": "3"}, "RANK=², WORLD_SIZE=3: no rank"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2: the rank must be a number below the size; unset"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2: the rank must be a number below the size"),
+        ({"RANK": "²", "WORLD_SIZE": "3"}, "RANK=², WORLD_SIZE=3: the rank must be a number below the size"),
         ({"PMIX_RANK": "0"}, r"PMIx launcher \(PMIX_RANK=0\) that does not say how many.*Put 'python train.py' there"),
     ],
 )
@@ -165,10 +165,10 @@ def test_the_daemon_runs_before_an_adopted_rank(shell: Shell, daemon_home) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-np", "2"], "-np 2, but this process is rank 0 of 4 already, started by Open MPI's mpirun; leave -np away"),
+        (["-np", "2"], "-np 2, but this process is rank 0 of 4 already, started by Open MPI's mpirun; leave out -np"),
         (["--hosts", "a:4"], "--hosts a:4, but this process is rank 0 of 4 already"),
         (["--hostfile", "hf"], "--hostfile hf, but this process is rank 0 of 4 already"),
-        (["--plan-only"], "and --plan-only plans in one process: call it once, outside of that job"),
+        (["--plan-only"], "and --plan-only plans in one process: call it once, outside that job"),
     ],
 )
 def test_what_asks_for_another_job_is_an_error(shell: Shell, options: list[str], message: str) -> None:
@@ -200,14 +200,14 @@ def test_the_configuration_is_no_contradiction_and_the_dry_run_starts_nothing(sh
     code, out, err = shell.run("-np", "4", "--dry-run", program("speak.py"), **OMPI, **asked)
     assert (code, err) == (0, "")
     assert re.match(rf"rank 0 of 4, started by Open MPI's mpirun: \S+ {re.escape(program('speak.py'))}\n", out)
-    assert "environment beyond your own:\n" in out
+    assert "variables added to the environment:\n" in out
 
 
 def test_flags_for_own_ranks_say_that_they_do_nothing(shell: Shell) -> None:
     options = ("--no-tune", "--log-dir", "logs", "--show-ranks", "0")
     code, _, err = shell.run(*options, program("which.py"), **OMPI)
     assert code == 0
-    assert "rannc-run: --log-dir, --show-ranks have no effect there: they are for ranks that rannc-run starts" in err
+    assert "rannc-run: --log-dir, --show-ranks have no effect here: they only affect ranks that rannc-run starts" in err
     assert not (shell.home / "logs").exists()
     _, _, err = shell.run("--no-tune", program("which.py"), **OMPI, RANNC_LOG_DIR="logs")
     assert "no effect" not in err
@@ -250,7 +250,7 @@ def test_the_dry_run_names_what_is_forgotten(shell: Shell) -> None:
     alone = {"PMI_RANK": "0", "PMI_SIZE": "1", "RANK": "0"}
     code, out, _ = shell.run("-np", "2", "--dry-run", program("speak.py"), **alone)
     assert code == 0
-    assert "taken out of it, as another launcher's: PMI_RANK PMI_SIZE RANK\n" in out
+    assert "variables of another launcher removed from it: PMI_RANK PMI_SIZE RANK\n" in out
 
 
 @pytest.mark.ranks

@@ -84,7 +84,7 @@ def test_the_launcher_is_killed(shell: Shell, how: list[str]) -> None:
     assert job.all_ended()
     code, err = job.finish()
     assert code == 128 + 9
-    assert f"rannc-run: {shell.kind} broke down: killed by SIGKILL" in err
+    assert f"rannc-run: {shell.kind} failed: killed by SIGKILL" in err
     assert "ended with it: ranks 0, 1" in err
 
 

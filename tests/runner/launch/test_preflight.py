@@ -36,7 +36,7 @@ def test_a_gpu_takes_one_rank(two_gpus: Shell) -> None:
     code, out, err = two_gpus.run("-np", "4", program("speak.py"))
     assert (code, out) == (7, "")
     head, titles, row = err.splitlines()
-    assert head == ("rannc-run: this machine is not ready, nothing was started (--no-preflight starts all the same):")
+    assert head == ("rannc-run: this machine is not ready, nothing was started (--no-preflight skips this check):")
     assert re.split(r"  +", titles.strip()) == ["host", "what", "found", "what to do"]
     assert re.split(r"  +", row.strip())[1:] == [
         "GPUs",
@@ -64,8 +64,8 @@ def test_a_port_of_the_users_that_is_in_use(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("MASTER_PORT", "abc", "MASTER_PORT=abc is no port (1 to 65535)"),
-        ("MASTER_PORT", "99999", "MASTER_PORT=99999 is no port (1 to 65535)"),
+        ("MASTER_PORT", "abc", "MASTER_PORT=abc is not a port (1 to 65535)"),
+        ("MASTER_PORT", "99999", "MASTER_PORT=99999 is not a port (1 to 65535)"),
         ("MASTER_ADDR", "nowhere.invalid", "MASTER_ADDR=nowhere.invalid: not known here"),
         ("MASTER_ADDR", "a..b", "MASTER_ADDR=a..b: not known here"),
     ],

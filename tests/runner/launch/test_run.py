@@ -139,7 +139,7 @@ def test_logs_that_are_gone_do_not_hide_how_a_rank_ended(shell: Shell) -> None:
     ("options", "message"),
     [
         (("-np", "2", "--show-ranks", "0-99999999999"), "the job has ranks 0 to 1"),
-        (("-np", "2", "--show-ranks", "²"), "'²' is no rank"),
+        (("-np", "2", "--show-ranks", "²"), "'²' is not a rank"),
         (("-np", "99999999999"), "-np 99999999999 asks for more ranks than a job can have"),
     ],
 )
@@ -203,16 +203,14 @@ def test_ranks_that_cannot_be_started(shell: Shell) -> None:
     code, _, err = shell.run("-np", "2", program("speak.py"), OMPI_MCA_btl="^ofi", PRTE_MCA_rmaps="nothing_like_it")
     assert code == 7
     assert "rannc-run: 2 of 2 ranks never started" in err
-    assert "rannc-run: Open MPI said:" in err
+    assert "rannc-run: output of Open MPI:" in err
     assert "nothing_like_it" in err
 
 
 def test_a_host_that_is_not_there(shell: Shell) -> None:
     code, out, err = shell.run("--no-tune", "--hosts", "nowhere.invalid:2", program("speak.py"))
     assert (code, out) == (7, "")
-    assert err.startswith(
-        "rannc-run: 1 of 1 host is not ready, nothing was started (--no-preflight starts all the same):"
-    )
+    assert err.startswith("rannc-run: 1 of 1 host is not ready, nothing was started (--no-preflight skips this check):")
     assert "  nowhere.invalid  name  not known here: " in err
     code, out, err = shell.run("--no-tune", "--no-preflight", "--hosts", "nowhere.invalid:2", program("speak.py"))
     assert (code, out) == (7, "")
@@ -225,8 +223,8 @@ def test_a_host_that_is_not_there(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-np", "2"], "no script was named"),
-        (["-m"], "no module was named"),
+        (["-np", "2"], "no script was given"),
+        (["-m"], "no module was given"),
         (["-np", "0", "x.py"], "'-np'"),
         (["-np", "2", "missing.py"], "there is no script missing.py in /"),
         (["python", "train.py"], "rannc-run takes the script itself"),
@@ -236,7 +234,7 @@ def test_a_host_that_is_not_there(shell: Shell) -> None:
         (["--hosts", "localhost:2", "-np", "3", program("speak.py")], "-np 3 asks for more ranks"),
         (["--hosts", "a", "--hostfile", "b", program("speak.py")], "both --hosts a and --hostfile b"),
         (["-np", "2", "--show-ranks", "2", program("speak.py")], "the job has ranks 0 to 1"),
-        (["-np", "2", "--show-ranks", "x", program("speak.py")], "'x' is no rank"),
+        (["-np", "2", "--show-ranks", "x", program("speak.py")], "'x' is not a rank"),
         (["--config", "nowhere.toml", program("speak.py")], "nowhere.toml"),
         (["--no-such-flag", program("speak.py")], "--no-such-flag"),
         (["--log-dir", "/proc/x", program("speak.py")], "--log-dir"),
@@ -265,7 +263,7 @@ def variables(shell: Shell, *options: str, **environ: str) -> dict[str, str | No
     code, out, err = shell.run("--show-ranks", "0", *options, program("environ.py"), *names, **environ)
     if "--plan-only" in options:
         assert code == 4
-        assert "nothing was planned: the script ended without a call of a pyrannc.RaNNCModule" in err
+        assert "nothing was planned: the script ended without calling a pyrannc.RaNNCModule" in err
     else:
         assert code == 0
     result: dict[str, str | None] = json.loads(out)
@@ -297,7 +295,7 @@ def test_no_tune(shell: Shell) -> None:
 
 def test_tuning_is_told_in_one_line(shell: Shell) -> None:
     _, _, err = shell.run("-np", "1", program("environ.py"))
-    assert re.fullmatch(r"rannc-run: tuned OMP_NUM_THREADS=\d+.*; --no-tune leaves all alone\n", err)
+    assert re.fullmatch(r"rannc-run: tuned OMP_NUM_THREADS=\d+.*; --no-tune turns this off\n", err)
 
 
 def test_the_configuration_file_reaches_the_ranks(shell: Shell) -> None:
@@ -331,7 +329,7 @@ def test_a_cluster_is_planned_for_without_its_devices(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--cluster", "a100x8"), "--cluster a100x8 says what to plan for, and nothing is run there; add --plan-only"),
+        (("--cluster", "a100x8"), "--cluster a100x8 is only for planning; add --plan-only"),
         (("--plan-only", "--cluster", "a100"), "no cluster is named 'a100'; there are a100x8, cpu, "),
         (("--plan-only", "--cluster", "./none.toml"), "none.toml: there is no such file; is the path right?"),
         (("--plan-only", "--cluster", "./bad.toml"), "bad.toml:1: no key of a cluster is named devcie; the nearest is"),

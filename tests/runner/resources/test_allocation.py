@@ -40,11 +40,11 @@ def test_node_lists(text: str, nodes: str) -> None:
         ("a,,b", "no node at ',b'"),
         ("a[1-2", r"no comma at '\[1-2'"),
         ("a1-2]", "no comma at"),
-        ("a[]", "'' is no number or range"),
-        ("a[1-]", "'1-' is no number or range"),
-        ("a[x]", "'x' is no number or range"),
-        ("a[3-1]", "'3-1' is no range"),
-        ("a[1-9999999999]", "is no range"),
+        ("a[]", "'' is not a number or range"),
+        ("a[1-]", "'1-' is not a number or range"),
+        ("a[x]", "'x' is not a number or range"),
+        ("a[3-1]", "'3-1' is not a range"),
+        ("a[1-9999999999]", "is not a range"),
         ("a[1-9999]b[1-9999]", "too many nodes"),
         ("a[1,1]", "a node is named twice"),
         ("a b", "no comma at ' b'"),
@@ -82,7 +82,7 @@ def test_counts() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "2(3)", "2(x)", "a", "1,,2", "2x3", "-1", "2(x0)", "9999999"])
 def test_what_is_no_count(text: str) -> None:
-    with pytest.raises(UsageError, match=r"SLURM_TASKS_PER_NODE=.* is not understood \('.*' is no number of tasks\)"):
+    with pytest.raises(UsageError, match=r"SLURM_TASKS_PER_NODE=.* not understood \('.*' is not a number of tasks\)"):
         expand_counts(text, "SLURM_TASKS_PER_NODE")
 
 

@@ -15,13 +15,13 @@ from rannd.runner.resources.rank_environment import MALLOC_SETTINGS
 def test_threads_are_shared_out(cores: int, local_ranks: int, threads: str) -> None:
     tuned = rank_environment.tuning({}, cores=cores, local_ranks=local_ranks, gpus=1)
     assert tuned.variables == {"OMP_NUM_THREADS": threads}
-    assert tuned.line() == f"tuned OMP_NUM_THREADS={threads}; --no-tune leaves all alone"
+    assert tuned.line() == f"tuned OMP_NUM_THREADS={threads}; --no-tune turns this off"
 
 
 def test_cpu_ranks_get_malloc_settings() -> None:
     tuned = rank_environment.tuning({"OMP_NUM_THREADS": "9"}, cores=2, local_ranks=2, gpus=0)
     assert tuned.variables == MALLOC_SETTINGS
-    assert tuned.line() == "tuned malloc that keeps freed memory (MALLOC_*); --no-tune leaves all alone"
+    assert tuned.line() == "tuned malloc that keeps freed memory (MALLOC_*); --no-tune turns this off"
 
 
 @pytest.mark.parametrize(

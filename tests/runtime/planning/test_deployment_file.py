@@ -124,7 +124,7 @@ def test_a_file_is_shown(tmp_path: Path, some: Deployment, capsys: pytest.Captur
     pyrannc.show_deployment(file)
     assert "batch     128 rows: 2 ranks" in capsys.readouterr().out
     pyrannc.show_deployment(str(file), 256)
-    assert "roughly: planned for 128 rows" in capsys.readouterr().out
+    assert "rough estimate: planned for 128 rows" in capsys.readouterr().out
     for wrong in (0, "64", 2.5, True):
         with pytest.raises(UsageError, match=f"a batch of {wrong!r} rows"):
             pyrannc.show_deployment(file, wrong)  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def test_what_makes_it_wrong_is_an_error(tmp_path: Path, daemon_home: object) ->
     model(torch.randn(3, 6))
     for change, message in (
         ({"graph_hash": "other"}, "made for the graph other, this model's is"),
-        ({"schedule": "zigzag"}, "runs the schedule 'zigzag', this rannd knows"),
+        ({"schedule": "zigzag"}, "runs the schedule 'zigzag', this version of rannd supports"),
     ):
         save_file(msgspec.structs.replace(model.deployment, **change), file)
         with pytest.raises(DeploymentError, match=f"{file}: .*{message}"):
