@@ -5,7 +5,7 @@ same. This file writes all of that down, in components that a person can compare
 
 =========  =====================================================================================================
 versions   of Python, torch, rannd, and of every distribution whose code occurs, with what they require
-tracer     the sources of rannd.graph
+tracer     the sources of rannd that decide what a trace is
 model      the class of the model
 modules    class, attributes and hooks of every module, in order; modules that are used twice by their first name
 tensors    parameters and buffers: type, shape, device type, flags, sharing; not their values
@@ -33,14 +33,12 @@ What stays invisible:
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +52,7 @@ from rannd.graph.fingerprint.object_reader import attributes_of, modules_of
 from rannd.graph.fingerprint.provenance import PYTHON, file_digest, requirements_of, version_of
 from rannd.graph.fingerprint.state_rules import global_hooks, modes_around, switches
 from rannd.graph.fingerprint.value_writer import Hidden
+from rannd.sources import TRACING, digest_of
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _components(model: nn.Module, signature: Signature) -> dict[str, str]:
     kind = type(model)
     return {
         "versions": _versions(inspector.owners),
-        "tracer": sources_digest(),
+        "tracer": digest_of(TRACING),
         "model": f"{kind.__module__}.{kind.__qualname__}",
         "modules": _digest(lines),
         "tensors": _digest(described),
@@ -213,15 +212,3 @@ def _versions(owners: set[str]) -> str:
     names |= requirements_of("torch")
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return ", ".join([python, f"torch {torch.__version__}", *(f"{name} {version_of(name)}" for name in sorted(names))])
-
-
-@functools.cache
-def sources_digest() -> str:
-    """Digest of the files of rannd.graph: they decide what a trace is. Read once, as their code is loaded once."""
-    home = sources_folder()
-    return _digest([f"{path.relative_to(home)} {file_digest(str(path))}" for path in sorted(home.rglob("*.py"))])
-
-
-def sources_folder() -> Path:
-    """The folder of the package rannd.graph, with all of its sub-packages."""
-    return Path(__file__).parents[1]

@@ -9,7 +9,6 @@ One rank of every other node hands the result to its own node's daemon.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import platform
 from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
 from rannd.runtime.planning.profiler import Measuring, Platform
+from rannd.sources import PLANNING, digest_of
 
 LEASE_WAIT_S = 1200.0
 """Longest wait for another job that makes the same deployment; it ends at once when that job dies.
@@ -104,7 +104,7 @@ class Planner:
         self._used: Key | None = None
         self._base: Key | None = None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
-        versions["rannd source"] = source_digest()
+        versions["rannd source"] = digest_of(PLANNING)[:16]
         self._platform = Platform(device_model(world.device), backend_of(world.device), versions)
         self._file = ProfileFile(config, self._platform.device_model)
         self._made = Provenance(self._platform.device_model, "measured", version(), str(torch.__version__))
@@ -445,13 +445,3 @@ def _lacks(rank: int, need: int, there: int) -> str:
 @functools.cache
 def _nobody(doing: str) -> None:
     """Nobody waits."""
-
-
-def source_digest() -> str:
-    """Digest of the code that decides what a plan is: another one may give other plans under the same version."""
-    home = Path(rannd.errors.__file__).parent
-    digest = hashlib.sha256()
-    for room in ("graph", "profile", "plan"):
-        for file in sorted((home / room).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
