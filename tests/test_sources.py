@@ -84,6 +84,13 @@ def test_every_reason_is_one_for_something(imports: dict[str, set[str]]) -> None
     assert used == {*BESIDE, *BESIDE_CHECKING, *BESIDE_PLANNING}
 
 
+def test_every_module_that_makes_keys_is_digested(imports: dict[str, set[str]]) -> None:
+    digested = {_module(file) for file in files_of((*PLANNING, *CHECKING))}
+    makers = {name for name, others in imports.items() if "rannd.daemon.common.keys" in others}
+    ranks = {name for name in makers if not name.startswith(("rannd.daemon.", "rannd.runner."))}
+    assert sorted(ranks - digested) == ["rannd.runtime.comm.cache_client"]  # it only hands them on
+
+
 EDITED = {
     TRACING: ("graph/model.py", "graph/rows/rules/products.py", "patches.py", "torch_versions.py"),
     CHECKING: ("runtime/traces/trace_checking.py",),
