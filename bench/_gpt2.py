@@ -1,9 +1,9 @@
-"""A user's script: GPT-2 of transformers trained on random tokens, each rank on its own mini-batch.
+"""Training script for benchmarks: GPT-2 of transformers on random tokens, each rank with its own mini-batch.
 
     rannc-run -np 2 bench/_gpt2.py rannd FOLDER [--steps 1 --layers 6 --width 256 ...]
-    torchrun --nproc-per-node 2 bench/_gpt2.py ddp FOLDER [the same]
+    torchrun --nproc-per-node 2 bench/_gpt2.py ddp FOLDER [the same options]
 
-Each rank leaves in FOLDER what its process did, in a file that has its number: a `Told` as JSON.
+Each rank writes its measurements (`Told`, as JSON) to a file in FOLDER that is named by its rank.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, TypedDict
 
 
 class Told(TypedDict):
-    """What a rank leaves behind. Times are seconds since the epoch: they lie beside those of whoever started it."""
+    """Measurements of one rank. Times are seconds since the epoch, comparable with those of the parent process."""
 
     began: float
     built: float
-    """The model and its optimizer are there, the model is not wrapped yet."""
+    """Time when model and optimizer were created, before the model is wrapped."""
     ends: list[float]
-    """Of each step."""
+    """End of each step."""
     cpu: float
     """CPU seconds of the process from `built` to the end of the first step."""
     modules: list[str]
-    """What Python had imported at the end of the first step."""
+    """Imported modules at the end of the first step."""
     before: list[str]
-    """What it had imported when the model was there: torch, transformers and all that they want themselves."""
+    """Imported modules at time `built`: torch, transformers and their dependencies."""
 
 
 def main() -> None:

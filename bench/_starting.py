@@ -1,4 +1,4 @@
-"""Starts jobs of two ranks in a home of their own, as a user would, and hears what they did."""
+"""Starts jobs of two ranks with a separate cache and daemon, as a user would, and collects their measurements."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LONGEST_S = 600
 
 @contextmanager
 def home() -> Iterator[dict[str, str]]:
-    """Runtime, cache and configuration folders for jobs and their daemon, which ends with them.
+    """Context manager with temporary runtime, cache and configuration folders; ends the daemon at exit.
 
-    Gives the environment that points there, without what would tune or plan a job, or
-    has rannd's own modules, unlike torch's, compiled at each start.
+    Yields environment variables that point to these folders. Variables that would tune or plan a job are removed, as is
+    PYTHONDONTWRITEBYTECODE, which would make Python compile rannd's modules (but not torch's) at each start.
     """
     base = Path(tempfile.mkdtemp(prefix="rannd-bench-"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
-    # mpirun wants to be told that root means it; rannc-run says it itself.
+    # mpirun refuses to run as root without these; rannc-run sets them itself.
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     for name, variable in (("run", "XDG_RUNTIME_DIR"), ("cache", "XDG_CACHE_HOME"), ("conf", "RANNC_CONF_DIR")):
         (base / name).mkdir(mode=0o700)
@@ -48,24 +48,24 @@ def home() -> Iterator[dict[str, str]]:
 
 
 def end_daemon(environment: Mapping[str, str]) -> None:
-    """End the daemon of a home, if there is one."""
+    """Stop the daemon of an environment, if there is one."""
     subprocess.run([str(SCRIPTS / "rannd"), "stop"], env=environment, capture_output=True, timeout=60, check=False)
 
 
 def timed(command: Sequence[str], environment: Mapping[str, str]) -> float:
-    """Seconds from the start of a command to its end; ends this process where it fails."""
+    """Run a command and return its wall-clock time in seconds; exits this process if it fails."""
     begun = time.perf_counter()
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=LONGEST_S, check=False
     )
     took = time.perf_counter() - begun
     if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr).decode()}")
+        sys.exit(f"{' '.join(command)} failed (exit code {done.returncode}):\n{(done.stdout + done.stderr).decode()}")
     return took
 
 
 def gpt2(launcher: Sequence[str], side: str, environment: Mapping[str, str], *options: str) -> tuple[float, list[Told]]:
-    """Start _gpt2.py: (seconds since the epoch of the start, what each rank told)."""
+    """Run _gpt2.py; returns the start time in seconds since the epoch, and the measurements of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.time()
         timed([*launcher, GPT2, side, folder, *options], environment)
@@ -73,12 +73,12 @@ def gpt2(launcher: Sequence[str], side: str, environment: Mapping[str, str], *op
 
 
 def late(times: Sequence[float]) -> float:
-    """The time that 95 of 100 do not exceed."""
+    """95th percentile."""
     return sorted(times)[min(len(times) - 1, int(len(times) * 0.95))]
 
 
 def tell(times: Mapping[str, Sequence[float]], goal: str = "") -> None:
-    """Print times in seconds, and what each differs from the first, in the same round."""
+    """Print times in seconds, and their differences from the first side in the same round."""
     first, *_ = times
     print(f"{'':44s} {'median':>9s} {'p95':>9s} {'more':>9s} {'p95':>9s} {'ratio':>7s}")
     for name, values in times.items():
@@ -88,4 +88,4 @@ def tell(times: Mapping[str, Sequence[float]], goal: str = "") -> None:
             ratio = statistics.median(b / a for a, b in zip(times[first], values, strict=True))
             line += f" {statistics.median(more):+7.3f} s {late(more):+7.3f} s {ratio:7.3f}"
         print(line, flush=True)
-    print(f"{len(times[first])} rounds{f'; wanted: {goal}' if goal else ''}")
+    print(f"{len(times[first])} rounds{f'; goal: {goal}' if goal else ''}")

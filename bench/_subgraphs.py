@@ -1,17 +1,17 @@
-"""Parts of a GPT that are measured before its first plan: ours, and those that upstream (RaNNC) asks for.
+"""Counts the measurements that profiling a GPT needs before its first plan, in rannd and in upstream RaNNC.
 
-Nothing is measured here: measurements are counted. One is a part of the model with one number of rows, and takes some
-runs of the part. A run is one of its forward, most with a backward behind it.
+Nothing is measured here. A measurement is of one part of the model with one number of rows, and consists of several
+runs of the part: its forward, in most runs followed by its backward.
 
-ours         different grains (by structural hash) times numbers of rows, as rannd/runtime/planning/profiler.py asks
-             for them, shared among ranks as rannd/profile/block_costs.py does
-stage phase  upstream's: different merged graphs of consecutive blocks times rows times whether the stage recomputes,
-             in the loops of its search (see `upstream`); all on one rank. Its blocks are taken to be ours, and what
-             fits into a device is by formula
-operators    upstream's block phase measures each operator, none shared, before it merges the first two. The merges that
-             it tries are measured, too, and are not counted here
+ours         different grains (by structural hash) times numbers of rows, as requested by
+             rannd/runtime/planning/profiler.py and divided among ranks by rannd/profile/block_costs.py
+stage phase  upstream's: different merged graphs of consecutive blocks times rows times with or without recomputing,
+             in the loops of its search (see `upstream`), all on one rank. Assumes our blocks; whether a stage fits into
+             a device is computed by formula
+operators    upstream's block phase measures each operator separately before it merges the first two. It also measures
+             the merges that it tries, which are not counted here
 
-That a merged graph takes much longer than a grain, and an operator less, is not counted.
+It is not taken into account that a merged graph takes much longer than a grain, and an operator less.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from rannd.profile.points import Measured, Point, lacking
 
 DEVICES = 8
 ROWS = 64
-"""Of each rank."""
+"""Rows per rank."""
 SEQUENCE = 1024
 LAYERS, DEEPER = 24, 48
 WIDTHS = (1024, 2048, 4096)
 CLUSTER = "v100x8"
 
 FORWARDS = 1 + TURNS * (1 + RUNS + 1)
-"""Runs of a part's forward in one of our measurements, at most: one to see what autograd keeps, and in each turn one to
-warm up, those that are timed and one for gradients of inputs alone. All but the first run backward, too."""
+"""Maximum forward runs of a part in one of our measurements: one to record what autograd saves, and in each turn a
+warm-up, the timed runs, and one for gradients of inputs only. All but the first also run backward."""
 THEIR_RUNS = 3
-"""Of one measurement there. Where the stage recomputes, each runs the forward three times: to see whether there is a
-backward, to be timed, and in the backward."""
+"""Runs of one measurement of upstream. If the stage recomputes, each runs forward three times: to find out whether
+there is a backward, for the timing, and in backward."""
 
 Asked = tuple[int, int, int, bool]
-"""First block, the one behind the last, rows, whether the stage recomputes."""
+"""(first block, last block + 1, rows, whether the stage recomputes)."""
 
 
 def subgraphs() -> None:
     cluster = load_cluster(CLUSTER)
-    print(f"{LAYERS} layers, {DEVICES} ranks of {ROWS} rows of {SEQUENCE} tokens; memory is that of {cluster.name}")
+    print(f"{LAYERS} layers, {DEVICES} ranks, {ROWS} rows per rank of {SEQUENCE} tokens; memory of {cluster.name}")
     first: TaskGraph | None = None
     for width in WIDTHS:
         graph = gpt(LAYERS, width)
@@ -86,7 +86,7 @@ def subgraphs() -> None:
 
 
 def beside(ours: Mapping[str, tuple[int, ...]], measurements: int, runs: int) -> str:
-    """How many times as many, in all and on the one rank beside the busiest of ours."""
+    """Ratios to ours: of the totals, and of upstream's one rank to our busiest rank."""
     count, most = sum(map(len, ours.values())), busiest(ours)
     return (
         f": x {measurements / count:.1f} and x {runs / count / FORWARDS:.1f}, of one rank x {measurements / most:.1f} "
@@ -95,7 +95,7 @@ def beside(ours: Mapping[str, tuple[int, ...]], measurements: int, runs: int) ->
 
 
 def gpt(layers: int, width: int) -> TaskGraph:
-    """GPT-2 with heads of 64 channels that returns its loss, for training; on the meta device, so without memory."""
+    """Task graph of a GPT-2 in training with heads of 64 channels that returns its loss; built on the meta device."""
     import torch
     import transformers
 
@@ -126,7 +126,7 @@ def gpt(layers: int, width: int) -> TaskGraph:
 
 
 def missing(graph: TaskGraph, known: Mapping[str, Measured], *, apart: bool = False) -> dict[str, tuple[int, ...]]:
-    """Rows that have to be measured, by hash of a grain, or of an atom (`apart`: profile_by_acc)."""
+    """Row counts that have to be measured, by hash of a grain (with `apart`, as in profile_by_acc, of an atom)."""
     atoms = make_atoms(graph)
     parts = atoms if apart else make_grains(graph, atoms)
     hashes = dict.fromkeys(block_hashes(graph, parts))
@@ -135,12 +135,12 @@ def missing(graph: TaskGraph, known: Mapping[str, Measured], *, apart: bool = Fa
 
 
 def after(measured: Mapping[str, tuple[int, ...]]) -> dict[str, Measured]:
-    """What is known when these have been measured."""
+    """Known measurements after these have been made."""
     return {each: Measured(tuple(Point(count, 0, 0, 0, 0) for count in rows)) for each, rows in measured.items()}
 
 
 def busiest(measured: Mapping[str, tuple[int, ...]]) -> int:
-    """Measurements of the rank that has most of them."""
+    """Number of measurements of the rank that makes most of them."""
     each = [len(rows) for rows in measured.values()]
     return max(sum(each[rank::DEVICES]) for rank in range(DEVICES))
 
@@ -149,7 +149,7 @@ def told(measured: Mapping[str, tuple[int, ...]]) -> str:
     count, most = sum(map(len, measured.values())), busiest(measured)
     return (
         f"{len(measured)} structures, {count} measurements, {count * FORWARDS} runs; "
-        f"of one rank at most {most} and {most * FORWARDS}"
+        f"at most {most} and {most * FORWARDS} on one rank"
     )
 
 
@@ -157,7 +157,7 @@ def told(measured: Mapping[str, tuple[int, ...]]) -> str:
 
 
 class Memory:
-    """Bytes of a stage as upstream counts them (its activations are measured, these are by formula)."""
+    """Memory of a stage as upstream computes it, except that activations are computed by formula, not measured."""
 
     def __init__(self, graph: TaskGraph, cluster: Cluster) -> None:
         blocks = make_blocks(Partitioning.of(graph), PlanOptions(), world=DEVICES)
@@ -167,7 +167,7 @@ class Memory:
         self._intervals = Intervals(graph, blocks, costs.blocks)
 
     def fits(self, start: int, end: int, rows: int) -> bool:
-        """Parameters, gradients, the optimizer's state, activations of a piece and what it receives and sends."""
+        """Whether a stage fits: parameters, gradients, optimizer state, a microbatch's activations and its messages."""
         each = self._intervals
         state = each.params + (1 + PlanOptions().opt_param_factor) * each.trainable
         moving = sum(at(table[:, start, end], rows) for table in (each.activation, each.received, each.sent))
@@ -175,12 +175,13 @@ class Memory:
 
 
 def upstream(graph: TaskGraph, cluster: Cluster) -> tuple[int, set[Asked]]:
-    """Stages of the first plans that upstream's stage phase finds on one node, and all that it has measured by then.
+    """Simulate upstream's stage phase on one node: returns the stages of its first plan, and all measurements up to it.
 
-    For more and more stages, for 1, 2, 4 .. microbatches (more than one recompute), a table over stages, their last
-    block and the devices used so far is filled from below; a cell asks for all stages that can end there behind a cell
-    that holds a plan, with 1, 2, 4 .. replicas. It ends with the number of stages of the first plan. Cells from which
-    on nothing fits are not looked at, as there. What runs out of memory counts once: with more rows it is not tried.
+    For increasing numbers of stages, and for 1, 2, 4 .. microbatches (with recomputing if more than one), a table over
+    stages, their last block and the devices used so far is filled. A cell requests measurements of all stages that can
+    end there after a cell with a plan, with 1, 2, 4 .. replicas. The search ends at the number of stages of the first
+    plan. As in upstream, cells are skipped from where nothing fits any more. A measurement that runs out of memory
+    counts once; it is not tried with more rows.
     """
     memory = Memory(graph, cluster)
     asked: set[Asked] = set()
@@ -196,10 +197,10 @@ def upstream(graph: TaskGraph, cluster: Cluster) -> tuple[int, set[Asked]]:
 def _plans(
     memory: Memory, stages: int, microbatches: int, asked: set[Asked], too_many: dict[tuple[int, int, bool], int]
 ) -> bool:
-    """One table; whether there is a plan."""
+    """Fill one table; returns whether there is a plan."""
     again = microbatches > 1
     cells = {(0, 0)}
-    """(blocks, devices) of the stages so far."""
+    """Reached cells: (blocks, devices) used by the stages so far."""
     for stage in range(stages):
         last = stage + 1 == stages
         reached: set[tuple[int, int]] = set()
@@ -221,7 +222,7 @@ def _plans(
                             asked.add((start, end, rows, again))
                         if not memory.fits(start, end, rows):
                             too_many[start, end, again] = min(rows, too_many.get((start, end, again), rows))
-                            break  # behind more devices fewer replicas are left
+                            break  # with more devices used before, this stage would have fewer replicas
                         fits = True
                         reached.add((end, used))
                 fits_here |= fits

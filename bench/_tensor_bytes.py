@@ -1,4 +1,4 @@
-"""Bytes of tensors in a step, as the allocator counts them."""
+"""Measures the memory of tensors during a step with torch's profiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any) -> tuple[int, int]:
-    """What lies there before `step` (parameters, buffers, optimizer state), and the most within it, of this rank."""
+    """(bytes of parameters, buffers and optimizer state before `step`, peak bytes during it) of this rank."""
     import torch
 
     held = [*wrapped.parameters(), *wrapped.buffers()]

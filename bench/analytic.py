@@ -1,12 +1,12 @@
-"""How far analytic costs (rannd/profile/analytic.py) are from measured ones, for the blocks of a GPT-2 on this machine.
+"""Compares analytic costs (rannd/profile/analytic.py) with measured ones, for the blocks of a GPT-2 on this machine.
 
     python bench/analytic.py [--layers 6] [--width 256] [--rows 8] [--sequence 128] [--rounds 8]
 
-One thread, with the malloc settings that rannc-run gives CPU ranks. A cluster of this machine is made of rates that are
-measured first: a large matrix product, a sum of two large vectors, an addition of two numbers. Its peaks are those
-rates, so its efficiencies are 1; nothing is fitted to the model. Blocks are measured as a job would measure them, in
-turns with the rates, and of each the best round counts. A ratio above 1 says that the formula is too slow. At the end
-plans by formula are simulated with measured costs: what the formula's faults would cost in a step.
+Runs in one thread, with the malloc settings that rannc-run uses for CPU ranks. The cluster description of this machine
+uses measured rates: of a large matrix product, a sum of two large vectors, and an addition of two numbers. Its peaks
+are these rates, so its efficiencies are 1; nothing is fitted to the model. Blocks are measured as in a job, alternating
+with the rates; the best round of each counts. A ratio above 1 means that the analytic cost is too high. At the end,
+plans made with analytic costs are simulated with measured costs, which shows how much slower their steps are.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
-    if any(name not in os.environ for name in MALLOC_SETTINGS):  # malloc reads them when a process starts
+    if any(name not in os.environ for name in MALLOC_SETTINGS):  # malloc reads them only at process start
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC_SETTINGS})
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -67,11 +67,11 @@ def main() -> None:
     here, measured = machine_and_blocks(graph, blocks, sample, (few, options.rows), options.rounds)
     print(
         f"this machine: {here.tflops.float32 * 1e3:.0f} GFLOP/s, {here.memory_gb_per_s:.1f} GB/s, "
-        f"{here.op_latency_us:.1f} us an operator"
+        f"{here.op_latency_us:.1f} us per operator"
     )
     analytic = analytic_costs(graph.task, blocks, here, fewest=few, most=options.rows, nodes=1).blocks
     show(graph, blocks, analytic, measured, options.rows)
-    print("plans by formula, simulated with measured costs, beside plans by measured costs (links of cluster cpu)")
+    print("simulated step of plans with analytic costs, of plans with measured costs, ratio (links of cluster cpu)")
     link = link_cost(load_cluster("cpu"), load_cluster("cpu").link.inside)
     for world in (2, 4, 8):
         for stages in (0, world):
@@ -79,7 +79,7 @@ def main() -> None:
                 simulated(graph.task, made, tuple(measured), link, world, options.rows, stages)
                 for made in (analytic, tuple(measured))
             )
-            asked = f"{stages} stages asked for" if stages else "free"
+            asked = f"{stages} stages requested" if stages else "any stages"
             print(f"{world} devices, {asked:20} {formula / 1e3:8.2f} ms {truth / 1e3:8.2f} ms {formula / truth:.3f}")
 
 
@@ -92,7 +92,7 @@ def simulated(
     rows: int,
     stages: int,
 ) -> float:
-    """Microseconds of a step, by the costs `true`, of the plan by the costs `planned`; `rows` a rank."""
+    """Microseconds of a step, simulated with costs `true`, of a plan made with costs `planned`; `rows` per rank."""
     options = PlanOptions(partition_num=stages)
     blocks = make_blocks(Partitioning.of(task), PlanOptions(), world=2)
     deployment = plan(
@@ -124,12 +124,12 @@ def simulated(
 
 
 Rates = tuple[float, float, float]
-"""Least microseconds of the product, the sum of vectors and the small sum."""
+"""Minimum microseconds of the matrix product, the sum of vectors and the small addition."""
 SIDE, LENGTH = 1536, 1 << 25
 
 
 def rates() -> Rates:
-    """Those of one thread of this machine, now."""
+    """Measure the rates of one thread of this machine."""
     one, two = torch.rand(SIDE, SIDE), torch.rand(SIDE, SIDE)
     long, other = torch.rand(LENGTH), torch.rand(LENGTH)
     target = torch.empty_like(long)
@@ -142,7 +142,7 @@ def rates() -> Rates:
 
 
 def machine(found: Rates) -> Cluster:
-    """This machine, one thread of it, as a cluster of one device."""
+    """Cluster description of one thread of this machine as a single device."""
     product_us, sum_us, latency_us = found
     tflops = 2 * SIDE**3 / product_us / 1e6
     nowhere = Link(gb_per_s=1.0, latency_us=0.0)
@@ -193,7 +193,7 @@ def graph_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[ModelGraph, Pro
 def machine_and_blocks(
     graph: ModelGraph, blocks: list[tuple[int, ...]], sample: ProfileInputs, rows: tuple[int, int], rounds: int
 ) -> tuple[Cluster, list[BlockCost]]:
-    """Rates and blocks in turns, of each the best round; equal blocks are measured once."""
+    """Measure rates and blocks alternately, keeping the best round of each; equal blocks are measured once."""
     hashes = block_hashes(graph.task, blocks)
     found: dict[str, BlockCost] = {}
     least: Rates = (float("inf"),) * 3
@@ -221,7 +221,7 @@ def show(
 ) -> None:
     hashes = block_hashes(graph.task, blocks)
     print(f"{len(blocks)} blocks, {len(set(hashes))} different; analytic / measured at {rows} rows")
-    print("times  forward ms        ratio  backward ms       ratio  kept MiB          ratio  last operator")
+    print("count  forward ms        ratio  backward ms       ratio  saved MiB         ratio  last operator")
     for number, key in enumerate(hashes):
         if hashes.index(key) != number:
             continue
@@ -237,15 +237,15 @@ def show(
         total = sum(ours for ours, _ in pairs) / sum(real for _, real in pairs)
         ratios = sorted(ours / real for ours, real in pairs if real)
         print(
-            f"{name:17} all blocks together {total:.2f}; a block: median {statistics.median(ratios):.2f}, "
+            f"{name:17} all blocks together {total:.2f}; single blocks: median {statistics.median(ratios):.2f}, "
             f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         )
     shares = [_whole(a, rows) / _whole(m, rows) for a, m in zip(analytic, measured, strict=True) if _whole(a, rows)]
     middle = statistics.median(shares)
     off = [abs(share / middle - 1) for share in shares]
     print(
-        f"blocks beside each other (views alone left out): off the median ratio by {statistics.median(off):.0%} "
-        f"(median), {max(off):.0%} (most)"
+        f"blocks relative to each other (without those of views only): deviation from the median ratio "
+        f"{statistics.median(off):.0%} (median), {max(off):.0%} (maximum)"
     )
 
 

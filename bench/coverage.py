@@ -1,12 +1,12 @@
-"""What can be traced: the models of tests/zoo with rannd, and with torch.distributed.pipelining beside it.
+"""Traces the models of tests/zoo with rannd and with torch.distributed.pipelining, and counts the successes.
 
     python bench/coverage.py [--rows 4] [--limit 120] [MODEL ...]
 
-Each model is traced in training mode and differentiated, and compared with itself in eager mode (outputs, gradients
-and buffers; doubles to 1e-9). rannd's graph is run whole and cut in three; `pipeline()` gets one split point, at the
-middle of the model's largest list of layers, if it has one. A share of the parameters may run in leaves: submodules
-that are one operator each, because no graph can show their code. Both sides work in processes of their own, so that a
-crash or a hang costs one line of the table.
+Each model is traced in training mode, and its outputs, gradients and buffers are compared with those of eager mode
+(float64 with a tolerance of 1e-9). rannd's graph is run whole and cut into three stages; `pipeline()` gets one split
+point, in the middle of the model's largest list of layers, if it has one. Some of the parameters may be in leaves:
+submodules that run as one operator each, because their code cannot be traced. Each side runs in a separate process, so
+that a crash or a hang affects only one line of the table.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SIDES = ("rannd", "pipelining")
 MOST_IN_LEAVES = 0.2
 
 Line = dict[str, Any]
-"""What is known of a model on one side: `error`, or `wrong` (None where it is right), `seconds` and more."""
+"""Result of one side for a model: `error`, or `wrong` (None if the results are equal), `seconds` and more."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names of models (default: all)")
     parser.add_argument("--rows", type=int, default=4, help="batch size that pipeline() traces and both are run with")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that a model may take")
+    parser.add_argument("--limit", type=float, default=120, help="time limit per model in seconds")
     parser.add_argument("--work", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--report", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         workers = {side: stack.enter_context(Worker(side, options.rows, options.limit)) for side in SIDES}
         for name in names:
-            for side, worker in workers.items():  # one after the other: they are timed
+            for side, worker in workers.items():  # one after the other, because they are timed
                 found[side].append(worker.ask(name))
             print(_row(name, found["rannd"][-1], found["pipelining"][-1]), flush=True)
     ours, theirs = ([line for line in found[side] if "error" not in line] for side in SIDES)
@@ -69,11 +69,9 @@ def main() -> None:
         ("pipelining", theirs, "traced"),
     ):
         right = sum(line["wrong"] is None for line in traced)
-        print(
-            f"{side:12s} {len(traced)} of {len(names)} ({len(traced) / len(names):.1%}) {means}, {right} of them right"
-        )
+        print(f"{side:12s} {len(traced)} of {len(names)} ({len(traced) / len(names):.1%}) {means}, {right} correct")
     wrong = sum(line["wrong"] is not None for line in ours)
-    print(f"{'':12s} {len(ours)} of {len(names)} run at all with rannd, leaves included, {wrong} of them wrong")
+    print(f"{'':12s} {len(ours)} of {len(names)} run with rannd if any leaves are allowed, {wrong} of them wrong")
 
 
 def _row(name: str, ours: Line, theirs: Line) -> str:
@@ -93,7 +91,7 @@ def _row(name: str, ours: Line, theirs: Line) -> str:
 
 
 class Worker:
-    """A process for one side, started again after it ended or hung."""
+    """Worker process of one side, restarted after it crashed or hung."""
 
     def __init__(self, side: str, rows: int, limit: float) -> None:
         self._side, self._rows, self._limit = side, rows, limit
@@ -107,7 +105,7 @@ class Worker:
         self._end()
 
     def ask(self, name: str) -> Line:
-        """What the process finds out about a model."""
+        """Let the process trace a model; returns its result."""
         if self._process is None:
             self._start()
         assert self._process is not None
@@ -125,7 +123,7 @@ class Worker:
                 if not chunk:
                     code = self._process.wait()
                     self._end()
-                    return {"error": f"its process ended with {code}"}
+                    return {"error": f"its process ended with exit code {code}"}
                 answer += chunk
         found: Line = json.loads(answer)
         return found
@@ -147,13 +145,13 @@ class Worker:
         if self._process is None:
             return
         os.close(self._reports)
-        self._process.kill()  # of no effect after its end
+        self._process.kill()  # no effect if it has ended
         with self._process:  # closes its standard input, and waits
             self._process = None
 
 
 def work(side: str, entries: Mapping[str, Any], rows: int, report: int) -> None:
-    """In a process of its own: for each name on the standard input, trace the model and write a line of JSON."""
+    """Main function of a worker: for each name on standard input, trace the model and write a line of JSON."""
     import logging
 
     import torch
@@ -169,7 +167,7 @@ def work(side: str, entries: Mapping[str, Any], rows: int, report: int) -> None:
         except Exception as exc:
             return {"error": f"{type(exc).__name__}: {_first_line(exc)}"}
 
-    line("bert")  # what is imported and cached with the first model is not timed
+    line("bert")  # warm-up: imports and caches of the first model are not timed
     for name in sys.stdin:
         os.write(report, json.dumps(line(name.rstrip("\n"))).encode() + b"\n")
 
@@ -222,7 +220,7 @@ def _pipelining(entry: Any, rows: int) -> Line:
     seconds = time.perf_counter() - start
 
     def stages(**arguments: Any) -> Any:
-        """All stages in a row. Pipe's own forward lets no gradient cross them."""
+        """Run all stages in sequence. Pipe's own forward lets no gradients pass between stages."""
         leaves, _ = pytree.tree_flatten_with_path(arguments)
         named = {"_".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf for path, leaf in leaves}
         taken = [named[node.target] for node in pipe.split_gm.graph.nodes if node.op == "placeholder"]
@@ -238,7 +236,7 @@ def _pipelining(entry: Any, rows: int) -> Line:
 
     ids = {id(parameter) for parameter in model.parameters()}
     copies = [name.removeprefix("split_gm.") for name, parameter in pipe.named_parameters() if id(parameter) not in ids]
-    wrong = f"tied parameters come apart: {', '.join(copies)}" if copies else None
+    wrong = f"tied parameters are untied: {', '.join(copies)}" if copies else None
     within = TOLERANCE[entry.dtype]
     near: dict[str, Any] = {"rtol": within, "atol": within / 10, "equal_nan": True}
     try:
@@ -263,7 +261,7 @@ def _pipelining(entry: Any, rows: int) -> Line:
 
 
 def _first_line(problem: BaseException) -> str:
-    """The first lines of what really went wrong, as one."""
+    """Message of an exception's root cause, joined to one line."""
     cause = problem
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,15 +1,17 @@
-"""The daemon: look-ups by many clients, puts, its start, its memory. No torch, no ranks; in a home of its own.
+"""Benchmarks of the daemon: look-ups by many clients, puts, start-up time and memory. Needs neither torch nor ranks.
 
     python bench/daemon.py [--clients 1 8 64] [--lookups 2000] [--entries 1000 10000] [--deployments 500] [--starts 15]
 
-Everything goes through `rannd.daemon.client.cache.Client`, as a job's requests do: over a connection that is kept, from
-processes that have asked before. Entries have 1 kB of noise under keys of profiles.
+All requests go through `rannd.daemon.client.cache.Client`, as a job's do, over open connections from processes that
+have already sent requests. Entries are 1 kB of random bytes under profile keys. The runtime and cache folders are
+temporary.
 
-in turn   each client asks again as soon as it has its answer: what the daemon can do. With 64 clients a look-up
-          then takes as long as 64 of them take, and the clients want the cores as well
-now and   each client asks ten times a second, at random moments: what jobs would do that all start at once, and the
-then      case the goal is for
-start     from a client without a daemon to its first answer: process, imports, store, socket, greeting, look-up
+in turn   each client sends its next request as soon as it has the answer: the daemon's maximum throughput. With 64
+          clients the latency is that of 64 look-ups, and the clients compete for the cores as well
+now and   each client sends ten requests per second at random times: as jobs that all start at once do. The goal is for
+then      this case
+start     from a client without a running daemon to its first answer: process, imports, store, socket, handshake and
+          look-up
 """
 
 from __future__ import annotations
@@ -38,23 +40,23 @@ from rannd.daemon.common.paths import places
 KB, MIB = 1000, 1 << 20
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "rannd": "0.1.0"}
 PAUSE_S = 0.1
-"""Mean pause of a client that asks now and then."""
+"""Mean pause in seconds between the requests of a client in the case 'now and then'."""
 ROW = "{:52s} {:>12s} {:>12s} {:>14s}   {}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64], help="processes that ask at once")
-    parser.add_argument("--lookups", type=int, default=2000, help="of all clients of one row together, at the least")
-    parser.add_argument("--entries", type=int, nargs="+", default=[1000, 10_000], help="in the store, more and more")
-    parser.add_argument("--deployments", type=int, default=500, help="among which the nearest is looked for")
-    parser.add_argument("--starts", type=int, default=15, help="of the daemon")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64], help="numbers of concurrent clients")
+    parser.add_argument("--lookups", type=int, default=2000, help="minimum number of look-ups per row, of all clients")
+    parser.add_argument("--entries", type=int, nargs="+", default=[1000, 10_000], help="numbers of stored entries")
+    parser.add_argument("--deployments", type=int, default=500, help="number of deployments to search for the nearest")
+    parser.add_argument("--starts", type=int, default=15, help="number of starts of the daemon")
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="rannd-bench-"))
     for name, variable in (("run", "XDG_RUNTIME_DIR"), ("cache", "XDG_CACHE_HOME")):
         (home / name).mkdir(mode=0o700)
         os.environ[variable] = str(home / name)
-    print(ROW.format("", "median", "99th of 100", "a second", "goal"))
+    print(ROW.format("", "median", "p99", "per second", "goal"))
     try:
         starts(options.starts)
         with client() as one:
@@ -73,7 +75,7 @@ def main() -> None:
 def client() -> Client:
     made = connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30)
     if not made.connected:
-        sys.exit("there is no daemon to measure; the line above says why")
+        sys.exit("the daemon could not be started; see the message above")
     return made
 
 
@@ -90,7 +92,7 @@ def fill(one: Client, entries: int) -> None:
 
 
 def row(name: str, times: Sequence[float], a_second: float | None = None, goal: str = "") -> None:
-    """A line of the table, of times in seconds."""
+    """Print a line of the table; `times` in seconds."""
     late = sorted(times)[min(len(times) - 1, int(len(times) * 0.99))]
     rate = f"{a_second:,.0f}" if a_second is not None else ""
     print(ROW.format(name, f"{statistics.median(times) * 1e3:.2f} ms", f"{late * 1e3:.2f} ms", rate, goal), flush=True)
@@ -119,7 +121,7 @@ def lookups(clients: Sequence[int], wanted: int, entries: int) -> None:
 
 
 def herd(clients: int, each: int, entries: int, pause_s: float) -> tuple[list[float], float]:
-    """Times of all look-ups of so many processes, and how long all of it took; in seconds."""
+    """Run look-ups in `clients` processes; returns the latencies of all look-ups and the total time, in seconds."""
     gate, opened = os.pipe()
     ready, told = os.pipe()
     pipes = [os.pipe() for _ in range(clients)]
@@ -149,12 +151,12 @@ def herd(clients: int, each: int, entries: int, pause_s: float) -> tuple[list[fl
     for each_end in (gate, ready, told):
         os.close(each_end)
     if [os.waitpid(child, 0)[1] for child in children] != [0] * clients:
-        sys.exit("a client failed; the lines above say why")
+        sys.exit("a client failed; see the messages above")
     return found, took
 
 
 def member(number: int, each: int, entries: int, pause_s: float, gate: int, told: int) -> list[float]:
-    """One process of the herd: times of its look-ups in seconds."""
+    """Run one client process; returns the latencies of its look-ups in seconds."""
     chance = random.Random(number)
     many = [profile(chance.randrange(entries)) for _ in range(each)]
     found = []
@@ -173,7 +175,7 @@ def member(number: int, each: int, entries: int, pause_s: float, gate: int, told
     return found
 
 
-# -- the others ----------------------------------------------------------------------------------------------------
+# -- other requests ------------------------------------------------------------------------------------------------
 
 
 def writes(one: Client, repeats: int) -> None:
@@ -189,7 +191,7 @@ def writes(one: Client, repeats: int) -> None:
 
 
 def memory(entries: int) -> None:
-    with client() as one:  # after all have been read
+    with client() as one:  # measured after all entries were read
         for first in range(0, entries, 256):
             one.get_many([profile(number) for number in range(first, min(first + 256, entries))])
     pid = int(Path(places().life).read_text())
@@ -198,7 +200,7 @@ def memory(entries: int) -> None:
 
 
 def nearest(one: Client, deployments: int, repeats: int) -> None:
-    """A job that missed its deployment asks which one is nearest."""
+    """Measure the request for the nearest deployment, which a job sends after a cache miss."""
 
     def key(batch: int) -> Key:
         return deployment_key(
@@ -233,9 +235,9 @@ def starts(repeats: int) -> None:
         spawn.stop(places(), "bench", time.monotonic() + 60)
     beyond = statistics.median(bare)
     row("python -I -S -c pass", bare)
-    row("the same, and import zmq", zeromq)
+    row("python -I -S -c 'import zmq'", zeromq)
     row("start to first answer", whole)
-    row("the same without Python's own start", [each - beyond for each in whole], goal="100 ms")
+    row("start to first answer, without Python's own start", [each - beyond for each in whole], goal="100 ms")
 
 
 if __name__ == "__main__":

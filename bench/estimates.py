@@ -1,15 +1,15 @@
-"""What the planner says of a step, beside what it is: time and memory of many plans, two ranks on two cores.
+"""Compares the planner's estimates of a step with measurements: time and memory of many plans, two ranks on two cores.
 
     python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT]
 
-Linear layers (examples/tutorial.py), the convolutions of examples/digits.py and GPT-2 in two sizes each, as data
-parallelism and as two stages, with 1 to 8 microbatches, 1F1B and fill-drain, with recomputing and without. All are
-wrapped in one job and measured in turns, some steps of each a round; the first round is dropped. A step is the call and
-its backward, without the optimizer's: the slowest rank's time, from a barrier on. No number of the planner is fitted to
-such steps: it knows what it measured of blocks and links when each model was wrapped.
+Linear layers (examples/tutorial.py), the convolutions of examples/digits.py and GPT-2 in two sizes each, with data
+parallelism and with two stages, 1 to 8 microbatches, 1F1B and fill-drain, with and without recomputing. All are wrapped
+in one job and measured in turns, several steps of each per round; the first round is dropped. A step is the forward
+call and backward, without the optimizer's step: the slowest rank's time, starting from a barrier. Nothing in the
+planner is fitted to such steps; it uses only its measurements of blocks and links, made when each model was wrapped.
 
-time      median of the steps / prediction; in brackets half of the range between the quartiles, as part of the median
-memory    most bytes of tensors in a step / planned, of the rank where that is largest
+time      median of the steps / prediction; in brackets half of the interquartile range, relative to the median
+memory    peak bytes of tensors in a step / planned bytes, of the rank where this is largest
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PLANS: dict[str, dict[str, str]] = {
 
 @dataclass
 class Configuration:
-    """A model under a plan."""
+    """A wrapped model with a given plan."""
 
     name: str
     step: Callable[[], Any]
@@ -54,7 +54,7 @@ class Configuration:
     times: list[float] = field(default_factory=list)
 
     def memory(self) -> float:
-        """Most bytes in a step of this rank / planned."""
+        """Peak bytes of tensors in a step of this rank / planned bytes."""
         _, most = lying_and_peak(self.step, self.wrapped, self.optimizer)
         slot = self.wrapped._session.world.slot
         planned = next(stage.estimate.total_bytes for stage in self.wrapped.deployment.stages if slot in stage.slots)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def models() -> Iterator[tuple[str, Callable[[], Any], tuple[Any, ...], bool]]:
-    """(name, what makes it, its arguments, whether its mini-batches run whole)."""
+    """Yield (name, constructor, arguments, whether mini-batches cannot be split into microbatches)."""
     import torch
     from torch import nn
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -165,7 +165,7 @@ def measure(rounds: int, steps: int, only: str) -> None:
                 print(f"\rwrapped {len(made)}", end="", file=sys.stderr, flush=True)
     for number in range(rounds + 1):
         for each in made[:: 1 if number % 2 else -1]:
-            each.step()  # what other configurations left in caches is theirs
+            each.step()  # warm-up, because caches hold data of other configurations
             for _ in range(steps):
                 pyrannc.barrier()
                 start = time.perf_counter()
@@ -194,10 +194,10 @@ def show(made: list[Configuration], times: list[list[float]], memory: list[float
     errors.sort()
     print(
         f"time: {len(errors)} configurations, error of the prediction: median {statistics.median(errors):.3f}, "
-        f"95th percentile {errors[int(0.95 * (len(errors) - 1))]:.3f}; {beyond} beyond 10 % and twice the noise"
+        f"95th percentile {errors[int(0.95 * (len(errors) - 1))]:.3f}; {beyond} exceed both 10 % and twice the noise"
     )
     off = sorted(abs(1 / part - 1) for part in memory)
-    print(f"memory: median error {statistics.median(off):.3f}, most used of what was planned {max(memory):.3f}")
+    print(f"memory: median error {statistics.median(off):.3f}, maximum of used / planned {max(memory):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What the front-end costs: tracing beside loading the trace from the cache, the graph's hash, very large models.
+"""Benchmarks of the tracing front-end: tracing, loading a cached trace, hashing the graph, and very large models.
 
     python bench/graph.py [--layers 150] [--rounds 5] [--no-large]
 
-One thread. 'cached' is all that a repeated run does in place of tracing: fingerprint of the model, decoding, hash.
-The large models are on the meta device, in a process of their own, so that its peak memory is theirs.
+Runs in one thread. 'cached' is everything that a repeated run does instead of tracing: fingerprint of the model,
+decoding, hash. Each large model is built on the meta device in a separate process, to measure its peak memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=150, help="layers of the GPT-2 that is stored and loaded")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-large", action="store_true", help="leave the large models out")
+    parser.add_argument("--no-large", action="store_true", help="skip the large models")
     parser.add_argument("--only", choices=LARGE, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
@@ -70,7 +70,7 @@ def _call(model: Any, rows: int, sequence: int) -> tuple[Any, list[Any]]:
 
 
 def _times(action: Callable[[], Any], rounds: int) -> tuple[float, str]:
-    """Median, and what to print: median and worst in milliseconds."""
+    """Time an action; returns the median in milliseconds, and a text with median and maximum."""
     found = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -80,7 +80,7 @@ def _times(action: Callable[[], Any], rounds: int) -> tuple[float, str]:
 
 
 def stored(layers: int, rounds: int) -> None:
-    """A deep GPT-2: traced, stored, loaded."""
+    """Measure tracing, encoding and loading of a deep GPT-2."""
     from rannd.graph.fingerprint.fingerprint import fingerprint
     from rannd.graph.fx.codec import decode, encode
     from rannd.graph.model import build
@@ -116,11 +116,11 @@ def stored(layers: int, rounds: int) -> None:
         print(f"  {name:11s} {text}{each}")
     home = tensors[0].device
     _, text = _times(lambda: build(model, signature, tensors, home, decode(data, model)[0]), rounds)
-    print(f"  decode, find rows and stages' rules, task graph {text}")
+    print(f"  decode, row analysis, placement, task graph {text}")
 
 
 def compared(rounds: int, width: int, sequence: int) -> None:
-    """verify_trace, beside tracing and beside a training step: a GPT-2 of 4 layers."""
+    """Compare the time of verify_trace with that of tracing and of a training step, for a GPT-2 of 4 layers."""
     import torch
     import transformers
 
@@ -166,17 +166,17 @@ def compared(rounds: int, width: int, sequence: int) -> None:
         share = checking / tracing / 10
         print(f"  {rows:2d} rows: compare {found}: {checking / stepping:.2f} steps, {share:.1f} % of tracing")
     _, text = _times(prove, rounds)
-    print(f"  all hooks prove themselves {text}")
+    print(f"  check of all hooks {text}")
 
 
 def _peak_kib() -> int:
-    """Peak resident memory of this process alone (what getrusage says begins with the parent's)."""
+    """Peak resident memory of this process in KiB (getrusage's value starts from the parent's)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def large(name: str) -> None:
-    """A model that no machine here could hold, on the meta device."""
+    """Trace a model on the meta device that is too large for the memory of one machine."""
     import torch
     import transformers
 
@@ -205,7 +205,7 @@ def large(name: str) -> None:
     billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     print(
         f"{name}: {billions:.0f} billion parameters, {len(graph.nodes)} ops, trace {tracing:.1f} s, task graph "
-        f"{building:.1f} s, peak memory {peak / 2**20:.2f} GiB ({before / 2**20:.2f} before the model was made)"
+        f"{building:.1f} s, peak memory {peak / 2**20:.2f} GiB ({before / 2**20:.2f} before the model was built)"
     )
 
 

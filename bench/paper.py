@@ -1,23 +1,23 @@
-"""The setting of RaNNC's paper, planned: which sizes of BERT and of a widened ResNet152 fit on 32 V100, and how.
+"""Plans for the experiments of RaNNC's paper: which sizes of BERT and of a widened ResNet152 fit on 32 V100, and how.
 
     python bench/paper.py [bert resnet] [--hidden 1024 1536 2048] [--layers 24 96 256] [--widths 1 2 4 8]
                           [--half] [--attention sdpa] [--cluster v100x8] [--devices 32] [--batch N] [--sequence 512]
                           [--blocks 32] [--steps]
 
-Tanaka et al.: Automatic Graph Partitioning for Very Large-scale Deep Learning (IPDPS 2021): 4 nodes of 8 V100 of 32 GB;
-BERT with batches of 256 rows of 512 tokens, ResNet152 with batches of 512 images. The models are on the meta device and
-have no memory; costs are by formula from the cluster's file (docs/clusters.md). Nothing is computed, nothing is
-measured but the CPU time of tracing and planning. The plans are those that `rannc-run --plan-only --cluster v100x8
--np 32` prints for scripts with these models and the default configuration, whatever rannc_conf.toml says here.
+Tanaka et al.: Automatic Graph Partitioning for Very Large-scale Deep Learning (IPDPS 2021): 4 nodes with 8 V100 of
+32 GB each; BERT with batches of 256 rows of 512 tokens, ResNet152 with batches of 512 images. The models are built on
+the meta device; costs are computed from the cluster's description (docs/clusters.md). Nothing is run; only the CPU time
+of tracing and planning is measured. The plans are those that `rannc-run --plan-only --cluster v100x8 -np 32` prints for
+scripts with these models and the default configuration; rannc_conf.toml is not read.
 
 --half   autocast to float16 with a GradScaler; parameters, gradients and optimizer state stay float32
---blocks what max_partition_num is
---steps  CPU time of all parts (task graph, blocks and costs, search with ranking) and peak memory, on stderr
+--blocks value of max_partition_num
+--steps  print CPU time of each part (task graph, blocks and costs, search with ranking) and peak memory to stderr
 
-Columns: billions of parameters; stages and replicas; microbatches of a rank and rows of each; stages that recompute;
-schedule, and what neighbouring slots are ('stages' or 'replicas': docs/planning.md); predicted time of a step, and what
-that makes in samples a second; GiB on the fullest device; what pure data parallelism needs, and its time beside the
-plan's; the fastest plan with other replicas; CPU time of tracing, and of what comes behind it.
+Columns: billions of parameters; stages and replicas; microbatches per rank and rows of each; stages that recompute;
+schedule, and whether neighbouring slots are 'stages' or 'replicas' (docs/planning.md); predicted time of a step, and
+the resulting samples per second; GiB on the fullest device; memory of pure data parallelism, and its step relative to
+the plan's; the fastest plan with other replicas; CPU time of tracing, and of planning.
 """
 
 from __future__ import annotations
@@ -65,18 +65,22 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["bert", "resnet", []], help="both where none is named")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 1536, 2048], help="widths of BERT, 64 a head")
+    parser.add_argument("what", nargs="*", choices=["bert", "resnet", []], help="models (default: both)")
+    parser.add_argument(
+        "--hidden", type=int, nargs="+", default=[1024, 1536, 2048], help="widths of BERT, with 64 channels per head"
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[24, 96, 256])
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8], help="factors of ResNet152's channels")
     parser.add_argument("--half", action="store_true", help="autocast to float16")
-    parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa", help="fused, or as in 2021")
+    parser.add_argument(
+        "--attention", choices=["sdpa", "eager"], default="sdpa", help="fused attention, or eager as in 2021"
+    )
     parser.add_argument("--cluster", default="v100x8")
     parser.add_argument("--devices", type=int, default=32)
-    parser.add_argument("--batch", type=int, help="rows of all devices; 256 for BERT and 512 for ResNet otherwise")
+    parser.add_argument("--batch", type=int, help="rows of the global batch (default: BERT 256, ResNet 512)")
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=Config().max_partition_num, help="max_partition_num")
-    parser.add_argument("--steps", action="store_true", help="what each part of the planning took")
+    parser.add_argument("--steps", action="store_true", help="print the time of each part of planning")
     options = parser.parse_args()
     cluster = load_cluster(options.cluster)
     limit = int(cluster.memory_bytes * (1 - Config().mem_margin))
@@ -110,7 +114,7 @@ class Case:
 
 
 class Loss(nn.Module):
-    """A model of Hugging Face that returns its loss alone, as a training script would wrap it."""
+    """A Hugging Face model that returns only its loss, as a training script would wrap it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -122,7 +126,7 @@ class Loss(nn.Module):
 
 
 def berts(options: argparse.Namespace, rows: int) -> Iterator[Case]:
-    """BERT with both losses of its pre-training, for sequences without padding; heads stay at 64 channels."""
+    """Yield BERT models with both pre-training losses, for sequences without padding; heads have 64 channels."""
     ids = torch.ones(rows, options.sequence, dtype=torch.long)
     batch = {
         "input_ids": ids, "token_type_ids": ids, "labels": ids,
@@ -141,7 +145,7 @@ def berts(options: argparse.Namespace, rows: int) -> Iterator[Case]:
 
 
 def resnets(widths: list[int], rows: int) -> Iterator[Case]:
-    """ResNet152 with all its channels times a factor, for 1,000 classes of images of 224 x 224."""
+    """Yield ResNet152 with all channels multiplied by a factor, for 1,000 classes of 224 x 224 images."""
     batch = {"pixel_values": torch.zeros(rows, 3, 224, 224), "labels": torch.zeros(rows, dtype=torch.long)}
     for width in widths:
         config = transformers.ResNetConfig(
@@ -156,7 +160,7 @@ def resnets(widths: list[int], rows: int) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Target:
-    """What is planned for; `memory`: bytes of each device that a plan may use."""
+    """Devices to plan for; `memory`: bytes of each device that a plan may use."""
 
     cluster: Cluster
     devices: int
@@ -167,7 +171,7 @@ class Target:
 
 
 def line(case: Case, target: Target) -> tuple[str, ...]:
-    """A row of the table."""
+    """Trace and plan a model; returns its row of the table."""
     begin = time.process_time()
     with torch.device("meta"):
         model = Loss(case.build()).train()
@@ -175,7 +179,7 @@ def line(case: Case, target: Target) -> tuple[str, ...]:
     with torch.autocast("cpu", torch.float16) if target.half else contextlib.nullcontext():
         call = flatten_call((), case.batch)
         signature = classify(call, Mode.current(True), [call.shapes()])
-        with others([*model.parameters(), *model.buffers()], unwritten):  # addresses, as a job traces such a model
+        with others([*model.parameters(), *model.buffers()], unwritten):  # as a job traces a model on the meta device
             traced, signature = trace(model, signature, list(call.tensors))
         middle = time.process_time()
         graph = build(model, signature, list(call.tensors), torch.device("cpu"), traced)
@@ -201,7 +205,7 @@ def line(case: Case, target: Target) -> tuple[str, ...]:
 
 
 class Plans:
-    """Plans of one graph, made of the same costs; `rows`: of each device."""
+    """Plans for one graph, made with the same costs; `rows`: rows per device."""
 
     def __init__(self, graph: TaskGraph, rows: int, target: Target) -> None:
         start = time.process_time()
@@ -221,14 +225,14 @@ class Plans:
         self.best_s = 0.0
 
     def best(self) -> Deployment:
-        """What a job would get. DoesNotFitError where nothing fits."""
+        """Plan that a job would get. DoesNotFitError if no plan fits."""
         start = time.process_time()
         found = self._plan(self.options, ranked=True)
         self.best_s = time.process_time() - start
         return found
 
     def data_parallel(self) -> Deployment:
-        """One stage on all devices. DoesNotFitError where it does not fit."""
+        """Plan with one stage on all devices. DoesNotFitError if it does not fit."""
         return self._plan(replace(self.options, partition_num=1), ranked=True)
 
     def _plan(self, options: PlanOptions, *, ranked: bool) -> Deployment:
@@ -246,7 +250,7 @@ class Plans:
 
 
 def cells(deployment: Deployment, plans: Plans) -> tuple[str, ...]:
-    """What the table says of a plan."""
+    """Cells of the table for a plan."""
     seconds = deployment.step_us / 1e6
     replicas = [len(stage.slots) for stage in deployment.stages]
     again = [number for number, stage in enumerate(deployment.stages) if stage.recompute]
@@ -273,7 +277,7 @@ def cells(deployment: Deployment, plans: Plans) -> tuple[str, ...]:
 
 
 def shape(replicas: list[int]) -> str:
-    """As '8 stages x 4', or with runs of equal replicas where stages differ: '3 stages: 1 x 8, 2 x 12'."""
+    """Format stages and replicas as '8 stages x 4', or if stages differ, as '3 stages: 1 x 8, 2 x 12'."""
     if len(replicas) == 1:
         return f"{replicas[0]}-way data parallel"
     if len(set(replicas)) == 1:
@@ -288,7 +292,7 @@ def shape(replicas: list[int]) -> str:
 
 
 def spans(numbers: list[int]) -> str:
-    """As '0-3, 7'."""
+    """Format numbers as ranges, such as '0-3, 7'."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number - 1:
@@ -299,12 +303,12 @@ def spans(numbers: list[int]) -> str:
 
 
 def fullest(deployment: Deployment) -> float:
-    """GiB of the device that needs most."""
+    """GiB of the device that needs most memory."""
     return max(stage.estimate.total_bytes for stage in deployment.stages) / GIB
 
 
 def needed(error: DoesNotFitError) -> float:
-    """GiB of a device with which some plan would do."""
+    """GiB per device that the best plan would need."""
     found = re.search(r"the best plan needs (\d+)", str(error))
     assert found is not None, error
     return int(found[1]) / GIB

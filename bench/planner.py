@@ -1,23 +1,23 @@
-"""The planner: how long it takes, and what its plans are worth beside RaNNC's rule and beside even splits.
+"""Benchmarks of the planner: its run time, and its plans compared with those of RaNNC's rule and with even splits.
 
     python bench/planner.py [times blocks regret value subgraphs] [--models 24] [--repeats 5] [--by-e]
 
-times   the stage phase with profiles given: 32 blocks of a transformer, all numbers of stages, replicas, microbatches,
-        orders of slots and recomputing; 8, 64 and 512 devices, 8 a node; and with other plans, simulated
-blocks  the phases before it, for graphs of 1,000 and 10,000 operators
-regret  simulated time beside E, for the plans with the least E of 400 random models on up to five devices: those of
-        tests/plan/plan_instances.py with seeds 0 to 399, memory unlimited, not ranked
-value   models of tests/zoo, costs by formula on cluster cpu, 8 devices on two nodes, with much memory and with a part
-        of what one stage would need: simulated step of the plan, of RaNNC's rule and of stages of equally many
-        operators. Nothing of it is measured on devices. A ratio above 1.0 says that our plan is faster. With --by-e
+times   run time of the stage phase with given profiles: 32 blocks of a transformer, all numbers of stages, replicas,
+        microbatches, orders of slots and recomputing; 8, 64 and 512 devices, 8 per node; with and without ranking by
+        simulation
+blocks  run time of the phases before it, for graphs of 1,000 and 10,000 operators
+regret  simulated time relative to E, for the plans with the least E of 400 random models on up to five devices (those
+        of tests/plan/plan_instances.py with seeds 0 to 399), with unlimited memory, not ranked
+value   simulated step of our plan, of RaNNC's rule and of stages with equally many operators, for models of tests/zoo
+        with analytic costs of cluster cpu, 8 devices on two nodes, with ample memory and with a fraction of what one
+        stage would need. Nothing is measured on devices. A ratio above 1.0 means that our plan is faster. With --by-e
         our plan is the one with the least E, not the fastest of those that are simulated.
-subgraphs  parts of a GPT-2 of 24 layers that are measured before its first plan, for 8 ranks, beside those that
-        upstream's procedure measures; and of 48 layers after it. Counted, not measured: bench/_subgraphs.py says how
+subgraphs  number of measurements before the first plan of a GPT-2 with 24 layers on 8 ranks, compared with upstream's
+        procedure, and for 48 layers after that. They are counted, not made: see bench/_subgraphs.py
 
-RaNNC's rule (Tanaka et al., IPDPS 2021, as its code has it): a table over stages, blocks and devices with one best
-plan in each cell, by (m + S - 1) (longest forward + longest backward), replicas in powers of two, recompute where there
-is more than one microbatch, fill-drain, links of 20 GiB/s and reductions of 10 GiB/s, and the first number of stages
-that fits.
+RaNNC's rule (Tanaka et al., IPDPS 2021, as implemented): a table over stages, blocks and devices with one best plan in
+each cell, by (m + S - 1) (longest forward + longest backward), replicas in powers of two, recomputing if there is more
+than one microbatch, fill-drain, links of 20 GiB/s and reductions of 10 GiB/s, and the first number of stages that fits.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 PLENTY = 10**15
 WORLD = 8
 ROWS = 16
-"""Of each rank."""
+"""Rows per rank."""
 PART = 0.7
-"""Of the memory that one stage on all devices would need, recomputing."""
+"""Fraction of the memory that one stage on all devices would need with recomputing."""
 
 
 def main() -> None:
     sys.path[:0] = [str(TESTS), str(TESTS / "plan")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], help="all where none is named")
+    parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], help="benchmarks (default: all)")
     parser.add_argument("--models", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--by-e", action="store_true", help="value: our plans without the ranking by simulated time")
@@ -72,7 +72,7 @@ def main() -> None:
         MEASUREMENTS[name](options)
 
 
-# -- how long -------------------------------------------------------------------------------------------------
+# -- run time -------------------------------------------------------------------------------------------------
 
 
 def times(repeats: int) -> None:
@@ -85,7 +85,7 @@ def times(repeats: int) -> None:
         blocks = make_blocks(Partitioning.of(graph), options, world=world)
         slots = tuple(Slot(*divmod(device, 8)) for device in range(world))
         given = {"world": world, "slots": slots, "batch_rows": 64 * world, "options": options}
-        for name, memory in (("much memory", PLENTY), ("tight", int(3e9)), ("tighter", int(2.4e9))):
+        for name, memory in (("ample memory", PLENTY), ("tight", int(3e9)), ("tighter", int(2.4e9))):
             for ranked in (False, True) if world < 512 else (False,):
                 took = []
                 for _ in range(repeats):
@@ -113,18 +113,18 @@ def block_times(repeats: int) -> None:
             Intervals(graph, blocks, layered(len(blocks)).blocks)
             took.append((middle - start, time.perf_counter() - middle))
         blocks_s, tables_s = (statistics.median(each) for each in zip(*took, strict=True))
-        print(f"{len(graph.ops)} operators: {len(blocks)} blocks in {blocks_s:.2f} s, their sums in {tables_s:.2f} s")
+        print(f"{len(graph.ops)} operators: {len(blocks)} blocks in {blocks_s:.2f} s, cost tables in {tables_s:.2f} s")
 
 
 def scaled(graph: TaskGraph) -> TaskGraph:
-    """Parameters and values of a model of some GB."""
+    """Scale the sizes of parameters and values to a model of several GB."""
     params = [msgspec.structs.replace(param, bytes=param.bytes * 1000) for param in graph.params]
     values = [msgspec.structs.replace(value, bytes=Size(0, value.bytes.c1 * 1000)) for value in graph.values]
     return msgspec.structs.replace(graph, params=tuple(params), values=tuple(values))
 
 
 def layered(count: int) -> CostTable:
-    """Layers that differ a little, with heavier ends."""
+    """Costs of layers that differ slightly, with higher costs of the first and last."""
     each = []
     for index in range(count):
         forward = 3000.0 if index in (0, count - 1) else 900.0 + 100.0 * (index % 3)
@@ -132,7 +132,7 @@ def layered(count: int) -> CostTable:
     return CostTable(tuple(each), LinkCost(5, 200_000, 10, 100_000), LinkCost(20, 12_000, 30, 12_000))
 
 
-# -- how far E is from what is simulated ------------------------------------------------------------------------
+# -- E compared with simulation ---------------------------------------------------------------------------------
 
 
 def regret(instances: int = 400) -> None:
@@ -152,12 +152,12 @@ def regret(instances: int = 400) -> None:
         print(f"{name:10s} {len(differences):5d} {' '.join(f'{each:+9.1%}' for each in quantiles)}")
 
 
-# -- what for -------------------------------------------------------------------------------------------------
+# -- value of plans -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on devices."""
+    """A model with the devices to plan for."""
 
     graph: TaskGraph
     blocks: tuple[Block, ...]
@@ -182,7 +182,7 @@ class Case:
         )
 
     def deployment(self, table: StageTables, starts: list[int], replicas: list[int]) -> Deployment | None:
-        """A plan that is given; None where it does not fit."""
+        """Deployment with given stages and replicas; None if it does not fit."""
         left, stages = len(self.slots), []
         ends = [*starts[1:], len(self.blocks)]
         for start, end, home in zip(starts, ends, place(replicas, table.variant.placement), strict=True):
@@ -205,7 +205,7 @@ class Case:
         )
 
     def step_us(self, deployment: Deployment) -> float:
-        """Simulated."""
+        """Simulated time of a step in microseconds."""
         costs = step_costs(self.graph, deployment, self.costs.link, self.costs.between)
         return predict(deployment.schedule, loss_layout(layout_of(self.graph, deployment)), costs).step_us
 
@@ -214,7 +214,7 @@ class Case:
         rows = self.rows // len(self.slots)
         return [1] if self.graph.rows_coupled else [m for m in (1, 2, 4, 8, 16, 32) if m <= rows]
 
-    # -- the plans that are compared --------------------------------------------------------------------------
+    # -- compared plans ---------------------------------------------------------------------------------------
 
     def ours(self, *, ranked: bool) -> Deployment | None:
         try:
@@ -233,7 +233,7 @@ class Case:
             return None
 
     def even(self) -> Iterator[Deployment]:
-        """Stages of equally many operators with equally many replicas, 1F1B: all numbers of stages and microbatches."""
+        """Yield 1F1B plans with equal operators and replicas per stage, for all numbers of stages and microbatches."""
         world, count = len(self.slots), len(self.blocks)
         sizes = np.cumsum([len(block.ops) for block in self.blocks])
         for stages in [each for each in range(1, min(world, count) + 1) if world % each == 0]:
@@ -247,7 +247,7 @@ class Case:
                     yield found
 
     def rannc(self) -> Deployment | None:
-        """RaNNC's rule."""
+        """Plan by RaNNC's rule; None if none fits."""
         world, count = len(self.slots), len(self.blocks)
         for stages in range(1, min(world, count) + 1):
             found = []
@@ -264,7 +264,7 @@ class Case:
 
 
 def rannc_table(case: Case, table: StageTables, stages: int) -> tuple[float, list[int], list[int]] | None:
-    """(cost, first blocks, replicas) of the best plan of so many stages, by the table."""
+    """(cost, first block of each stage, replicas) of the best plan with `stages` stages, by RaNNC's table."""
     world, count, microbatches = len(case.slots), len(case.blocks), table.variant.microbatches
     link = LinkCost(0.0, 20 * 1024**3 / 1e6, 0.0, 10 * 1024**3 / 1e6)
     powers = [1 << power for power in range(world.bit_length()) if 1 << power <= world]
@@ -279,7 +279,7 @@ def rannc_table(case: Case, table: StageTables, stages: int) -> tuple[float, lis
                     terms = table.stages(end, world - used - number)
                     if not np.isfinite(terms.fill[start, number - 1]):
                         continue
-                    if terms.recompute[start, number - 1] != again:  # fits only as RaNNC would not run it
+                    if terms.recompute[start, number - 1] != again:  # fits only with a setting that RaNNC does not use
                         continue
                     share = world / number
                     f = share * (table.forward_us[start, end] + link.p2p_us(table.received[start, end]))
@@ -348,7 +348,7 @@ def value(models: int, *, ranked: bool) -> None:
 
 
 def zoo_graphs() -> Iterator[tuple[str, TaskGraph]]:
-    """Models of the zoo that were traced, with a loss to begin backward at."""
+    """Yield task graphs of the zoo's models that have a single loss and enough operators."""
     import torch
     from zoo import ZOO
 
@@ -366,11 +366,11 @@ def zoo_graphs() -> Iterator[tuple[str, TaskGraph]]:
             yield entry.name, graph.task
 
 
-# -- what is measured before -----------------------------------------------------------------------------------
+# -- measurements before planning ------------------------------------------------------------------------------
 
 
 def subgraphs() -> None:
-    import _subgraphs  # loads torch, which the planner does not need
+    import _subgraphs  # imports torch, which the planner does not need
 
     _subgraphs.subgraphs()
 

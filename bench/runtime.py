@@ -1,20 +1,20 @@
-"""The runtime beside its peers, two ranks on two cores: data parallelism, pipelines, overhead, bubble, memory.
+"""Benchmarks of the runtime compared with torch's, two ranks on two cores: data and pipeline parallelism, overhead.
 
     python bench/runtime.py [data_parallel pipeline bubble overhead memory out_of_the_box] [--rounds 8] [--steps 4]
 
-Both sides of a ratio train the same model in the same processes with the same allocator, in turns whose order is
-reversed every other round; the first round is dropped. One thread per rank. A ratio above 1.0 says that rannd is
+Both sides of a ratio train the same model in the same processes with the same allocator, in turns; the order is
+reversed every other round, and the first round is dropped. One thread per rank. A ratio above 1.0 means that rannd is
 faster.
 
-data_parallel  a pure data-parallel plan beside DistributedDataParallel (GPT-2, AdamW)
-pipeline       two stages beside torch.distributed.pipelining (1F1B, GPipe) with the same cut and microbatches
-bubble         stages of virtual operations (sleeps of 20 ms forward, 40 ms backward) against their schedule's ideal
-overhead       our time per action, with next to nothing to compute and nothing to send
-memory         peak bytes of tensors in a step of each rank against the plan and the whole model
-out_of_the_box the same training script (bench/_gpt2.py: data_parallel's GPT-2, batch and AdamW) as a user starts it,
-               with nothing set: torchrun with DistributedDataParallel, and rannc-run, whose threads and malloc are its
-               own choice. Each side is a job of its own, half as many of them as rounds; a step is the median of a
-               job's, without its first five
+data_parallel  a data-parallel plan compared with DistributedDataParallel (GPT-2, AdamW)
+pipeline       two stages compared with torch.distributed.pipelining (1F1B, GPipe), same cut and microbatches
+bubble         stages that sleep (20 ms in forward, 40 ms in backward) compared with their schedule's ideal time
+overhead       time per action of the executor, with almost no computation and no communication
+memory         peak bytes of tensors in a step of each rank, compared with the plan and the whole model
+out_of_the_box the same training script (bench/_gpt2.py: GPT-2, batch and AdamW of data_parallel) as a user starts it,
+               without any settings: torchrun with DistributedDataParallel, and rannc-run, which chooses threads and
+               malloc settings itself. Each side is a separate job, half as many as rounds; a step is the median of a
+               job's steps without the first five
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from _tensor_bytes import lying_and_peak
 
 BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 8192, 256, 6, 4
 MICROBATCHES = 4
-"""Of each rank's mini-batch: a pipeline of two ranks runs twice as many pieces."""
+"""Microbatches per rank's mini-batch: a pipeline of two ranks runs twice as many."""
 SLEEP = 0.020
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1"}
 JOBS: dict[str, tuple[int, dict[str, str]]] = {
@@ -52,7 +52,7 @@ JOBS: dict[str, tuple[int, dict[str, str]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*JOBS, "out_of_the_box", []], help="all where none is named")
+    parser.add_argument("what", nargs="*", choices=[*JOBS, "out_of_the_box", []], help="benchmarks (default: all)")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round")
     options = parser.parse_args()
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def compare(sides: dict[str, Callable[[], Any]], rounds: int, steps: int) -> None:
-    """Run `steps` of each side in turn, and print the ratios to the first; on every rank."""
+    """Run `steps` steps of each side in turns, and print the ratios to the first side. Call it on every rank."""
     import pyrannc
 
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -92,7 +92,7 @@ def compare(sides: dict[str, Callable[[], Any]], rounds: int, steps: int) -> Non
 
 
 def tell(kept: dict[str, list[float]]) -> None:
-    """Print the times of steps in seconds, and the ratios of the others to the first."""
+    """Print the times of steps, given in seconds, and the ratios of the other sides to the first."""
     first, *others = kept
     for name, values in kept.items():
         print(
@@ -106,7 +106,7 @@ def tell(kept: dict[str, list[float]]) -> None:
 
 
 class Gpt:
-    """A GPT of plain modules, in parts and whole."""
+    """A GPT of plain modules, as a list of parts or as one model."""
 
     def parts(self) -> list[Any]:
         import torch
@@ -144,7 +144,7 @@ class Gpt:
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
     def whole(self, cut: int | None) -> Any:
-        """All parts, which may be cut before part `cut` only."""
+        """One model of all parts, with a CutPoint before part `cut`, if it is not None."""
         from torch import Tensor, nn
 
         import pyrannc
@@ -167,7 +167,7 @@ class Gpt:
 
 
 def data_parallel(rounds: int, steps: int) -> None:
-    """GPT-2 of transformers, random tokens, dropout 0."""
+    """Compare data parallelism: GPT-2 of transformers, random tokens, no dropout."""
     import torch
     import transformers
     from torch.nn.parallel import DistributedDataParallel
@@ -199,7 +199,7 @@ def data_parallel(rounds: int, steps: int) -> None:
 
 
 def pipeline(rounds: int, steps: int) -> None:
-    """A GPT of plain modules whose stages torch's pipelining takes as they are."""
+    """Compare pipeline parallelism: a GPT of plain modules, from which torch's stages are built directly."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -245,13 +245,13 @@ def pipeline(rounds: int, steps: int) -> None:
         own()
         assert dist.is_initialized()
         if rank == 0:
-            print(f"cut before part {cut} of {LAYERS + 2}, {world * MICROBATCHES} microbatches of the batch")
+            print(f"cut before part {cut} of {LAYERS + 2}, {world * MICROBATCHES} microbatches in the batch")
         compare({"rannd": own, "torch 1F1B": theirs(Schedule1F1B), "torch GPipe": theirs(ScheduleGPipe)}, rounds, steps)
         pyrannc.clear()
 
 
 def bubble(rounds: int, steps: int) -> None:
-    """Four ranks, four stages; operations are virtual: they wait until their time is over, whatever they compute."""
+    """Measure the bubble of four stages whose forward and backward are extended to a fixed time by sleeping."""
     import torch
     from torch import nn
 
@@ -266,7 +266,7 @@ def bubble(rounds: int, steps: int) -> None:
             return self.layers(x).square().mean()
 
     def lasting(seconds: float, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, which then waits: asleep, but for the last moment, as sleeping overshoots."""
+        """Wrap `run` so that it takes `seconds`; it sleeps, but spins at the end because sleeping overshoots."""
 
         def slowly(*values: Any, **options: Any) -> Any:
             end = time.perf_counter() + seconds
@@ -293,7 +293,7 @@ def bubble(rounds: int, steps: int) -> None:
         for _ in range(rounds):
             pyrannc.barrier()
             start = time.perf_counter()
-            torch.autograd.backward = lasting(2 * SLEEP, backward)  # what a stage calls for each piece
+            torch.autograd.backward = lasting(2 * SLEEP, backward)  # a stage calls it for each microbatch
             loss = model(x)
             torch.autograd.backward = backward
             loss.backward()
@@ -302,13 +302,16 @@ def bubble(rounds: int, steps: int) -> None:
         ideal = (world * micro + world - 1) * 3 * SLEEP
         if pyrannc.get_rank() == 0:
             found = statistics.median(times)
-            print(f"{schedule:10s} {world} stages, {world * micro} pieces: {found:.3f} s, ideal {ideal:.3f} s", end=" ")
-            print(f"-> {ideal / found:.3f} of the ideal ({ideal / max(times):.3f} to {ideal / min(times):.3f})")
+            print(
+                f"{schedule:10s} {world} stages, {world * micro} microbatches: {found:.3f} s, ideal {ideal:.3f} s",
+                end=": ",
+            )
+            print(f"ideal / measured {ideal / found:.3f} ({ideal / max(times):.3f} to {ideal / min(times):.3f})")
         pyrannc.clear()
 
 
 def overhead(rounds: int, steps: int) -> None:
-    """One rank, 32 pieces of one row: CPU time of a step beside the pieces' own forwards and backwards."""
+    """Measure the executor's CPU time: a step of 32 microbatches of one row, minus their forwards and backwards."""
     import torch
     from torch import nn
 
@@ -346,14 +349,12 @@ def overhead(rounds: int, steps: int) -> None:
         bare.append(time.process_time() - between)
     actions = 2 * 32
     ours = 1e6 * (statistics.median(found) - statistics.median(bare)) / actions
-    print(
-        f"step {1e3 * statistics.median(found):.2f} ms, computing alone {1e3 * statistics.median(bare):.2f} ms", end=" "
-    )
+    print(f"step {1e3 * statistics.median(found):.2f} ms, computation {1e3 * statistics.median(bare):.2f} ms", end=" ")
     print(f"-> {ours:.0f} us per action ({actions} actions)")
 
 
 def memory(rounds: int, steps: int) -> None:
-    """Bytes of tensors as the allocator counts them: what lies there before a step, and the most within one."""
+    """Measure bytes of tensors with torch's profiler: before a step, and the peak during it."""
     import torch
     import torch.distributed as dist
 
@@ -382,14 +383,14 @@ def memory(rounds: int, steps: int) -> None:
     if rank == 0:
         for each, (lying, peak, planned) in enumerate(part.tolist() for part in told):
             print(
-                f"rank {each}: {lying / 2**20:.1f} MiB lie there, peak {peak / 2**20:.1f}, planned "
-                f"{planned / 2**20:.1f} ({peak / planned:.2f}), training state of the whole {whole / 2**20:.1f} "
-                f"({peak / whole:.2f})"
+                f"rank {each}: {lying / 2**20:.1f} MiB before the step, peak {peak / 2**20:.1f}, planned "
+                f"{planned / 2**20:.1f} ({peak / planned:.2f}), training state of the whole model "
+                f"{whole / 2**20:.1f} ({peak / whole:.2f})"
             )
 
 
 def out_of_the_box(rounds: int, steps: int) -> None:
-    """Jobs as users start them."""
+    """Compare jobs as users start them."""
     dropped = 5
     size = {
         "steps": dropped + 4 * steps, "rows": BATCH, "length": SEQUENCE, "words": VOCABULARY, "width": WIDTH,
@@ -400,7 +401,7 @@ def out_of_the_box(rounds: int, steps: int) -> None:
     sides: dict[str, tuple[list[str], str, dict[str, str]]] = {
         "rannc-run": (RANNC_RUN, "rannd", {}),
         "rannc-run, data parallel": (RANNC_RUN, "rannd", forced),
-        "the same, --no-tune": ([*RANNC_RUN, "--no-tune"], "rannd", forced),
+        "data parallel, --no-tune": ([*RANNC_RUN, "--no-tune"], "rannd", forced),
         "torchrun": (TORCHRUN, "ddp", {}),
     }
     times: dict[str, list[float]] = {name: [] for name in sides}

@@ -1,9 +1,9 @@
-"""How fast Programs are made, checked and simulated, and what zero-bubble saves. All times of steps are simulated.
+"""Benchmarks of building, checking and simulating Programs, and the bubble of zero-bubble schedules (simulated).
 
     python bench/simulator.py [--full]
 
-Jobs of 64 to 16,384 devices, 8 stages, a transfer a tenth of a forward. `predict` plays one of the equal blocks of
-a job; `simulate` plays every action of every slot; `--full` does that for 16,384 devices too (some GB of memory).
+Jobs of 64 to 16,384 devices with 8 stages; a transfer takes a tenth of a forward. `predict` simulates one of the equal
+blocks of a job, `simulate` every action of every slot; with `--full` also for 16,384 devices (needs several GB).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rannd.plan.simulate.step_costs import StepCosts
 
 Result = TypeVar("Result")
 UNIT = 1000.0
-"""Microseconds of a forward; the two halves of a backward take as long each."""
+"""Microseconds of a forward, and of each of the two halves of a backward."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="play 16,384 devices action by action, too")
+    parser.add_argument("--full", action="store_true", help="simulate every action also for 16,384 devices")
     options = parser.parse_args()
     for devices, whole in ((64, True), (1024, True), (16384, options.full)):
         for schedule in ALL_SCHEDULES:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def pipelines(devices: int, stages: int, microbatches: int) -> Layout:
-    """Stages of equal replicas on neighbouring slots, inputs and outputs at the ends."""
+    """Layout whose stages are on neighbouring slots, with equal replicas; inputs and outputs at the ends."""
     replicas = devices // stages
     edges = tuple((src, src + 1) for src in range(-1, stages))
     slots = tuple(tuple(replica * stages + stage for replica in range(replicas)) for stage in range(stages))
@@ -45,13 +45,13 @@ def pipelines(devices: int, stages: int, microbatches: int) -> Layout:
 
 
 def side_by_side(devices: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """The slots of stages whose replicas are neighbours."""
+    """Slots of stages whose replicas are on neighbouring slots."""
     replicas = devices // stages
     return tuple(tuple(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages))
 
 
 def virtual(layout: Layout, transfer: float) -> StepCosts:
-    """Equal stages, backward in two halves as long as a forward; reductions as long as two forwards."""
+    """Costs of equal stages: each half of backward takes as long as a forward, a reduction as long as two."""
     stages, nodes = len(layout.stages), tuple(slot // 8 for slot in range(layout.world))
     moves = dict.fromkeys(layout.edges, transfer)
     ones, zeros = (UNIT,) * stages, (0,) * stages
@@ -96,19 +96,19 @@ def job(schedule: str, devices: int, *, stages: int, microbatches: int, whole: b
     played, playing = timed(lambda: simulate(program, costs))
     assert played == once
     print(
-        f"{'':10s} {actions:9d} actions: made {actions / making / 1e3:5.0f} thousand a second, "
-        f"simulated {actions / playing / 1e3:5.0f} thousand a second ({playing:.2f} s)",
+        f"{'':10s} {actions:9d} actions: built {actions / making / 1e3:5.0f} thousand per second, "
+        f"simulated {actions / playing / 1e3:5.0f} thousand per second ({playing:.2f} s)",
         end="",
     )
     if devices <= 1024:
         _, checking = timed(lambda: check(program))
-        print(f", checked {actions / checking / 1e3:5.0f} thousand a second", end="")
+        print(f", checked {actions / checking / 1e3:5.0f} thousand per second", end="")
     print()
 
 
 def bubbles() -> None:
-    """Idle time of zero-bubble H1 beside 1F1B's where forward and both halves of backward take one unit each."""
-    print("stages, pieces: bubble of 1f1b, of zb_h1, their ratio (transfers take no time)")
+    """Compare idle time of zero-bubble H1 with 1F1B's; forward and each half of backward take one unit of time."""
+    print("stages, microbatches: bubble of 1f1b, of zb_h1, ratio of idle times (transfers take no time)")
     for stages, microbatches in ((2, 4), (4, 2), (8, 2), (8, 8), (16, 2), (32, 1)):
         layout = pipelines(stages, stages, microbatches)
         costs = virtual(layout, 0.0)

@@ -1,16 +1,17 @@
-"""How long a job takes to begin, beside its peers: two ranks on this machine, started in turns.
+"""Compares the start-up time of rannc-run with mpirun and torchrun: two ranks on this machine.
 
     python bench/startup.py [start first_step modules] [--repeats 9] [--layers 6] [--width 256]
 
-Sides start one after the other, in an order that is reversed every other round, in a home of their own; seconds of
-wall clock. "more" is what a side takes beyond the first one in the same round.
+Sides run one after the other, in an order that is reversed every other round, with temporary runtime and cache folders;
+times are wall-clock seconds. "more" is the difference from the first side in the same round.
 
-start       an empty script, from the command to its end: rannc-run beside a bare mpirun of the same Open MPI. The
-            daemon runs already, or is started with the job, or is not wanted
+start       an empty script, from the command to its end: rannc-run compared with mpirun of the same Open MPI. The
+            daemon is already running, or is started with the job, or is disabled
 first_step  a GPT-2 (bench/_gpt2.py) from the command until both ranks have finished their first step: rannc-run with
-            trace and deployment in the cache beside torchrun with DistributedDataParallel. "script" is the moment when
-            the later rank's script begins, "built" when it has its model and optimizer, "end" when all is over
-modules     what should not be imported where everything comes from the cache, and who imports it; what it costs
+            trace and deployment in the cache, compared with torchrun and DistributedDataParallel. "script" is when the
+            later rank's script begins, "built" when it has its model and optimizer
+modules     modules that should not be imported if everything comes from the cache, who imports them, and the time of
+            their imports
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ UNWANTED = (
     "torch._dynamo", "torch._inductor", "torch.export._trace", "torch.fx.experimental.proxy_tensor",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch.testing", "triton", "mpi4py.MPI",
 )  # fmt: skip
-"""What tracing, compiling and sharding need, and a deployment from the cache does not."""
+"""Modules that are needed for tracing, compiling and sharding, but not with a deployment from the cache."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=["start", "first_step", "modules", []], help="all by default")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds; one more comes before them")
-    parser.add_argument("--layers", type=int, default=6, help="of the GPT-2")
-    parser.add_argument("--width", type=int, default=256, help="of the GPT-2, a multiple of 4")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds, after one warm-up round")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the GPT-2")
+    parser.add_argument("--width", type=int, default=256, help="width of the GPT-2, a multiple of 4")
     options = parser.parse_args()
     size = ["--layers", str(options.layers), "--width", str(options.width)]
     for name in options.what or ("start", "first_step", "modules"):
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def start(environment: Mapping[str, str], repeats: int) -> None:
-    """An empty script."""
+    """Measure an empty script."""
     uncached = {**environment, "RANNC_CACHE": "off"}
     times: dict[str, list[float]] = {
         "mpirun": [], "rannc-run, daemon runs": [], "rannc-run, no cache": [], "rannc-run, starts the daemon": [],
@@ -73,7 +74,7 @@ def start(environment: Mapping[str, str], repeats: int) -> None:
 
 
 def first_step(environment: Mapping[str, str], repeats: int, size: list[str]) -> None:
-    """A GPT-2 to the end of its first step."""
+    """Measure a GPT-2 until the end of its first step."""
     sides = {"torchrun": (TORCHRUN, "ddp"), "rannc-run": (RANNC_RUN, "rannd")}
     gpt2(RANNC_RUN, "rannd", environment, *size)  # plans
     times: dict[str, dict[str, list[float]]] = {}
@@ -98,7 +99,7 @@ def first_step(environment: Mapping[str, str], repeats: int, size: list[str]) ->
 
 
 def modules(environment: Mapping[str, str], repeats: int, size: list[str]) -> None:
-    """What a cached run imports, and its price."""
+    """List the unwanted modules that a run with a warm cache imports, and measure their import time."""
     for _ in range(2):
         _, told = gpt2(RANNC_RUN, "rannd", environment, *size)
     for rank, each in enumerate(told):
@@ -107,7 +108,7 @@ def modules(environment: Mapping[str, str], repeats: int, size: list[str]) -> No
         ours = [name for name in UNWANTED if name in after - before]
         print(f"rank {rank}, before the model is wrapped (script, torch.optim, transformers): {', '.join(theirs)}")
         print(f"rank {rank}, from then to the end of the first step: {', '.join(ours) or 'none of them'}")
-        print(f"rank {rank}: {len(after - before)} modules since, {len(after)} in all")
+        print(f"rank {rank}: {len(after - before)} modules since then, {len(after)} in total")
     imports = {
         "import torch": "import torch",
         "and torch._dynamo (any torch.optim.Optimizer)": "import torch, torch._dynamo",

@@ -3,9 +3,9 @@
     rannc-run -np 2 examples/digits.py
     python examples/digits.py
 
-Whatever the number of ranks, a step sees the same BATCH images: each rank takes its share of them, also of the last,
-smaller batch of an epoch. BatchNorm normalises over the share of a rank, as under DistributedDataParallel. The test
-images are shared out as well, and what ranks count is summed.
+A step uses the same BATCH images with any number of ranks: each rank takes its share of them, also of the last, smaller
+batch of an epoch. BatchNorm normalises over the share of a rank, as under DistributedDataParallel. The test images are
+divided among the ranks as well, and the numbers of correct predictions are summed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ except ImportError:
     raise SystemExit("this example needs scikit-learn: pip install 'rannd[examples]'") from None
 
 BATCH = 64
-"""Images of a step, of all ranks together."""
+"""Images per step, over all ranks."""
 
 
 class ConvNet(nn.Module):
@@ -44,7 +44,7 @@ class ConvNet(nn.Module):
 
 
 def load(device):
-    """(images, labels) to train with, and to test with; the same on every rank."""
+    """Load (images, labels) for training and for testing; the same on every rank."""
     digits = load_digits()
     parts = train_test_split(digits.images / 16.0, digits.target, test_size=0.2, random_state=0, stratify=digits.target)
     images, test_images, labels, test_labels = (torch.as_tensor(part, device=device) for part in parts)
@@ -52,7 +52,7 @@ def load(device):
 
 
 def accuracy(model, images, labels):
-    """Part of the images that the model knows. Each rank looks at its own share."""
+    """Fraction of the images that are classified correctly. Each rank evaluates its own share."""
     rank, ranks = pyrannc.get_rank(), pyrannc.get_world_size()
     mine = slice(rank, None, ranks)
     model.eval()

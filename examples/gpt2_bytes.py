@@ -1,9 +1,9 @@
-"""Trains a small GPT-2 on the bytes of a text that every Python has: the help pages in `pydoc_data.topics`.
+"""Trains a small GPT-2 on the bytes of a text that comes with Python: the help pages in `pydoc_data.topics`.
 
     rannc-run -np 2 examples/gpt2_bytes.py --layers 4 --embd 128
 
-The model is Hugging Face's, from a configuration: its input and output embeddings are tied, and it computes its
-loss itself. Each rank reads its own samples. Losses are in nats per byte, over the samples of all ranks.
+The model is Hugging Face's, randomly initialised: its input and output embeddings are tied, and it computes its loss
+itself. Each rank draws its own samples. Losses are in nats per byte, averaged over the samples of all ranks.
 """
 
 import argparse
@@ -19,7 +19,7 @@ except ImportError:
     raise SystemExit("this example needs transformers: pip install 'rannd[examples]'") from None
 
 HELD_OUT = 0.05
-"""Part of the text, at its end, that is not trained on."""
+"""Fraction of the text, at its end, that is held out for evaluation."""
 
 
 def parse():
@@ -27,8 +27,8 @@ def parse():
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--embd", type=int, default=128, help="width of the model")
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=128, help="bytes of a sample")
-    parser.add_argument("--batch", type=int, default=8, help="samples of one rank in one step")
+    parser.add_argument("--seq", type=int, default=128, help="bytes per sample")
+    parser.add_argument("--batch", type=int, default=8, help="samples per rank and step")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -42,13 +42,13 @@ def parse():
 
 
 def read_text():
-    """All help pages as one tensor of bytes."""
+    """Return all help pages as one tensor of bytes."""
     pages = (text for _, text in sorted(pydoc_data.topics.topics.items()))
     return torch.frombuffer(bytearray("\n".join(pages).encode()), dtype=torch.uint8).long()
 
 
 def sample(text, count, length, generator, device):
-    """`count` windows of `length` bytes from random places."""
+    """Draw `count` windows of `length` bytes from random positions."""
     starts = torch.randint(0, len(text) - length, (count,), generator=generator).tolist()
     return torch.stack([text[start : start + length] for start in starts]).to(device)
 
@@ -61,7 +61,7 @@ def main():
     held_out_at = int(len(text) * (1 - HELD_OUT))
     training, held_out = text[:held_out_at], text[held_out_at:]
     if args.seq >= len(held_out):
-        raise SystemExit(f"--seq {args.seq} is too long: {len(held_out)} bytes are held out; use less than that")
+        raise SystemExit(f"--seq {args.seq} is too long: only {len(held_out)} bytes are held out; use a smaller one")
 
     torch.manual_seed(args.seed)
     config = GPT2Config(
@@ -78,7 +78,7 @@ def main():
         use_cache=False,
     )
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # transformers warns that it has to guess otherwise
+    model.loss_type = "ForCausalLM"  # avoids a warning of transformers
     if rank == 0:
         print(f"#Parameters={sum(p.numel() for p in model.parameters())} #Bytes={len(training)}", flush=True)
     opt = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)

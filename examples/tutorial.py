@@ -1,10 +1,10 @@
-"""Linear layers in a row, split over the ranks as their memory demands.
+"""Trains a sequence of linear layers, partitioned over the ranks.
 
     rannc-run -np 2 examples/tutorial.py BATCH HIDDEN LAYERS
 
-BATCH is the mini-batch of one rank. With `64 512 10` the model is small, and the planner is free: all of
-it on every rank (data parallelism), or stages where reducing gradients would take longer than a pipeline's wait.
-`RANNC_MEM_LIMIT_GB=0.05` leaves it no choice but stages.
+BATCH is the mini-batch of one rank. With `64 512 10` the model is small enough for data parallelism; the planner
+chooses pipeline stages if all-reducing gradients would take longer than a pipeline's bubble. With
+`RANNC_MEM_LIMIT_GB=0.05` only stages fit into memory.
 """
 
 import sys

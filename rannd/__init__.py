@@ -1,8 +1,8 @@
-"""The inside of RaNNC; users import `pyrannc`. docs/architecture.md says which folder does what, and where to begin.
+"""Implementation of RaNNC; users import `pyrannc`. docs/architecture.md describes the packages and where to begin.
 
-The package's version is here and nowhere else: pyproject.toml reads it, without importing anything. It is not asked of
-importlib.metadata, which takes time at each start and tells an old version where the sources of an editable install
-went on. ``conf`` and ``systemd`` beside this file link to the folders of the repository; wheels have the files there.
+The version is defined only here; pyproject.toml reads it without importing the package. It is not read from
+importlib.metadata, which takes time at each start and returns an outdated version for an editable install whose sources
+have changed. ``conf`` and ``systemd`` beside this file link to the repository's folders; wheels contain their files.
 """
 
 __version__ = "0.1.0"

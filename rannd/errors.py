@@ -3,7 +3,7 @@
 =====================  =========  =====================================================
 error                  exit code  when
 =====================  =========  =====================================================
-RanndError             1          root of the tree; never raised itself
+RanndError             1          base class; never raised itself
 ├─ ConfigError         2          a configuration file, item or variable is wrong
 ├─ UsageError          2          a command or API call is used in a wrong way
 ├─ TraceError          3          the user's model cannot be turned into a graph
@@ -21,8 +21,8 @@ RanndError             1          root of the tree; never raised itself
 └─ CheckpointError     8          a checkpoint cannot be written or read, or is another model's
 =====================  =========  =====================================================
 
-The message of an error says what was wrong, with the value, and what to do. A command that an error ends exits with its
-``exit_code``.
+The message of an error says what was wrong, with the value, and what to do. A command that ends with an error exits
+with its ``exit_code``.
 """
 
 from __future__ import annotations

@@ -1,26 +1,27 @@
-"""Process-wide changes to torch, numpy and Python while models are traced or wrapped: one registry of all of them.
+"""Registry of monkey patches: process-wide changes to torch, numpy and Python while models are traced or wrapped.
 
-A file that has to see what another library does declares a `Patch` (an attribute of a module or class that is
-replaced) or a `GlobalHook` (what torch calls for all modules), and uses it for a while, or until it is removed:
+A file that has to intercept another library's calls declares a `Patch` (a replaced attribute of a module or class) or a
+`GlobalHook` (a hook that torch calls for all modules), and applies it inside a block or until it is removed:
 
     _HOOKS = declare("hooks of gradients", torch.Tensor, "register_hook", "an exported graph forgets them")
 
-    with patched(_HOOKS.around(function)):    # function(original, tensor, hook), called in this thread alone
+    with patched(_HOOKS.around(function)):    # function(original, tensor, hook), called in this thread only
         ...
     install(_CLIP.around(function))           # in all threads, until remove(_CLIP)
 
-Uses of one attribute lie one above the other, the last on top, others' changes among them:
+Patches of one attribute form a stack, together with patches by other libraries; the last one is on top:
 
-    torch's own  <──  ours  <──  somebody else's  <──  ours
+    torch's own  <──  ours  <──  another library's  <──  ours
 
-- However a block ends, its uses are undone in reverse order, and the attribute is what it was, by identity.
-- Two threads may undo in any order: a use that is undone below another one passes calls on at once, and goes with
-  what lies above it.
-- Where somebody else's change lies on top, it stays, with a warning. It may go on calling ours, which passes on what it
-  gets to what it had replaced.
-- The function of a block is called in the block's thread alone; others get what they would get without it.
+- Patches of a block are undone in reverse order however the block ends; the attribute is then the same object as
+  before.
+- Two threads may undo patches in any order: a patch that is undone below another one passes calls on from then on, and
+  is removed together with the ones above it.
+- A patch by another library on top of ours is left in place, with a warning. It may continue to call ours, which passes
+  its calls on to the original.
+- The function of a block is called in the block's thread only; other threads run the original.
 
-`declared` lists all that may be changed, `active` what is changed now.
+`declared` lists all patches and hooks, `active` those that are applied now.
 """
 
 from __future__ import annotations
@@ -41,34 +42,34 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 _MISSING = object()
-"""In place of a value: the target has none of its own (a class may inherit one)."""
+"""Marks an attribute that the target itself does not have (a class may inherit it)."""
 
-_lock = threading.RLock()  # one thread may be interrupted inside of it, and undo on its way out
+_lock = threading.RLock()  # reentrant, because a thread interrupted while holding it undoes its patches on the way out
 _declared: list[Patch | GlobalHook] = []
 _active: list[Use] = []
 _installed: dict[Patch | GlobalHook, Use] = {}
 _layers: dict[tuple[int, str], list[_Replacement]] = {}
-"""Uses of each attribute, by the target's id, the last one on top."""
+"""Stack of patches of each attribute, by the target's id; the top is last."""
 
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """An attribute of another library's module or class that is replaced."""
+    """An attribute of another library's module or class that may be replaced."""
 
     name: str
     target: Any
-    """None: given by `on`, at each use."""
+    """Module or class; None: passed to `on` for each use."""
     attribute: str
     why: str
     versions: str = ""
-    """Of torch, for which it is needed; empty: all."""
+    """Versions of torch that need it; empty: all."""
 
     def on(self, target: Any) -> Patch:
-        """The same for a target that is known only now."""
+        """Copy of this patch for another target."""
         return dataclasses.replace(self, target=target)
 
     def by(self, value: Any) -> Use:
-        """Replace the attribute by a value as it is, for all threads."""
+        """Use that replaces the attribute by a value, for all threads."""
         return _Replacement(self, lambda use: value)
 
     def around(
@@ -76,9 +77,9 @@ class Patch:
         function: Callable[..., Any],
         wraps: Callable[[Any, Callable[..., Any]], Any] = lambda original, made: functools.wraps(original)(made),
     ) -> Use:
-        """Let calls run ``function(original, *args, **kwargs)``.
+        """Use that makes calls of the attribute run ``function(original, *args, **kwargs)``.
 
-        `wraps(original, made)` gives a function that does what `made` does and looks like the original.
+        `wraps(original, made)` returns a function that calls `made` and has the original's metadata.
         """
 
         def make(use: Use) -> Any:
@@ -103,25 +104,25 @@ class GlobalHook:
     why: str
 
     def by(self, function: Callable[..., Any]) -> Use:
-        """Let torch call `function`."""
+        """Use that registers `function` as the hook."""
         return _HookUse(self, function)
 
 
 class Use:
-    """One use of a patch or hook, see `patched` and `install`."""
+    """One application of a patch or hook, see `patched` and `install`."""
 
     def __init__(self, of: Patch | GlobalHook) -> None:
         self.of = of
         self.thread: int | None = None
-        """Where it applies; None: in all threads."""
+        """Thread in which it applies; None: all threads."""
         self._live = False
 
     def applies(self) -> bool:
-        """Whether it is in force for the thread that asks."""
+        """Whether it is applied in the calling thread."""
         return self._live and self.thread in (None, threading.get_ident())
 
     def place(self, thread: int | None) -> None:
-        """Put it in force."""
+        """Apply it in a thread; None: in all threads."""
         self.thread = thread
         with _lock:
             _active.append(self)
@@ -129,7 +130,7 @@ class Use:
             self._place()
 
     def undo(self) -> None:
-        """Put an end to it. May be called again, also where `place` was interrupted."""
+        """Undo it. May be called repeatedly, and after an interrupted `place`."""
         self._live = False
         with _lock:
             self._undo()
@@ -169,7 +170,7 @@ class _Replacement(Use):
             _layers.pop(self._key, None)
 
     def _take_off(self) -> None:
-        """Restore what was there before, where no use of ours lies above."""
+        """Restore the previous value; called when no other use of ours is on top."""
         current = self._current()
         if current is self._value and self._before is _MISSING:
             delattr(self.of.target, self.of.attribute)
@@ -178,7 +179,7 @@ class _Replacement(Use):
         elif current is not self._before:
             owner = getattr(self.of.target, "__qualname__", getattr(self.of.target, "__name__", "?"))
             _logger().warning(
-                "%s.%s was replaced while rannd had replaced it (%s), and stays as it is now",
+                "%s.%s was patched by other code while rannd had patched it (%s); leaving the other patch in place",
                 owner,
                 self.of.attribute,
                 self.of.name,
@@ -206,14 +207,14 @@ class _HookUse(Use):
 
 
 def declare(name: str, target: Any, attribute: str, why: str, versions: str = "") -> Patch:
-    """A patch, noted in the list of all; once for each, at the top of the file that uses it."""
+    """Create a patch and add it to `declared`. Call it once per patch, at the top of the file that uses it."""
     patch = Patch(name, target, attribute, why, versions)
     _declared.append(patch)
     return patch
 
 
 def declare_hook(name: str, register: Callable[[Callable[..., Any]], RemovableHandle], why: str) -> GlobalHook:
-    """A hook of all modules, noted in the list of all."""
+    """Create a hook of all modules and add it to `declared`."""
     hook = GlobalHook(name, register, why)
     _declared.append(hook)
     return hook
@@ -221,7 +222,7 @@ def declare_hook(name: str, register: Callable[[Callable[..., Any]], RemovableHa
 
 @contextlib.contextmanager
 def patched(*uses: Use) -> Iterator[None]:
-    """Put uses in force for this thread, in this order, until the block ends; each may be given once."""
+    """Context manager that applies patches and hooks in this thread, in this order; each use may be passed once."""
     try:
         try:
             for use in uses:
@@ -230,7 +231,7 @@ def patched(*uses: Use) -> Iterator[None]:
         finally:
             _undo(uses)
     finally:
-        _undo(uses)  # Ctrl-C may have interrupted the first
+        _undo(uses)  # again, because Ctrl-C may have interrupted the first call
 
 
 def _undo(uses: Sequence[Use]) -> None:
@@ -239,7 +240,7 @@ def _undo(uses: Sequence[Use]) -> None:
 
 
 def install(*uses: Use) -> None:
-    """Put uses in force for all threads until `remove`; a patch that is installed already stays as it is."""
+    """Apply patches and hooks in all threads until `remove`; those already installed are kept."""
     with _lock:
         for use in uses:
             if use.of not in _installed:
@@ -248,7 +249,7 @@ def install(*uses: Use) -> None:
 
 
 def remove(*of: Patch | GlobalHook) -> None:
-    """Undo what was installed."""
+    """Undo `install`."""
     with _lock:
         for each in reversed(of):
             use = _installed.pop(each, None)
@@ -257,17 +258,17 @@ def remove(*of: Patch | GlobalHook) -> None:
 
 
 def declared() -> tuple[Patch | GlobalHook, ...]:
-    """All that may be changed by the files that are imported."""
+    """All patches and hooks declared by the imported files."""
     return tuple(_declared)
 
 
 def active() -> tuple[Use, ...]:
-    """What is in force now, in any thread, the latest last; as texts for diagnosis."""
+    """Patches and hooks applied now in any thread, the latest last; str() of each is a description."""
     return tuple(_active)
 
 
 def caller() -> types.FrameType:
-    """The frame that called a patched function, for the function that runs in its place."""
+    """Frame that called a patched function; for use in the function that replaces it."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename == caller.__code__.co_filename and frame.f_back is not None:
         frame = frame.f_back
@@ -275,10 +276,10 @@ def caller() -> types.FrameType:
 
 
 def _logger() -> logging.Logger:
-    return logging.getLogger("rannd.RaNNCModule")  # as rannd.log gives it: this file knows nothing of rannd
+    return logging.getLogger("rannd.RaNNCModule")  # the logger of rannd.log, which this file does not import
 
 
 MODULE_ENTERED = declare_hook(
-    "modules that are entered", modules.register_module_forward_pre_hook, "which module of a model runs"
+    "module forward pre-hooks", modules.register_module_forward_pre_hook, "which module of a model is called"
 )
-MODULE_LEFT = declare_hook("modules that are left", modules.register_module_forward_hook, "what a module has made")
+MODULE_LEFT = declare_hook("module forward hooks", modules.register_module_forward_hook, "the results of modules")

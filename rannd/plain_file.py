@@ -82,11 +82,11 @@ class PlainFile:
 
     def _check(self, file: Path, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
-            raise self.error(f"the {self.what} {file} is no plain file; name a file that {self.made_by} wrote")
+            raise self.error(f"the {self.what} {file} is not a regular file; name a file that {self.made_by} wrote")
         if found.st_mode & stat.S_IWOTH:
             raise self.error(
-                f"the {self.what} {file} can be changed by every user of the machine; take that right away (chmod o-w "
-                f"{file}) if you trust what is in it"
+                f"the {self.what} {file} is writable for every user of the machine; if you trust its content, remove "
+                f"this permission (chmod o-w {file})"
             )
         if found.st_size > self.most_bytes:
             self._too_large(file, found.st_size)
@@ -124,7 +124,7 @@ class PlainFile:
                 "itself"
             )
         if _is_special(file):  # root could replace /dev/null
-            raise self.error(f"the {self.what} is not written to {file}, which is no plain file; name another")
+            raise self.error(f"the {self.what} is not written to {file}, which is not a regular file; name another")
         draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -140,7 +140,8 @@ class PlainFile:
             if not isinstance(exc, OSError):
                 raise
             raise self.error(
-                f"the {self.what} cannot be written to {file}: {exc.strerror}; name a file in a folder that is there"
+                f"the {self.what} cannot be written to {file}: {exc.strerror}; name a file in an existing folder that "
+                "you may write to"
             ) from exc
 
 

@@ -1,15 +1,14 @@
-"""The versions of torch that rannd was tried with, and each private name of torch that it uses.
+"""Supported versions of torch, the private names of torch that rannd uses, and workarounds for older versions.
 
-A private name (with a component that begins with one underscore) may change in any release of torch; public ones keep
-what they do. So each is a line of `PRIVATE_NAMES`: what it is for, why no public name serves, and which versions have
-it. tests/test_torch_versions.py finds uses that have no line, lines without a use, and names that the installed torch
+A private name (one with a component that begins with a single underscore) may change in any release of torch. So each
+has an entry in `PRIVATE_NAMES`: what it is used for, why no public name serves, and which versions have it.
+tests/test_torch_versions.py reports uses without an entry, entries without a use, and names that the installed torch
 does not have. It passes with 2.11, 2.13, 2.14 and 2.15.
 
-Behind the table stands what differs between the versions: each function and constant says from which version on, or
-until which, torch is at fault, and how. What it does is right with later versions, too: there it is not needed.
-Everything else of rannd reads the same in all of them. (`torch.autograd.Function.apply` is written in C since 2.15, and
-asks nothing in Python; so rannd.graph.modules.autograd_functions watches the nodes that it makes, which all versions
-do alike.)
+After the table follow the workarounds: each function and constant says which versions of torch have which bug. They are
+also correct with later versions, which do not need them. All other code of rannd is the same for all versions.
+(`torch.autograd.Function.apply` is implemented in C since 2.15 and calls no Python code that could be intercepted; so
+rannd.graph.modules.autograd_functions intercepts the nodes that it creates, which works in all versions.)
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rannd.patches import declare, install, patched
 
 OLDEST = (2, 11)
 NEWEST = (2, 15)
-"""The tried range: every minor version from OLDEST to NEWEST."""
+"""The tested range: every minor version from OLDEST to NEWEST."""
 
 _MINOR = re.compile(r"(\d+)\.(\d+)")
 
@@ -38,60 +37,60 @@ class PrivateName:
     """A private name of torch that the project uses."""
 
     name: str
-    """Module, class and name. What instances have, and classes have not, is named by the class as well."""
+    """Qualified name; attributes that only instances have are also listed under their class."""
     why: str
-    """What it does for rannd, and why nothing public does."""
+    """What it is used for, and why no public name serves."""
     since: str = "2.11"
-    """First version that has it, as it is used here; 2.11 stands for those before as well."""
+    """First version that has it in the form used here; 2.11 includes earlier versions."""
     until: str = ""
-    """Last version that has it; empty: the newest tried has it."""
+    """Last version that has it; empty: the newest tested version has it."""
 
     def is_in(self, version: str) -> bool:
-        """Whether this version of torch should have it. ValueError where `version` is none."""
+        """Whether a version of torch should have it. ValueError if `version` is not a version number."""
         found = minor(version)
         return minor(self.since) <= found and (not self.until or found <= minor(self.until))
 
 
 class UntriedTorchWarning(UserWarning):
-    """The installed torch is none of those that rannd was tried with."""
+    """Warning that rannd was not tested with the installed version of torch."""
 
 
 def minor(version: str) -> tuple[int, int]:
     """Major and minor number of a version of torch: (2, 15) for 2.15.0+cu132, 2.15.0a0+git123, 2.15.1.dev20261101.
 
-    A version before the release of a minor version counts as that. ValueError where it begins with no such numbers.
+    A pre-release counts as its minor version. ValueError if `version` does not begin with two numbers.
     """
     found = _MINOR.match(version)
     if found is None:
-        raise ValueError(f"{version!r} is no version of torch: it does not begin with two numbers, as 2.15.0 does")
+        raise ValueError(f"{version!r} is not a version of torch: it does not begin with two numbers, as 2.15.0 does")
     return int(found[1]), int(found[2])
 
 
 def doubt(version: str) -> str | None:
-    """What to tell users of a version of torch that is outside of the tried range; None inside of it."""
+    """Warning text for a version of torch outside the tested range; None for a version inside it."""
     tried = f"torch {_text(OLDEST)} to {_text(NEWEST)}"
     try:
         found = minor(version)
     except ValueError as exc:
-        return f"rannd was tried with {tried}; {exc}, so nobody knows whether it is one of them"
+        return f"rannd was tested with {tried}; {exc}, so it is unknown whether this version is one of them"
     if OLDEST <= found <= NEWEST:
         return None
     if found < OLDEST:
         return (
-            f"rannd was tried with {tried}, this is torch {version}, which is older: names of torch that rannd needs "
-            f"are not all there. Install torch {_text(OLDEST)} or later"
+            f"rannd was tested with {tried}; this is torch {version}, which is older and lacks names that rannd needs. "
+            f"Install torch {_text(OLDEST)} or later"
         )
     return (
-        f"rannd was tried with {tried}, this is torch {version}, which is newer. It may well work: rannd still "
-        "checks each of its hooks in torch and each new trace. If something fails, report it with this version, and "
-        f"use torch {_text(NEWEST)} meanwhile"
+        f"rannd was tested with {tried}; this is torch {version}, which is newer. It may work, because rannd checks "
+        "its hooks in torch and each new trace. If something fails, report it with this version, and use torch "
+        f"{_text(NEWEST)} meanwhile"
     )
 
 
 def warn_if_untried(version: str, stacklevel: int = 1) -> None:
-    """Give one UntriedTorchWarning where `version` is outside of the tried range.
+    """Issue an UntriedTorchWarning if `version` is outside the tested range.
 
-    `stacklevel`: whose line the warning names, 1 for the caller's, as for `warnings.warn`.
+    `stacklevel`: as for `warnings.warn`; 1 is the line of the caller.
     """
     told = doubt(version)
     if told is not None:
@@ -103,132 +102,133 @@ def _text(version: tuple[int, int]) -> str:
 
 
 PRIVATE_NAMES = (
-    # Containers: what torch.export takes calls apart with, and its graphs put together again.
+    # Pytrees: how torch.export flattens arguments and results.
     PrivateName(
         "torch.utils._pytree",
-        "The trees that torch.export takes calls apart with. torch has no public module for them.",
+        "The pytrees by which torch.export flattens calls. torch has no public module for them.",
     ),
     PrivateName(
         "torch.utils._pytree.GetAttrKey",
-        "Part of a path in error messages: an attribute. Registered containers have to give such keys.",
+        "Part of a path in error messages: an attribute. Registered containers have to return such keys.",
     ),
     PrivateName("torch.utils._pytree.MappingKey", "Part of a path in error messages: a key."),
     PrivateName("torch.utils._pytree.SequenceKey", "Part of a path in error messages: an index."),
     PrivateName(
         "torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE",
-        "Which classes a stored structure can be read with, before it is read.",
+        "Checks which classes a stored TreeSpec may refer to, before it is loaded.",
     ),
     PrivateName(
         "torch.utils._pytree.SUPPORTED_NODES",
-        "Which classes are registered, and with what functions: part of a cached trace's key.",
+        "Registered classes and their functions: part of a cached trace's key.",
     ),
-    PrivateName("torch.utils._pytree.TreeSpec", "The structure of a call's arguments and of what it returns."),
-    PrivateName(
-        "torch.utils._pytree.TreeSpec._children", "The structures inside of one, for the key of a cached trace."
-    ),
+    PrivateName("torch.utils._pytree.TreeSpec", "The structure of a call's arguments and results."),
+    PrivateName("torch.utils._pytree.TreeSpec._children", "Nested TreeSpecs, for the key of a cached trace."),
     PrivateName(
         "torch.utils._pytree.TreeSpec._context",
-        "What a container keeps beside its items, for the key of a cached trace.",
+        "Data of a container besides its items, for the key of a cached trace.",
     ),
-    PrivateName("torch.utils._pytree.keystr", "Writes a path as Python would, for error messages."),
+    PrivateName("torch.utils._pytree.keystr", "Formats a path as Python code, for error messages."),
     PrivateName(
-        "torch.utils._pytree.register_pytree_node", "Lets export see into the user's dataclasses and collections."
+        "torch.utils._pytree.register_pytree_node", "Lets export flatten the user's dataclasses and collections."
     ),
     PrivateName(
         "torch.utils._pytree.tree_any",
         "Whether an argument of a recorded operator is one of the constructor's tensors.",
     ),
-    PrivateName("torch.utils._pytree.tree_flatten", "Takes arguments and results apart."),
+    PrivateName("torch.utils._pytree.tree_flatten", "Flattens arguments and results."),
     PrivateName(
         "torch.utils._pytree.tree_flatten_with_path",
-        "The same with the path to each value, for names and error messages.",
+        "As tree_flatten, with the path to each value, for names and error messages.",
     ),
     PrivateName("torch.utils._pytree.tree_leaves", "The values in arguments and results."),
     PrivateName("torch.utils._pytree.tree_map", "Replaces the values in arguments."),
     PrivateName("torch.utils._pytree.tree_map_only", "Replaces the tensors in arguments."),
-    PrivateName("torch.utils._pytree.tree_unflatten", "Puts arguments and results together again."),
-    PrivateName("torch.utils._pytree.treespec_dumps", "A structure as text, for stored traces."),
-    PrivateName("torch.utils._pytree.treespec_loads", "The structure of a stored trace."),
-    # Operators in graphs: torch.ops gives them, but their classes and what they tell of themselves are private.
-    PrivateName("torch._ops.HigherOrderOperator", "Tells operators that run graphs (cond, wrap) from others."),
-    PrivateName("torch._ops.OpOverload", "Tells what torch.export leaves in a graph from Python's functions."),
+    PrivateName("torch.utils._pytree.tree_unflatten", "Rebuilds arguments and results."),
+    PrivateName("torch.utils._pytree.treespec_dumps", "Serializes a TreeSpec, for stored traces."),
+    PrivateName("torch.utils._pytree.treespec_loads", "Deserializes the TreeSpec of a stored trace."),
+    # Operators in graphs: torch.ops is public, but the operators' classes and attributes are private.
+    PrivateName("torch._ops.HigherOrderOperator", "Distinguishes operators that run graphs (cond, wrap) from others."),
+    PrivateName("torch._ops.OpOverload", "Distinguishes ATen operators in exported graphs from Python functions."),
     PrivateName(
-        "torch._ops.OpOverload._overloadname", 'Name of an overload, for stored traces; `name()` leaves "default" out.'
+        "torch._ops.OpOverload._overloadname", 'Name of an overload, for stored traces; `name()` omits "default".'
     ),
     PrivateName(
         "torch._ops.OpOverload._schema",
-        "Which arguments an operator writes, aliases or takes a dtype for; torch tells it nowhere else.",
+        "Which arguments an operator writes, aliases or takes a dtype for; there is no public equivalent.",
     ),
-    PrivateName("torch._ops.OpOverloadPacket", "Tells torch.ops.aten.add from its overloads, in the user's code."),
-    PrivateName("torch._ops.OpOverloadPacket._qualified_op_name", "Name of such a one, for the key of a cached trace."),
-    # Tracing: what torch.export does not offer.
+    PrivateName(
+        "torch._ops.OpOverloadPacket", "Distinguishes torch.ops.aten.add from its overloads, in the user's code."
+    ),
+    PrivateName(
+        "torch._ops.OpOverloadPacket._qualified_op_name", "Name of an overload packet, for the key of a cached trace."
+    ),
+    # Tracing: functions that torch.export does not offer.
     PrivateName(
         "torch._C.DisableTorchFunction",
-        "Runs rannd's own tensor code inside of a TorchFunctionMode without being seen by it.",
+        "Runs rannd's own tensor code inside a TorchFunctionMode without being intercepted by it.",
     ),
-    PrivateName(
-        "torch._C.DisableTorchFunctionSubclass", "Reads a subclass's own sizes inside of its __torch_function__."
-    ),
+    PrivateName("torch._C.DisableTorchFunctionSubclass", "Reads a subclass's sizes inside its __torch_function__."),
     PrivateName(
         "torch._C._functorch.is_functorch_wrapped_tensor",
-        "Tensors inside of vmap and grad have no values that could be looked at.",
+        "Whether a tensor is inside vmap or grad, where values cannot be read.",
     ),
-    PrivateName("torch._C._functorch.peek_interpreter_stack", "Whether code runs inside of vmap or grad."),
-    PrivateName("torch._C._nn", "Searched for functions of the user's that are torch's (gelu, linear), by name."),
+    PrivateName("torch._C._functorch.peek_interpreter_stack", "Whether code runs inside vmap or grad."),
+    PrivateName("torch._C._nn", "Searched for torch's functions (gelu, linear) used by the user's code, by name."),
     PrivateName(
-        "torch._check", "What tracing decided becomes a check in the graph; its documented name has the underscore."
+        "torch._check", "Adds a check of a traced decision to the graph; documented, although it has an underscore."
     ),
-    PrivateName("torch._dispatch.python.no_python_dispatcher", "Runs code on real tensors while export traces."),
+    PrivateName("torch._dispatch.python.no_python_dispatcher", "Runs code on real tensors during export."),
     PrivateName(
         "torch._dynamo",
-        "Attributes that export leaves at the user's tensors begin so; how long its import takes is measured.",
+        "Prefix of attributes that export leaves on the user's tensors; the time of its import is measured.",
     ),
-    PrivateName("torch._subclasses.fake_tensor.FakeTensor", "Tells tensors without values, which export traces with."),
-    PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "Makes such tensors, to prove hooks with."),
+    PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensor", "Recognizes fake tensors, which have no values, during export."
+    ),
+    PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "Creates fake tensors, to check the tracer's hooks."),
     PrivateName(
         "torch.autograd.Function._backward_cls._forward_cls",
-        "The custom Function that a node of the autograd graph belongs to: so each call of one is seen.",
+        "The custom Function of a node of the autograd graph, to detect calls of custom Functions.",
     ),
-    # Mends of older versions, below.
+    # Workarounds for older versions, see below.
     PrivateName(
-        "torch._C.DispatchKey.CompositeImplicitAutograd", "Names the kernels that export traces through, to mend some."
+        "torch._C.DispatchKey.CompositeImplicitAutograd",
+        "Key of the composite kernels that export traces through, some of which are replaced.",
     ),
-    PrivateName("torch._decomp.decompositions", "Has the LSTM that is traced through, which 2.12 gets wrong."),
-    PrivateName("torch._ops.OpOverload._op_dk", "Calls the kernel that was there before one of ours."),
-    PrivateName("torch._subclasses.fake_impls", "Has the shapes of unique numbers, whose types 2.11 gets wrong."),
-    PrivateName("torch._subclasses.fake_impls.op_implementations_dict", "The table of those."),
+    PrivateName("torch._decomp.decompositions", "Contains the decomposition of LSTM, which is wrong in 2.12."),
+    PrivateName("torch._ops.OpOverload._op_dk", "Calls the original kernel of an operator with a replaced one."),
+    PrivateName("torch._subclasses.fake_impls", "Contains fake kernels of unique, whose dtypes are wrong in 2.11."),
+    PrivateName("torch._subclasses.fake_impls.op_implementations_dict", "The table of fake kernels."),
     PrivateName("torch.nn.functional._infer_size", "A shape in binary_cross_entropy, computed in C++.", until="2.12"),
-    PrivateName("torch.ops.aten._unique2.default", "torch.unique, whose types 2.11 gets wrong."),
+    PrivateName("torch.ops.aten._unique2.default", "torch.unique, whose dtypes are wrong in 2.11."),
     PrivateName(
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
-        "What checkpoints that are not reentrant run in; replaced while tracing with 2.11 and 2.12.",
+        "Implementation of non-reentrant checkpoints; replaced while tracing with 2.11 and 2.12.",
     ),
-    PrivateName("torch._tensor", "Searched for functions of the user's that are torch's, by name."),
+    PrivateName("torch._tensor", "Searched for torch's functions used by the user's code, by name."),
     PrivateName(
         "torch.distributions.Distribution._validate_args",
-        "To put back what set_default_validate_args changes; there is no function that asks.",
+        "Reads the flag of set_default_validate_args, to restore it; there is no public getter.",
     ),
     PrivateName(
         "torch.fx.graph._format_target",
-        "Replaced while code is made of graphs whose modules have names that Python does not allow.",
+        "Replaced while generating code of graphs whose modules have names that are no Python identifiers.",
     ),
     PrivateName(
         "torch.overrides._get_current_function_mode_stack",
-        "Modes of the user's that change what operators do: part of a cached trace's key.",
+        "The user's modes that change operators: part of a cached trace's key.",
     ),
     PrivateName(
-        "torch.utils._device.DeviceContext", "The mode of torch.set_default_device among those, which is known."
+        "torch.utils._device.DeviceContext", "Recognizes the mode of torch.set_default_device among these modes."
     ),
     PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "Sees every operator of a model's constructor on the meta device.",
+        "Intercepts every operator of a model's constructor on the meta device.",
     ),
-    PrivateName(
-        "torch.utils._python_dispatch._disable_current_modes", "Runs code on real tensors while export traces."
-    ),
+    PrivateName("torch.utils._python_dispatch._disable_current_modes", "Runs code on real tensors during export."),
     PrivateName(
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
-        "Dispatch modes of the user's: part of a cached trace's key.",
+        "The user's dispatch modes: part of a cached trace's key.",
     ),
     PrivateName(
         "torch.utils._sympy.functions",
@@ -236,50 +236,50 @@ PRIVATE_NAMES = (
     ),
     PrivateName("torch.utils._sympy.functions.ToFloat", "A size as a float, in expressions of traced graphs."),
     PrivateName("torch.utils._sympy.symbol.SymT", "Kinds of symbols in traced graphs."),
-    PrivateName("torch.utils._sympy.symbol.symbol_is_type", "Tells sizes that depend on data from others."),
+    PrivateName("torch.utils._sympy.symbol.symbol_is_type", "Distinguishes data-dependent sizes from others."),
     # State of torch that operators depend on: part of a cached trace's key.
-    PrivateName("torch._C._get_cudnn_benchmark", "What torch.backends.cudnn.benchmark reads."),
-    PrivateName("torch._C._get_cudnn_deterministic", "What torch.backends.cudnn.deterministic reads."),
-    PrivateName("torch._C._get_cudnn_enabled", "What torch.backends.cudnn.enabled reads."),
+    PrivateName("torch._C._get_cudnn_benchmark", "Value of torch.backends.cudnn.benchmark."),
+    PrivateName("torch._C._get_cudnn_deterministic", "Value of torch.backends.cudnn.deterministic."),
+    PrivateName("torch._C._get_cudnn_enabled", "Value of torch.backends.cudnn.enabled."),
     PrivateName(
         "torch._C._get_deterministic_fill_uninitialized_memory",
-        "What torch.utils.deterministic.fill_uninitialized_memory reads.",
+        "Value of torch.utils.deterministic.fill_uninitialized_memory.",
     ),
-    PrivateName("torch._C._get_mkldnn_enabled", "What torch.backends.mkldnn.enabled reads."),
+    PrivateName("torch._C._get_mkldnn_enabled", "Value of torch.backends.mkldnn.enabled."),
     # Memory and versions of tensors.
     PrivateName(
         "torch.Tensor._make_wrapper_subclass",
-        "A tensor of a subclass, with a shape and no memory: outputs that other ranks have.",
+        "Creates a subclass tensor with a shape but no memory, for outputs that other ranks hold.",
     ),
-    PrivateName("torch.Tensor._version", "How often a tensor was written in place: writes by the user are seen."),
+    PrivateName("torch.Tensor._version", "Counts in-place writes, to detect writes by the user."),
     PrivateName(
         "torch.UntypedStorage._cdata",
-        "Identity of a memory, the same from all tensors on it; data_ptr is 0 for all on the meta device.",
+        "Identity of a storage, the same for all tensors that share it; data_ptr is 0 on the meta device.",
     ),
     PrivateName(
-        "torch._C._storage_Use_Count", "Whether somebody still has a message's memory, before it is used again."
+        "torch._C._storage_Use_Count", "Whether a message buffer is still referenced, before it is used again."
     ),
     PrivateName(
         "torch._C._swap_tensor_impl",
-        "Gives a parameter other contents; torch.utils.swap_tensors refuses where somebody refers to it weakly.",
+        "Swaps the contents of a parameter; torch.utils.swap_tensors refuses tensors with weak references.",
     ),
     PrivateName(
         "torch._conj",
-        "Makes the conjugate view of a memory anew, as a constructor left it, whatever the memory's type.",
+        "Recreates a conjugate view as the constructor made it, for any dtype of the storage.",
     ),
-    PrivateName("torch._neg_view", "Makes a negated view anew; no public function does."),
+    PrivateName("torch._neg_view", "Recreates a negated view; there is no public equivalent."),
     # autograd.
     PrivateName(
         "torch._C._autograd._get_current_graph_task_keep_graph",
-        "Whether backward was called with retain_graph, from inside of it.",
+        "Whether the running backward was called with retain_graph.",
     ),
     PrivateName(
         "torch._C._will_engine_execute_node",
-        "Whether the backward that runs was asked for a parameter (backward(inputs=...)).",
+        "Whether the running backward was called for a parameter (backward(inputs=...)).",
     ),
     PrivateName(
         "torch.autograd._engine_run_backward",
-        "Replaced: backward(inputs=...) and autograd.grad find parameters of wrapped models.",
+        "Patched, so that backward(inputs=...) and autograd.grad find parameters of wrapped models.",
     ),
     PrivateName("torch.Tensor._backward_hooks", "Hooks of register_hook, which are called with reduced gradients."),
     PrivateName(
@@ -291,146 +291,138 @@ PRIVATE_NAMES = (
     PrivateName("torch._foreach_norm", "Norms of all gradients at once."),
     PrivateName(
         "torch.nn.utils.clip_grad._get_total_norm",
-        "The norm without torch's checks; also replaced, since torch.nn.utils.clip_grad_norm_ calls this one.",
+        "The norm without torch's checks; also patched, because torch.nn.utils.clip_grad_norm_ calls it.",
     ),
-    # Modules. What a module has by these names is all there is of it; public functions run hooks, or name fewer.
-    PrivateName("torch.nn.Module._apply", "A method that tracing needs not look into."),
-    PrivateName("torch.nn.Module._backward_hooks", "Code of the user's that autograd runs."),
-    PrivateName("torch.nn.Module._backward_pre_hooks", "Code of the user's that autograd runs before."),
+    # Modules: these attributes are a module's complete state; public functions run hooks, or return less.
+    PrivateName("torch.nn.Module._apply", "A method that tracing need not inspect."),
+    PrivateName("torch.nn.Module._backward_hooks", "The user's backward hooks."),
+    PrivateName("torch.nn.Module._backward_pre_hooks", "The user's backward pre-hooks."),
     PrivateName("torch.nn.Module._buffers", "A module's own buffers, to replace them."),
-    PrivateName("torch.nn.Module._call_impl", "What torch reads of a module whenever it is called."),
-    PrivateName("torch.nn.Module._forward_hooks", "Code of the user's that runs after forward."),
-    PrivateName("torch.nn.Module._forward_hooks_always_called", "Which of them run where forward fails."),
+    PrivateName("torch.nn.Module._call_impl", "Attribute that torch reads in each call of a module."),
+    PrivateName("torch.nn.Module._forward_hooks", "The user's forward hooks."),
+    PrivateName("torch.nn.Module._forward_hooks_always_called", "Which of them run even if forward raises."),
     PrivateName("torch.nn.Module._forward_hooks_with_kwargs", "Which of them take keyword arguments."),
-    PrivateName("torch.nn.Module._forward_pre_hooks", "Code of the user's that runs before forward."),
+    PrivateName("torch.nn.Module._forward_pre_hooks", "The user's forward pre-hooks."),
     PrivateName("torch.nn.Module._forward_pre_hooks_with_kwargs", "Which of them take keyword arguments."),
-    PrivateName("torch.nn.Module._is_full_backward_hook", "Of which kind the backward hooks are."),
-    PrivateName("torch.nn.Module._load_from_state_dict", "Whether a class loads its tensors in its own way."),
-    PrivateName("torch.nn.Module._load_state_dict_post_hooks", "Whether code of the user's runs after loading."),
-    PrivateName("torch.nn.Module._load_state_dict_pre_hooks", "Whether code of the user's runs before loading."),
-    PrivateName("torch.nn.Module._modules", "A module's own submodules, also those that are None."),
+    PrivateName("torch.nn.Module._is_full_backward_hook", "Kind of the backward hooks."),
+    PrivateName("torch.nn.Module._load_from_state_dict", "Whether a class overrides loading."),
+    PrivateName("torch.nn.Module._load_state_dict_post_hooks", "Whether the user's hooks run after loading."),
+    PrivateName("torch.nn.Module._load_state_dict_pre_hooks", "Whether the user's hooks run before loading."),
+    PrivateName("torch.nn.Module._modules", "A module's own submodules, including those that are None."),
     PrivateName("torch.nn.Module._non_persistent_buffers_set", "Which buffers a state_dict leaves out."),
     PrivateName("torch.nn.Module._parameters", "A module's own parameters, to replace them."),
-    PrivateName("torch.nn.Module._save_to_state_dict", "A method that tracing needs not look into."),
-    PrivateName("torch.nn.Module._state_dict_hooks", "Concern saving alone: no part of a cached trace's key."),
-    PrivateName("torch.nn.Module._state_dict_pre_hooks", "Concern saving alone: no part of a cached trace's key."),
-    PrivateName("torch.nn.Module._wrapped_call_impl", "What torch reads of a module whenever it is called."),
+    PrivateName("torch.nn.Module._save_to_state_dict", "A method that tracing need not inspect."),
+    PrivateName("torch.nn.Module._state_dict_hooks", "Affects only saving: not part of a cached trace's key."),
+    PrivateName("torch.nn.Module._state_dict_pre_hooks", "Affects only saving: not part of a cached trace's key."),
+    PrivateName("torch.nn.Module._wrapped_call_impl", "Attribute that torch reads in each call of a module."),
     PrivateName(
         "torch.nn.Module.state_dict._metadata",
-        "Versions of modules in a state_dict, which load_state_dict reads: kept in copies.",
+        "Versions of modules in a state_dict, read by load_state_dict; kept in copies.",
     ),
     PrivateName(
-        "torch.nn.MultiheadAttention._reset_parameters", "Initialises it; other modules' method has no underscore."
+        "torch.nn.MultiheadAttention._reset_parameters", "Initialises it; in other modules this method is public."
     ),
-    PrivateName("torch.nn.Transformer._reset_parameters", "Initialises it, in the same way."),
+    PrivateName("torch.nn.Transformer._reset_parameters", "Initialises it; in other modules this method is public."),
     PrivateName(
         "torch.nn.RNNBase._flat_weights",
-        "The second list of its parameters that a recurrent layer keeps, which has to follow.",
+        "A recurrent layer's second list of its parameters, updated when they are replaced.",
     ),
     PrivateName(
         "torch.nn.modules.batchnorm._NormBase",
-        "The layers with running statistics: all batch and instance norms, and SyncBatchNorm.",
+        "Base class of layers with running statistics: batch norms, instance norms, SyncBatchNorm.",
     ),
-    PrivateName("torch.nn.modules.dropout._DropoutNd", "All layers that drop in training."),
+    PrivateName("torch.nn.modules.dropout._DropoutNd", "Base class of dropout layers."),
     PrivateName("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX", "Name of a module's extra state in a state_dict."),
-    PrivateName(
-        "torch.nn.modules.module._global_backward_hooks", "Hooks of all modules, which a cached trace must not miss."
-    ),
+    PrivateName("torch.nn.modules.module._global_backward_hooks", "Global hooks: part of a cached trace's key."),
     PrivateName(
         "torch.nn.modules.module._global_backward_pre_hooks",
-        "Hooks of all modules, which a cached trace must not miss.",
+        "Global hooks: part of a cached trace's key.",
     ),
     PrivateName(
         "torch.nn.modules.module._global_buffer_registration_hooks",
-        "Hooks of all modules, of which 2.11 and 2.12 leave some behind.",
+        "Global hooks, some of which 2.11 and 2.12 do not remove after a failed export.",
     ),
+    PrivateName("torch.nn.modules.module._global_forward_hooks", "Global hooks: part of a cached trace's key."),
     PrivateName(
-        "torch.nn.modules.module._global_forward_hooks", "Hooks of all modules, which a cached trace must not miss."
-    ),
-    PrivateName(
-        "torch.nn.modules.module._global_forward_hooks_always_called", "Which of them run where forward fails."
+        "torch.nn.modules.module._global_forward_hooks_always_called", "Which of them run even if forward raises."
     ),
     PrivateName("torch.nn.modules.module._global_forward_hooks_with_kwargs", "Which of them take keyword arguments."),
-    PrivateName(
-        "torch.nn.modules.module._global_forward_pre_hooks", "Hooks of all modules, which a cached trace must not miss."
-    ),
+    PrivateName("torch.nn.modules.module._global_forward_pre_hooks", "Global hooks: part of a cached trace's key."),
     # Ranks and checkpoints.
     PrivateName(
-        "torch.distributed.ProcessGroup._get_backend", "NCCL's part of a group, to abort it where a rank has failed."
+        "torch.distributed.ProcessGroup._get_backend", "NCCL backend of a group, to abort it after a rank has failed."
     ),
     PrivateName(
         "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "Where a tensor lies in torch's checkpoint files: a record of their index.",
+        "Location of a tensor in torch's checkpoint files: a class in their index.",
     ),
     PrivateName(
         "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-        "A record of that index, which is read without unpickling.",
+        "A class in that index, which is read with an allow-list instead of plain unpickling.",
     ),
-    PrivateName("torch.serialization._get_layout", "A function that such an index names, and reading it allows."),
-    # Operators of ATen with private names: torch's public functions become these in graphs, so that rules name them.
-    PrivateName(
-        "torch.ops.aten._adaptive_avg_pool2d", "adaptive_avg_pool2d and AdaptiveAvgPool2d, where samples stay apart."
-    ),
-    PrivateName("torch.ops.aten._adaptive_avg_pool3d", "adaptive_avg_pool3d, in the same way."),
+    PrivateName("torch.serialization._get_layout", "A function in that index, on the allow-list for reading it."),
+    # ATen operators with private names, which torch's public functions become in graphs.
+    PrivateName("torch.ops.aten._adaptive_avg_pool2d", "adaptive_avg_pool2d and AdaptiveAvgPool2d."),
+    PrivateName("torch.ops.aten._adaptive_avg_pool3d", "adaptive_avg_pool3d."),
     PrivateName("torch.ops.aten._assert_async", "A check that export adds; dropped."),
     PrivateName("torch.ops.aten._assert_scalar", "A check that export adds; dropped."),
     PrivateName(
         "torch.ops.aten._assert_tensor_metadata",
         "A check that export adds, with the tracing machine's device; dropped.",
     ),
-    PrivateName(
-        "torch.ops.aten._ctc_loss", "ctc_loss, which has no kernel for fake tensors that suits: rannd registers one."
-    ),
+    PrivateName("torch.ops.aten._ctc_loss", "ctc_loss, which lacks a suitable fake kernel; rannd registers one."),
     PrivateName("torch.ops.aten._fused_rms_norm", "rms_norm."),
-    PrivateName("torch.ops.aten._grouped_mm", "Products of groups of rows, in mixtures of experts."),
+    PrivateName("torch.ops.aten._grouped_mm", "Grouped matrix products, in mixtures of experts."),
     PrivateName("torch.ops.aten._log_softmax", "log_softmax."),
     PrivateName("torch.ops.aten._native_multi_head_attention", "MultiheadAttention's fast path in evaluation."),
     PrivateName("torch.ops.aten._reshape_alias", "reshape."),
     PrivateName("torch.ops.aten._softmax", "softmax."),
     PrivateName("torch.ops.aten._to_copy", "Tensor.to."),
     PrivateName("torch.ops.aten._transformer_encoder_layer_fwd", "TransformerEncoderLayer's fast path in evaluation."),
-    PrivateName("torch.ops.aten._unsafe_index", "Indexing without a check, in decompositions."),
-    PrivateName("torch.ops.aten._unsafe_index_put", "Writing by index without a check, in decompositions."),
-    PrivateName("torch.ops.aten._unsafe_view", "reshape, inside of matmul."),
+    PrivateName("torch.ops.aten._unsafe_index", "Indexing without a bounds check, in decompositions."),
+    PrivateName("torch.ops.aten._unsafe_index_put", "index_put without a bounds check, in decompositions."),
+    PrivateName("torch.ops.aten._unsafe_view", "reshape, inside matmul."),
     PrivateName("torch.ops.aten._upsample_bicubic2d_aa", 'interpolate(mode="bicubic", antialias=True).'),
     PrivateName("torch.ops.aten._upsample_bilinear2d_aa", 'interpolate(mode="bilinear", antialias=True).'),
     PrivateName("torch.ops.aten._upsample_nearest_exact1d", 'interpolate(mode="nearest-exact").'),
     PrivateName("torch.ops.aten._upsample_nearest_exact2d", 'interpolate(mode="nearest-exact") of images.'),
     PrivateName("torch.ops.aten._upsample_nearest_exact3d", 'interpolate(mode="nearest-exact") of volumes.'),
-    # What measurements look at.
-    PrivateName("torch._inductor", "Whether a start imports it, which it should not (bench/startup.py)."),
-    PrivateName("torch.export._trace", "Whether a cached start imports it, which it should not (bench/startup.py)."),
+    # Modules that benchmarks check for.
+    PrivateName("torch._inductor", "Should not be imported at startup (checked by bench/startup.py)."),
+    PrivateName("torch.export._trace", "Should not be imported by a start with a cached trace (bench/startup.py)."),
 )
-"""Each private name of torch that the project uses, a line each."""
+"""All private names of torch that the project uses."""
 
 
 def _running() -> tuple[int, int]:
     try:
         return minor(torch.__version__)
-    except ValueError:  # told at import; a build of one's own is likely to be a new one
+    except ValueError:  # `doubt` warns about it at import; a custom build is probably a recent version
         return NEWEST
 
 
 VERSION = _running()
-"""Of the torch that runs."""
+"""Version of the installed torch."""
 
 ADAGRAD_BEGINS_AT_ONCE = VERSION < (2, 12)
-"""In 2.11 Adagrad gives parameters their state when it is made, and cannot step one that it gets later; from 2.12 on
-it does so in the first step."""
+"""In 2.11 Adagrad creates its state in the constructor, and cannot step parameters added later; from 2.12 on it creates
+the state in the first step."""
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-"""The kernels that torch traces through, where it follows an operator made of others; nothing else runs them."""
+"""Key of kernels composed of other operators. They are replaced for tracing only; eager code does not run them."""
 
 
 def override_fake(name: str, kernel: Callable[..., Any]) -> None:
-    """Register a kernel for fake tensors in place of torch's own.
+    """Replace torch's fake kernel of an operator.
 
-    2.11 refuses that unless it is told to; later versions take it by default.
+    2.11 needs `allow_override`; later versions allow it by default.
     """
     torch.library.register_fake(name, kernel, allow_override=True)
 
 
-_SHAPES = declare("shapes in C++", torch.nn.functional, "_infer_size", "it takes no symbol for a size", "2.11, 2.12")
+_SHAPES = declare(
+    "shapes in C++", torch.nn.functional, "_infer_size", "it does not accept symbolic sizes", "2.11, 2.12"
+)
 _CHECKPOINTS = declare(
     "checkpoints", torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", "cannot be traced", "2.11, 2.12"
 )
@@ -438,13 +430,13 @@ _CHECKPOINTS = declare(
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """What has to be in place while a model is traced, and must not be while it runs.
+    """Context manager with the workarounds that are needed while a model is traced, but not while it runs.
 
-    Until 2.12 ``F.binary_cross_entropy`` with weights computes a shape in C++ (``_infer_size``), which takes no symbol
-    for a size: the number of rows would be fixed. From 2.13 on it is ``broadcast_shapes``, as here; torch.jit, which
-    compiles the other, cannot compile this.
+    Until 2.12 ``F.binary_cross_entropy`` with weights computes a shape in C++ (``_infer_size``), which does not accept
+    symbolic sizes: the trace would be specialized on the number of rows. From 2.13 on it uses ``broadcast_shapes``, as
+    the patch does; torch.jit cannot compile that.
 
-    Until 2.12 an export that fails leaves a hook of all modules behind, which holds the model and the graph.
+    Until 2.12 a failed export leaves a global module hook behind, which keeps the model and the graph alive.
     """
     hooks = torch.nn.modules.module._global_buffer_registration_hooks if VERSION < (2, 13) else {}
     before = set(hooks)
@@ -459,19 +451,19 @@ def tracing() -> Iterator[None]:
 
 
 def no_recomputing() -> contextlib.AbstractContextManager[None]:
-    """Run what the user checkpoints (not reentrant) without it, where torch could not trace it otherwise.
+    """Context manager that disables non-reentrant checkpoints, with versions of torch that cannot trace them.
 
-    2.11 keeps the inputs of a checkpoint by an autograd.Function of its own, and looks for them in the autograd graph
-    of real tensors, which traced ones do not have. Until 2.12 the hooks of a checkpoint stay in place where an
-    exception leaves it, as in a trace that fails: what the model saves for backward later would be recomputed from
-    traced tensors. Later versions trace through a checkpoint.
+    2.11 saves the inputs of a checkpoint by an autograd.Function, and looks for them in the autograd graph of real
+    tensors, which traced tensors do not have. Until 2.12 a checkpoint's saved-tensor hooks stay active after an
+    exception, such as a failed trace: tensors that the model saves later would be recomputed from traced tensors.
+    Later versions trace through a checkpoint.
     """
     if VERSION >= (2, 13):
         return contextlib.nullcontext()
     if not hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"):
         raise RuntimeError(
             f"torch {torch.__version__} cannot trace through a checkpoint, and torch.utils.checkpoint has no "
-            "_checkpoint_without_reentrant_generator to leave it out by; use torch 2.13 or later"
+            "_checkpoint_without_reentrant_generator that could be patched to disable it; use torch 2.13 or later"
         )
 
     def directly(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -481,7 +473,7 @@ def no_recomputing() -> contextlib.AbstractContextManager[None]:
 
 
 def mend_kernels() -> None:
-    """Mend what versions of torch say of operators while they are traced: shapes, types, and what they refuse."""
+    """Replace kernels of older versions that give wrong shapes or dtypes, or fail, while a model is traced."""
     if VERSION < (2, 13):
         override_fake("aten::embedding", _embedding)
         _mend_lstm()
@@ -501,7 +493,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Until 2.12 an embedding of floating-point numbers can be traced, and fails when it runs."""
+    """Fake kernel that rejects floating-point indices, which until 2.12 fail only when the graph runs."""
     torch._check(
         indices.dtype in (torch.int64, torch.int32),
         lambda: (
@@ -514,8 +506,8 @@ def _embedding(
 
 
 def _mend_lstm() -> None:
-    """Until 2.12 the last states of an LSTM have one dimension too many while it is traced: the dimension of the
-    samples is squeezed in place of the one in front of it."""
+    """Correct the shape of an LSTM's final states, which until 2.12 have one dimension too many while traced: the batch
+    dimension is squeezed instead of the one before it."""
 
     def one_layer_lstm(
         own: Callable[..., Any], inp: Any, hidden: Any, params: Any, has_biases: bool, reverse: bool = False
@@ -537,8 +529,8 @@ def _cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Until 2.12 targets that are probabilities fix the number of samples: sizes of tensors are asked for as numbers.
-    What this does is what torch's own kernel does (aten/src/ATen/native/LossNLL.cpp)."""
+    """Kernel of cross_entropy_loss that accepts symbolic sizes; until 2.12 torch's own specializes the trace on the
+    number of samples for probability targets. Equivalent to aten/src/ATen/native/LossNLL.cpp."""
     if self.dim() != target.dim() or self.shape != target.shape:  # classes
         operator: Any = torch.ops.aten.cross_entropy_loss.default
         loss: torch.Tensor = operator._op_dk(_COMPOSITE, self, target, weight, reduction, ignore_index, label_smoothing)
@@ -571,8 +563,8 @@ def _quantile(
     interpolation: str = "linear",
     skip_nan: bool = False,
 ) -> torch.Tensor:
-    """In 2.11 the number of elements has to be a number, not a symbol. What this does is what torch's own kernel does
-    (aten/src/ATen/native/Sorting.cpp)."""
+    """Kernel of quantile that accepts symbolic sizes, which torch's own in 2.11 does not. Equivalent to
+    aten/src/ATen/native/Sorting.cpp."""
     whole = dim is None or self.dim() == 0
     place = 0 if dim is None else dim
     values = (self.reshape(-1) if whole else self.movedim(place, -1)).sort(-1).values
@@ -611,7 +603,7 @@ def _nanquantile(
 
 
 def _mend_unique() -> None:
-    """In 2.11 the places and counts of unique numbers have the type of the numbers while they are traced."""
+    """Correct the dtype of unique's indices and counts, which in 2.11 is the input's while traced."""
     from torch._subclasses import fake_impls
 
     for operator in (

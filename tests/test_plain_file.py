@@ -45,7 +45,7 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
     """A user who is root could else put a file in the place of /dev/null."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(UsageError, match="no plain file; name another"):
+    with pytest.raises(UsageError, match="not a regular file; name another"):
         FILE.write(b"x", pipe)
     assert list(tmp_path.iterdir()) == [pipe]
     assert pipe.is_fifo()

@@ -62,7 +62,7 @@ def uses() -> list[Use]:
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(files)}
     table = str(Path(torch_versions.__file__).relative_to(ROOT))
     before, begin, behind = sources[table].partition("PRIVATE_NAMES = (")
-    lines, mark, behind = behind.partition('"""Each private name of torch')
+    lines, mark, behind = behind.partition('"""All private names of torch')
     sources[table] = before + begin + ")" + "\n" * lines.count("\n") + mark + behind  # the uses below count, too
     return Project(sources, OTHERS).uses()
 
@@ -245,7 +245,7 @@ def test_minor(version: str, expected: tuple[int, int]) -> None:
 
 
 def test_minor_of_no_version() -> None:
-    with pytest.raises(ValueError, match=r"'git123' is no version of torch: .* as 2\.15\.0 does"):
+    with pytest.raises(ValueError, match=r"'git123' is not a version of torch: .* as 2\.15\.0 does"):
         minor("git123")
 
 
@@ -291,7 +291,7 @@ def test_a_newer_torch_gives_one_warning_at_import(version: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0\n"
     assert done.stderr.count("UntriedTorchWarning") == 1
-    assert f"<string>:3: UntriedTorchWarning: rannd was tried with torch 2.11 to 2.15, this is torch {version}, which is newer." in done.stderr  # fmt: skip  # noqa: E501
+    assert f"<string>:3: UntriedTorchWarning: rannd was tested with torch 2.11 to 2.15; this is torch {version}, which is newer." in done.stderr  # fmt: skip  # noqa: E501
     assert "report it with this version, and use torch 2.15 meanwhile" in done.stderr
 
 
@@ -305,7 +305,7 @@ def test_an_older_torch_gives_one() -> None:
 def test_a_version_that_is_none_gives_one() -> None:
     told = imported("git123").stderr
     assert told.count("UntriedTorchWarning") == 1
-    assert "'git123' is no version of torch" in told
+    assert "'git123' is not a version of torch" in told
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.15.7+cu132", "2.15.0a0+git123"])

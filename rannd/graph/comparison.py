@@ -40,7 +40,7 @@ NOISE = {torch.float64: 1e-12, torch.float32: 1e-6}
 without rounding have a large relative error."""
 NOISE_HALF = 2e-3
 
-_MUCH = float("inf")
+_INCOMPARABLE = float("inf")
 """Difference of values that cannot be subtracted: of another type or shape, or missing."""
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
@@ -68,7 +68,7 @@ class NotRepeatable(NotComparable):
     """The model itself gives different results in two calls."""
 
 
-class _Waits(BaseException):
+class _CallsCollective(BaseException):
     """The model runs a collective. A BaseException, so that its code does not catch it and continue differently."""
 
 
@@ -106,9 +106,9 @@ def compare(
     """
     wanted = gradients and graph.signature.mode.grad
     try:
-        with _apart():
+        with _restored_rng():
             return _compared(model, graph, tensors, wanted)
-    except _Waits:
+    except _CallsCollective:
         raise NotComparable("its code calls collectives, which wait for other ranks") from None
     except NotComparable:
         raise
@@ -125,7 +125,7 @@ def _compared(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tenso
     except torch.OutOfMemoryError as exc:
         raise NotComparable(_first_line(exc)) from exc
     except Exception as exc:
-        return Mismatch(f"the graph fails ({type(exc).__name__}: {_first_line(exc)}), and so", _MUCH)
+        return Mismatch(f"the graph fails ({type(exc).__name__}: {_first_line(exc)}), and so", _INCOMPARABLE)
     difference = _difference(expected, found)
     if difference is None:
         return None
@@ -154,7 +154,7 @@ def rows_to_compare(graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> list[
     return few
 
 
-class _EqualDraws(TorchDispatchMode):
+class _SeedEachOperator(TorchDispatchMode):
     """Dispatch mode that seeds each random operator from its name and shapes, independent of earlier draws.
 
     A graph may draw in a different order than its model, or more: it computes both sides of a branch on a random
@@ -169,7 +169,7 @@ class _EqualDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
-            raise _Waits
+            raise _CallsCollective
         if is_random_operator(func):
             given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             seed = zlib.crc32(repr((str(func), [tuple(each.shape) for each in given])).encode())
@@ -183,7 +183,7 @@ class _EqualDraws(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
+def _restored_rng() -> Iterator[None]:
     """Restore torch's RNG state afterwards, and clear the autocast cache."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
@@ -201,16 +201,16 @@ def _seed(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _alike(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.Tensor]]]:
+def _equal_conditions(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.Tensor]]]:
     """Run model or graph under equal conditions and undo its side effects; yields the parameters written in place."""
     torch.clear_autocast_cache()  # cached casts of weights belong to the autograd graph of another run
     _seed(0)
-    draws: Any = _EqualDraws
+    draws: Any = _SeedEachOperator
     equal = draws()
     with preserved(model), kept_parameters(model) as written:  # `preserved` restores generators in attributes
         try:
             draw_once(model)  # reveals graphs that hold a random number drawn during tracing as a constant
-            with _unhooked(model), direct_checkpoints(), equal:
+            with _without_hooks(model), direct_checkpoints(), equal:
                 yield written
         finally:
             for generator, state in equal.met.items():
@@ -218,7 +218,7 @@ def _alike(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.
 
 
 @contextlib.contextmanager
-def _unhooked(model: nn.Module) -> Iterator[None]:
+def _without_hooks(model: nn.Module) -> Iterator[None]:
     """Disable the script's tensor hooks of parameters, which may have side effects such as counting."""
     hooks = [(each, dict(each)) for p in model.parameters() if (each := p._backward_hooks)]
     for each, _ in hooks:
@@ -233,7 +233,7 @@ def _unhooked(model: nn.Module) -> Iterator[None]:
 def _of_model(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> _Outcome:
     leaves = _fresh(tensors, graph)
     args, kwargs = graph.signature.unflatten(leaves)
-    with _alike(model) as written:
+    with _equal_conditions(model) as written:
         outputs = pytree.tree_leaves(plain_output(model(*args, **kwargs), []))
         return _outcome(model, graph, outputs, leaves, gradients, written)
 
@@ -246,7 +246,7 @@ def _of_graph(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tenso
     given = [*leaves, *(torch.tensor(weight, dtype=torch.float64, device=leaves[0].device) for weight in weights)]
     values = dict(zip(graph.traced.placeholders, given, strict=True))
     part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
-    with _alike(model) as written:
+    with _equal_conditions(model) as written:
         state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.traced.constants}
         made = part.module(
             *(values[node] for node in part.inputs), *(state[name] for name in part.tensors), *part.numbers_at(rows)
@@ -314,9 +314,9 @@ def _difference(expected: _Outcome, found: _Outcome) -> Mismatch | None:
     """First mismatch; gradients are compared from the last parameter on, since errors propagate to earlier ones."""
     half = expected.half
     if len(expected.outputs) != len(found.outputs):
-        return Mismatch("the number of outputs", _MUCH)
+        return Mismatch("the number of outputs", _INCOMPARABLE)
     for place, (value, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
-        by = _apart_by(value, other, 0.0, half)
+        by = _relative_error(value, other, 0.0, half)
         if by is not None:
             return Mismatch(f"output {place}", by)
     largest = max((_largest(each) for each in expected.gradients.values()), default=0.0)
@@ -325,40 +325,40 @@ def _difference(expected: _Outcome, found: _Outcome) -> Mismatch | None:
         if value is None or other is None:  # in graphs, unused tensors may have a zero gradient instead of None
             only = value if value is not None else other
             assert only is not None
-            by = _apart_by(torch.zeros_like(only), only, largest, half)
+            by = _relative_error(torch.zeros_like(only), only, largest, half)
         else:
-            by = _apart_by(value, other, largest, half)
+            by = _relative_error(value, other, largest, half)
         if by is not None:
             return Mismatch(f"the gradient of {name}", by)
     for name in dict.fromkeys([*expected.buffers, *found.buffers]):
         if name not in expected.buffers or name not in found.buffers:
-            return Mismatch(f"what is written into {name}", _MUCH)
-        by = _apart_by(expected.buffers[name], found.buffers[name], 0.0, half)
+            return Mismatch(f"what is written into {name}", _INCOMPARABLE)
+        by = _relative_error(expected.buffers[name], found.buffers[name], 0.0, half)
         if by is not None:
             return Mismatch(f"what is written into {name}", by)
     return None
 
 
-def _apart_by(value: Any, other: Any, largest: float, half: bool) -> float | None:
+def _relative_error(value: Any, other: Any, largest: float, half: bool) -> float | None:
     """Difference of two values relative to the first, None if it is within tolerance.
 
     `largest` is the largest absolute value of all tensors of this kind.
     """
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         same = type(value) is type(other) and (value == other or (value != value and other != other))
-        return None if same else _MUCH
+        return None if same else _INCOMPARABLE
     if value.shape != other.shape or value.dtype != other.dtype:
-        return _MUCH
+        return _INCOMPARABLE
     value, other = _dense(value), _dense(other)
     if not value.numel() or torch.equal(value, other):
         return None
     if value.dtype == torch.bool or not (value.is_floating_point() or value.is_complex()):
-        return _MUCH
+        return _INCOMPARABLE
     by, size = float((value - other).abs().max()), float(value.abs().max())
     if not (math.isfinite(by) and math.isfinite(size)):
         same = value.isfinite()
         if bool((same != other.isfinite()).any()):
-            return _MUCH
+            return _INCOMPARABLE
         wide = torch.complex128 if value.is_complex() else torch.float64
         one, two = value[same].to(wide), other[same].to(wide)
         if not one.numel():

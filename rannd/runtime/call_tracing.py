@@ -1,6 +1,6 @@
-"""The graph of a call that has none yet: ranks compare their calls, the model is traced, the graph may be checked.
+"""Traces the model for a call that has no graph yet, after checking that all ranks make the same call.
 
-`Session` comes here at the first call, and at each call of another shape, mode or Python state of the model.
+`Session` uses it in the first call, and in each call with another shape, mode or Python state of the model.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.traces.trace_provider import Tracer
 
 MANY_GRAPHS = 16
-"""So many graphs of one model are probably a mistake of the script."""
+"""Number of traces of one model after which a warning is logged."""
 
 
 class CallTracing:
-    """Gives the graphs of calls that all ranks make alike. All methods but `warn_of_many` are collective.
+    """Traces the model for calls that are the same on all ranks. All methods but `warn_of_many` are collective.
 
-    `state` gives the Python state of the model's modules.
+    `state` returns the Python state of the model's modules.
     """
 
     def __init__(self, context: Context, values: InitialValues, state: Callable[[], PythonState]) -> None:
@@ -45,9 +45,9 @@ class CallTracing:
         self._tracer = Tracer(context)
 
     def graph(self, call: Call, mode: Mode, held: Parameters | None) -> ModelGraph:
-        """The graph of a call; `held`: the model's parameters once it is deployed.
+        """Graph of a call; `held`: the model's parameters, once it is deployed.
 
-        StepError, on all ranks, where they make different calls.
+        StepError on all ranks if their calls differ.
         """
         check_ready(self._context.model, call.names, call.tensors)
         told = self._world.gather_bytes(msgspec.msgpack.encode(of_call(call, mode)))
@@ -65,7 +65,7 @@ class CallTracing:
         return self._trace(signature, call, held)
 
     def rows(self, graph: ModelGraph, call: Call) -> list[int]:
-        """Rows of each rank. StepError where there are none."""
+        """Number of rows (samples) of each rank. StepError if all mini-batches are empty."""
         rows = [count for (count,) in self._world.gather_numbers([graph.signature.rows(call.tensors)])]
         if self._context.options.shared:
             rows = [count for _, count in split_rows(rows[0], self._world.size)]
@@ -74,27 +74,27 @@ class CallTracing:
         return rows
 
     def planned(self, graph: ModelGraph, call: Call) -> ModelGraph:
-        """The graph to plan for, from that of the first call; with `verify_partitioning` compared with the model."""
+        """Graph to plan for, derived from the first call's; compared with the model if `verify_partitioning` is set."""
         graph = self._as_trained(graph, call)
         if self._context.config.verify_partitioning and not self._context.config.partitioning_dry_run_np:
             self._verify(graph, call)
         return graph
 
     def warn_of_many(self, call: Call) -> None:
-        """Warn, once, where the model is traced again and again."""
+        """Warn once if the model is traced again and again."""
         if self._tracer.traced == MANY_GRAPHS and self._world.rank == 0:
             log.get("RaNNCModule").warning(
-                "The model was traced %d times, the last time for %s; numbers and strings among its arguments, and "
-                "shapes but for the batch, are part of a graph. Pass what changes from call to call as tensors",
+                "The model was traced %d times, the last time for %s; a graph is specialized on numbers and strings "
+                "among the arguments and on all sizes but the batch's. Pass what changes from call to call as tensors",
                 MANY_GRAPHS,
                 ", ".join(f"{name}: {tuple(t.shape)}" for name, t in zip(call.names, call.tensors, strict=True)),
             )
 
     def _as_trained(self, graph: ModelGraph, call: Call) -> ModelGraph:
-        """The graph that training runs, where there is an optimizer, whatever the first call is.
+        """Graph of this call in training mode, if there is an optimizer and the call is not already in training mode.
 
-        Plans so do not depend on an evaluation before the first step. A model that cannot be called like that in
-        training (it wants labels, say) is planned for the call at hand.
+        So an evaluation before the first step does not change the plan. A model that cannot be called like this in
+        training (because it needs labels, say) is planned for the call as it is.
         """
         model, mode = self._context.model, Mode(True, True, graph.signature.mode.autocast)
         if self._context.optimizer is None or graph.signature.mode == mode:
@@ -105,14 +105,16 @@ class CallTracing:
             with torch.inference_mode(False), torch.enable_grad():
                 return self._trace(dataclasses.replace(graph.signature, mode=mode, fixed_rows=None), call, None)
         except (TraceError, StepError) as exc:
-            log.get("RaNNCModule").info("Planning for this call, not for training: %s", exc)
+            log.get("RaNNCModule").info(
+                "Planning for this call as it is, because it cannot be traced in training mode: %s", exc
+            )
             return graph
         finally:
             for module, training in modes:
                 module.training = training
 
     def _trace(self, signature: Signature, call: Call, held: Parameters | None) -> ModelGraph:
-        """The graph of a call, from the cache or traced now; checked against the model where that is wanted."""
+        """Graph of a call, from the cache or newly traced; a cached one is verified if `verify_partitioning` is set."""
         config = self._context.config
         with self._whole_model(held) as empty, traced_with(self._context.model, signature.mode):
             graph, cached = self._tracer.graph(signature, call.tensors, self._state(), empty)
@@ -128,7 +130,7 @@ class CallTracing:
         return graph
 
     def _verified(self, graph: ModelGraph, call: Call) -> str:
-        """What some rank found wrong about a graph, '' where all found it right."""
+        """Compare a graph with the model on each rank; returns the first error of any rank, '' if there is none."""
         wrong = ""
         try:
             self._verify(graph, call)
@@ -141,13 +143,13 @@ class CallTracing:
             verify(self._context.model, graph, call.tensors)
         elif self._world.rank == 0:
             log.get("RaNNCModule").warning(
-                "verify_partitioning: not done, because no rank has the whole model (meta device)"
+                "verify_partitioning: skipped, because no rank has the whole model (meta device)"
             )
 
     def _whole_model(self, held: Parameters | None) -> AbstractContextManager[Sequence[torch.Tensor] | None]:
-        """The model as a tracer wants to see it, where ranks hold parts of it, or nobody has values.
+        """Context manager in which the model's tensors can be traced although this rank holds only a part of them.
 
-        Gives the tensors whose memory holds nothing here; None where no rank has values.
+        Yields the tensors without values on this rank; None if no rank has values (meta device).
         """
         if held is not None:
             return held.hollow()

@@ -1,6 +1,6 @@
-"""A NaN among the losses of a training step ends the training, and the error says where it came from.
+"""Stops training at a loss that is NaN; the error says which tensor or operator it came from.
 
-A loss that the model computes is the same on all ranks, so all of them see it without a word.
+A loss computed by the model has the same value on all ranks, so all of them detect a NaN without communication.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rannd.runtime.parameters.ownership import Parameters
 
 
 def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequence[Any], held: Parameters) -> None:
-    """Check the losses among the outputs of a training step, as `check_nan` says. Collective where one is NaN.
+    """Check the losses among the outputs of a training step, as configured by `check_nan`. Collective if one is NaN.
 
-    The inputs and the parameters of this rank's stage are looked at, and then the results of its operators while the
-    step runs again. Under autocast to float16, where a GradScaler skips such a step, it is a warning and no error, and
-    so it is for an infinite loss.
+    After a NaN loss, each rank checks its inputs and parameters, and then the result of each operator while the forward
+    is run again. It is a warning only if the loss is infinite, or under autocast to float16, because a GradScaler skips
+    such a step.
 
     Raises:
         NotANumberError: A loss is NaN.
@@ -40,25 +40,27 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
     if executor.bound.graph.signature.mode.float16:
         finite.warn(f"{text}; a GradScaler skips this step")
         return
-    for name, value in _given(executor, step, held).items():
+    for name, value in _stage_tensors(executor, step, held).items():
         if has_nan(value):
-            raise NotANumberError(f"{text}, because {name} of this rank holds NaN (check_nan=off continues training)")
+            raise NotANumberError(
+                f"{text}, because {name} of this rank contains NaN (check_nan=off continues training)"
+            )
     if executor.mini_batch.counts_no_label(step):
         raise NotANumberError(
-            f"{text}, because no label of this rank's mini-batch counts (all are ignored or masked), and the mean "
-            "over nothing is NaN; skip such mini-batches, or train on with check_nan=off: their gradients are zero"
+            f"{text}, because all labels of this rank's mini-batch are ignored or masked, and a mean over no elements "
+            "is NaN; skip such mini-batches, or set check_nan=off to continue training: their gradients are zero"
         )
     with finite.looking_at_every_operator():
         executor.forward(Step(step.number, step.pieces, step.leaves, whole=step.whole), reduce=False)
-        executor.world.barrier()  # whose own part is right must not be the first to raise
+        executor.world.barrier()  # a rank that finds nothing must not raise before the rank that does
     raise NotANumberError(
-        f"{text}, but no operator made a NaN when the step ran again: look at the inputs, and at what the model "
-        "changes while it runs (check_nan=off continues training)"
+        f"{text}, but no operator returned a NaN when the step was run again: check the inputs, and what the model "
+        "modifies in forward (check_nan=off continues training)"
     )
 
 
 def _losses(executor: Executor, outputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The scalars that need gradients, by name; all ranks have the same ones."""
+    """Scalar outputs that require gradients, by name; the same on all ranks."""
     graph = executor.bound.graph
     return {
         f"(output {place} of its forward, {node.name})": outputs[place]
@@ -67,8 +69,8 @@ def _losses(executor: Executor, outputs: Sequence[Any]) -> dict[str, torch.Tenso
     }
 
 
-def _given(executor: Executor, step: Step, held: Parameters) -> Mapping[str, torch.Tensor]:
-    """What this rank's stage computes with: inputs and parameters, by name."""
+def _stage_tensors(executor: Executor, step: Step, held: Parameters) -> Mapping[str, torch.Tensor]:
+    """Inputs and parameters of this rank's stage, by name."""
     specs = executor.bound.graph.signature.tensors
     inputs = {f"input {spec.name}": leaf for spec, leaf in zip(specs, step.leaves, strict=True)}
     return {**inputs, **{f"parameter {name}": held.tensors[name] for name in held.own}}

@@ -1,4 +1,4 @@
-"""RaNNCModule: the wrapper that a training script sees."""
+"""`RaNNCModule`, the wrapper around the user's model."""
 
 from __future__ import annotations
 
@@ -32,32 +32,31 @@ _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
 class RaNNCModule(nn.Module):
     """A model that runs on all ranks of the job.
 
-    Wrap an unmodified model and, optionally, its optimizer; at the first call the model is traced, planned and
-    distributed. Every rank calls it with its own mini-batch (samples in the first dimension) and gets its own
-    outputs back; gradients are the mean over ranks, as with DistributedDataParallel. A scalar loss that the model
-    computes is returned as the global value, the same on all ranks.
+    Wraps an unmodified model and, optionally, its optimizer. In the first call the model is traced, partitioned and
+    distributed. Every rank calls it with its own mini-batch (samples in the first dimension) and gets its own outputs;
+    gradients are averaged over ranks, as with DistributedDataParallel. A scalar loss that the model computes is
+    returned as the global value, the same on all ranks.
 
     Args:
-        model: The model. Its parameters may be on any device; ranks other than those that run a layer give its
-            memory back at the first call. On the meta device (or built under `DistributeModelParams`) they get memory
-            and values at the first call, on the ranks that run them and nowhere else (docs/parameters.md).
-        optimizer: Its optimizer; afterwards it holds this rank's own parameters only.
-        checkpoint: Where the parameters' values come from: a .safetensors file, a folder of such files with Hugging
-            Face's index, or a folder of torch.distributed.checkpoint. Each rank reads what it holds, at the first call.
-        load_deployment: A file that `save_deployment` wrote, to be used instead of planning.
-        outputs: Of a model that returns a loss with other outputs, training hands only those of up to 64 KiB a sample
-            to the ranks ("auto") where stages would have to send them; using another one raises StepError. "all":
-            hands over all of them.
-        scaler: The script's GradScaler; with it, backward can begin inside the forward call under fp16 autocast, too.
-        gather_inputs: False: rank 0's mini-batch is the whole batch, and its outputs come back on every rank, as if one
-            process ran it; the other ranks' arguments matter in structure only.
+        model: The model. Its parameters may be on any device; in the first call each rank frees those of other stages.
+            Parameters on the meta device (or created under `DistributeModelParams`) get memory and values in the first
+            call, only on the ranks that use them (docs/parameters.md).
+        optimizer: The model's optimizer; from the first call on it has this rank's own parameters only.
+        checkpoint: Source of the initial values: a .safetensors file, a folder of such files with Hugging Face's
+            index, or a folder of torch.distributed.checkpoint. In the first call each rank reads its own parameters.
+        load_deployment: File written by `save_deployment`, to use instead of planning.
+        outputs: Which outputs besides a loss training returns. "auto": all but those of more than 64 KiB per sample
+            that another stage would have to send; using one of these raises StepError. "all": all outputs.
+        scaler: The script's GradScaler; allows backward to run inside the forward call also under fp16 autocast.
+        gather_inputs: If False, rank 0's mini-batch is the whole batch and its outputs are returned on every rank, as
+            in a single process; of the other ranks' arguments only the structure is used.
         enable_apex_amp, allreduce_amp_master_params, use_amp_master_params, enable_zero,
-        check_unused_values, offload_params: RaNNC's switches. Values other than the defaults are refused: they are
-            not available in this version.
+        check_unused_values, offload_params: Options of RaNNC that this version does not support; values other than the
+            defaults raise UsageError.
 
     Raises:
         ConfigError: The configuration is wrong.
-        UsageError: The model is wrapped already, or a switch is not available.
+        UsageError: The model is already wrapped, or an option is not supported.
     """
 
     def __init__(
@@ -89,23 +88,24 @@ class RaNNCModule(nn.Module):
         }
         for name, changed in refused.items():
             if changed:
-                raise UsageError(f"{name} is not available in this version of rannd; leave it at its default")
+                raise UsageError(f"{name} is not supported by this version of rannd; leave it at its default")
         if outputs not in ("auto", "all"):
             raise UsageError(f'outputs={outputs!r}; use "auto" or "all"')
         if isinstance(model, nn.Module):
             registry.ensure_free(model)
         if isinstance(model, torch.jit.ScriptModule):
             raise UsageError(
-                "RaNNCModule traces a model's Python code; wrap the module that the ScriptModule was made of"
+                "RaNNCModule traces a model's Python code, which a ScriptModule does not have; wrap the module that it "
+                "was made from"
             )
         if not isinstance(model, nn.Module):
             raise UsageError(f"RaNNCModule wraps a torch.nn.Module, not a {type(model).__qualname__}")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"optimizer is a {type(optimizer).__qualname__}; a torch.optim.Optimizer is wanted")
+            raise UsageError(f"optimizer is a {type(optimizer).__qualname__}; pass a torch.optim.Optimizer")
         if optimizer is not None and not _shares_parameters(model, optimizer):
             raise UsageError(
-                "the optimizer has none of the model's parameters; make it from the parameters of the model that is "
-                "wrapped, after all that replaces them"
+                "the optimizer has none of the model's parameters; create it from the parameters of the model that is "
+                "wrapped, after any code that replaces them"
             )
         config = configuration.load()
         log.setup(level=config.log_level)
@@ -138,7 +138,7 @@ class RaNNCModule(nn.Module):
     # -- calls ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this rank's mini-batch. Collective."""
+        """Run the model on this rank's mini-batch and return its outputs. Collective."""
         planned = self._session.deployment is not None
         with self._session.world.watch.inside("forward"):
             output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: process_flags.delayed)
@@ -147,7 +147,7 @@ class RaNNCModule(nn.Module):
         return output
 
     def allreduce_grads(self) -> None:
-        """Reduce the gradients that `delay_grad_allreduce(True)` has held back. Collective."""
+        """Reduce the gradients that `delay_grad_allreduce(True)` has delayed. Collective."""
         self._session.reduce()
 
     def clip_grad_norm(
@@ -157,32 +157,32 @@ class RaNNCModule(nn.Module):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Scale gradients so that their norm over the whole model is at most `max_norm`.
+        """Scale gradients so that their norm over the whole model is at most `max_norm`. Collective.
 
-        Returns the norm before, the same on all ranks. Collective. As ``torch.nn.utils.clip_grad_norm_`` of
-        ``model.parameters()``, which counts other stages as well while models are wrapped.
+        Returns the norm before scaling, the same on all ranks. Equivalent to ``torch.nn.utils.clip_grad_norm_`` of
+        ``model.parameters()``, which includes the other stages while models are wrapped.
         """
         self._session.alive()
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def enable_dropout(self, enabled: bool | None) -> None:
-        """Switch dropout on or off, whether the model is in training or in evaluation; None: as the mode says again.
+        """Switch dropout on or off, in training and in evaluation mode; None: let the mode decide again.
 
-        Another setting is another graph, made when the model is next called. See docs/semantics.md for what counts as
+        Each setting has its own graph, traced when the model is next called. docs/semantics.md says what counts as
         dropout. Call it on all ranks.
         """
         self._session.alive()
         self._session.dropout = enabled if enabled is None else bool(enabled)
 
     def undeploy(self) -> None:
-        """Take the deployment back: every rank has the whole model again, and the optimizer all parameters. Collective.
+        """Undo the deployment: every rank gets the whole model and the optimizer of all parameters back. Collective.
 
-        Parameters are the same objects, with values and gradients; the optimizer has its state and its old order. The
-        next call deploys the model anew. Nothing happens before the first call.
+        Parameters are the same objects, with values and gradients; the optimizer has its state and its original order
+        of parameters. The next call deploys the model again. No-op before the first call.
 
         Raises:
-            StepError: Gradients wait for their reduction.
-            UsageError: The optimizer's state holds what cannot be sent to other ranks.
+            StepError: There are gradients that were not reduced yet.
+            UsageError: The optimizer's state contains an object that cannot be sent to other ranks.
         """
         self._session.undeploy()
 
@@ -190,20 +190,20 @@ class RaNNCModule(nn.Module):
 
     @property
     def deployment(self) -> Deployment:
-        """The deployment in use. StepError before the first call."""
+        """Deployment of the model. StepError before the first call."""
         if self._session.deployment is None:
-            raise StepError("the model is deployed at its first call; call it before asking for its deployment")
+            raise StepError("the model has no deployment before its first call; call it first")
         return self._session.deployment
 
     def save_deployment(self, file: str | Path) -> None:
         """Write the deployment to `file`, for ``RaNNCModule(load_deployment=file)`` and `pyrannc.show_deployment`.
 
-        DeploymentError where it is a symbolic link, or cannot be written.
+        DeploymentError if the file is a symbolic link, or cannot be written.
         """
         save_file(self.deployment, Path(file))
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes are the model's own."""
+        """Look up other attributes in the wrapped model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -215,25 +215,25 @@ class RaNNCModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True, from_global: bool = False
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that this rank holds (all of them before the first call).
+        """Iterate over the parameters that this rank holds (all of them before the first call).
 
-        With `from_global`, copies on the CPU of all parameters, on every rank; collective.
+        With `from_global`, over CPU copies of all parameters, on every rank; collective.
         """
         yield from self._named(self._inner.named_parameters(prefix, recurse, remove_duplicate), prefix, from_global)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True, from_global: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers that this rank holds; see `named_parameters`."""
+        """Iterate over the buffers that this rank holds; see `named_parameters`."""
         yield from self._named(self._inner.named_buffers(prefix, recurse, remove_duplicate), prefix, from_global)
 
     def parameters(self, recurse: bool = True, from_global: bool = False) -> Iterator[nn.Parameter]:
-        """See `named_parameters`."""
+        """Iterate over parameters without names; see `named_parameters`."""
         for _, parameter in self.named_parameters(recurse=recurse, from_global=from_global):
             yield parameter
 
     def buffers(self, recurse: bool = True, from_global: bool = False) -> Iterator[torch.Tensor]:
-        """See `named_buffers`."""
+        """Iterate over buffers without names; see `named_buffers`."""
         for _, buffer in self.named_buffers(recurse=recurse, from_global=from_global):
             yield buffer
 
@@ -251,9 +251,9 @@ class RaNNCModule(nn.Module):
                 yield name, tensor
 
     def get_param(self, name: str) -> torch.Tensor:
-        """A copy of a parameter on the CPU, on every rank, by any of its names. Collective.
+        """Copy a parameter to the CPU of every rank, by any of its names. Collective.
 
-        UsageError: no such name.
+        UsageError if there is no parameter of that name.
         """
         parameter, held = self._parameter(name), self._session.parameters
         if held is None:
@@ -261,9 +261,10 @@ class RaNNCModule(nn.Module):
         return copy_of(self._session.world, held, held.names[name])
 
     def get_param_grad(self, name: str) -> torch.Tensor | None:
-        """A copy of a parameter's reduced gradient on the CPU, on every rank; None where it has none. Collective.
+        """Copy a parameter's reduced gradient to the CPU of every rank; None if it has no gradient. Collective.
 
-        Gradients that wait for their reduction (`delay_grad_allreduce`) are not in it. UsageError: no such name.
+        It does not include gradients whose reduction is delayed (`delay_grad_allreduce`). UsageError if there is no
+        parameter of that name.
         """
         parameter, held = self._parameter(name), self._session.parameters
         if held is None:
@@ -288,18 +289,18 @@ class RaNNCModule(nn.Module):
         rank0_only: bool = True,
         sharded: bool = False,
     ) -> Any:
-        """The whole model's state, with buffers, tied names and extra state, as copies on the CPU. Collective.
+        """State of the whole model, including buffers, tied names and extra state, as CPU copies. Collective.
 
         Before the first call it is the model's own state_dict, on every rank.
 
         Args:
-            destination, prefix: As of any module.
-            keep_vars: Refused once the model is deployed: other ranks' parameters are not here.
+            destination, prefix: As for `torch.nn.Module.state_dict`.
+            keep_vars: UsageError once the model is deployed, because this rank does not hold all parameters.
             rank0_only: Ranks other than 0 get an empty dict.
-            sharded: The tensors that this rank holds, under all their names, not copied; not collective. For
-                ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.
+            sharded: Return only the tensors that this rank holds, under all their names, without copying; not
+                collective. For ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.
             no_hook: RaNNC's name for `sharded`.
-            amp_master_params: Has no effect: under torch.amp the parameters are the master copies.
+            amp_master_params: No effect: under torch.amp the parameters are the master copies.
 
         Raises:
             UsageError: `keep_vars` after the first call.
@@ -317,14 +318,14 @@ class RaNNCModule(nn.Module):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a whole model's state, at any time. Once the model is deployed it is collective: give it on every rank.
+        """Load the state of the whole model, at any time. Collective once deployed: pass the state on every rank.
 
-        Returns missing and unexpected keys, as any module's ``load_state_dict``.
+        Before the first call errors are torch's own, and a model on the meta device gets the values in that call.
+        Returns missing and unexpected keys, as `torch.nn.Module.load_state_dict`.
 
         Raises:
-            UsageError: The state does not fit on some rank, or `assign` once the model is deployed; no tensor has
-                changed then, on any rank. (Before the first call errors are torch's own. A model on the meta device
-                gets the state's values at that call.)
+            UsageError: The state does not fit on some rank, or `assign` is set once the model is deployed; no tensor
+                was changed on any rank.
         """
         self._session.alive()
         held = self._session.parameters
@@ -333,7 +334,7 @@ class RaNNCModule(nn.Module):
                 return load_later(self._session.values, self._inner, state_dict, strict=strict)
             if type(self._inner).load_state_dict is nn.Module.load_state_dict:
                 return self._inner.load_state_dict(state_dict, strict, assign)
-            return self._inner.load_state_dict(state_dict, strict)  # an override need not know `assign`
+            return self._inner.load_state_dict(state_dict, strict)  # an override may have no argument `assign`
         return load_state(self._session.world, held, self._inner, state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(
@@ -346,7 +347,7 @@ class RaNNCModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """What a module that contains this one calls in its ``load_state_dict``."""
+        """Called by ``load_state_dict`` of a module that contains this one."""
         mine = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         try:
             keys = self.load_state_dict(mine, strict=False)
@@ -360,25 +361,25 @@ class RaNNCModule(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> RaNNCModule:
         raise UsageError(
-            "a RaNNCModule cannot be copied: it is one of several parts of a model, on several ranks. Copy the model "
-            "before it is wrapped; for an average of its parameters (EMA), keep one of list(model.parameters()), which "
-            "each rank has for its part"
+            "a RaNNCModule cannot be copied, because each rank holds only a part of the model. Copy the model before "
+            "it is wrapped; for an average of its parameters (EMA), average list(model.parameters()), the parameters "
+            "that this rank holds"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "a RaNNCModule cannot be pickled: it is one of several parts of a model, on several ranks. Save "
+            "a RaNNCModule cannot be pickled, because each rank holds only a part of the model. Save "
             "model.state_dict(), or use pyrannc.save_checkpoint"
         )
 
     def train(self, mode: bool = True) -> RaNNCModule:
-        """Training or evaluation mode; each has a graph of its own, traced when it is needed."""
+        """Set training or evaluation mode; each mode has its own graph, traced when it is first needed."""
         self.training = mode
         self._inner.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module, for the parameters that this rank holds. Gradients that wait for a reduction go, too."""
+        """Reset the gradients of the parameters that this rank holds, also those whose reduction is delayed."""
         for parameter in self.parameters():
             if set_to_none:
                 parameter.grad = None
@@ -387,14 +388,14 @@ class RaNNCModule(nn.Module):
         self._session.forget_waiting()
 
     def requires_grad_(self, requires_grad: bool = True) -> RaNNCModule:
-        """Freeze or unfreeze all parameters of the model."""
+        """Set ``requires_grad`` of all parameters of the model."""
         self._inner.requires_grad_(requires_grad)
         return self
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This module, and then the model's own modules under their own names."""
+        """Iterate over this module, then the wrapped model's modules under their own names."""
         memo = set() if memo is None else memo
         if self not in memo or not remove_duplicate:
             memo.add(self)
@@ -402,41 +403,41 @@ class RaNNCModule(nn.Module):
             yield from self._inner.named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The model's own."""
+        """Iterate over the wrapped model's children."""
         yield from self._inner.named_children()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> RaNNCModule:
-        """Apply a function to the modules of the model."""
+        """Apply a function to the modules of the wrapped model."""
         self._inner.apply(fn)
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RaNNCModule:
-        """`.to()`, `.cuda()` and the like have no effect: every rank computes on its own device."""
+        """Ignore `.to()`, `.cuda()` and the like with a warning: every rank computes on its own device."""
         log.get("RaNNCModule").warning(
-            "A RaNNCModule cannot be moved or converted; do that to the model before it is wrapped"
+            "A RaNNCModule cannot be moved or converted; move or convert the model before it is wrapped"
         )
         return self
 
     def drop(self) -> None:
-        """Forget deployment and graphs; see `pyrannc.clear`."""
+        """Drop deployment and graphs; see `pyrannc.clear`."""
         self._session.close()
         registry.leave(self)
         self._session = _Dropped()  # type: ignore[assignment]
 
 
 class _Dropped:
-    """In the place of the session of a module that was dropped."""
+    """Replaces the session of a dropped module; every use raises StepError."""
 
     def __getattr__(self, name: str) -> Any:
-        raise StepError("this RaNNCModule was dropped by pyrannc.clear(); wrap a model anew")
+        raise StepError("this RaNNCModule was dropped by pyrannc.clear(); wrap the model again")
 
     def close(self) -> None:
-        """Nothing is left."""
+        """No-op."""
 
 
 def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
-        raise UsageError(f"{name} is on the meta device and has no values yet; they come at the model's first call")
+        raise UsageError(f"{name} is on the meta device and has no values before the model's first call; call it first")
     return tensor.detach().to("cpu", copy=True)
 
 

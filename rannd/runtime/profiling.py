@@ -1,4 +1,4 @@
-"""`pyrannc.profile`: measure a model once, for plans of any size (Varuna's Profiler)."""
+"""`pyrannc.profile`: profiles a model once for plans on any number of ranks (as Varuna's Profiler does)."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from rannd.runtime.session import Session
 
 
 def profile(model: nn.Module, inputs: Any) -> GraphProfile:
-    """Measure the parts of a model, so that jobs with any number of ranks, and no larger mini-batches, plan at once.
+    """Measure the blocks of a model, so that later jobs with any number of ranks plan without measuring.
 
-    Collective, as a call of a wrapped model: ranks share the work, and one process alone will do. The times go to the
-    daemon's cache, and to graph_profile_file where save_graph_profile is set. The model stays as it is.
+    Their mini-batches may be as large as this one, or smaller. Collective, as a call of a wrapped model: ranks share
+    the work, but a single process is enough. The times are stored in the daemon's cache, and in graph_profile_file if
+    save_graph_profile is set. The model is not changed.
 
     Args:
-        model: The model, not wrapped, in the mode (and below the autocast) in which it will be called.
-        inputs: A mini-batch of one rank: a tuple of positional arguments, a mapping of keyword arguments, or the only
+        model: The model, not wrapped, in the mode (and under the autocast) in which it will be called.
+        inputs: A mini-batch of one rank: a tuple of positional arguments, a mapping of keyword arguments, or a single
             argument.
 
     Returns:
-        What is known of the model's blocks now.
+        All known measurements of the model's blocks.
 
     Raises:
         ConfigError: The configuration is wrong.
-        UsageError: The model is wrapped, or no model.
+        UsageError: `model` is wrapped, or is no torch.nn.Module.
         TraceError: The model cannot be traced.
-        ProfileError: A part of it cannot be measured.
+        ProfileError: A block cannot be measured.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"profile measures a torch.nn.Module, not a {type(model).__qualname__}")

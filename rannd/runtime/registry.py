@@ -1,6 +1,6 @@
-"""Which models are wrapped, and what may be wrapped beside them.
+"""Registry of wrapped models; refuses to wrap a model that shares modules or tensors with one of them.
 
-A parameter belongs to one wrapped model: each deploys, reduces and frees its own.
+A parameter may belong to one wrapped model only, because each of them distributes, reduces and frees its parameters.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ _wrapped: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDicti
 
 
 def enter(wrapper: nn.Module, model: nn.Module) -> None:
-    """Note that `wrapper` wraps `model`."""
+    """Register that `wrapper` wraps `model`."""
     _wrapped[wrapper] = model
 
 
 def leave(wrapper: nn.Module) -> None:
-    """Forget a wrapper."""
+    """Remove a wrapper from the registry."""
     _wrapped.pop(wrapper, None)
 
 
 def ensure_free(model: nn.Module) -> None:
-    """UsageError where a model, a part of it or one of its tensors is wrapped already, or is not all here."""
+    """UsageError if a model, a submodule or a tensor of it is already wrapped, or if parameters have been freed."""
     inside = {id(module): name for name, module in model.named_modules()}
     for wrapper, other in list(_wrapped.items()):
         if wrapper is model:
-            raise UsageError("this is a RaNNCModule, which is wrapped already; wrap each model once")
+            raise UsageError("the model is itself a RaNNCModule; wrap each model once")
         if other is model:
-            raise UsageError("this model is wrapped in a RaNNCModule already; wrap each model once")
+            raise UsageError("the model is already wrapped in a RaNNCModule; wrap each model once")
         if id(wrapper) in inside:
             raise UsageError(
-                f"submodule {inside[id(wrapper)]} of the model is a RaNNCModule; wrap the whole model, or call the "
-                "RaNNCModule from code that is not wrapped"
+                f"submodule {inside[id(wrapper)]} of the model is a RaNNCModule; wrap the whole model instead, or call "
+                "the RaNNCModule from code outside a wrapped model"
             )
         if id(other) in inside:
             raise UsageError(
-                f"submodule {inside[id(other)]} of the model is wrapped in a RaNNCModule already; wrap the whole model "
+                f"submodule {inside[id(other)]} of the model is already wrapped in a RaNNCModule; wrap the whole model "
                 "or the submodule, not both"
             )
         for name, module in other.named_modules():
@@ -50,20 +50,21 @@ def ensure_free(model: nn.Module) -> None:
                 mine = inside[id(module)]
                 raise UsageError(
                     f"{f'submodule {mine} of the model' if mine else 'the model'} is submodule {name} of a model that "
-                    "is wrapped in a RaNNCModule already; a module belongs to one wrapped model"
+                    "is already wrapped in a RaNNCModule; a module may belong to one wrapped model only"
                 )
         theirs = {id(tensor): name for name, tensor in _tensors(other)}
         for name, tensor in _tensors(model):
             if id(tensor) in theirs:
                 raise UsageError(
-                    f"{name} is {theirs[id(tensor)]} of a model that is wrapped in a RaNNCModule already; a parameter "
-                    "or buffer belongs to one wrapped model: wrap one module that has both models, or give each a copy"
+                    f"{name} is {theirs[id(tensor)]} of a model that is already wrapped in a RaNNCModule; a parameter "
+                    "or buffer may belong to one wrapped model only: wrap one module that contains both models, or "
+                    "give each its own copy"
                 )
     for name, tensor in model.named_parameters():
         if _freed(tensor):
             raise UsageError(
-                f"parameter {name} is not here: a RaNNCModule gave its memory back to other ranks and is gone; call "
-                "its undeploy() before it is dropped, or build the model anew"
+                f"parameter {name} has no values on this rank: a RaNNCModule that was dropped had freed it, because "
+                "other ranks hold it; call undeploy() before a RaNNCModule is dropped, or build the model again"
             )
 
 
@@ -73,7 +74,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what a rank keeps of the parameters of other stages: one NaN, expanded."""
+    """Whether a parameter was freed because other stages hold it: its data is then one NaN, expanded."""
     if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter) or tensor.numel() < 2:
         return False
     data = tensor.detach()

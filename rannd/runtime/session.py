@@ -1,7 +1,7 @@
-"""One wrapped model at work: its calls, its deployment, its parameters.
+"""Runs the calls of one wrapped model and owns its deployment.
 
-A call in three steps: `_prepare_call` finds the graph that all ranks run (or goes the long way to make one),
-`_run_call` runs this rank's part of it, `_finish_call` hands the outputs to the script.
+A call has three steps: `_prepare_call` finds the graph that all ranks run (or traces one), `_run_call` runs this rank's
+stage, `_finish_call` returns the outputs to the script.
 
     guards ──► lockstep ──► executor ──► autograd bridge
 """
@@ -39,20 +39,20 @@ from rannd.runtime.planning.memory_promise import MemoryPromise
 
 @dataclass(frozen=True)
 class ReadyCall:
-    """A call that all ranks are about to run."""
+    """A call that all ranks are ready to run."""
 
     call: Call
     deployed: Deployed
     executor: Executor
     step: Step
     share: Share | None
-    """This rank's part, where all ranks share the mini-batch of rank 0."""
+    """This rank's share of the mini-batch, if all ranks share rank 0's."""
     reduce: bool
-    """Gradients of a backward inside the call are reduced at once; else they wait with those that wait already."""
+    """Whether gradients of a backward inside the call are reduced at once, or accumulated with delayed ones."""
 
 
 class Session:
-    """Runs calls of a model. Everything here is collective: all ranks make the same calls in the same order."""
+    """Runs calls of a model. All methods are collective: all ranks make the same calls in the same order."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -65,7 +65,7 @@ class Session:
         self._deployer = Deployer(context, self.values)
         self._steps = 0
         self.dropout: bool | None = None
-        """What `RaNNCModule.enable_dropout` says; None: as the modules' training flags do."""
+        """Value of `RaNNCModule.enable_dropout`; None: the modules' training flags decide."""
         if context.optimizer is not None:
             whole_optimizer(context.optimizer, world)
         self._deployed: Deployed | None = None
@@ -73,16 +73,16 @@ class Session:
     # -- calls ------------------------------------------------------------------------------------------------
 
     def run(self, call: Call, training: bool, delayed: Callable[[], bool]) -> Any:
-        """The output of one call, for this rank's samples.
+        """Run one call and return its output for this rank's samples.
 
-        `delayed()` says, now and when backward runs, whether gradients wait.
+        `delayed()` returns whether the reduction of gradients is delayed, now and when backward runs.
         """
         ready = self._prepare_call(call, training, waits=delayed())
         outputs = self._run_call(ready)
         return self._finish_call(ready, outputs, delayed)
 
     def _prepare_call(self, call: Call, training: bool, *, waits: bool) -> ReadyCall:
-        """The graph that all ranks run for a call, and this rank's part of the mini-batch."""
+        """Find the graph that all ranks run for a call, and this rank's part of the mini-batch."""
         watch, shared = self.world.watch, self._context.options.shared
         watch.where.step, watch.promise = self._steps, self._promise
         if shared:
@@ -102,11 +102,11 @@ class Session:
         step = self._step(executor, call, by_slot, share)
         self._steps += 1
         watch.where.stage = executor.bound.stage
-        # Gradients that wait already are reduced together with those of this call, at its backward.
+        # Gradients that are already delayed are reduced together with those of this call, in its backward.
         return ReadyCall(call, deployed, executor, step, share, not waits and not deployed.reducer.something_waits)
 
     def _run_call(self, ready: ReadyCall) -> list[Any]:
-        """The outputs of this rank's rows. Training stops at a loss that is NaN."""
+        """Run this rank's stage; returns the outputs of this rank's rows. Training stops at a NaN loss."""
         executor, step = ready.executor, ready.step
         outputs = executor.forward(step, reduce=ready.reduce)
         mode = executor.bound.graph.signature.mode
@@ -115,7 +115,7 @@ class Session:
         return outputs
 
     def _finish_call(self, ready: ReadyCall, outputs: list[Any], delayed: Callable[[], bool]) -> Any:
-        """The outputs as the model returns them: where the call's tensors are, with a backward if they have one."""
+        """Convert outputs to what the model returns: on the device of the call's tensors, connected to autograd."""
         graph, tensors = ready.executor.bound.graph, ready.call.tensors
         if ready.share is not None:
             outputs = ready.share.outputs(outputs)
@@ -131,10 +131,10 @@ class Session:
     # -- the parts of a call ----------------------------------------------------------------------------------
 
     def _graph_of_all(self, call: Call, mode: Mode, *, waits: bool) -> tuple[int, list[int]]:
-        """The graph that all ranks run for a call, made where some rank has none yet, and the rows of each rank."""
+        """Number of the graph that all ranks run, and the rows of each rank; traces the call if a rank has no graph."""
         agreed = self._known_to_all(call, mode, waits=waits)
         if agreed is None and self._deployed is not None:
-            self._deployed.frozen.agree()  # requires_grad may have changed at the ranks that hold the parameters alone
+            self._deployed.frozen.agree()  # requires_grad may have changed only on the ranks that hold the parameters
             agreed = self._known_to_all(call, mode, waits=waits)
         if agreed is None:
             number = self._make_graph(call, mode)
@@ -142,7 +142,7 @@ class Session:
         return agreed
 
     def _known_to_all(self, call: Call, mode: Mode, *, waits: bool) -> tuple[int, list[int]] | None:
-        """The same, None where some rank has no graph for the call."""
+        """As `_graph_of_all`, but None if some rank has no graph for the call."""
         stale = self._deployed is not None and self._deployed.frozen.changed()
         told = self._agree(UNKNOWN if stale else self._graphs.find(call, mode), call, waits=waits)
         if any(number == UNKNOWN for number, _ in told):
@@ -150,18 +150,18 @@ class Session:
         return self._graphs.common(told), [rows for _, rows in told]
 
     def _agree(self, number: int, call: Call, *, waits: bool) -> list[tuple[int, int]]:
-        """(graph, rows) of every rank."""
+        """All-gather (graph, rows) of every rank; StepError if gradients are delayed on some ranks only."""
         told = agree(self.world, Phase.FORWARD, self._steps, number, self._graphs.rows(number, call), int(waits))
         if len({each[2] for each in told}) > 1:
             ranks = [rank for rank, each in enumerate(told) if each[2]]
             raise StepError(
-                f"gradients wait on ranks {ranks} (delay_grad_allreduce), and are reduced at once on the others; turn "
-                "the delay on and off on all ranks"
+                f"the reduction of gradients is delayed on ranks {ranks} (delay_grad_allreduce), but not on the "
+                "others; switch the delay on and off on all ranks"
             )
         return [(number, rows) for number, rows, _ in told]
 
     def _step(self, executor: Executor, call: Call, rows: tuple[int, ...], share: Share | None) -> Step:
-        """The step that runs a call with so many rows of each slot's rank."""
+        """Create the step of a call; `rows`: rows per slot."""
         leaves = [tensor.to(self.world.device) for tensor in call.tensors]
         step = Step(self._steps, executor.pieces(rows), leaves)
         if share is not None:
@@ -170,9 +170,9 @@ class Session:
         return step
 
     def _interleaves(self, executor: Executor) -> tuple[bool, float]:
-        """Whether backward runs inside a call, and the gradient of the loss that it begins with.
+        """Whether backward runs inside the call, and the gradient of the loss that it starts from.
 
-        In half precision small gradients need the scale of the script's GradScaler from the start.
+        In half precision this is the GradScaler's scale, because small gradients would underflow without it.
         """
         mode, scaler = executor.bound.graph.signature.mode, self._context.options.scaler
         if not self._context.config.interleave_loss or executor.bound.interleaved is None or not mode.grad:
@@ -181,10 +181,10 @@ class Session:
             return True, float(scaler.get_scale())
         return not mode.float16, 1.0
 
-    # -- the long way -----------------------------------------------------------------------------------------
+    # -- a call without a graph -------------------------------------------------------------------------------
 
     def _make_graph(self, call: Call, mode: Mode) -> int:
-        """The number of a new graph, for a call that some rank has none for."""
+        """Trace and bind a graph for a call that some rank has no graph for; returns its number."""
         watch = self.world.watch
         with self._context.cache.connected():
             watch.where.preparing = True
@@ -194,7 +194,7 @@ class Session:
         return number
 
     def _bind_graph(self, call: Call, mode: Mode) -> int:
-        """Trace the model for a call, deploy it at the first, and bind the graph to the deployment."""
+        """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""
         logger = log.get("RaNNCModule")
         state, deployed = self._graphs.state(), self._deployed
         graph = self._tracing.graph(call, mode, self.parameters)
@@ -218,40 +218,40 @@ class Session:
         return number
 
     def profile(self, call: Call, training: bool) -> GraphProfile:
-        """Measure the blocks of a call's graph for plans of any size; nothing is deployed."""
+        """Measure the blocks of a call's graph, for plans on any number of ranks; nothing is deployed."""
         with self._context.cache.connected():
             graph = self._tracing.graph(call, Mode.current(training, self.dropout), None)
             return self._deployer.profile(graph, call, self._tracing.rows(graph, call))
 
-    # -- what there is ----------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------
 
     @property
     def deployment(self) -> Deployment | None:
-        """The deployment, once there is one."""
+        """Deployment; None before the first call."""
         return self._deployed.deployment if self._deployed is not None else None
 
     @property
     def parameters(self) -> Parameters | None:
-        """Who holds what, once the model is deployed."""
+        """Parameters and their owners; None before the first call."""
         return self._deployed.parameters if self._deployed is not None else None
 
     @property
     def _promise(self) -> MemoryPromise | None:
-        """What the plan promised."""
+        """Memory that the plan promised; None before the first call."""
         return self._deployed.promise if self._deployed is not None else None
 
     @property
     def something_waits(self) -> bool:
-        """Whether gradients wait here to be reduced."""
+        """Whether there are gradients that were not reduced yet."""
         return self._deployed is not None and self._deployed.reducer.something_waits
 
     @property
     def random_position(self) -> tuple[int, int]:
-        """(seed, number of calls so far), on which the random numbers of the model's operators depend."""
+        """(seed, number of calls so far), which determine the random numbers of the model's operators."""
         return self._seed, self._steps
 
     def resume(self, seed: int, steps: int) -> None:
-        """Go on with the random numbers of another run. On all ranks, alike."""
+        """Continue with the random numbers of another run. Call it with equal arguments on all ranks."""
         self._seed, self._steps = seed, steps
         for executor in self._graphs.executors():
             executor.computing.seed = seed
@@ -259,25 +259,25 @@ class Session:
     # -- between calls ----------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Reduce gradients that wait."""
+        """Reduce delayed gradients."""
         if self._deployed is not None:
             meet(self.world, Phase.ALLREDUCE_GRADS)
             with self.world.watch.inside("reduction of gradients"):
                 self._deployed.reducer.reduce()
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """A copy of a parameter's reduced gradient, by its first name, on all ranks. Collective."""
+        """Copy a parameter's reduced gradient to all ranks, by its first name. Collective."""
         assert self._deployed is not None
         meet(self.world, Phase.GET_PARAM_GRAD, name)
         return gather_gradient(self.world, self._deployed.parameters, name)
 
     def forget_waiting(self) -> None:
-        """Drop gradients that wait for their reduction."""
+        """Drop gradients that were not reduced yet."""
         if self._deployed is not None:
             self._deployed.reducer.forget()
 
     def undeploy(self) -> None:
-        """Give every rank the whole model and optimizer back; the next call deploys anew. Collective."""
+        """Give every rank the whole model and optimizer back; the next call deploys it again. Collective."""
         deployed = self._deployed
         if deployed is None:
             return
@@ -287,13 +287,13 @@ class Session:
         undeploy(self.world, deployed.parameters, deployed.origin, self._context.optimizer)
         self.close()
         if self.world.rank == 0:
-            log.get("RaNNCModule").info("The model is whole again on every rank; the next call deploys it anew")
+            log.get("RaNNCModule").info("Every rank has the whole model again; the next call deploys it again")
 
     def alive(self) -> None:
-        """Nothing; what is in this place after `pyrannc.clear` raises."""
+        """No-op; raises in the object that replaces a session after `pyrannc.clear`."""
 
     def close(self) -> None:
-        """Forget the deployment."""
+        """Drop the deployment."""
         deployed, self._deployed = self._deployed, None
         self._graphs.clear()
         if deployed is not None:

@@ -8,7 +8,7 @@ from job import Job
 pytestmark = pytest.mark.ranks
 
 PROGRAM = "tests/e2e/programs/aliased.py"
-CHECKED = "The trace computes what the model computes"
+CHECKED = "The trace gives the same results as the model"
 
 
 def test_functions_in_two_stages_and_from_the_cache(job: Job) -> None:

@@ -172,14 +172,14 @@ def test_out_of_memory_names_the_promise_and_changes_the_next_plan(job: Job) -> 
     found = re.search(r"\[error\] rank \d .*ran out of memory in step 3, stage (\d), piece \d, action F\d", output)
     assert found, output
     told = next(
-        line for line in output.splitlines() if "out of memory on cpu; asked for: 281474976710656 bytes" in line
+        line for line in output.splitlines() if "out of memory on cpu; requested: 281474976710656 bytes" in line
     )
-    assert "the plan promised" in told
+    assert "the plan estimated" in told
     assert f"for stage {found[1]} (MERGE_" in told
     assert "pipeline_num=2" in told
     assert "checkpointing=true" in told
     assert "mem_limit_gb" in told
-    assert re.search(r"Deployment [0-9a-f]+ is not used again .*the next run plans for at most", output)
+    assert re.search(r"Discarded the cached deployment [0-9a-f]+ .*the next run plans for at most", output)
     output = job.train(2, PROGRAM, "nothing", "0", **limits)
     assert "An earlier run of this job ran out of memory: planning for" in output
     assert "from the cache" not in [line for line in output.splitlines() if "Using deployment" in line]
@@ -243,7 +243,7 @@ def test_a_loss_that_is_nan(job: Job, tmp_path: Path) -> None:
         assert re.search(rf"RankFailedError: {found}", output), output
         assert re.search(r"NotANumberError: the operator sqrt", output), output
     output = job.train(2, str(script), "input", code=1)
-    assert re.search(r"loss .* is NaN, because input argument 1 of this rank holds NaN", output), output
+    assert re.search(r"loss .* is NaN, because input argument 1 of this rank contains NaN", output), output
     output = job.train(2, str(script), "sqrt", RANNC_CHECK_NAN="off")
     assert output.count("trained") == 2
 
@@ -345,11 +345,11 @@ def test_ranks_that_do_different_things_together_are_told(job: Job, tmp_path: Pa
         output = _run(job, _forks(2, str(script)), codes={1}, RANNC_PARTITION_NUM=stages)
         for text in (
             "barrier: rank 0 is in the forward of call 1, rank 1 in barrier: every rank has to",
-            "other parameters: in get_param, .* rank 0 wants '0.bias', rank 1 '1.bias': every rank has to ask",
-            "other gradients: in get_param_grad rank 0 wants '0.bias', rank 1 '1.bias'",
-            "all parameters: rank 0 is in get_param, or what gathers parameters, rank 1 in the forward of call 1",
+            "other parameters: in get_param, .* rank 0 asks for '0.bias', rank 1 for '1.bias': every rank has to ask",
+            "other gradients: in get_param_grad rank 0 asks for '0.bias', rank 1 for '1.bias'",
+            "all parameters: rank 0 is in get_param, or another function that gathers parameters, rank 1 in",
             "undeploy: rank 0 is in the forward of call 1, rank 1 in undeploy",
-            "wrap: rank 0 is in profile, or the making of a RaNNCModule, rank 1 in the forward of call 1",
+            "wrap: rank 0 is in profile or the constructor of RaNNCModule, rank 1 in the forward of call 1",
             "reduce: rank 0 is in allreduce_grads, rank 1 in barrier",
             "distribute: rank 0 is in DistributeModelParams, rank 1 in barrier",
             "state: rank 0 is in state_dict, rank 1 in undeploy",

@@ -245,7 +245,7 @@ def test_ranks_that_call_unequally_are_told(job: Job, tmp_path: Path) -> None:
         "        out.backward()\n",
     )
     output = job.train(2, script, code=1)
-    assert "every rank has to call the model, and backward, equally often and in the same order" in output
+    assert "every rank has to call the model and backward equally often and in the same order" in output
     script = _script(
         tmp_path / "unlike.py", "model(torch.randn(2, 4) if pyrannc.get_rank() else torch.randn(2, 3, 4))\n"
     )

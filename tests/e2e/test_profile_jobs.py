@@ -71,7 +71,7 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
     assert f"The times in {file} are of abacus" in planned
     assert max(float(number) for number in re.findall(r"fwd_time=(\d+)", planned)) > 1e6
     output = job.train(2, *TUTORIAL, code=1, RANNC_SAVE_GRAPH_PROFILE="true", **variables)
-    assert "holds times of abacus" in output
+    assert "has times of abacus" in output
     assert decode(file.read_bytes()) == other, "nothing is lost"
     file.write_bytes(b"something else")
     output = job.train(2, *TUTORIAL, code=1, RANNC_LOAD_GRAPH_PROFILE="true", **variables)
@@ -91,8 +91,8 @@ def test_a_file_is_written_where_the_deployment_is_known_too_and_its_content_is_
     assert known.blocks
     variables = {"RANNC_GRAPH_PROFILE_FILE": str(file), "RANNC_LOAD_GRAPH_PROFILE": "true"}
     output = job.train(2, *TUTORIAL, **variables)
-    assert f"Taking times from {file}" in output
-    assert " are of " not in output
+    assert f"Using times of this model's blocks from {file}" in output
+    assert " were measured on " not in output
     assert "Starting model partitioning" in output
     assert "Using deployment" in job.train(2, *TUTORIAL, **variables)
     file.write_bytes(encode(msgspec.structs.replace(known, blocks={})))

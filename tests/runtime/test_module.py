@@ -184,7 +184,7 @@ def test_unfreezing_a_layer_gives_it_gradients() -> None:
 
 def test_using_a_deployment_file(tmp_path: Path) -> None:
     model = wrapped(Tied())
-    with pytest.raises(StepError, match="call it before"):
+    with pytest.raises(StepError, match="before its first call; call it first"):
         _ = model.deployment
     model(torch.randn(3, 6))
     file = tmp_path / "plan"
@@ -208,11 +208,11 @@ def test_misuse_is_told() -> None:
     loss.backward()
     with pytest.raises(StepError, match="second time"):
         loss.backward()
-    with pytest.raises(UsageError, match="wrapped in a RaNNCModule already"):
+    with pytest.raises(UsageError, match="already wrapped in a RaNNCModule"):
         pyrannc.RaNNCModule(model._inner)
     with pytest.raises(UsageError, match=r"wraps a torch.nn.Module, not a int"):
         pyrannc.RaNNCModule(3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="enable_zero is not available"):
+    with pytest.raises(UsageError, match="enable_zero is not supported"):
         wrapped(Tied(), enable_zero=True)
     with pytest.raises(UsageError, match="without any tensor"):
         wrapped(Tied())(3)
@@ -237,7 +237,7 @@ def test_a_graph_that_differs_from_the_model_is_found(monkeypatch: pytest.Monkey
     calls = itertools.count(1)
     monkeypatch.setenv("RANNC_VERIFY_TRACE", "false")
     monkeypatch.setenv("RANNC_VERIFY_PARTITIONING", "true")
-    with pytest.raises(TraceError, match="differs from"):
+    with pytest.raises(TraceError, match="a graph cannot contain"):
         wrapped(Changing())(torch.randn(3, 4))
 
 
@@ -317,7 +317,7 @@ def test_a_counter_of_the_script_is_not_traced_for_ever(caplog: pytest.LogCaptur
             model(torch.randn(2, 4))
     traced = [record for record in caplog.records if record.message.startswith("Tracing model")]
     assert len(traced) == 2
-    assert "Attribute step of the model changed, and no code of the model reads a" in caplog.text
+    assert "Attribute step of the model changed, but no code of the model reads an attribute" in caplog.text
 
 
 def test_what_forward_changes_in_vain_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -340,7 +340,7 @@ def test_what_forward_changes_in_vain_is_told(caplog: pytest.LogCaptureFixture) 
             return self.last
 
     wrapped(Counting(4, 4))(torch.randn(2, 4))
-    assert "forward changes attribute calls of the model" in caplog.text
+    assert "forward assigns attribute calls of the model" in caplog.text
     model = Remembering()
     made = wrapped(model)(torch.randn(2, 4))  # its own code runs, in one operator
     assert "keeps a tensor from call to call in last" in caplog.text

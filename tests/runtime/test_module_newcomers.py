@@ -156,5 +156,5 @@ def test_what_cannot_be_wrapped_is_told() -> None:
         pyrannc.RaNNCModule(nn.Linear(6, 6), torch.optim.SGD(nn.Linear(6, 6).parameters(), lr=0.1))
     with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):  # the second since torch 2.14
         scripted = torch.jit.script(nn.Linear(6, 6))
-    with pytest.raises(UsageError, match="wrap the module that the ScriptModule was made of"):
+    with pytest.raises(UsageError, match="wrap the module that it was made from"):
         pyrannc.RaNNCModule(scripted)

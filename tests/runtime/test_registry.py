@@ -40,13 +40,13 @@ def _sharing(inner: nn.Sequential) -> nn.Module:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda inner, module: inner, "this model is wrapped in a RaNNCModule already"),
-        (lambda inner, module: module, "this is a RaNNCModule, which is wrapped already"),
+        (lambda inner, module: inner, "the model is already wrapped in a RaNNCModule"),
+        (lambda inner, module: module, "the model is itself a RaNNCModule"),
         (lambda inner, module: nn.Sequential(nn.Linear(4, 4), module), "submodule 1 of the model is a RaNNCModule"),
-        (lambda inner, module: inner[1], r"the model is submodule 1 of a model that is wrapped"),
-        (lambda inner, module: nn.Sequential(inner), "submodule 0 of the model is wrapped in a RaNNCModule already"),
+        (lambda inner, module: inner[1], r"the model is submodule 1 of a model that is already wrapped"),
+        (lambda inner, module: nn.Sequential(inner), "submodule 0 of the model is already wrapped in a RaNNCModule"),
         (lambda inner, module: nn.Sequential(inner[1][1]), r"submodule 0 of the model is submodule 1.1 of a model"),
-        (lambda inner, module: _sharing(inner), r"weight is 0.weight of a model that is wrapped"),
+        (lambda inner, module: _sharing(inner), r"weight is 0.weight of a model that is already wrapped"),
     ],
     ids=["twice", "wrapper", "around", "part", "whole inside", "shared module", "shared parameter"],
 )
@@ -148,7 +148,7 @@ def test_undeploying_alone() -> None:
         optimizer.step()
         state = {name: each.clone() for name, each in inner.state_dict().items()}
         module.undeploy()
-        with pytest.raises(StepError, match="deployed at its first call"):
+        with pytest.raises(StepError, match="no deployment before its first call"):
             _ = module.deployment
         assert all(torch.equal(state[name], each) for name, each in inner.state_dict().items())
         assert len(optimizer.state) == 2

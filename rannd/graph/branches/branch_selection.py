@@ -1,17 +1,17 @@
-"""Both ways of a random branch in one graph: a layer that is dropped at random is computed, and a `where` chooses.
+"""Put both sides of random branches into one graph: a randomly dropped layer is computed, and a `where` selects.
 
-The model is traced with every branch taken one way (the *base*), and then once for each branch with this one taken the
-other way. Where such a trace is the base without a block of operators, with the values that the block makes replaced
-by others (the input of the layer that is skipped), the base gets ``where(outcome, replacement, value)`` behind each
-of these values. A last trace with all branches the other way has to be the base with all blocks and values replaced.
+The model is traced with the same outcome for every branch (the *base*), then once per branch with only that one
+changed. If such a trace equals the base without a block of operators, with the results of the block replaced by other
+values (the input of the skipped layer), ``where(outcome, replacement, value)`` is inserted into the base after each of
+these results. A last trace with all outcomes changed has to equal the base with all blocks and values replaced.
 
     base    h0 -> [layer 1] -> h1 -> [layer 2] -> h2 -> head
     1       h0 ---------------------> [layer 2] -> h2 -> head         h1 is replaced by h0
     2       h0 -> [layer 1] -> h1 -----------------------> head         h2 is replaced by h1
     all     h0 -------------------------------------------> head
 
-Outputs and gradients have the distribution that the model's have. A dropped layer costs what it costs, and its
-parameters get gradients of zero, in place of none.
+Outputs and gradients have the same distribution as the model's. A dropped layer costs as much as one that is not, and
+its parameters get zero gradients instead of None.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rannd.graph.fx.symbolic_values import Number
 from rannd.graph.fx.traced import attribute
 
 MOST_CHANCES = 64
-"""With more random branches than this there would be too many traces."""
+"""Maximum number of random branches, each of which needs a trace."""
 
 
 class NotASelection(Exception):
-    """A random branch does more than choose between values."""
+    """A random branch does more than select between values."""
 
     def __init__(self, why: str, module: str) -> None:
         super().__init__(f"a random branch {why}")
@@ -43,46 +43,46 @@ class NotASelection(Exception):
 
 
 class MoreOperators(NotASelection):
-    """The base has no operators that could be left out: the other outcome is the base to take."""
+    """The other outcome runs more operators than the base, and has to be used as the base."""
 
 
 @dataclass(frozen=True)
 class BranchTrace:
-    """One trace of the model: its graph, and the outcomes of its random branches as nodes."""
+    """One trace of the model: its graph, and the nodes that compute the outcomes of its random branches."""
 
     root: GraphModule
     spec: pytree.TreeSpec
-    """Of the output."""
+    """Structure of the output."""
     chances: Sequence[Node]
 
 
 @dataclass(frozen=True)
 class _Skipped:
-    """What one branch, taken the other way, leaves out of the base."""
+    """The part of the base that is skipped with the other outcome of one branch."""
 
     block: frozenset[Node]
     pairs: Mapping[Node, Node]
-    """Values of the block that are read behind it, and what is read instead."""
+    """Maps results of the block that are read after it to the values read instead."""
 
 
 def select(base: BranchTrace, outcome: bool, others: Sequence[BranchTrace], last: BranchTrace) -> None:
-    """Put both ways of all random branches into the graph of `base`, in which all have this outcome.
+    """Insert both sides of all random branches into the graph of `base`, in which all have the given outcome.
 
-    `others` has a trace for each branch in which this one goes the other way, `last` one in which all do. Raises
-    NotASelection, and leaves the base as it was.
+    `others` has one trace per branch, with the other outcome for that branch; `last` has the other outcome for all.
+    Raises NotASelection, and then leaves the base unchanged.
     """
     count = len(base.chances)
     skipped = []
     for number, other in enumerate((*others, last)):
         module = base.chances[min(number, count - 1)].meta.get("module", "")
         if len(other.chances) != count or other.spec != base.spec:
-            raise NotASelection("decides about other branches, or what is returned", module)
+            raise NotASelection("changes the number of random branches, or the structure of the output", module)
     for chance, other in zip(base.chances, others, strict=True):
         skipped.append(_difference(base.root, other.root, chance.meta.get("module", "")))
     pairs: dict[Node, Node] = {}
     for chance, each in zip(base.chances, skipped, strict=True):
         if pairs.keys() & each.pairs.keys():
-            raise NotASelection("replaces a value that another one replaces", chance.meta.get("module", ""))
+            raise NotASelection("replaces a value that another random branch replaces", chance.meta.get("module", ""))
         pairs.update(each.pairs)
         _check_writes(base.root, each, chance.meta.get("module", ""))
     _check_all(base, skipped, pairs, last)
@@ -110,7 +110,7 @@ def _insert(graph: Graph, chance: Node, outcome: bool, value: Node, instead: Nod
 
 
 def _difference(base: GraphModule, other: GraphModule, module: str) -> _Skipped:
-    """What is left out of the base in another trace."""
+    """Find the block of the base that another trace skips."""
     mine, others = _steps(base), _steps(other)
     removed = len(mine) - len(others)
     if removed < 0:
@@ -123,15 +123,15 @@ def _difference(base: GraphModule, other: GraphModule, module: str) -> _Skipped:
     match.allow(block)
     for node, twin in zip(mine[start + removed :], others[start:], strict=True):
         if not match.same(node, twin):
-            raise NotASelection(f"changes what happens later ({node.target})", module)
+            raise NotASelection(f"changes operators after the code that it skips ({node.target})", module)
     for value, instead in match.pairs.items():
         if not is_plain_tensor(value) or value.meta["val"] != instead.meta.get("val"):
-            raise NotASelection("chooses between values of different types or shapes", module)
+            raise NotASelection("selects between values of different dtypes or shapes", module)
     return _Skipped(block, dict(match.pairs))
 
 
 def _check_all(base: BranchTrace, skipped: Sequence[_Skipped], pairs: Mapping[Node, Node], last: BranchTrace) -> None:
-    """The trace with all branches the other way is the base with everything replaced."""
+    """Raise NotASelection unless the trace with all outcomes changed equals the base with all values replaced."""
     module = base.chances[-1].meta.get("module", "")
     blocks = frozenset[Node]().union(*(each.block for each in skipped))
     mine = [node for node in _steps(base.root) if node not in blocks]
@@ -143,7 +143,7 @@ def _check_all(base: BranchTrace, skipped: Sequence[_Skipped], pairs: Mapping[No
 
 
 def _check_writes(root: GraphModule, skipped: _Skipped, module: str) -> None:
-    """Nothing that is left out, or chosen from, is written into where both ways would see it."""
+    """Raise NotASelection if an in-place write would be visible on both sides of a branch."""
     sharing = Aliases(root)
     members: dict[Node, list[Node]] = {}
     for node in root.graph.nodes:
@@ -155,13 +155,13 @@ def _check_writes(root: GraphModule, skipped: _Skipped, module: str) -> None:
         if node in skipped.block:
             behind = True
             if any(member not in skipped.block for home in homes for member in members[home]):
-                raise NotASelection("leaves out a write into memory that others read", module)
+                raise NotASelection("skips an in-place write into memory that other operators read", module)
         elif behind and homes & chosen:
-            raise NotASelection("chooses between values that are written into later", module)
+            raise NotASelection("selects between values that are written in place later", module)
 
 
 def _steps(root: GraphModule) -> list[Node]:
-    """The nodes whose order counts: operators on tensors, and the output."""
+    """Nodes whose order matters: operators on tensors, and the output."""
     return [
         node
         for node in root.graph.nodes
@@ -170,13 +170,13 @@ def _steps(root: GraphModule) -> list[Node]:
 
 
 class _Match:
-    """Compares the nodes of two graphs, in their order."""
+    """Matches the nodes of two graphs in order."""
 
     def __init__(self, mine: GraphModule, other: GraphModule) -> None:
         self._mine = mine
         self._other = other
         self._twin: dict[Node, Node] = {}
-        """Node of the other graph: node of mine."""
+        """Maps nodes of the other graph to those of `mine`."""
         self._block: frozenset[Node] = frozenset()
         self._replaced: Mapping[Node, Node] = {}
         self.pairs: dict[Node, Node] = {}
@@ -184,15 +184,15 @@ class _Match:
             self._twin[twin] = node
 
     def allow(self, block: frozenset[Node]) -> None:
-        """From now on, values of the block may be replaced; `pairs` is filled with what they are replaced by."""
+        """Allow replacing results of the block from now on, and record the replacements in `pairs`."""
         self._block = block
 
     def replace(self, pairs: Mapping[Node, Node]) -> None:
-        """Values of mine are replaced like this."""
+        """Expect these values of `mine` to be replaced."""
         self._replaced = pairs
 
     def same(self, node: Node, twin: Node) -> bool:
-        """Whether two nodes do the same; they are twins then."""
+        """Whether two nodes are the same operator on matching arguments; if so, they are matched."""
         if node.op != twin.op or node.target != twin.target:
             return False
         if not (self._equal(node.args, twin.args) and self._equal(node.kwargs, twin.kwargs)):
@@ -228,7 +228,7 @@ class _Match:
                 attribute(self._mine, str(node.target)), attribute(self._other, str(other.target))
             )
         value = node.meta.get("val")
-        if is_number(value):  # a function of the rows
+        if is_number(value):  # a function of the number of rows
             return bool(value == other.meta.get("val"))
         return isinstance(value, Number) and self.same(node, other)
 

@@ -1,9 +1,9 @@
-"""Real values beside the traced ones, for tensors that are made of the call's tensors and of constants alone.
+"""Concrete values of fake tensors during tracing, for those computed from the call's tensors and constants alone.
 
-While a model is traced its tensors have no contents. A *shadow* is what a traced tensor holds for the mini-batch at
-hand: each function that is called with shadowed tensors alone is run a second time, on the shadows, with all of its
-rows (tracing itself has some example rows). In-place writes and views happen to the shadows, too, so that they share
-memory as the traced tensors do. What reads a parameter or a buffer, draws random numbers, fails, or is large has none.
+Tensors have no contents during tracing. A *shadow* is the value of a traced tensor for the current mini-batch: a
+function whose tensor arguments all have shadows runs a second time on these, with all rows of the mini-batch (tracing
+uses only a few example rows). In-place writes and views are repeated on shadows, so that they alias as the traced
+tensors do. Results of functions that read a parameter or a buffer, draw random numbers, fail, or are large have none.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rannd.graph.fx.leaf_op import NAME as LEAF
 
 LARGEST = 64 * 2**20
-"""Shadows have at most this many bytes."""
+"""Maximum bytes of a shadow."""
 
 
 @dataclass
 class Shadow:
-    """The contents of one traced tensor."""
+    """The concrete value of one traced tensor."""
 
     tensor: torch.Tensor
     given: bool
-    """Depends on the call's tensors (on the number of their rows, at least), not on constants alone."""
+    """Whether it depends on the call's tensors (at least on their number of rows), not on constants alone."""
 
 
 class _Unknown(Exception):
@@ -40,41 +40,41 @@ class _Unknown(Exception):
 
 
 class Shadows:
-    """The shadows of one run of a model that is traced."""
+    """The shadows of one traced run of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sizes: dict[Any, int] = {}
-        """Values of symbols: the sizes of arguments, and numbers that depend on what is in a tensor."""
+        """Values of symbols: sizes of arguments, and data-dependent numbers."""
 
     def give(self, traced: torch.Tensor, real: torch.Tensor) -> None:
-        """The shadow of an argument of the call is a copy of `real`."""
+        """Set the shadow of an argument of the call to a copy of `real`."""
         with hidden():
             self._learn(traced.shape, real.shape)
             if type(real) in (torch.Tensor, nn.Parameter) and _may_have_one(real):
                 self._known[traced] = Shadow(real.detach().clone(), given=True)
 
     def find(self, tensor: object) -> Shadow | None:
-        """The shadow of a tensor, None where it has none."""
+        """Return the shadow of a tensor, None if it has none."""
         found: Shadow | None = self._known.get(tensor) if isinstance(tensor, torch.Tensor) else None
         if found is None and type(tensor) is torch.Tensor and id(tensor) not in self._state:
-            # Not a traced tensor, and no state of the model: the graph has it as a constant.
+            # Neither a traced tensor nor state of the model, so it is a constant of the graph.
             with hidden():
                 if _may_have_one(tensor):
                     found = self._known[tensor] = Shadow(tensor.detach().clone(), given=False)
         return found
 
     def number(self, value: Any) -> Any:
-        """What a traced number (also a plain one) is for the mini-batch, None where that is not known."""
+        """The value of a symbolic or plain number for the current mini-batch, None if it is unknown."""
         try:
             return self._size(value, [False])
         except _Unknown:
             return None
 
     def follow(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch's as the model does, and do the same to the shadows."""
+        """Call a torch function for the model, and repeat the call on the shadows."""
         tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shadowed = [(tensor, shadow) for tensor in tensors if (shadow := self.find(tensor)) is not None]
         if tensors and not shadowed:
@@ -86,7 +86,7 @@ class Shadows:
         with hidden():
             touched = [tensor._version != old for (tensor, _), (old, _) in zip(shadowed, before, strict=True)]
             if getattr(function, "__name__", "") == "__set__":
-                touched = [True] * len(shadowed)  # x.data = y leaves no trace in the version
+                touched = [True] * len(shadowed)  # x.data = y does not increment the version
         given = any(shadow.given for _, shadow in shadowed)
         values: list[torch.Tensor] | None = None
         if (made or any(touched)) and len(shadowed) == len(tensors) and _mirrored(function):
@@ -107,7 +107,7 @@ class Shadows:
         return result
 
     def _learn(self, sizes: Sequence[Any], real: Sequence[int]) -> None:
-        """Sizes whose symbols are new have these values."""
+        """Record the values of new symbols among `sizes`."""
         for size, value in zip(sizes, real, strict=True):
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                 self._sizes.setdefault(size.node.expr, value)
@@ -115,7 +115,7 @@ class Shadows:
     def _run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], made: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor] | None, bool]:
-        """The tensors that a function makes of the shadows, and whether the number of rows is among its arguments."""
+        """Run a function on the shadows. Returns its tensors, and whether its arguments have symbolic numbers."""
         sized = [False]
         try:
             with hidden():
@@ -130,16 +130,16 @@ class Shadows:
                     return None, False
                 if any(v.dtype != t.dtype or v.ndim != t.ndim or v.is_meta for v, t in zip(values, made, strict=True)):
                     return None, False
-                if any(_bytes(value, value.numel()) > LARGEST for value in values):  # not known before
+                if any(_bytes(value, value.numel()) > LARGEST for value in values):  # data-dependent sizes
                     return None, False
                 if not any(isinstance(leaf, torch.Tensor) for leaf in _leaves((args, kwargs))):
-                    values = [value.clone() for value in values]  # it may share memory with an array of the user's
+                    values = [value.clone() for value in values]  # they may share memory with the user's numpy array
                 return values, sized[0]
-        except Exception:  # whatever it is: there is no shadow
+        except Exception:  # whatever fails, the results only get no shadow
             return None, False
 
     def _touch(self, shadow: Shadow, given: bool, known: bool) -> None:
-        """A tensor was written into: all that share its memory depend on the new content, or are not known any more."""
+        """Update all shadows that share memory with a written one; drop them if the new content is not `known`."""
         home = shadow.tensor.untyped_storage()._cdata
         for traced, other in list(self._known.items()):
             if other.tensor.untyped_storage()._cdata == home:
@@ -148,7 +148,7 @@ class Shadows:
                     del self._known[traced]
 
     def _real(self, value: Any, sized: list[bool]) -> Any:
-        """An argument for the shadows' run."""
+        """Convert an argument for the run on shadows; _Unknown if it has no concrete value."""
         if isinstance(value, torch.Tensor):
             shadow = self.find(value)
             if shadow is None:
@@ -167,7 +167,7 @@ class Shadows:
         return value
 
     def _size(self, value: Any, sized: list[bool]) -> Any:
-        """A number that may be made of the number of rows."""
+        """The value of a number that may be symbolic; sets sized[0] if it is."""
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
         expr = value.node.expr
@@ -184,14 +184,14 @@ class Shadows:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Run code on real tensors, unseen by whatever traces."""
+    """Run code on real tensors, hidden from all active modes."""
     with torch._C.DisableTorchFunction(), no_python_dispatcher(), _disable_current_modes(), torch.no_grad():
         yield
 
 
 @contextlib.contextmanager
 def _drawing() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells, at the end, whether random numbers were drawn. They are put back."""
+    """Restore torch's RNG state afterwards; yields a function that tells whether random numbers were drawn."""
     cuda = torch.cuda.is_initialized()
     before = torch.get_rng_state()
     device = torch.cuda.get_rng_state() if cuda else None
@@ -213,7 +213,7 @@ def _changed(before: torch.Tensor, device: torch.Tensor | None) -> bool:
 
 
 def _mirrored(function: Callable[..., Any]) -> bool:
-    """Whether a function may be run twice: leaves run the user's code, and inside of vmap tensors are others."""
+    """Whether a function may run twice: not leaves, which run user code, and not inside of torch.func transforms."""
     name = getattr(function, "name", None)
     if callable(name) and isinstance(function, torch._ops.OpOverload) and name().split(".")[0] == LEAF:
         return False
@@ -227,7 +227,7 @@ def _may_have_one(tensor: torch.Tensor) -> bool:
 
 
 def _wrapped(*tensors: torch.Tensor) -> bool:
-    """Whether some of the tensors stand for others (inside of vmap, grad)."""
+    """Whether any of the tensors is a functorch wrapper (inside of vmap, grad)."""
     return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
 
 

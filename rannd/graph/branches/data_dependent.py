@@ -1,14 +1,14 @@
-"""Python branches on tensors (`if mask.any():`) that are known from the call's tensors and constants.
+"""Data-dependent branches (`if mask.any():`) whose condition follows from the call's tensors and constants.
 
-While the model is traced, `Deciding` answers them with what the mini-batch at hand says (shadows.py). The graph is then
-for calls that decide in the same way: what was decided is handed out of the traced code beside the outputs, and
-`Decisions` computes it from the arguments of a later call. A call that decides otherwise is another graph.
+During tracing, `Deciding` evaluates the condition with the current mini-batch (`concrete_values.py`). The graph is
+valid for calls with the same outcomes: the traced code returns the conditions as additional outputs, and `Decisions`
+computes them from the arguments of a later call. A call with other outcomes gets another graph.
 
-A decision is made for the whole mini-batch of a rank, as the model itself would make it, and its pieces all run the
-branch that was taken: their rows are computed as they would be in the whole mini-batch.
+A condition is evaluated on the whole mini-batch of a rank, as the model itself would do. All of its microbatches run
+the same side, so their rows are computed as they would be in the whole mini-batch.
 
-So are branches on sizes that depend on what is in a tensor (`if mask.nonzero().shape[0] > 0:`). Branches on random
-numbers are in draws.py.
+Branches on data-dependent sizes (`if mask.nonzero().shape[0] > 0:`) are treated in the same way. For branches on random
+numbers see `random_branches.py`.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from rannd.graph.fx.traced import Decisions, attribute, operator_name
 from rannd.graph.modules.source_location import Offence, here, of_torch
 from rannd.patches import caller, declare, patched
 
-_SIZES = declare("branches on sizes", torch.SymBool, "__bool__", "those that depend on what is in a tensor are decided")
+_SIZES = declare("branches on sizes", torch.SymBool, "__bool__", "data-dependent ones follow the call's tensors")
 
 _TRUTHS = ("__bool__", "is_nonzero")
 _NUMBERS = ("item", "__int__", "__index__")
-"""Decided for tensors of bools only: a number that the code computes with is no branch."""
+"""Evaluated for bool tensors only: other numbers are used in computations, not as conditions."""
 
 
 class Undecidable(Exception):
-    """A decision cannot be computed from the arguments alone."""
+    """A branch condition cannot be computed from the arguments alone."""
 
     def __init__(self, module: str) -> None:
-        super().__init__("what it decides by cannot be told from the rest of what it computes")
+        super().__init__("the condition of a branch cannot be separated from the rest of the computation")
         self.module = module
-        """Dotted path of the module that decides."""
+        """Dotted path of the module that branches."""
 
 
 class Deciding(TorchFunctionMode):
-    """Answers branches on tensors that have shadows, while a model is traced."""
+    """Evaluates branch conditions on tensors that have shadows, during tracing."""
 
     def __init__(
         self, shadows: Shadows, assumed: Sequence[bool] | None = None, chance: Callable[[int], bool] = lambda _: False
     ) -> None:
-        """`assumed`: what to decide, in this order, in place of what the shadows say; `chance`: the outcome of each
-        random branch.
+        """Answer branches from `shadows`, or from `assumed`: outcomes to use first, in order.
+
+        `chance` maps the number of a random branch to its outcome.
         """
         super().__init__()
         self._shadows = shadows
@@ -63,9 +64,9 @@ class Deciding(TorchFunctionMode):
         self._assumed = assumed
         self._chance = chance
         self.noted: list[tuple[torch.Tensor | torch.SymBool, bool]] = []
-        """What was decided by the call's tensors, and how."""
+        """Conditions that depend on the call's tensors, with their outcomes."""
         self.chances: list[torch.Tensor] = []
-        """What was decided by random numbers."""
+        """Conditions that depend on random numbers."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -81,7 +82,7 @@ class Deciding(TorchFunctionMode):
         return result
 
     def _branch(self, name: str, tensor: torch.Tensor) -> bool | None:
-        """The way to go, None where nobody knows it."""
+        """The outcome of a branch, None if it is unknown."""
         chance = self._draws.chance(tensor)
         if chance is not None:
             if chance.certain is None and chance.outcome is None:
@@ -96,7 +97,7 @@ class Deciding(TorchFunctionMode):
 
     def _decide(self, traced: torch.Tensor, value: bool) -> bool:
         value = self._way(value)
-        self.noted.append((traced.clone(), value))  # as it is now; the code may write into it later
+        self.noted.append((traced.clone(), value))  # a copy, since the code may write into it later
         return value
 
     def _way(self, value: bool) -> bool:
@@ -105,16 +106,16 @@ class Deciding(TorchFunctionMode):
         return value
 
     def _size(self, truth: Callable[[torch.SymBool], bool], condition: torch.SymBool) -> bool:
-        """The truth of a comparison of sizes."""
+        """Evaluate a condition on sizes in place of `SymBool.__bool__`."""
         try:
             return truth(condition)
         except GuardOnDataDependentSymNode:
             if of_torch(caller().f_code.co_filename):
-                raise  # torch itself asks, and may go on without an answer
+                raise  # torch's own code may catch this and continue without the outcome
             known = self._shadows.number(condition)
-            if known is None:  # not an Exception: the user's code must not catch it and go on
+            if known is None:  # an Offence is no Exception, so that user code does not catch it and continue
                 raise Offence(
-                    "branches on what is in its tensors", here(self._shadows.model), "which a graph cannot"
+                    "branches on the values of its tensors", here(self._shadows.model), "which a graph cannot do"
                 ) from None
             value = self._way(known)
             self.noted.append((condition, value))
@@ -133,7 +134,7 @@ class Deciding(TorchFunctionMode):
 
 
 def _truth(name: str, shadow: torch.Tensor) -> bool | None:
-    """What a branch on a tensor with these contents sees, None where it is none."""
+    """The outcome of a branch on a tensor with these contents, None if it is not used as a condition."""
     with hidden():
         if shadow.numel() != 1 or not (name in _TRUTHS or shadow.dtype == torch.bool):
             return None
@@ -141,10 +142,10 @@ def _truth(name: str, shadow: torch.Tensor) -> bool | None:
 
 
 def split_off(root: GraphModule, handed: Sequence[Node], values: Sequence[bool], state: Set[int]) -> Decisions:
-    """Take what was decided out of a graph: a module that computes it, and nothing left of it in the graph.
+    """Move branch conditions from a graph to a module that computes them from the arguments.
 
-    `handed` are the nodes that were outputs beside the model's own, and are none any more; `state` has the ids of
-    the model's parameters and buffers.
+    `handed` are the conditions, which have been removed from the outputs of the graph; `values` are their outcomes;
+    `state` has the ids of the model's parameters and buffers. Undecidable if a condition depends on anything else.
     """
     needed = _needed(root, handed, state)
     graph = Graph()
@@ -166,14 +167,14 @@ def split_off(root: GraphModule, handed: Sequence[Node], values: Sequence[bool],
 
 
 def _needed(root: GraphModule, handed: Sequence[Node], state: Set[int]) -> set[Node]:
-    """All that the nodes are made of, with the writes into it."""
+    """All nodes needed to compute the conditions, including in-place writes. Undecidable."""
     order = {node: number for number, node in enumerate(root.graph.nodes)}
     own = _of_the_model(root, state)
     sharing = Aliases(root)
     writers = [
         (node, {sharing.find(target) for target in written(root, node)})
         for node in root.graph.nodes
-        if node.op == "call_function" and node not in own  # what reads the model's state has not reached a decision
+        if node.op == "call_function" and node not in own  # conditions do not depend on nodes that read model state
     ]
     writers = [(node, homes) for node, homes in writers if homes]
     needed: set[Node] = set()
@@ -195,7 +196,7 @@ def _needed(root: GraphModule, handed: Sequence[Node], state: Set[int]) -> set[N
 
 
 def _of_the_model(root: GraphModule, state: Set[int]) -> set[Node]:
-    """Nodes that depend on the model's parameters and buffers, or on random numbers."""
+    """Nodes that depend on the model's parameters and buffers, on random numbers, or on leaves."""
     found: set[Node] = set()
     for node in root.graph.nodes:
         if node.op == "get_attr":
@@ -213,7 +214,7 @@ def _of_the_model(root: GraphModule, state: Set[int]) -> set[Node]:
 
 
 def erase(root: GraphModule, nodes: Sequence[Node]) -> None:
-    """Erase pure nodes that nobody reads, and what only they read."""
+    """Erase unused nodes without side effects, and inputs that only they use."""
     stack = list(nodes)
     erased: set[Node] = set()
     while stack:

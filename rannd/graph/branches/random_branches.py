@@ -1,7 +1,7 @@
-"""Branches on a random number (`if torch.rand([]) < p:`, as layers are dropped at random).
+"""Detect branches on a random number (`if torch.rand([]) < p:`, as in LayerDrop).
 
-A number drawn from [0, 1) that is compared with a constant decides without any data. Where the constant is outside of
-[0, 1] the outcome is known; otherwise it is a *chance*, and both ways have to be in the graph (selection.py).
+The condition compares a number drawn from [0, 1) with a constant, so it depends on no data. If the constant is outside
+of [0, 1], the outcome is certain; otherwise the graph has to contain both sides of the branch (`branch_selection.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Chance:
     comparison: str
     limit: float
     outcome: bool | None = None
-    """The way that tracing went, once a branch has asked."""
+    """The outcome during tracing, once a branch has used it."""
 
     @property
     def certain(self) -> bool | None:
-        """The outcome where it is always the same."""
+        """The outcome if it is always the same, None otherwise."""
         if self.comparison == "<":
             return False if self.limit <= 0 else True if self.limit >= 1 else None
         if self.comparison == "<=":
@@ -41,14 +41,14 @@ class Chance:
 
 
 class Draws:
-    """The random numbers that traced code draws one at a time."""
+    """Random scalars that traced code draws, and their comparisons with constants."""
 
     def __init__(self) -> None:
         self._drawn: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._chances: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def follow(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Take note of what a function of torch's has made."""
+        """Record the result of a torch function if it is a random scalar or a comparison of one."""
         name = getattr(function, "__name__", "")
         if name == "rand" and _is_one(result):
             self._drawn[result] = True
@@ -59,7 +59,7 @@ class Draws:
         return isinstance(value, torch.Tensor) and value in self._drawn
 
     def chance(self, tensor: object) -> Chance | None:
-        """What a tensor is, where it is a random number compared with a constant."""
+        """The Chance of a tensor that compares a random number with a constant, None for other tensors."""
         found: Chance | None = self._chances.get(tensor) if isinstance(tensor, torch.Tensor) else None
         return found
 

@@ -1,4 +1,4 @@
-"""What inspection takes for harmless, and what reads from outside the model: names only, no logic."""
+"""Names of deterministic modules and builtins, and of those that read state outside the model; no logic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HARMLESS = _names(
     struct textwrap types typing warnings weakref
     """
 )
-"""Modules of the standard library that give the same answers in every process."""
+"""Modules of the standard library whose functions return the same results in every process."""
 
 BUILTINS = _names(
     """
@@ -24,10 +24,10 @@ BUILTINS = _names(
     repr reversed round set setattr slice sorted staticmethod str sum super tuple type vars zip
     """
 )
-"""Builtins that read nothing but their arguments. ``hash`` and ``id`` differ from process to process."""
+"""Builtins that depend only on their arguments. ``hash`` and ``id`` are missing: they differ between processes."""
 
 BY_ANY_NAME = frozenset({"getattr", "setattr", "hasattr", "delattr", "vars", "dir", "attrgetter", "methodcaller"})
-"""What reads attributes by names that are made while code runs, when it goes by another name itself."""
+"""Functions that access attributes by name. Used as a value (not called directly), they may be given any name."""
 
 OUTSIDE_MODULES = _names(
     """
@@ -36,7 +36,7 @@ OUTSIDE_MODULES = _names(
     torch.xpu
     """
 )
-"""Modules of libraries that read the machine, the disk, other processes or a generator of random numbers."""
+"""Library modules that depend on the hardware, the disk, other processes or a random number generator."""
 
 OUTSIDE_ATTRIBUTES = {
     "torch": _names(
@@ -51,7 +51,7 @@ OUTSIDE_ATTRIBUTES = {
         """
     ),
 }
-"""Attributes of modules that do the same."""
+"""Attributes of library modules for which the same is true."""
 
 OUTSIDE_NAMES = _names(
     """
@@ -59,24 +59,24 @@ OUTSIDE_NAMES = _names(
     tb_frame
     """
 )
-"""Attributes by which code reaches what is not written in it."""
+"""Attributes that give access to frames, globals or closures, so that the code does not show what it reads."""
 
 OPERATORS = frozenset({"aten", "prim", "prims", "quantized", "torchvision"})
-"""Namespaces of ``torch.ops`` whose operators belong to torch's distributions."""
+"""Namespaces of ``torch.ops`` whose operators are part of torch or torchvision."""
 
 CONSTRUCTING = _names(
     """
     __init__ __init_subclass__ __new__ __post_init__ __prepare__ __set_name__
     """
 )
-"""Methods that run when a class or an instance is made."""
+"""Methods that run when a class or an instance is created."""
 
 COPYING = _names(
     """
     __del__ __getnewargs__ __getnewargs_ex__ __getstate__ __reduce__ __reduce_ex__ __setstate__ __sizeof__
     """
 )
-"""Methods that run when an instance is copied, stored or forgotten."""
+"""Methods that run when an instance is copied, pickled or deleted."""
 
 NOT_IN_FORWARD = CONSTRUCTING | _names(
     """
@@ -85,7 +85,7 @@ NOT_IN_FORWARD = CONSTRUCTING | _names(
     train type xpu zero_grad
     """
 )
-"""Methods of modules that neither a call nor tracing runs."""
+"""Methods of `nn.Module` that run neither in a call of the model nor in tracing."""
 
 LOOKED_INTO = ("torch", "torch.nn.functional", "torch._tensor", "torch.functional", "torch._C._nn", "math", "builtins")
-"""Modules that are searched for functions of the user's."""
+"""Modules that are searched for user functions that replace their own."""

@@ -1,6 +1,6 @@
-"""What code objects do, as far as it can be read without running them: which names they refer to, and a digest.
+"""Static analysis of code objects: the names that they refer to, and a digest.
 
-The digest is over bytecode, constants, names and signature, but not over places: neither file nor line numbers.
+The digest covers bytecode, constants, names and signature, but neither file names nor line numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _ANY_NAME = frozenset({"vars", "dir"})
 _ANY_ATTRIBUTE = frozenset({"__dict__", "__getattribute__", "attrgetter", "methodcaller"})
 _MOST = 20_000
-"""Code objects that are remembered."""
+"""Maximum number of code objects in each of the two caches."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Import:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one code object, the code objects inside it included."""
+    """The names that a code object and the code objects nested in it refer to."""
 
     chains: tuple[tuple[str, ...], ...]
-    """Each global name that is read, with the attributes that are read from it at once: (name, attribute, ...)."""
+    """Each global name that is read, followed by the attributes read directly from it: (name, attribute, ...)."""
     imports: tuple[Import, ...]
     names: frozenset[str]
-    """All attributes and string constants that could be names of attributes."""
+    """All attribute names, and string constants that are valid attribute names."""
     reads: frozenset[str]
-    """`names`, but for attributes that are only written."""
+    """`names` without attributes that are only assigned or deleted."""
     writes: tuple[str, ...]
-    """Global names that are written."""
+    """Global names that are assigned or deleted."""
     dynamic: bool
-    """Whether attributes are read by names that are not constants."""
+    """Whether attributes are accessed by names that are not constants."""
 
 
 _known: dict[int, tuple[types.CodeType, Facts]] = {}
@@ -54,7 +54,7 @@ _digests: dict[int, tuple[types.CodeType, str]] = {}
 
 
 def facts_of(code: types.CodeType) -> Facts:
-    """The facts about a code object; found once for each."""
+    """Analyse a code object; cached."""
     known = _known.get(id(code))
     if known is None:
         if len(_known) > _MOST:
@@ -64,8 +64,10 @@ def facts_of(code: types.CodeType) -> Facts:
 
 
 def digest_of(code: types.CodeType) -> str:
-    """The digest of a code object; found once for each. All that is wanted of a library's function, and much sooner
-    there than facts, for which the bytecode is taken apart."""
+    """Digest of a code object; cached.
+
+    Much cheaper than `facts_of`, which disassembles the bytecode, and all that is needed for library functions.
+    """
     known = _digests.get(id(code))
     if known is None:
         if len(_digests) > _MOST:
@@ -75,7 +77,7 @@ def digest_of(code: types.CodeType) -> str:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The `names` of the facts about a code object, without the others."""
+    """`Facts.names` of a code object, without the rest of the analysis."""
     names = set(code.co_names)
     for constant in code.co_consts:
         names |= names_in(constant) if isinstance(constant, types.CodeType) else _identifiers(constant)
@@ -83,7 +85,7 @@ def names_in(code: types.CodeType) -> set[str]:
 
 
 def number(value: int | float | complex) -> str:
-    """A number as text, exact to the last bit and to the type: 1, 1.0, True, 0.0 and -0.0 differ."""
+    """Write a number as text, exact to the last bit and the type: 1, 1.0, True, 0.0 and -0.0 differ."""
     kind = type(value)
     if kind is float:
         return struct.pack(">d", value).hex() + "f"
@@ -128,7 +130,7 @@ def _read(code: types.CodeType) -> Facts:
 
 
 def _constant_name(steps: list[dis.Instruction], place: int) -> bool:
-    """Whether the second argument of a call of getattr is a constant; steps[place] begins its first argument."""
+    """Whether the second argument of a getattr call is a constant string; its first argument starts at steps[place]."""
     if place < len(steps) and steps[place].opname.count("LOAD_") == 1:
         place += 1
         while place < len(steps) and steps[place].opname in _READS:
@@ -139,8 +141,8 @@ def _constant_name(steps: list[dis.Instruction], place: int) -> bool:
 
 
 def _is_part(steps: list[dis.Instruction], place: int) -> bool:
-    """Whether the constant that steps[place] loads is put together with something else before a call gets it."""
-    depth = 1  # values on the stack, from the constant on
+    """Whether the constant loaded by steps[place] is combined with other values before it is passed to a call."""
+    depth = 1  # number of stack entries from the constant to the top
     for step in steps[place + 1 :]:
         name = step.opname
         if "JUMP" in name or depth < 1:
@@ -191,4 +193,4 @@ def _constant(value: object) -> str:
         return "slice" + _constant((value.start, value.stop, value.step))
     if isinstance(value, (bool, int, float, complex)):
         return number(value)
-    return repr(value)  # None, a text, bytes or the ellipsis
+    return repr(value)  # None, str, bytes or Ellipsis

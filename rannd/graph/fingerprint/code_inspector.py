@@ -1,10 +1,10 @@
-"""Functions and classes that a model refers to, and the globals that their code refers to.
+"""Serialize the functions and classes that a model refers to, and the globals that their code reads.
 
-- Functions and classes get a label where they occur; what they are is written once, in the stream `code`.
-- Code of the user is followed: every global that it reads is written to the stream `globals`. Code of libraries is
-  known by its bytecode and its distribution's version, and not followed.
-- Methods of a user's class are followed when code that is followed mentions their name (or is free to mention any).
-  Those that are never mentioned, as a method that saves the model, count by their bytecode only.
+- Where a function or class occurs, a label is written; its description is written once, to the stream `code`.
+- User code is followed: every global that it reads is written to the stream `globals`. Library code is identified by
+  its bytecode and the version of its distribution, and is not followed.
+- A method of a user class is followed once its name occurs in followed code, or followed code may access any name.
+  Other methods, such as one that saves the model, are identified by their bytecode only.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ _CLASS_SKIPPED = frozenset(
      "__static_attributes__", "__parameters__", "__orig_bases__"}
 )  # fmt: skip
 _ABSENT = object()
+_UNKEYED = "which depends on state that a cache key cannot include (files, devices, random numbers, other processes)"
 
 
 class Inspector(ModuleWriter):
-    """Writes values down, with the code that they bring."""
+    """Serializes values to text, together with the code that they refer to."""
 
     def __init__(self, tensors: Mapping[int, str], modules: Mapping[int, str]) -> None:
         super().__init__(tensors, modules)
         self.code: list[str] = []
-        """What functions and classes are."""
+        """Descriptions of functions and classes."""
         self.globals: list[str] = []
-        """What followed code reads: one line for each global name."""
+        """Globals that followed code reads: one line per name."""
         self.files: set[str] = set()
         """Source files of followed code."""
         self.owners: set[str] = set()
-        """Distributions whose code occurs."""
+        """Distributions whose code was found."""
         self.libraries: set[str] = set()
-        """Names of the library modules whose classes occur."""
+        """Names of the library modules whose classes were found."""
         self._named: dict[int, str] = {}
         """Labels of functions and classes."""
         self._queue: collections.deque[tuple[Callable[[], None], str]] = collections.deque()
@@ -65,7 +66,7 @@ class Inspector(ModuleWriter):
         self._escaped: set[str] = set()
 
     def finish(self) -> None:
-        """Read all functions and classes that were met, and what they refer to."""
+        """Serialize all functions and classes found so far, and everything they refer to."""
         while self._queue:
             while self._queue:
                 read, where = self._queue.popleft()
@@ -75,10 +76,10 @@ class Inspector(ModuleWriter):
             self._containers()
         for name in sorted(self._escaped):
             for attribute in sorted(allowlists.OUTSIDE_ATTRIBUTES.get(name, frozenset()) & self._names):
-                raise Hidden(f"the model's code may read {name}.{attribute}, which no key can see")
+                raise Hidden(f"the model's code may read {name}.{attribute}, {_UNKEYED}")
 
     def _containers(self) -> None:
-        """Write down how torch takes containers of the user's apart, whose classes were met."""
+        """Serialize the pytree functions of the user's container classes that were found."""
         for cls, node in list(pytree.SUPPORTED_NODES.items()):
             label = self._named.get(id(cls))
             if label is None or (id(cls), "container") in self._read or self._class_owner(cls):
@@ -99,7 +100,7 @@ class Inspector(ModuleWriter):
     def _function(self, value: types.FunctionType) -> str:
         owner = owner_of_function(value)
         if owner and not self._tolerant:
-            # wrappers borrow the name of what they wrap, `__module__` included
+            # functools.wraps copies `__module__` and names of the wrapped function, so take those of the code
             home = str(value.__globals__.get("__name__"))
             home = "collections" if home.startswith("namedtuple_") else home
             self._allowed(owner, home, value.__code__.co_qualname)
@@ -140,11 +141,11 @@ class Inspector(ModuleWriter):
             self.files.add(path)
 
     def _follow(self, function: types.FunctionType) -> None:
-        """Write down the globals that a user's function refers to."""
+        """Serialize the globals that a user function reads."""
         facts = facts_of(function.__code__)
         values = function.__globals__
         if facts.writes:
-            raise Hidden(f"{self._where} writes the global {facts.writes[0]}")
+            raise Hidden(f"{self._where} assigns the global {facts.writes[0]}")
         for name in sorted(allowlists.OUTSIDE_NAMES & facts.names):
             raise Hidden(f"{self._where} uses {name}")
         for statement in facts.imports:
@@ -162,7 +163,7 @@ class Inspector(ModuleWriter):
         self._mention(names)
 
     def _mention_all(self) -> None:
-        """Code may read attributes by any name."""
+        """Treat every attribute name as read: code accesses attributes by names that are not constants."""
         self._any_name = True
         self._wake([name for name in self._waiting if not name.startswith("construct ")])
 
@@ -172,13 +173,13 @@ class Inspector(ModuleWriter):
         self._wake(sorted(new & self._waiting.keys()))
 
     def _wake(self, names: list[str]) -> None:
-        """Follow methods that waited for their names to be mentioned."""
+        """Follow the methods that were deferred until these names are mentioned."""
         for name in names:
             for place, method in self._waiting.pop(name, []):
                 self.code.append(f"{place}={self.write(method, place, place)}")
 
     def _class(self, cls: type, constructed: bool = False) -> str:
-        """A class, by its label; `constructed` where code may make new instances of it."""
+        """Write the label of a class; `constructed`: code may create new instances of it."""
         label = self._named.get(id(cls))
         if constructed and cls in (operator.attrgetter, operator.methodcaller) and not self._tolerant:
             self._mention_all()
@@ -224,7 +225,7 @@ class Inspector(ModuleWriter):
         self.code.append(" ".join(parts))
 
     def _later(self, name: str, label: str, method: Any) -> None:
-        """Follow a method of a user's class as soon as it can be called."""
+        """Follow a method of a user class now if followed code may call it, otherwise once its name is mentioned."""
         if name in allowlists.CONSTRUCTING:
             ready = label in self._constructed or "*" in self._constructed
             key = f"construct {label}"
@@ -239,7 +240,7 @@ class Inspector(ModuleWriter):
             self._waiting.setdefault(key, []).append((place, method))
 
     def _outline(self, value: Any, depth: int = 3) -> str:
-        """The bytecode of a method and of the functions that it wraps; nothing is followed."""
+        """Write digests of a method's bytecode and of the functions that it wraps; nothing is followed."""
         if isinstance(value, (staticmethod, classmethod)):
             return f"{type(value).__name__} {self._outline(value.__func__)}"
         if isinstance(value, property):
@@ -254,7 +255,7 @@ class Inspector(ModuleWriter):
         return f"{digest_of(value.__code__)}[{' '.join(inner)}]"
 
     def _global(self, chain: tuple[str, ...], values: Mapping[str, Any]) -> None:
-        """Write down what a chain ``name.attribute.attribute`` reads: the first value in it that is not a module."""
+        """Serialize what a chain ``name.attribute.attribute`` reads: the first value in it that is not a module."""
         current = values.get(chain[0], _ABSENT)
         if current is _ABSENT:
             found = values.get("__builtins__", builtins)
@@ -277,14 +278,14 @@ class Inspector(ModuleWriter):
                 self._escaped.add(name)
                 break
             if attribute in allowlists.OUTSIDE_ATTRIBUTES.get(name, frozenset()):
-                raise Hidden(f"{self._where} uses {name}.{attribute}, which no key can see")
+                raise Hidden(f"{self._where} uses {name}.{attribute}, {_UNKEYED}")
             if name == "torch.ops" and attribute not in allowlists.OPERATORS:
-                raise Hidden(f"{self._where}: the code of the custom operators torch.ops.{attribute} cannot be seen")
+                raise Hidden(f"{self._where}: the code of the custom operators torch.ops.{attribute} cannot be read")
             inside = namespace(current)
             if attribute not in inside and owner:
-                return  # made when it is asked for, by code that counts by its version
+                return  # created on access by the library's module-level __getattr__, which its version identifies
             if attribute not in inside and "__getattr__" in inside:
-                raise Hidden(f"{self._where} uses {name}.{attribute}, which the module makes when it is asked for")
+                raise Hidden(f"{self._where} uses {name}.{attribute}, which the module's __getattr__ creates on access")
             current = inside.get(attribute, _ABSENT)
             path += f".{attribute}"
         self._line(values, path, current)
@@ -305,10 +306,10 @@ class Inspector(ModuleWriter):
             name = ".".join([*package[: len(package) + 1 - statement.level], *([name] if name else [])])
         module = sys.modules.get(name)
         if module is None:
-            raise Hidden(f"{self._where} imports {name}, which is not loaded yet")
+            raise Hidden(f"{self._where} imports {name}, which has not been imported yet")
         owner = owner_of_module(module)
         if not owner and not statement.names:
-            raise Hidden(f"{self._where} imports the module {name} while it runs")
+            raise Hidden(f"{self._where} imports the module {name} when it is called; import it at the top of its file")
         if owner:
             self._allowed(owner, name, "")
             self._escaped.add(name)
@@ -318,7 +319,7 @@ class Inspector(ModuleWriter):
             if attribute in inside:
                 self._global(("module", attribute), {"__name__": name, "module": module})
             elif not owner:
-                raise Hidden(f"{self._where} imports {attribute} from {name}, which has no such name yet")
+                raise Hidden(f"{self._where} imports {attribute} from {name}, which does not define it yet")
 
     def _library_module(self, module: types.ModuleType) -> str:
         name, owner = module_name(module), owner_of_module(module)
@@ -339,7 +340,7 @@ class Inspector(ModuleWriter):
             raise Hidden(f"{self._where} uses {name}")
 
     def _allowed(self, owner: str, module: str | None, name: str) -> None:
-        """Hidden where a library's module reads what no key can see."""
+        """Raise Hidden if a name of a library module depends on state that a key cannot include."""
         module = module or "?"
         if owner == PYTHON:
             top = module.split(".")[0].lstrip("_") or module
@@ -349,15 +350,15 @@ class Inspector(ModuleWriter):
         parts = module.split(".")
         for length in range(1, len(parts) + 1):
             if ".".join(parts[:length]) in allowlists.OUTSIDE_MODULES:
-                raise Hidden(f"{self._where} uses {module}{'.' + name if name else ''}, which no key can see")
+                raise Hidden(f"{self._where} uses {module}{'.' + name if name else ''}, {_UNKEYED}")
         if name in allowlists.OUTSIDE_ATTRIBUTES.get(module, frozenset()):
-            raise Hidden(f"{self._where} uses {module}.{name}, which no key can see")
+            raise Hidden(f"{self._where} uses {module}.{name}, {_UNKEYED}")
 
     def changed_libraries(self) -> None:
-        """Write down the user's functions and classes that were put into libraries' modules and classes.
+        """Serialize user functions and classes that were assigned into library modules and classes.
 
-        Looks into torch's and Python's namespaces, and into all modules that the libraries of the model's classes
-        import: functions registered by name (attention of Hugging Face models) are found there.
+        Searches the namespaces of torch and Python, and all modules that the libraries of the model's classes import:
+        functions registered by name (attention of Hugging Face models) are found there.
         """
         found = Foreign(self.libraries)
         self.code += found.functions
@@ -383,7 +384,7 @@ def _module_names() -> frozenset[str]:
 
 
 def _names_called_by(base: type) -> frozenset[str]:
-    """Names of methods that a library's class may call on the user's class below it."""
+    """Names of methods that a library class may call on a user class derived from it."""
     if base is object:
         return frozenset()
     if base is nn.Module:

@@ -1,34 +1,35 @@
-"""The fingerprint of a model and a call before tracing: equal fingerprints, equal graphs.
+"""Compute the fingerprint of a model and a call before tracing: equal fingerprints, equal graphs.
 
-A graph that was traced once can be used again in another process where everything that tracing may have read is the
-same. This file writes all of that down, in components that a person can compare:
+A traced graph can be used in another process if everything that tracing may have read is the same there. A fingerprint
+records all of it, in components that a person can compare:
 
 =========  =====================================================================================================
-versions   of Python, torch, rannd, and of every distribution whose code occurs, with what they require
-tracer     the sources of rannd that decide what a trace is
+versions   of Python, torch, rannd, and of every distribution whose code was found, with its requirements
+tracer     the sources of rannd that determine a trace
 model      the class of the model
-modules    class, attributes and hooks of every module, in order; modules that are used twice by their first name
+modules    class, attributes and hooks of every module, in order; shared modules by their first name
 tensors    parameters and buffers: type, shape, device type, flags, sharing; not their values
-code       functions and classes that occur, by bytecode; the files of the user's code, by content
-globals    the values of all globals that the user's code refers to
+code       functions and classes, by bytecode; the files of user code, by content
+globals    the values of all globals that user code reads
 call       structure, types, shapes and constants of the arguments; not the batch size
-mode       train or eval, gradients, autocast, defaults and switches of torch
+mode       train or eval, gradients, autocast, defaults and global settings of torch
 =========  =====================================================================================================
 
-Where something cannot be seen, the answer is Unseen, with the reason, and the model has to be traced.
+If something that a trace may depend on cannot be read, the result is `Unseen` with the reason, and the model has to be
+traced.
 
-What stays invisible:
+A fingerprint does not include, and cannot notice:
 
-- What libraries do beyond their version and their classes' bytecode: C extensions, a library that reads files,
-  environment variables or the hardware, values that a program puts into a library's globals. Functions and classes of
-  the user's in torch's namespaces, and in the modules around the library classes of the model, are found.
-- Files of libraries that were edited in place without a new version, unless one of the model's classes is in them.
-- Methods of the user's that only a library calls, by a name that neither the user's code nor a base class mentions.
-- Implementations that a program gives to torch's operators, classes that it registers with abstract base classes,
+- Behaviour of libraries beyond their version and the bytecode of their classes: C extensions, a library that reads
+  files, environment variables or the hardware, values that a program assigns to a library's globals. User functions
+  and classes in the namespaces of torch, and in the modules around the library classes of the model, are included.
+- Library files that were edited in place without a new version, unless they contain one of the model's classes.
+- User methods that only a library calls, by a name that occurs neither in user code nor in a base class.
+- Kernels that a program registers for torch's operators, classes that it registers with abstract base classes,
   torch's private configuration modules.
 - Attributes of tensors such as `grad`; strides of the arguments (a `Signature` has none); annotations.
-- The order of a set of texts, which Python changes from process to process.
-- Names that code reaches by arithmetic on frames or on the garbage collector's lists.
+- The iteration order of a set of strings, which differs between processes.
+- Names that code reaches through frames or the garbage collector.
 """
 
 from __future__ import annotations
@@ -57,24 +58,24 @@ from rannd.sources import TRACING, digest_of
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Everything that a trace depends on; `components` are plain texts, by the names in this file's table."""
+    """Everything that a trace depends on; `components` maps the names in this module's table to text."""
 
     components: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Unseen:
-    """There is no fingerprint, because of something that cannot be seen: `reason` names it."""
+    """Result without a fingerprint: `reason` says what a trace may depend on and cannot be read."""
 
     reason: str
 
 
 def fingerprint(model: nn.Module, signature: Signature) -> Fingerprint | Unseen:
-    """The fingerprint of tracing `model` for calls with `signature`, made now.
+    """Compute the fingerprint of tracing `model` for calls with `signature` in its present state.
 
-    Runs no code of the user's and changes nothing. Equal in every process where a trace would be the same, whatever
-    the weights and the batch size; costs milliseconds. Reads at most 16 MiB of tensors that are neither parameters
-    nor buffers of the model.
+    Runs no user code and has no side effects. Equal in every process where the trace would be the same, independent of
+    weights and batch size; takes milliseconds. Reads at most 16 MiB of tensors that are neither parameters nor buffers
+    of the model.
     """
     try:
         mode = _mode(signature)
@@ -83,7 +84,7 @@ def fingerprint(model: nn.Module, signature: Signature) -> Fingerprint | Unseen:
     except Hidden as exc:
         return Unseen(str(exc))
     except RecursionError:
-        return Unseen("values are nested too deeply to be read")
+        return Unseen("values that the model refers to are nested too deeply to be read (recursion limit)")
 
 
 def _components(model: nn.Module, signature: Signature) -> dict[str, str]:
@@ -132,7 +133,7 @@ def _digest(lines: list[str]) -> str:
 def _tensors(
     modules: list[tuple[str, nn.Module]], first: Mapping[int, str]
 ) -> Iterator[tuple[str, torch.Tensor | None, str]]:
-    """(name, tensor or None, 'parameter' or 'buffer') of all modules."""
+    """Yield (name, tensor or None, 'parameter' or 'buffer') for the parameters and buffers of all modules."""
     for name, module in modules:
         if first[id(module)] != name:
             continue
@@ -162,7 +163,7 @@ def _describe_tensors(
 
 
 def _call(inspector: Inspector, signature: Signature) -> str:
-    """The call in words, and a digest of all of it."""
+    """Describe a call in words, followed by a digest of all its details."""
     lines = [_structure(inspector, signature.spec)]
     for spec in signature.tensors:
         shape = ", ".join(map(str, spec.shape))
@@ -174,7 +175,7 @@ def _call(inspector: Inspector, signature: Signature) -> str:
 
 
 def _structure(inspector: Inspector, spec: pytree.TreeSpec) -> str:
-    """The containers of the arguments, with the functions that take the user's own apart."""
+    """Serialize a TreeSpec, including the flatten and unflatten functions of its container classes."""
     if spec.type is None:
         return "*"
     where = "the structure of the arguments"
@@ -187,7 +188,7 @@ def _structure(inspector: Inspector, spec: pytree.TreeSpec) -> str:
 
 
 def _mode(signature: Signature) -> str:
-    """Every switch that decides which operators a model's code becomes."""
+    """Every setting that influences which operators are traced. Hidden inside of function or dispatch modes."""
     for mode in modes_around():
         if type(mode) is not DeviceContext:
             raise Hidden(f"the call runs inside a {type(mode).__module__}.{type(mode).__qualname__}")

@@ -1,4 +1,4 @@
-"""Looking at Python objects without running any code of theirs: no ``__getattr__``, no property, no metaclass."""
+"""Read modules, classes and closures without running user code: no ``__getattr__``, property or metaclass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 HEAP_TYPE = 1 << 9
-"""Flag of classes that are made while Python runs (Py_TPFLAGS_HEAPTYPE)."""
+"""Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE), as all classes written in Python are."""
 
 _NAMESPACE = vars(types.ModuleType)["__dict__"]
 _VARS = type.__dict__["__dict__"]
@@ -15,19 +15,19 @@ _MRO = type.__dict__["__mro__"]
 
 
 def namespace(module: types.ModuleType) -> dict[str, Any]:
-    """The globals of a module; lazy modules would import when they are asked for an attribute."""
+    """The globals of a module. Plain attribute access would make lazy modules import others."""
     found: dict[str, Any] = _NAMESPACE.__get__(module)
     return found
 
 
 def module_name(module: types.ModuleType) -> str:
-    """The name of a module, '?' where it has none."""
+    """The name of a module, '?' if it has none."""
     name = namespace(module).get("__name__")
     return name if type(name) is str else "?"
 
 
 def full_name(value: Any) -> str:
-    """Module and qualified name of a class or function, as it says itself."""
+    """Module and qualified name of a class or function, from its own attributes."""
     module = vars_of(value).get("__module__") if isinstance(value, type) else value.__module__
     if type(module) is not str and isinstance(value, type):
         module = type.__dict__["__module__"].__get__(value)
@@ -47,7 +47,7 @@ def vars_of(cls: type) -> Mapping[str, Any]:
 
 
 def cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the variables that a function closes over and that have a value."""
+    """Yield (name, value) of the closure variables of a function, except unbound ones."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents

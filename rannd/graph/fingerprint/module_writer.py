@@ -1,4 +1,4 @@
-"""Tensors and modules as text: the model's own by name, others by what they hold."""
+"""Serialize tensors and modules to text: those of the model by name, others by their contents."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rannd.graph.fingerprint.state_rules import (
 from rannd.graph.fingerprint.value_writer import Hidden, ValueWriter
 
 _APART = frozenset(name for name, part in MODULE_PARTS.items() if part is not ModulePart.VALUE)
-"""What is not written as other attributes are."""
+"""Attributes of nn.Module that are not serialized like user attributes."""
 
 
 class ModuleWriter(ValueWriter):
-    """Writes tensors and modules down. `tensors` and `modules` are the model's own, by identity."""
+    """Serializes tensors and modules. `tensors` and `modules` map the ids of the model's own to their names."""
 
     def __init__(self, tensors: Mapping[int, str], modules: Mapping[int, str]) -> None:
         super().__init__()
@@ -32,22 +32,22 @@ class ModuleWriter(ValueWriter):
         self._modules = modules
 
     def write_tensor(self, tensor: torch.Tensor, scope: str, where: str) -> str:
-        """The text of one of the model's own tensors, without its values."""
+        """Serialize a tensor of the model without its values."""
         self._scope, self._where, self._tolerant = scope, where, False
         return self._tensor_text(tensor)
 
     def write_module(self, module: nn.Module, name: str) -> str:
-        """Class, attributes and hooks of one of the model's own modules; not its parameters, buffers and modules."""
+        """Serialize class, attributes and hooks of a module of the model; not parameters, buffers and submodules."""
         self._tolerant = False
         return self._module_text(module, name)
 
     def _tensor_text(self, tensor: torch.Tensor) -> str:
-        """What is known of a tensor beside its values."""
+        """Serialize the metadata of a tensor: class, dtype, shape, device type, flags, strides and attributes."""
         kind = type(tensor)
         if form_of(kind).sort is not Sort.TENSOR:
             return self._opaque(kind, "is a tensor of another class")
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            return self._opaque(kind, f"of layout {tensor.layout} is not read")
+            return self._opaque(kind, f"of layout {tensor.layout} is not supported")
         dense = tensor.is_contiguous()
         layout = "" if dense else f"{tensor.stride()}"
         flags = f"{tensor.requires_grad:d}{tensor.is_leaf:d}{tensor.is_conj():d}{tensor.is_neg():d}"
@@ -56,7 +56,7 @@ class ModuleWriter(ValueWriter):
         return f"{kind.__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} {flags} {layout}{extra}"
 
     def _tensor(self, tensor: torch.Tensor) -> str:
-        """A tensor that occurs in Python: one of the model's by name, another by its contents."""
+        """Serialize a tensor found in an attribute or global: by name if it is the model's, else with its values."""
         name = self._tensors.get(id(tensor))
         if name is not None:
             return f"tensor {name!r}"
@@ -70,13 +70,14 @@ class ModuleWriter(ValueWriter):
         size = tensor.numel() * tensor.element_size()
         if self._bytes + size > KEY_BYTES:
             raise Hidden(
-                f"{self._where}: a tensor of {size} bytes that is neither parameter nor buffer is too large to read"
+                f"{self._where}: a tensor of {size} bytes that is neither parameter nor buffer is too large to read "
+                f"(at most {KEY_BYTES >> 20} MiB in all); register it as a buffer"
             )
         values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{text} {self._raw(values.numpy().tobytes())}"
 
     def _module(self, module: nn.Module) -> str:
-        """A module that occurs in Python: one of the model's by name, another as a whole."""
+        """Serialize a module found in an attribute or global: by name if it is the model's, else as a whole."""
         name = self._modules.get(id(module))
         if name is not None:
             return f"module {name!r}"
@@ -87,7 +88,7 @@ class ModuleWriter(ValueWriter):
         return f"<{text} {' '.join(tensors)}>"
 
     def _module_text(self, module: nn.Module, name: str | None = None) -> str:
-        """Class, attributes and hooks of a module; not its parameters, buffers and modules."""
+        """Serialize class, attributes and hooks of a module, without its parameters, buffers and submodules."""
         kind = type(module)
         form = form_of(kind)
         if form.hidden:
@@ -114,7 +115,7 @@ class ModuleWriter(ValueWriter):
         for slot_name, slot in form.slots:
             try:
                 parts.append(f"{slot_name}={self._value(slot.__get__(module))}")
-            except AttributeError:  # it is empty
+            except AttributeError:  # the slot is empty
                 continue
         for hooks, flags in HOOK_FLAGS.items():
             flagged = [state.get(flag) or () for flag in flags]

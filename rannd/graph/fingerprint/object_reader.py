@@ -1,17 +1,17 @@
-"""How any Python object is read, without running code of its own: what tells it, and what it holds.
+"""Read the contents of any Python object without running user code.
 
-No ``__getattr__``, no property, no ``__eq__``, no ``__iter__``, no metaclass. Everybody who looks into the objects of a
-model does it with this file, so that what one sees the others see:
+No ``__getattr__``, property, ``__eq__``, ``__iter__`` or metaclass is called. All code that inspects the objects of a
+model uses this file, so that each purpose sees the same state:
 
 ==============================  =================================================================
-the key of a trace              rannd.graph.fingerprint.value_writer, module_writer
-the guard of a call             rannd.graph.modules.snapshot
-undo what running code changes  rannd.graph.modules.contained_objects
-code that objects bring along   rannd.graph.modules.attribute_reads
+cache key of a trace            rannd.graph.fingerprint.value_writer, module_writer
+guard of a call                 rannd.graph.modules.snapshot
+undoing side effects            rannd.graph.modules.contained_objects
+attribute names that code reads rannd.graph.modules.attribute_reads
 tensors in attributes           rannd.runtime.parameters.tensor_swap
 ==============================  =================================================================
 
-What of it counts, and how far each one reads: `state_rules.py`.
+Which part of the state counts, and the limits for each purpose, are in `state_rules.py`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from rannd.graph.fingerprint.introspect import HEAP_TYPE, cells, mro_of, vars_of
 from rannd.graph.fingerprint.state_rules import GUARD_ITEMS, GUARD_LEVELS, HOOK_FLAGS, INTERNAL, TENSORS, UNDO_VALUES
 
 CACHED = type(functools.lru_cache(len))
-"""The class of functions that remember their results."""
+"""The class of functions decorated with functools.lru_cache."""
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-"""Sources of random numbers."""
+"""Classes of random number generators."""
 NUMBERS = (int, float, complex)
 
 _Named = collections.namedtuple("_Named", "field")
@@ -51,34 +51,34 @@ C_DESCRIPTORS: frozenset[type] = frozenset(
     {types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
      types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(_Named)["field"])}
 )  # fmt: skip
-"""What C classes have in the place of methods and attributes."""
+"""Types of the methods and attributes of classes implemented in C."""
 C_FUNCTIONS = frozenset({types.BuiltinFunctionType, types.MethodWrapperType})
 
 _BASES = (torch.Size, list, tuple, dict, set, frozenset, int, float, complex, str, bytes, bytearray,
           collections.OrderedDict, collections.defaultdict, collections.deque)  # fmt: skip
-"""Built-in classes whose instances, and those of classes below them, can be read."""
-_UNSEEN = "has a state that cannot be seen"
+"""Built-in classes whose instances, and those of their subclasses, can be read."""
+_UNSEEN = "has state that cannot be read from Python"
 _MOST_FORMS = 5_000
-"""Classes that are remembered."""
+"""Maximum number of cached `Form` objects."""
 
 
 class Sort(Enum):
-    """What something is, for those who look into it."""
+    """Category of an object, which determines how it is read."""
 
-    SCALAR = "a number, a text, bytes, a singleton: told by its content"
-    TENSOR = "a tensor of torch's own classes"
-    ARRAY = "an array of numpy"
-    GENERATOR = "a source of random numbers"
+    SCALAR = "a number, string, bytes or singleton, compared by its content"
+    TENSOR = "an instance of one of torch's own tensor classes"
+    ARRAY = "a numpy array"
+    GENERATOR = "a random number generator"
     MODULE = "an nn.Module"
     CLASS = "a class"
-    FUNCTION = "a function of Python code: its code, and what it closes over"
-    PARTS = "an object of Python's own, told by what it is made of: a partial, a method"
-    OBJECT = "what has items, slots or attributes"
-    ALONE = "told by its identity alone"
+    FUNCTION = "a Python function: its code and its closure"
+    PARTS = "an object of Python itself that is compared by its components: a partial, a method"
+    OBJECT = "an object with items, slots or attributes"
+    ALONE = "an object that is compared by identity only"
 
 
 class Form:
-    """How the instances of one class are read."""
+    """Describes how to read the instances of one class."""
 
     __slots__ = ("attributes", "base", "closed", "content", "exact", "extra", "hidden", "items", "kind", "mapping",
                  "parts", "size", "slots", "sort")  # fmt: skip
@@ -86,31 +86,31 @@ class Form:
     def __init__(self, kind: type) -> None:
         self.kind = kind
         self.hidden = ""
-        """Why a part of their state cannot be seen, where it cannot."""
+        """Why part of their state cannot be read; empty if all of it can."""
         self.base: type | None = None
-        """The built-in class whose content they have: a container, a number or a text."""
+        """The built-in class that they inherit content from: a container, a number or a string."""
         self.slots: tuple[tuple[str, Any], ...] = ()
         self.attributes: Any = None
         """The descriptor of their `__dict__`."""
         self.content: Callable[[Any], Any] | None = None
-        """Of SCALAR: the content, in a form that compares."""
+        """For SCALAR: returns the content in a form that can be compared."""
         self.parts: Callable[[Any], Iterable[tuple[str, Any]]] | None = None
-        """Of PARTS and FUNCTION: what they are made of."""
+        """For PARTS and FUNCTION: returns the components."""
         self.items: Any = None
-        """Of containers: the items; the values of a dict."""
+        """For containers: iterates over the items, or the values of a dict."""
         self.size: Any = None
         self.extra: Callable[[Any], Any] | None = None
-        """Of containers: what belongs to them beside the items."""
+        """For containers: returns state beside the items (default_factory, maxlen)."""
         self.mapping = False
         """Whether they are dicts."""
         self.exact = False
-        """Whether a container is told by what it holds, and nothing else."""
+        """Whether a container has no state beside its contents."""
         self._find_layout(mro_of(kind))
         self.sort = self._sort(mro_of(kind))
         self.closed = GUARD_LEVELS
-        """So deep below a module's attribute the guard does not look into them any more."""
+        """The guard reads their contents only at a depth below this, counted from a module's attribute."""
         if self.sort in (Sort.OBJECT, Sort.MODULE) and not self.exact:
-            self.closed = _closed(kind, self.sort)
+            self.closed = _depth_limit(kind, self.sort)
 
     def _sort(self, mro: tuple[type, ...]) -> Sort:
         kind = self.kind
@@ -145,17 +145,17 @@ class Form:
             if _below((cls,), *_BASES):
                 self.base = self.base or cls
             elif not cls.__flags__ & HEAP_TYPE:
-                known = cls is object or cls is types.SimpleNamespace  # which is nothing but its attributes
+                known = cls is object or cls is types.SimpleNamespace  # a SimpleNamespace has only its attributes
                 if not known and not (self.base is not None and _below(mro_of(self.base), cls)):
                     self.hidden = self.hidden or _UNSEEN
             else:
                 members = [(name, each) for name, each in own.items() if type(each) is types.MemberDescriptorType]
                 slots += members
-                if _more_than(cls, len(members)):
+                if _has_c_fields(cls, len(members)):
                     self.hidden = self.hidden or _UNSEEN
         self.slots = tuple(slots)
         if self.kind.__dictoffset__ and self.attributes is None:
-            self.hidden = self.hidden or _UNSEEN  # a property of the user's is in the place of __dict__
+            self.hidden = self.hidden or _UNSEEN  # user code has replaced __dict__ by a property
         base = self.base
         if base is not None and not issubclass(base, (*NUMBERS, str, bytes, bytearray)):
             self.mapping = issubclass(base, dict)
@@ -171,42 +171,45 @@ class Form:
                 self.extra = vars_of(collections.deque)["maxlen"].__get__
 
     def keys(self, value: Any) -> Iterator[Any]:
-        """The keys of a dict."""
+        """Iterate over the keys of a dict."""
         return iter(collections.OrderedDict.keys(value) if self.base is collections.OrderedDict else dict.keys(value))
 
     def copy(self, value: Any) -> Any:
-        """The content of a container, as a dict or a list."""
+        """Copy the content of a container to a dict or a list."""
         if self.mapping:
             return dict(zip(self.keys(value), self.items(value), strict=True))
         return list(self.items(value))
 
     def named(self, value: Any) -> list[tuple[str, Any]]:
-        """The attributes, slots that are filled included."""
+        """List (name, value) of the attributes, including slots that are set."""
         found = list(dict.items(self.attributes.__get__(value))) if self.attributes is not None else []
         for name, slot in self.slots:
             try:
                 found.append((name, slot.__get__(value)))
-            except AttributeError:  # it is empty
+            except AttributeError:  # the slot is empty
                 continue
         return found
 
 
 def _below(mro: tuple[type, ...], *classes: type) -> bool:
-    """Whether one of the classes is in `mro`; by identity, a metaclass may compare in its own way."""
+    """Whether one of the classes is in `mro`; compared by identity, since a metaclass may define ``__eq__``."""
     return any(each is cls for each in mro for cls in classes)
 
 
-def _more_than(cls: type, slots: int) -> bool:
-    """Whether instances have more of their own than slots, `__dict__` and `__weakref__`: something of C."""
+def _has_c_fields(cls: type, slots: int) -> bool:
+    """Whether instances have C fields beside slots, `__dict__` and `__weakref__`, judging by their size."""
     under = cls.__base__ or object
     words = slots + (cls.__weakrefoffset__ > 0 and under.__weakrefoffset__ <= 0)
-    inside = cls.__dictoffset__ > 0 or cls.__itemsize__ > 0  # otherwise the dict lies before the object
+    inside = cls.__dictoffset__ > 0 or cls.__itemsize__ > 0  # otherwise the dict is stored before the object
     words += inside and under.__dictoffset__ == 0 != cls.__dictoffset__
     return cls.__basicsize__ > under.__basicsize__ + 8 * words
 
 
-def _closed(kind: type, sort: Sort) -> int:
-    """How deep objects of a class are looked into: machinery where it is an attribute, our own nowhere."""
+def _depth_limit(kind: type, sort: Sort) -> int:
+    """Depth limit for reading objects of a class.
+
+    Objects of torch, numpy and the standard library are read only directly in an attribute, those of rannd nowhere.
+    """
     module = kind.__module__
     home = module if type(module) is str else "?"
     top = home.partition(".")[0]
@@ -220,7 +223,7 @@ _forms: dict[int, Form] = {}
 
 
 def form_of(kind: type) -> Form:
-    """How instances of a class are read; found once for each."""
+    """Return the Form of a class; cached."""
     known = _forms.get(id(kind))
     if known is None:
         if len(_forms) > _MOST_FORMS:
@@ -230,18 +233,18 @@ def form_of(kind: type) -> Form:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """The attributes of an object in its ``__dict__``; none where there is none."""
+    """The ``__dict__`` of an object; empty if it has none."""
     found = form_of(type(value)).attributes
     return {} if found is None else found.__get__(value)
 
 
-# -- what objects of Python's own are made of ------------------------------------------------------------------------
+# -- components of Python's own objects ------------------------------------------------------------------------------
 
 
 def _function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
     home = value.__globals__.get("__name__")
     if type(home) is str and home.startswith("rannd."):
-        return  # what the tracer puts in the place of the user's
+        return  # a wrapper that the tracer has put in place of a user function
     for name, inner in (("defaults", value.__defaults__), ("keyword defaults", value.__kwdefaults__)):
         if inner:
             yield name, inner
@@ -264,7 +267,7 @@ def _alias(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _holder(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a method of C is bound to: a list, of its `append`."""
+    """The object that a C method is bound to: the list for `list.append`."""
     yield "name", value.__qualname__
     yield "holder", value.__self__
 
@@ -298,7 +301,7 @@ PARTS: dict[type, Callable[[Any], Iterable[tuple[str, Any]]]] = {
     operator.methodcaller: lambda value: (("call", value.__reduce__()[1]),),
     **dict.fromkeys(C_FUNCTIONS, _holder),
 }
-"""What an object of Python's own is made of, by its class: (name, part)."""
+"""For each class of Python's own: a function that yields (name, component) of an instance."""
 
 _PACK = struct.Struct("d").pack
 _CONTENTS: dict[type, Callable[[Any], Any]] = {
@@ -318,7 +321,7 @@ _ATOMS = C_DESCRIPTORS | {types.CodeType, types.ModuleType, types.GeneratorType}
 
 
 class Held:
-    """Something that a module's attribute holds, at some depth."""
+    """A value found in a module's attribute, or nested in it."""
 
     __slots__ = ("depth", "form", "inner", "module", "name", "opened", "value")
 
@@ -327,25 +330,25 @@ class Held:
         self.module = module
         """Path of the module that has the attribute."""
         self.name = name
-        """The attribute."""
+        """Name of the attribute."""
         self.inner = inner
-        """Where in it, as Python writes it: ``.scales[0]``."""
+        """Location inside the attribute as a Python expression: ``.scales[0]``."""
         self.depth = depth
         self.form = form_of(type(value))
         self.opened = depth < self.form.closed
-        """Whether it is looked into."""
+        """Whether its contents are read."""
 
     @property
     def path(self) -> str:
-        """As Python would write it: ``encoder.config.scales[0]``."""
+        """Location as a Python expression: ``encoder.config.scales[0]``."""
         return f"{self.module}.{self.name}{self.inner}" if self.module else f"{self.name}{self.inner}"
 
 
 def walk(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Held]:
-    """All that the attributes of the modules hold, as far as the guard of a call looks; each object once.
+    """Yield everything in the attributes of modules, within the limits of the guard of a call; each object once.
 
-    `modules` are all of a model, by their paths. Modules that are in attributes only are walked with their own modules;
-    parameters, buffers and submodules of no module are.
+    `modules` are (path, module) of all modules of a model. A module found only in an attribute is walked together with
+    its submodules. Parameters, buffers and registered submodules are not yielded.
     """
     modules = list(modules)
     deepest: dict[int, int] = {id(module): -1 for _, module in modules}
@@ -387,7 +390,7 @@ def walk(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Held]:
 
 
 def _inside(value: Any, form: Form, most: int) -> Iterator[tuple[str, Any]]:
-    """What something holds, by how Python would write it."""
+    """Yield (Python expression, value) for the contents of an object."""
     if form.parts is not None and (form.parts is not _holder or is_bound(value)):
         for name, inner in form.parts(value):
             yield f".{name}", inner
@@ -405,15 +408,15 @@ def _inside(value: Any, form: Form, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def is_bound(value: Any) -> bool:
-    """Whether a function of C is a method of an object that may change."""
+    """Whether a C function is a method bound to a mutable object."""
     holder = form_of(type(value.__self__))
     return holder.sort not in (Sort.CLASS, Sort.ALONE, Sort.SCALAR) and value.__self__ is not None
 
 
 def modules_of(model: nn.Module, *, again: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """As named_modules, which takes twice as long; `again`: a module that has two names comes by both.
+    """Like `named_modules`, but twice as fast.
 
-    What is below it comes by the first alone.
+    With `again`, a module with two names is yielded under both, its submodules only under the first.
     """
     waiting = [("", model)]
     seen = set()

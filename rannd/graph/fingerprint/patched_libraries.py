@@ -1,7 +1,7 @@
-"""The user's code inside libraries: functions and classes that were registered with them, or put in their places.
+"""Find user code inside libraries: functions and classes that were registered with or assigned into them.
 
 ``torch.nn.functional.gelu = mine``, ``GPT2Block.forward = mine`` and attention functions that are registered by name
-with Hugging Face change what library classes do, and nothing in the model shows it.
+with Hugging Face change what library classes do, and nothing in the model refers to them.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _FUNCTIONS = frozenset(
 
 @dataclass(frozen=True)
 class _Noted:
-    """The functions in a namespace, as long as it holds the same values."""
+    """Cached list of the functions in a namespace, valid as long as it holds the same values."""
 
     keys: tuple[str, ...]
     values: tuple[Any, ...]
     text: str
     owners: frozenset[str]
     partial: list[tuple[str, Any]]
-    """Functions with arguments: the arguments count as well."""
+    """functools.partial objects, whose arguments count as well."""
 
 
 _noted: dict[str, _Noted] = {}
 
 
 class Foreign:
-    """What was found: `values` by their places, and texts of the `functions`, with their `owners`."""
+    """Search result: user `values` by location, texts that list the `functions`, and their `owners`."""
 
     def __init__(self, libraries: Iterable[str]) -> None:
-        """Search torch's namespaces, the modules `libraries`, and all that these import from their distribution."""
+        """Search torch's namespaces, the modules `libraries`, and the modules that these import from their package."""
         self.values: list[tuple[str, Any]] = []
         self.functions: list[str] = []
         self.owners: set[str] = set()
@@ -88,7 +88,7 @@ class Foreign:
         self._class(torch.Tensor, "torch.Tensor", 2)
 
     def _functions(self, name: str, inside: Mapping[str, Any]) -> None:
-        """Note which function stands under each name: another library may have put its own in the place."""
+        """Record which function each name refers to: another library may have replaced it by its own."""
         keys, values = tuple(inside), tuple(inside.values())
         known = _noted.get(name)
         if known is None or known.keys != keys or not all(map(operator.is_, known.values, values)):
@@ -106,7 +106,7 @@ class Foreign:
 
     @staticmethod
     def _neighbours(top: str, inside: dict[str, Any], known: set[str]) -> list[str]:
-        """Modules of the same package whose functions and classes are used here."""
+        """Names of modules of the same package whose functions or classes this namespace contains."""
         found = []
         for value in inside.values():
             kind = type(value)
@@ -118,7 +118,7 @@ class Foreign:
         return found
 
     def _inside(self, values: dict[Any, Any], place: str, depth: int, classes: bool = True) -> None:
-        """Search the values of a namespace; `classes`: the libraries' classes as well."""
+        """Search the values of a namespace; `classes`: search library classes, too."""
         seen = self._seen
         for key, value in tuple(values.items()):
             kind = type(value)

@@ -1,7 +1,7 @@
-"""Whose code is it: files and modules, the distributions they belong to, versions and contents.
+"""Find the distribution that a file, module, function or class belongs to, its version and its requirements.
 
-Code of the standard library and of installed distributions is known by its version. All other code (scripts, files
-beside them, distributions installed in editable form, notebooks) is the user's, and known by its content.
+Code of the standard library and of installed distributions is identified by its version. All other code (scripts, files
+beside them, editable installs, notebooks) is user code and identified by its content.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rannd import __version__
 from rannd.graph.fingerprint.introspect import HEAP_TYPE, module_name, mro_of, namespace, vars_of
 
 USER = ""
-"""The owner of code that belongs to no installed distribution."""
+"""Owner of code that belongs to no installed distribution."""
 
 PYTHON = "python"
-"""The owner of the standard library and of what is built in."""
+"""Owner of the standard library and of builtins."""
 
 _OURS = os.path.realpath(Path(__file__).parents[2]) + os.sep
-"""This package, however it is installed: the part of it that traces counts by its content."""
+"""Folder of this package, however it is installed. Its tracing code is identified by content: `sources_digest`."""
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
@@ -40,7 +40,7 @@ _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 def owner_of_file(path: str) -> str:
     """The distribution(s) that a source file belongs to, PYTHON, or USER.
 
-    `path` is what a code object or a module says; texts that are no absolute path (``<stdin>``) are the user's.
+    `path` comes from a code object or a module; anything but an absolute path (``<stdin>``) is user code.
     """
     if path.startswith("<frozen "):
         return PYTHON
@@ -60,14 +60,14 @@ def owner_of_file(path: str) -> str:
 
 
 def owner_of_module(module: types.ModuleType) -> str:
-    """Like `owner_of_file`, for a module; those without a file belong to their package."""
+    """Like `owner_of_file`, for a module; modules without a file belong to the owner of their package."""
     values = namespace(module)
     file = values.get("__file__")
     if type(file) is str and os.path.isabs(file):
         return owner_of_file(file)
     name = module_name(module)
     spec = values.get("__spec__")
-    if type(spec) is ModuleSpec:  # the module `_io` calls itself `io`
+    if type(spec) is ModuleSpec:  # the __name__ of module `_io` is `io`
         if spec.name in sys.builtin_module_names and sys.modules.get(spec.name) is module:
             return PYTHON
         if spec.origin == "frozen" and spec.name.split(".")[0] in sys.stdlib_module_names:
@@ -79,13 +79,13 @@ def owner_of_module(module: types.ModuleType) -> str:
 
 
 def owner_of_name(name: object) -> str:
-    """Like `owner_of_module`, for the name of a loaded module; USER where none has it."""
+    """Like `owner_of_module`, for the name of an imported module; USER if there is none of this name."""
     module = sys.modules.get(name) if type(name) is str else None
     return owner_of_module(module) if module is not None else USER
 
 
 def owner_of_function(function: types.FunctionType) -> str:
-    """The distribution of a function's code; generated code belongs to the module whose globals it has."""
+    """The distribution of a function's code; generated code belongs to the module whose globals it uses."""
     path = function.__code__.co_filename
     if not path.startswith("<") or path.startswith("<frozen "):
         return owner_of_file(path)
@@ -100,7 +100,7 @@ def owner_of_function(function: types.FunctionType) -> str:
 
 
 def owner_of_class(cls: type) -> str:
-    """The distribution of a class; USER where a class that was made elsewhere has methods of the user's."""
+    """The distribution of a class; USER if the class is not found in its module and has methods from user code."""
     name = cls.__module__
     module = sys.modules.get(name) if type(name) is str else None
     if module is None:
@@ -113,7 +113,7 @@ def owner_of_class(cls: type) -> str:
 
 
 def _looked_up(module: types.ModuleType, path: str) -> object:
-    """What a module has at a dotted path of classes; None where there is nothing."""
+    """Look up a class by its dotted path in a module; None if there is none."""
     found: Any = None
     inside: Mapping[str, Any] = namespace(module)
     for part in path.split("."):
@@ -125,7 +125,7 @@ def _looked_up(module: types.ModuleType, path: str) -> object:
 
 
 def version_of(distribution: str) -> str:
-    """The installed version, '?' where the distribution has none. Of rannd that of its code: metadata may be stale."""
+    """The installed version, '?' if unknown. For rannd the version in its code, since metadata may be stale."""
     return __version__ if distribution == "rannd" else installed(distribution)[0]
 
 
@@ -137,16 +137,16 @@ def installed(distribution: str) -> tuple[str, tuple[str, ...]]:
     except metadata.PackageNotFoundError:
         return "?", ()
     text = found.read_text("METADATA")
-    if text is None:  # an old format
+    if text is None:  # installed in the old egg format
         return found.version or "?", tuple(found.requires or ())
-    # Without the description behind the first empty line, which is long.
+    # Parse only the header: the description after the first empty line is long.
     head = email.message_from_string(text.partition("\n\n")[0])
     return head["Version"] or "?", tuple(head.get_all("Requires-Dist", ()))
 
 
 @functools.cache
 def requirements_of(distribution: str) -> frozenset[str]:
-    """The installed distributions that one needs, directly and indirectly, and itself."""
+    """The installed distributions that a distribution requires, directly and indirectly, including itself."""
     found: set[str] = set()
     waiting = [_normal(distribution)]
     while waiting:
@@ -160,7 +160,7 @@ def requirements_of(distribution: str) -> frozenset[str]:
 
 @functools.cache
 def _direct_requirements(distribution: str) -> tuple[str, ...]:
-    """Extras are left out: they hold hundreds of tools for development."""
+    """Requirements without those of extras, which are often hundreds of development tools."""
     matches = [_REQUIREMENT.match(line) for line in installed(distribution)[1] if "extra" not in line.partition(";")[2]]
     return tuple(sorted({_normal(match.group(1)) for match in matches if match}))
 
@@ -185,7 +185,7 @@ def _standard_directories() -> tuple[str, ...]:
 
 @functools.cache
 def _distributions_of(directory: str, top: str) -> str:
-    """Distributions in a site directory that install the package or module `top`; USER where none does."""
+    """Distributions in a site directory that provide the package or module `top`; USER if none does."""
     try:
         same = metadata.distribution(top)
     except (metadata.PackageNotFoundError, ValueError):
@@ -203,11 +203,11 @@ def _packages() -> dict[str, list[str]]:
 
 
 _contents: dict[str, tuple[tuple[int, int], str]] = {}
-"""(time of change in nanoseconds, size) and SHA-256 of files that were read."""
+"""Maps paths to ((modification time in nanoseconds, size), SHA-256)."""
 
 
 def file_digest(path: str) -> str:
-    """SHA-256 of a source file, 'no file' where there is none. Read once for each time of change and size."""
+    """SHA-256 of a source file, 'no file' if there is none. Cached until its modification time or size changes."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):

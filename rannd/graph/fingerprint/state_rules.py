@@ -1,7 +1,7 @@
-"""What of a model's state counts, for the key of its trace and for the guard of a call, and how far each one reads.
+"""Rules and limits: which state of a model the cache key of its trace and the guard of a call include.
 
-One table for both: what the key sees and may change between two calls of a process, the guard sees as well. Where only
-one of them sees something, `ONE_SIDED` says why.
+One table for both: state in the key that may change between two calls of a process is in the guard, too. Where only
+one of them includes something, `ONE_SIDED` says why.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 KEY_ITEMS = 200_000
-"""Values of one container that the key reads."""
+"""Maximum number of values in one container for the key."""
 KEY_VALUES = 1_000_000
-"""Values that the key reads, in sum."""
+"""Maximum number of values in all for the key."""
 KEY_BYTES = 16 * 2**20
-"""Bytes of tensors, arrays and byte strings that the key reads, in sum."""
+"""Maximum bytes of tensors, arrays and byte strings in all for the key."""
 GUARD_ITEMS = (256, 64, 64, 64)
-"""So many items the guard reads, which runs in every call: of what is an attribute, of what is in that, and so on."""
+"""Maximum number of items that the guard, which runs in every call, reads of a container, by depth: in an attribute,
+nested in that, and so on."""
 GUARD_LEVELS = len(GUARD_ITEMS)
 GUARD_PLAIN_ITEMS = 10_000
-"""Items of a container that holds numbers or texts only, which are read at once."""
+"""Maximum number of items that the guard reads of a container of numbers or strings only, which it compares as one."""
 GUARD_VALUES, GUARD_VALUES_OF_ONE = 40_000, 4_000
-"""Values in objects that the guard reads, in sum, and of one attribute."""
+"""Maximum number of values in objects that the guard reads, in all and per attribute."""
 UNDO_VALUES = 200_000
-"""Values in objects that are looked at, to put them back after code has run."""
+"""Maximum number of values in objects that are recorded to be restored after user code has run."""
 GUARD_BYTES = 2**16
-"""Bytes of an array that the guard reads."""
+"""Maximum bytes of an array that the guard reads."""
 UNDO_ELEMENTS = 1 << 24
-"""Elements of the largest tensor, or array, whose values are kept while code runs; what is larger is data."""
+"""Maximum number of elements of a tensor or array that is copied to be restored; larger ones are taken for data."""
 LIBRARY_LEVELS = 4
-"""How far values of a library's namespace are followed in search of the user's functions."""
+"""Maximum depth to which values in a library's namespace are searched for user functions."""
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
 class ModulePart(Enum):
-    """How one of the attributes that every module has counts."""
+    """How an attribute that every nn.Module has is compared."""
 
-    VALUE = "by its value"
-    TENSORS = "names, and of each tensor its identity and what `TENSOR` names"
-    MODULES = "names and identities; the modules inside are modules of the model themselves"
-    NAMES = "a set of names"
+    VALUE = "by value"
+    TENSORS = "names, and for each tensor its identity and the properties in `TENSOR`"
+    MODULES = "names and identities; the submodules are compared as modules of the model"
+    NAMES = "as a set of names"
     HOOKS = "each hook, in order, with its flags"
-    FLAGS = "with the hooks that it is about"
+    FLAGS = "together with the hooks that it belongs to"
     SAVING = "not at all: neither a call nor tracing reads it"
 
 
@@ -75,7 +76,7 @@ MODULE_PARTS = {
     "_load_state_dict_pre_hooks": ModulePart.SAVING,
     "_load_state_dict_post_hooks": ModulePart.SAVING,
 }
-"""The attributes that `nn.Module.__init__` makes. All other attributes of a module count by what they hold."""
+"""The attributes that `nn.Module.__init__` sets. All other attributes of a module are compared by their contents."""
 
 HOOK_FLAGS = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -83,43 +84,43 @@ HOOK_FLAGS = {
     "_backward_hooks": (),
     "_backward_pre_hooks": (),
 }
-"""Containers of hooks, and what flags them. Keys are numbers of the process: a hook that is removed and registered
-again is the same."""
+"""Containers of hooks, and those of their flags. Their keys are not compared, since torch numbers hooks per process:
+a hook that is removed and registered again is the same."""
 
 IGNORED = {
     ("transformers.generation.configuration_utils", "GenerationConfig"): frozenset({"_original_object_hash"}),
 }
-"""Attributes that differ from process to process and that only saving reads."""
+"""Attributes that differ between processes and are read only for saving."""
 
 IGNORED_OF_TENSORS = ("_dynamo",)
-"""So begin attributes that torch.export leaves on tensors."""
+"""Prefixes of attributes that torch.export leaves on tensors."""
 
 TENSOR = ("class", "dtype", "shape", "requires_grad", "attributes")
-"""What both see of a tensor, beside its identity (the guard) or its values and its name (the key)."""
+"""Properties of a tensor in both, beside its identity (guard) or its values and name (key)."""
 
 TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
-"""The classes whose tensors are nothing but tensors."""
+"""Plain tensor classes, in contrast to tensor subclasses."""
 
 ONE_SIDED = {
-    "device and strides of a tensor": "key: deploying a model moves tensors and gives them other memory, between calls",
-    "memory that tensors share": "key: as their strides",
-    "values of a tensor in an attribute": "key: a graph reads the tensor itself in each call; a branch on its values "
-    "is decided in each call",
-    "identity of an object": "guard: other processes have other identities; what the object holds is in the key",
-    "bytecode, annotations and bases of classes": "key: code that is there does not change, it is replaced, and "
-    "functions and classes count by identity",
-    "globals, attributes of classes": "key: the guard would follow all code in each call",
-    "order of attributes": "key: deleting an attribute and setting it again is no change",
-    "values beyond the limits": "guard: not seen; the key reads them, or there is none",
-    "what no object shows": "there is no key; the guard sees the identity",
-    "objects of torch's and Python's machinery inside other objects": "key, if at all: optimizers, locks and queues "
-    "change in every step, and nobody may put them back after tracing",
-    "what hooks of all modules hold": "key: the tracer's own are among them while it traces",
+    "device and strides of a tensor": "key only: deploying a model moves tensors to other memory between calls",
+    "memory that tensors share": "key only: for the same reason as strides",
+    "values of a tensor in an attribute": "key only: a graph reads the tensor itself in each call, and a branch on its "
+    "values is decided in each call",
+    "identity of an object": "guard only: identities differ between processes; the key has the contents of the object",
+    "bytecode, annotations and bases of classes": "key only: code in a process is replaced, not changed, and the guard "
+    "compares functions and classes by identity",
+    "globals, attributes of classes": "key only: the guard would have to follow all code in each call",
+    "order of attributes": "key only: an attribute that is deleted and set again has not changed",
+    "values beyond the limits": "key only: the guard stops at its limits; beyond those of the key there is no key",
+    "what no object shows": "there is no key; the guard has the identity",
+    "objects of torch's and Python's machinery inside other objects": "key only, if at all: optimizers, locks and "
+    "queues change in every step, and must not be restored after tracing",
+    "what hooks of all modules hold": "key only: the tracer's own hooks are among them during tracing",
 }
-"""What one of the two sees alone, and why."""
+"""State that only one of the two includes, and why."""
 
 INTERNAL = frozenset(MODULE_PARTS) | {"__class__"}
-"""What is seen of every module, and is none of the user's attributes."""
+"""Entries of a module's state that are not user attributes."""
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
@@ -148,21 +149,21 @@ SWITCHES: dict[str, Callable[[], Any]] = {
     "fast path": torch.backends.mha.get_fastpath_enabled,
     "einsum": lambda: [torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy],
 }  # fmt: skip
-"""Switches of torch that decide which operators a model's code becomes. What a `Mode` has is not among them."""
+"""Global settings of torch that influence which operators are traced, except those in `signature.Mode`."""
 
 
 def switches() -> dict[str, Any]:
-    """The switches of torch as they are now."""
+    """Present values of torch's global settings."""
     return {name: read() for name, read in SWITCHES.items()}
 
 
 def modes_around() -> list[Any]:
-    """The modes that the call runs inside, which see or change every operator."""
+    """Active TorchFunctionMode and TorchDispatchMode objects, which see and may change every operator."""
     return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
 def global_hooks() -> list[tuple[str, str, Any]]:
-    """(container, flags, hook) of the hooks of all modules that there are now, as HOOK_FLAGS has those of one."""
+    """List (container, flags, hook) of the registered global module hooks, as HOOK_FLAGS does for those of a module."""
     containers: tuple[tuple[str, dict[int, Any], tuple[dict[int, bool], ...]], ...] = (
         ("_forward_pre_hooks", torch_modules._global_forward_pre_hooks, ()),
         (

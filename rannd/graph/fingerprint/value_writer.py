@@ -1,8 +1,8 @@
-"""Python values as text: equal texts for values that a trace cannot tell apart.
+"""Serialize Python values to text: equal texts for values that make no difference to a trace.
 
-Nothing of the user's is run: no property, no ``__getattr__``, no ``__eq__``, no ``__repr__``. Containers, objects with
-attributes and slots, and arrays are written down; what has a state that Python does not show raises
-Hidden. Mutable objects that occur twice are written once, and named the second time; so are cycles.
+Runs no user code: no property, ``__getattr__``, ``__eq__`` or ``__repr__``. Containers, objects with attributes and
+slots, and arrays are written with their contents; an object with state that cannot be read raises Hidden. A mutable
+object that occurs again, also inside itself, is written as a reference to its first occurrence.
 """
 
 from __future__ import annotations
@@ -43,28 +43,29 @@ _NAMED = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.qs
 
 
 class Hidden(Exception):
-    """Something that a trace may depend on cannot be seen."""
+    """A trace may depend on something that cannot be read; the message says what."""
 
 
 class ValueWriter(ABC):
-    """Writes values down."""
+    """Serializes values to text."""
 
     def __init__(self) -> None:
         self._scope = ""
         self._where = ""
         self._tolerant = False
-        """Whether what cannot be seen counts by its class: inside libraries, which count by their versions."""
+        """Write objects that cannot be read by class instead of raising Hidden: inside libraries, which are identified
+        by their versions."""
         self._count = 0
         self._bytes = 0
         self._seen: dict[tuple[int, bool], str] = {}
-        """Names of objects, for each tolerance."""
+        """Names of written objects, by (id, tolerant)."""
         self._labels: collections.Counter[str] = collections.Counter()
         self._kept: list[object] = []
-        """Keeps what is in `_seen` alive, and so its identity its own."""
+        """Keeps the objects in `_seen` alive, so that no other object gets their ids."""
         self._class_owners: dict[type, str] = {}
 
     def write(self, value: Any, scope: str, where: str) -> str:
-        """The text of a value. `scope` names new objects in the texts, `where` is for messages."""
+        """Serialize a value. `scope` prefixes the names of new objects, `where` is for error messages."""
         before = self._scope, self._where, self._tolerant
         self._scope, self._where, self._tolerant = scope, where, False
         try:
@@ -74,31 +75,31 @@ class ValueWriter(ABC):
 
     @abstractmethod
     def _tensor(self, tensor: torch.Tensor) -> str:
-        """A tensor that occurs in Python."""
+        """Serialize a tensor."""
 
     @abstractmethod
     def _module(self, module: nn.Module) -> str:
-        """A module of torch that occurs in Python."""
+        """Serialize an nn.Module."""
 
     @abstractmethod
     def _function(self, value: types.FunctionType) -> str:
-        """A Python function."""
+        """Serialize a Python function."""
 
     @abstractmethod
     def _class(self, cls: type, constructed: bool = False) -> str:
-        """A class, by its label; `constructed` where code may make new instances of it."""
+        """Write the label of a class; `constructed`: code may create new instances of it."""
 
     @abstractmethod
     def _library_module(self, module: types.ModuleType) -> str:
-        """A module of Python code that occurs as a value."""
+        """Serialize a Python module that is used as a value."""
 
     @abstractmethod
     def _builtin(self, name: str, as_value: bool = False) -> None:
-        """Hidden where a builtin function reads what no key can see."""
+        """Raise Hidden if a builtin function depends on state that a key cannot include."""
 
     @abstractmethod
     def _allowed(self, owner: str, module: str | None, name: str) -> None:
-        """Hidden where something in a library's module reads what no key can see."""
+        """Raise Hidden if a name of a library module depends on state that a key cannot include."""
 
     def _class_owner(self, cls: type) -> str:
         known = self._class_owners.get(cls)
@@ -112,7 +113,7 @@ class ValueWriter(ABC):
             return repr(value)
         self._count += 1
         if self._count > KEY_VALUES:
-            raise Hidden(f"{self._where} holds more than {KEY_VALUES} values")
+            raise Hidden(f"{self._where} contains more than {KEY_VALUES} values, which are too many to read")
         if kind is float or kind is complex:
             return number(value)
         if kind in _NAMED or value is Ellipsis or value is NotImplemented:
@@ -146,7 +147,7 @@ class ValueWriter(ABC):
         raise Hidden(f"{self._where}: a {name} {why}")
 
     def _remember(self, value: object) -> str:
-        """Give a name to an object: the scope, and its number there."""
+        """Name an object by its scope and its number in it."""
         self._labels[self._scope] += 1
         label = self._seen[id(value), self._tolerant] = f"{self._scope}#{self._labels[self._scope]}"
         self._kept.append(value)
@@ -174,7 +175,7 @@ class ValueWriter(ABC):
         return ""
 
     def _items(self, value: Any, base: type) -> str:
-        """The contents of a container, whatever its class overrides."""
+        """Serialize the contents of a container, bypassing methods that its class overrides."""
         count = base.__len__(value) if base not in NUMBERS else 0  # type: ignore[attr-defined]
         if count > KEY_ITEMS:
             raise Hidden(f"{self._where}: a {base.__name__} of {count} values is too long to read")
@@ -188,7 +189,7 @@ class ValueWriter(ABC):
         if base in (set, frozenset):
             items = list(base.__iter__(value))
             texts = sorted(map(self._value, items))
-            # the order of numbers is the same in every process, that of texts is not
+            # sets of ints iterate in the same order in every process, sets of strings do not
             order = ",".join(map(repr, items)) if all(type(item) is int for item in items) else ""
             return f"{name}{{{','.join(texts)}|{order}}}"
         if base in NUMBERS:
@@ -209,7 +210,7 @@ class ValueWriter(ABC):
         return f"raw {len(value)} {hashlib.sha256(value).hexdigest()}"
 
     def _instance(self, value: Any, form: Form) -> str:
-        """An object: its class, what it holds as a container, its attributes and slots."""
+        """Serialize an object: its class, its items if it is a container, its attributes and slots."""
         kind = form.kind
         if kind.__module__.split(".")[0] == "numpy":
             if form.sort is Sort.ARRAY or form.sort is Sort.SCALAR:
@@ -233,11 +234,14 @@ class ValueWriter(ABC):
         if value.dtype.hasobject:
             return self._opaque(type(value), "holds Python objects")
         if value.nbytes > KEY_BYTES:
-            raise Hidden(f"{self._where}: an array of {value.nbytes} bytes is too large to read")
+            raise Hidden(
+                f"{self._where}: an array of {value.nbytes} bytes is too large to read (at most {KEY_BYTES >> 20} MiB "
+                "in all); make it a buffer of the module"
+            )
         return f"{type(value).__name__} {value.dtype.str} {value.shape} {self._raw(value.tobytes())}"
 
     def _made_of(self, value: Any) -> str:
-        """An object of Python's own, by what it is made of."""
+        """Serialize an object of Python itself by its components."""
         kind = type(value)
         return f"{kind.__name__}({','.join(self._value(part) for _, part in PARTS[kind](value))})"
 
@@ -255,7 +259,7 @@ class ValueWriter(ABC):
     def _lru_cache(self, value: Any) -> str:
         inner = value.__wrapped__
         if type(inner) is types.FunctionType and owner_of_function(inner) == USER:
-            return self._opaque(type(value), f"({inner.__qualname__}) keeps results from call to call")
+            return self._opaque(type(value), f"({inner.__qualname__}) caches results between calls")
         return f"cached({self._value(inner)})"
 
     def _c_function(self, value: Any) -> str:
@@ -277,11 +281,11 @@ class ValueWriter(ABC):
         )
 
     def _operator(self, value: Any) -> str:
-        """One of torch's operators, ``torch.ops.aten.relu``."""
+        """Serialize an operator of torch, ``torch.ops.aten.relu``."""
         packet = value if isinstance(value, torch._ops.OpOverloadPacket) else value.overloadpacket
         name = packet._qualified_op_name
         if name.split("::")[0] not in allowlists.OPERATORS:
-            raise Hidden(f"{self._where}: the code of the custom operator {name} cannot be seen")
+            raise Hidden(f"{self._where}: the code of the custom operator {name} cannot be read")
         return f"operator {name} {getattr(value, '_overloadname', '')}"
 
     def _logger(self, value: logging.Logger) -> str:
@@ -316,4 +320,4 @@ _SPECIAL: dict[type, Callable[[ValueWriter, Any], str]] = {
     **dict.fromkeys(_MADE_OF, ValueWriter._made_of),
 }
 _SPECIAL_OF = {id(kind): write for kind, write in _SPECIAL.items()}
-"""By identity: a metaclass may compare and hash in its own way."""
+"""By id, since a metaclass may define ``__eq__`` and ``__hash__``."""

@@ -182,7 +182,7 @@ def _run(
     for place, constant in call.constants:
         leaves[place] = constant
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-    with _holding(module, state), direct_checkpoints(), forced(module, table.dropout):
+    with _substituted(module, state), direct_checkpoints(), forced(module, table.dropout):
         result = module(*args, **kwargs)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
@@ -196,8 +196,8 @@ def _run(
     ):
         raise RuntimeError(
             f"{_called(call.path)} returned {_outline(result)}, but when the model was traced "
-            f"{_outline(_told(call))}; a module whose code cannot be traced has to return the same kind of result, and "
-            "the same numbers, in every call"
+            f"{_outline(_recorded_result(call))}; a module whose code cannot be traced has to return the same kind of "
+            "result, and the same numbers, in every call"
         )
     return _own([flat[place] for place in call.places], [*tensors, *written])
 
@@ -221,7 +221,7 @@ def _own(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[tor
     return found
 
 
-def _told(call: LeafCall) -> Any:
+def _recorded_result(call: LeafCall) -> Any:
     """The result recorded during tracing, with "a tensor" for each tensor."""
     leaves: list[Any] = ["a tensor"] * call.result.num_leaves
     for place, value in call.result_constants:
@@ -235,7 +235,7 @@ def _outline(result: Any) -> str:
 
 
 @contextlib.contextmanager
-def _holding(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _substituted(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Temporarily replace a module's parameters and buffers by `state`, under all of their (tied) names."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     given = {id(named[name]): tensor for name, tensor in state.items()}

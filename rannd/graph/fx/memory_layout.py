@@ -82,7 +82,7 @@ def keep_without_gaps(root: GraphModule, dense: Set[Node]) -> None:
         touched = {sharing.find(target) for node in root.graph.nodes for target in written(root, node)}
         own = {each for each in dense if each.graph is root.graph and sharing.find(each) not in touched}
         for node in reading:
-            _lay(root, node, own)
+            _insert_contiguous(root, node, own)
     for node in root.graph.nodes:
         if node.op == "get_attr":
             inner = attribute(root, str(node.target))
@@ -99,7 +99,7 @@ def _reads_memory(node: Node) -> bool:
     return node.target.namespace not in ("aten", "prims", "rannd") or name.startswith("aten::as_strided")
 
 
-def _lay(root: GraphModule, node: Node, dense: Set[Node]) -> None:
+def _insert_contiguous(root: GraphModule, node: Node, dense: Set[Node]) -> None:
     def laid(operand: Node) -> Node:
         if operand not in dense:
             return operand

@@ -1,4 +1,4 @@
-"""Which names of attributes the code of a model reads: what none of it reads cannot steer what the model does."""
+"""Attribute names that the code of a model reads; other attributes cannot influence what it computes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rannd.graph.fingerprint.bytecode import facts_of
 from rannd.graph.fingerprint.object_reader import modules_of, walk
 
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
-"""Packages whose functions read no attributes of the user's by name. Their classes of modules are looked at."""
+"""Packages whose functions read no user-defined attributes by name. Only their module classes are followed."""
 _CALLING = (nn.Module._call_impl, nn.Module._wrapped_call_impl)
-"""What runs whenever a module is called."""
+"""Methods that run in every call of a module."""
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
               site.getusersitepackages())  # fmt: skip
 _BASE = frozenset(nn.Module.__mro__)
 
 
 class Mentions:
-    """The names in the code of a model's classes, of what they call by a global name, and in strings they hold.
+    """Names in the code of a model's classes, in the functions that they call by a global name, and in string values.
 
-    An attribute that is only written (in a constructor, say) is none of them.
+    An attribute that is only assigned, for example in a constructor, is not included.
 
-    Of the modules' classes all methods below nn.Module are read, the library's too, and those of the objects and
-    functions that modules have as attributes. Where code of the user's reads attributes by names that are not
-    constants, every name counts as mentioned. What a library reads by a name that it puts together, or in helpers of
-    other files than the class that calls them, is not seen. Runs none of the code.
+    Follows all methods of the module classes up to nn.Module, of user and library classes alike, and those of objects
+    and functions in attributes of modules. If user code accesses attributes by names that are not constants, every
+    name counts as read. Not found are names that library code composes, and names in library helpers outside of the
+    file of the class that calls them. Runs no user code.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +57,7 @@ class Mentions:
         return self._any or name in self._names
 
     def _value(self, value: Any, opened: bool) -> None:
-        """Note the code that an object brings along; `opened`: what it holds comes as well."""
+        """Collect the code that an object refers to."""
         kind = type(value)
         if kind is str:
             self._names.add(value)
@@ -80,7 +80,7 @@ class Mentions:
         for cell in function.__closure__ or ():
             try:
                 self._follow(cell.cell_contents, function)
-            except ValueError:  # an empty cell
+            except ValueError:  # the cell is empty
                 continue
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._follow(value, function)
@@ -93,10 +93,10 @@ class Mentions:
             self._follow(read, function)
 
     def _follow(self, value: Any, user: types.FunctionType) -> None:
-        """Note a function or class that the code of `user` refers to, or the class of an object.
+        """Follow a function or class that the code of `user` refers to, or the class of an object.
 
-        A library's helpers are looked at where they are in the file of the code that calls them: all that a library
-        refers to is the whole library, and mentions every word.
+        Library helpers are followed only within the file of their caller: following every reference of a library
+        would include all of it, with almost every name.
         """
         library = _is_library(user)
         for each in (value, *_functions(value)):
@@ -111,7 +111,7 @@ def _is_library(function: types.FunctionType) -> bool:
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The functions behind a member of a class."""
+    """Yield the functions of a class member: of a method, property, partial or cached_property."""
     kind = type(value)
     if kind is types.FunctionType:
         yield value

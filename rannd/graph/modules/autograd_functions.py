@@ -1,9 +1,9 @@
-"""Calls of custom ``autograd.Function`` classes as opaque operators, wherever they are called.
+"""Trace calls of custom ``autograd.Function`` classes as opaque operators.
 
-Export runs through the forward of such a class and forgets its backward. A call of one whose arguments and results are
+torch.export traces through the forward of such a class and drops its backward. A call whose arguments and results are
 tensors and constants becomes a single operator of the graph, which applies the class itself; the code around it is
-traced as usual. torch calls ``forward`` and makes a node of the autograd graph under whatever name the user's code has
-for ``apply`` (an alias, an attribute, a partial), so both are watched at the class, not at ``apply``.
+traced as usual. User code may call ``apply`` under any name (an alias, an attribute, a partial), but torch always calls
+``forward`` of the class and creates an autograd node, so these two are patched, not ``apply``.
 
 The path of a class is two dots, a word, and where it is defined: ``..function package.module:Outer.Name``.
 """
@@ -28,22 +28,22 @@ from rannd.patches import Patch, declare, patched
 from rannd.torch_versions import no_recomputing
 
 _NODES = declare(
-    "nodes of custom Functions", BackwardCFunction, "__init__", "each call of a Function makes one, by whatever name"
+    "nodes of custom Functions", BackwardCFunction, "__init__", "each call of a Function creates one, under any name"
 )
 _CHECKPOINTS = declare(
-    "reentrant checkpoints", CheckpointFunction, "apply", "recomputing is the plan's business, its gradients are lost"
+    "reentrant checkpoints", CheckpointFunction, "apply", "the planner decides what to recompute; gradients get lost"
 )
 _FORWARD = Patch("the forward of a Function", None, "forward", "a call becomes one operator")
-_SETUP = Patch("the context of a Function", None, "setup_context", "an operator in its place saves nothing")
+_SETUP = Patch("the context of a Function", None, "setup_context", "an operator that replaces it saves nothing")
 
 _PREFIX = "..function "
 
 _seen: weakref.WeakValueDictionary[str, type[Function]] = weakref.WeakValueDictionary()
-"""Classes that are not found by their names (defined inside functions), by their paths."""
+"""Classes that were used, by path. Classes defined inside functions cannot be imported by name."""
 
 
 class FunctionPart(nn.Module):
-    """A Function as a module: calling it applies the class. It has no state; parameters are among its arguments."""
+    """Wraps a Function as a module that applies the class. It has no state; parameters are among its arguments."""
 
     function: type[Function]
     own_forward: Callable[..., Any]
@@ -58,14 +58,14 @@ class FunctionPart(nn.Module):
 
 
 def function_path(function: type[Function]) -> str:
-    """The path of a class."""
+    """Return the path of a class, and remember the class by it."""
     path = f"{_PREFIX}{function.__module__}:{function.__qualname__}"
     _seen[path] = function
     return path
 
 
 def is_function(path: str) -> bool:
-    """Whether a path is that of a Function."""
+    """Whether a path refers to a Function."""
     return path.startswith(_PREFIX)
 
 
@@ -75,21 +75,21 @@ def function_name(path: str) -> str:
 
 
 def function_part(path: str) -> FunctionPart:
-    """The class at a path. LookupError where the running program has none of this name."""
+    """Find the class at a path. LookupError if the running program has none of this name."""
     found = _by_name(path) or _seen.get(path)
     if found is None:
-        raise LookupError(f"there is no autograd.Function {function_name(path)}")
+        raise LookupError(f"the imported modules have no autograd.Function {function_name(path)}")
     return FunctionPart(found)
 
 
 def found_by_name(path: str) -> bool:
-    """Whether a later run of the program finds the class at a path."""
+    """Whether a later run of the program can find the class at a path by name."""
     function = _by_name(path)
     return function is not None and _seen.get(path, function) is function
 
 
 def _by_name(path: str) -> type[Function] | None:
-    """The class among the modules that are imported; nothing is imported, and nothing but a Function is found."""
+    """Look up a Function in the imported modules, without importing others; None if there is none."""
     module, _, name = path.removeprefix(_PREFIX).partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -100,7 +100,7 @@ def _by_name(path: str) -> type[Function] | None:
 
 
 def watched_nodes(called: Callable[[type[Function]], None]) -> contextlib.AbstractContextManager[None]:
-    """Call `called` with the class of each Function that is applied, before its forward runs."""
+    """Call `called` with the class of every Function that is applied, before its forward runs."""
 
     def made(init: Callable[..., None], node: Any, *args: Any, **kwargs: Any) -> None:
         called(type(node)._forward_cls)
@@ -111,7 +111,7 @@ def watched_nodes(called: Callable[[type[Function]], None]) -> contextlib.Abstra
 
 @contextlib.contextmanager
 def observed_forward(part: FunctionPart, observer: Callable[..., Any]) -> Iterator[None]:
-    """Let each call of the class run `observer(forward, args, kwargs)`; forward() runs the class's own."""
+    """Make each call of the class run `observer(forward, args, kwargs)`; `forward()` runs the original forward."""
     with_context = _takes_context(part.function)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -124,9 +124,9 @@ def observed_forward(part: FunctionPart, observer: Callable[..., Any]) -> Iterat
 
 @contextlib.contextmanager
 def _applies(part: FunctionPart, function: Callable[..., Any]) -> Iterator[None]:
-    """Let ``apply`` of the class run `function` in place of its forward.
+    """Make ``apply`` of the class run `function` instead of its forward.
 
-    The user's code, or another class, may call the forward as any other function, and gets it.
+    Direct calls of ``forward`` by user code or another class still run the original.
     """
     waiting: list[bool] = []
 
@@ -143,9 +143,9 @@ def _applies(part: FunctionPart, function: Callable[..., Any]) -> Iterator[None]
 
 @contextlib.contextmanager
 def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of the class run `function(*args, **kwargs)`, while the model is traced: they have no backward.
+    """Make calls of the class run `function(*args, **kwargs)` during tracing; they have no backward.
 
-    It returns the results and, of these, the tensors that have no gradient.
+    `function` returns the results, and those of the result tensors that need no gradient.
     """
     cls = part.function
     constants: list[torch.Tensor] = []
@@ -176,12 +176,12 @@ def replaced_forward(part: FunctionPart, function: Callable[..., Any]) -> Iterat
 
 
 def _takes_context(function: type[Function]) -> bool:
-    """Whether the class's forward gets the context (there is another method for it since torch 2.0)."""
+    """Whether forward takes `ctx` as its first argument, in contrast to classes that define `setup_context`."""
     return function.setup_context is Function.setup_context
 
 
 def _with_parameters(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the parameters of `own`: since 2.15 torch reads them from its code, to tell keyword arguments."""
+    """Wrap `function` with the signature of `own`, which torch reads from its code since 2.15 to bind keywords."""
     code = getattr(own, "__code__", None)
     if code is None:
         return function
@@ -193,7 +193,7 @@ def _with_parameters(own: Callable[..., Any], function: Callable[..., Any]) -> C
     others = [f"**{rest[0]}"] if code.co_flags & inspect.CO_VARKEYWORDS else []
     parameters = ", ".join([*plain, *(more or ["*"] * bool(keywords)), *keywords, *others])
     given = ", ".join([*plain, *more, *(f"{name}={name}" for name in keywords), *others])
-    called = "_" * (1 + max(map(len, names), default=0))  # no parameter's name
+    called = "_" * (1 + max(map(len, names), default=0))  # longer than, and so different from, every parameter's name
     scope: dict[str, Any] = {called: function}
     exec(f"def forward({parameters}): return {called}({given})", scope)
     made = scope["forward"]
@@ -202,8 +202,11 @@ def _with_parameters(own: Callable[..., Any], function: Callable[..., Any]) -> C
 
 
 def direct_checkpoints() -> contextlib.AbstractContextManager[None]:
-    """Run what the user checkpoints (reentrant) without it: recomputing is the plan's business, its forward records no
-    gradients, and its backward would run a module as it then is."""
+    """Run reentrant activation checkpoints as plain calls.
+
+    The planner decides what to recompute. A reentrant checkpoint records no gradients in its forward, and its backward
+    would run the module in whatever state it has by then.
+    """
 
     def apply(_: Any, function: Callable[..., Any], preserve: bool, *inputs: Any) -> Any:
         return function(*inputs)
@@ -213,6 +216,6 @@ def direct_checkpoints() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def no_checkpoints() -> Iterator[None]:
-    """Run what the user checkpoints without it, while a model is traced: in either way, where torch needs that."""
+    """Run activation checkpoints as plain calls during tracing: reentrant ones, and others where torch needs that."""
     with no_recomputing(), direct_checkpoints():
         yield

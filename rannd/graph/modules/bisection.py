@@ -1,4 +1,4 @@
-"""Which parts of a model stand in the way of a graph: found by the place of a failure, or by halving the modules."""
+"""Find the submodules that prevent an export or make it wrong, by bisecting the module tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Works = Callable[[Sequence[str]], bool]
 
 
 def twins(model: nn.Module, name: str, paths: Sequence[str]) -> list[str]:
-    """A module, and those of the same class and settings: their code will fail, too."""
+    """Paths of a module and of those with the same class and settings, whose code will fail as well."""
     if not name:
         return [""]
     module = model.get_submodule(name)
@@ -34,7 +34,7 @@ def twins(model: nn.Module, name: str, paths: Sequence[str]) -> list[str]:
 
 
 def halve(model: nn.Module, root: str, paths: list[str], works: Works) -> list[str]:
-    """Modules below `root` that stand in the way, found by making leaves of all others."""
+    """Find the modules below `root` that prevent an export, by making all others leaves."""
     children = [name for name in _children(model, root) if not within(name, paths)]
     if not children or not works(outermost([*paths, *children])):
         return [root]
@@ -48,10 +48,10 @@ def halve(model: nn.Module, root: str, paths: list[str], works: Works) -> list[s
 
 
 def first_wrong(model: nn.Module, paths: Sequence[str], right: Works, root: str = "") -> str:
-    """The smallest module at or below `root` without whose graph the rest is right; the first of them.
+    """Find the smallest module at or below `root` such that the graph is right if it becomes a leaf; the first one.
 
-    `right` tells whether the graph with the modules at some paths as leaves computes what the model computes; with the
-    leaves at `paths` alone it does not.
+    `right` tells whether the graph with the modules at the given paths as leaves computes what the model computes; with
+    only those at `paths` as leaves it does not.
     """
     children = [name for name in _children(model, root) if not within(name, paths)]
     if not children or not right(outermost([*paths, *children])):
@@ -68,17 +68,17 @@ def first_wrong(model: nn.Module, paths: Sequence[str], right: Works, root: str 
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module can be called at all: lists of modules cannot."""
+    """Whether a module has a forward; ModuleList and ModuleDict have none."""
     return type(module).forward is not nn.Module.forward
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether autograd calls the user's code for a module."""
+    """Whether a module has full backward hooks or backward pre-hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _kinds(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
-    """Modules by class and settings."""
+    """Group modules by class and settings."""
     kinds: dict[Any, list[str]] = {}
     for name in names:
         module = model.get_submodule(name)
@@ -87,13 +87,13 @@ def _kinds(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What distinguishes the code paths of two modules of a class: flags and names, not sizes."""
+    """Attributes that may select other code paths in modules of one class: flags and strings, not sizes."""
     flags = {key: value for key, value in module.__dict__.items() if type(value) in (bool, str, type(None))}
     return (tuple(sorted(flags.items())), tuple(type(child) for child in module.children()))
 
 
 def _children(model: nn.Module, root: str) -> list[str]:
-    """The callable modules directly below one; lists of modules are looked through."""
+    """The nearest callable modules below `root`: containers without a forward are replaced by their children."""
     found = []
     for name, child in model.get_submodule(root).named_children():
         path = f"{root}.{name}" if root else name
@@ -105,18 +105,18 @@ def _children(model: nn.Module, root: str) -> list[str]:
 
 
 def within(name: str, paths: Iterable[str]) -> bool:
-    """Whether a part is one of those at `paths`, or inside one."""
+    """Whether a path is one of `paths`, or inside one."""
     return any(path == "" or name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def outermost(names: Iterable[str]) -> list[str]:
-    """Paths without those that are inside others."""
+    """Drop paths that are inside others."""
     unique = list(dict.fromkeys(names))
     return [name for name in unique if not within(name, [other for other in unique if other != name])]
 
 
 def ancestors(path: str) -> tuple[str, ...]:
-    """The modules around a part, innermost first; the last is ''."""
+    """The modules that contain a part, innermost first; the last is ''."""
     name, method = split_path(path)
     parts = name.split(".") if name else []
     around = [".".join(parts[:count]) for count in range(len(parts) - (not method), -1, -1)]

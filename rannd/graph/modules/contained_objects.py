@@ -1,4 +1,4 @@
-"""What the attributes of modules hold, to be put back after code has run."""
+"""Record the contents of modules' attributes, and restore them after user code has run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rannd.graph.fingerprint.state_rules import GUARD_BYTES, IGNORED_OF_TENSORS,
 
 
 def has_memory(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether something is a tensor of the plain kind, with values."""
+    """Whether a value is a dense tensor or parameter with storage, no subclass and not on the meta device."""
     return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta  # type: ignore[attr-defined]
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one shape have the same values; NaN is NaN."""
+    """Whether tensors of equal shape have the same values; NaN equals NaN."""
     return one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    """Give a tensor its values back. One that has them is not written: autograd would take it for another."""
+    """Restore the values of a tensor. An unchanged one is not written, since a write would increment its version."""
     with torch.no_grad():
         if tensor.layout is not torch.strided or not same_values(tensor, before):
             tensor.detach().copy_(before)
@@ -35,7 +35,7 @@ def write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def same_arrays(model: nn.Module) -> Iterator[None]:
-    """Undo what is written into tensors and arrays that are no buffers."""
+    """Undo writes into tensors and arrays in attributes other than parameters and buffers."""
     contents = Contents(modules_of(model), arrays=True)
     try:
         yield
@@ -44,16 +44,16 @@ def same_arrays(model: nn.Module) -> Iterator[None]:
 
 
 _EMPTY = object()
-"""In the place of what a slot holds."""
+"""The content of a slot that is not set."""
 
 
 class Contents:
-    """What the attributes of modules hold, as far as the guard of a call sees it, to be put back."""
+    """Recorded contents of modules' attributes, within the limits of the guard of a call, and their restoration."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], *, arrays: bool = False) -> None:
-        """`arrays`: also the values of tensors and arrays, of up to UNDO_ELEMENTS elements each."""
+        """`arrays`: record the values of tensors and arrays, too, of up to UNDO_ELEMENTS elements each."""
         self.generators: list[tuple[str, Any]] = []
-        """Sources of random numbers, with where they are in words. They are not put back."""
+        """(location in words, random number generator). Generators are not restored."""
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._containers: dict[int, tuple[Any, Any]] = {}
@@ -100,7 +100,7 @@ class Contents:
         self._slots += [(slot, value, filled.get(name, _EMPTY)) for name, slot in form.slots]
 
     def _module(self, module: nn.Module) -> None:
-        """One that is in an attribute only: nobody else puts it back."""
+        """Record a module that is only in an attribute; those of the module tree are restored by the callers."""
         own = attributes_of(module)
         self._dict(own)
         for name in MODULE_PARTS.keys() & own.keys():
@@ -115,7 +115,7 @@ class Contents:
             self._marks.append((tensor, dict(tensor.__dict__)))  # type: ignore[arg-type]
 
     def put_back(self) -> None:
-        """Undo all changes that were made since."""
+        """Restore all recorded contents."""
         for held, content in self._containers.values():
             kind = type(held)
             now = form_of(kind).copy(held) if kind is not bytearray else held
@@ -150,12 +150,12 @@ class Contents:
             if content is not _EMPTY:
                 slot.__set__(value, content)
             else:
-                with contextlib.suppress(AttributeError):  # it is still empty
+                with contextlib.suppress(AttributeError):  # the slot is still empty
                     slot.__delete__(value)
         self.put_values_back()
 
     def put_values_back(self) -> None:
-        """Undo what was written into tensors and arrays."""
+        """Restore the values of tensors and arrays."""
         for tensor, before in self._tensors:
             write_back(tensor, before)
         for array, copy in self._arrays:
@@ -163,10 +163,10 @@ class Contents:
 
 
 def _in_words(held: Held) -> str:
-    """Where something is: the attribute of the module that leads to it."""
+    """Name the attribute and module that lead to an object."""
     return f"attribute {held.name} of module {held.module}" if held.module else f"its attribute {held.name}"
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    """Whether two lists hold the same objects; without comparing them, tensors do not compare."""
+    """Whether two lists hold the same objects, by identity: == is not defined for tensors as a truth value."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -1,9 +1,9 @@
-"""Autograd functions of C++ extensions (``torch::autograd::Function``) that are called past torch's dispatcher.
+"""Detect autograd functions of C++ extensions (``torch::autograd::Function``) that bypass torch's dispatcher.
 
-Export sees the operators inside of one and forgets its backward, as it does with a Python Function, but nothing of
-Python runs that could be watched. What is left is the node that it makes in the autograd graph of the traced tensors.
-An operator that is registered with torch (``TORCH_LIBRARY``, ``torch.library``) makes such nodes, too, and is right: it
-stands in the graph itself.
+torch.export traces the operators inside of one and drops its backward, as for a Python Function, but calls no Python
+code that could be patched. It can be detected only by the node that it creates in the autograd graph of the traced
+tensors. An operator registered with torch (``TORCH_LIBRARY``, ``torch.library``) creates such nodes, too, and is
+traced correctly: as an operator of the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KIND = "CppFunction"
 
 
 class _Watch(TorchFunctionMode):
-    """Looks at the nodes behind what torch's functions take; those that they make themselves are known."""
+    """Checks the autograd nodes of the arguments of torch functions; nodes that torch functions create are known."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,21 +45,21 @@ class _Watch(TorchFunctionMode):
         return result
 
     def look(self, nodes: Iterable[Any], place: SourceLocation | None) -> None:
-        """Raise Offence where a node is one that no function of torch's has made, at `place` or where the code runs."""
+        """Raise Offence for a C++ node that no torch function has created, at `place` or where the code runs."""
         for node in nodes:
             if type(node).__name__ == _KIND and node not in self._known:
                 raise Offence(
-                    f"calls the autograd function {node.name()} of a C++ extension past torch's dispatcher",
+                    f"calls the autograd function {node.name()} of a C++ extension, bypassing torch's dispatcher",
                     place or here(self._model),
-                    "whose backward would be lost in a graph (registered by TORCH_LIBRARY, it would be an operator)",
+                    "whose backward a graph would lose (register it with TORCH_LIBRARY to make it an operator)",
                 )
 
 
 @contextlib.contextmanager
 def watch_cpp_functions(model: nn.Module) -> Iterator[None]:
-    """Raise Offence where a module has called one, while the model is traced.
+    """Raise Offence during tracing if a module calls an unregistered C++ autograd function.
 
-    That is when it hands to another module what it has made, when it ends, or when torch is called with it.
+    The check runs when its result is passed to another module, returned from a module, or passed to a torch function.
     """
     names = {id(module): name for name, module in model.named_modules()}
     watch = _Watch(model)
@@ -78,20 +78,20 @@ def watch_cpp_functions(model: nn.Module) -> Iterator[None]:
         if id(module) in names:
             look(result)
             while len(running) > 1 and running.pop() != names[id(module)]:
-                pass  # nobody tells of a module that has raised
+                pass  # modules that have raised do not reach MODULE_LEFT
 
     with watch, patched(MODULE_ENTERED.by(entered), MODULE_LEFT.by(left)):
         yield
 
 
 def _nodes(values: object) -> list[Any]:
-    with torch._C.DisableTorchFunction():  # what watches the user's code is not to see this
+    with torch._C.DisableTorchFunction():  # hide this from the function modes that watch user code
         found = [leaf.grad_fn for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return [node for node in found if node is not None]
 
 
 def _behind(nodes: Iterable[Any], seen: set[Any]) -> Iterator[Any]:
-    """The nodes of the autograd graph behind some, but for those `seen`."""
+    """Yield the ancestors of autograd nodes, without those in `seen`."""
     stack = list(nodes)
     while stack:
         node = stack.pop()

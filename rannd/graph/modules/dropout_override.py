@@ -1,4 +1,4 @@
-"""Dropout of modules on or off while their own code runs: in opaque operators, and as they are traced."""
+"""Force dropout on or off while a module's own code runs: in opaque operators, and during tracing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KNOWN = (
     nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer, nn.RNNBase,
 )  # fmt: skip
-"""Modules whose training flag decides about dropout and about nothing else (but for faster kernels without it)."""
+"""Module classes whose training flag only controls dropout (and the use of faster kernels without it)."""
 
 
 @contextlib.contextmanager
 def as_in_training(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """The training flag of the given modules is set."""
+    """Set the training flag of the given modules within the context."""
     before = [(module, module.training) for module in modules]
     for module, _ in before:
         module.training = True
@@ -33,7 +33,7 @@ def as_in_training(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forced(module: nn.Module, enabled: bool | None) -> Iterator[None]:
-    """While the code of a module runs: its dropout on or off; None: as its flags say."""
+    """Switch dropout of a module on or off within the context; None leaves it to the training flags."""
     if enabled is None:
         yield
         return
@@ -53,14 +53,14 @@ def forced(module: nn.Module, enabled: bool | None) -> Iterator[None]:
 
 
 class _Forcing(TorchFunctionMode):
-    """Changes the arguments of functions that drop."""
+    """Overrides the dropout arguments of torch functions."""
 
     _FLAGGED = frozenset(
         {functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
          functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.dropout_,
          torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout, torch.native_dropout}
     )  # fmt: skip
-    """Functions of (input, p, training or train, ...)."""
+    """Functions with the arguments (input, p, training or train, ...)."""
 
     def __init__(self, enabled: bool) -> None:
         super().__init__()

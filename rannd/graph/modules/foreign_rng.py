@@ -1,9 +1,9 @@
-"""Random numbers that torch does not draw: those of numpy and of Python's ``random``.
+"""Detect random numbers drawn with numpy or Python's ``random`` instead of torch.
 
-Code that draws them runs while the model is traced, once, and what it makes of them would be a constant of the graph:
-the same mask in every step. So whatever module draws them is found out, and has to run as it is. Code that seeds the
-generator itself before it draws gets the same numbers in every step anyway. (Strict export puts torch's random
-operators in the place of numpy's; what it cannot, fails.)
+Code that draws them runs once, during tracing, and its result would be a constant of the graph: the same mask in every
+step. So a module that draws them is detected and runs as an opaque operator. Code that seeds the generator itself
+before it draws gets the same numbers in every step anyway. (Strict export replaces numpy's functions by torch's random
+operators, or fails.)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rannd.graph.modules.contained_objects import Contents, modules_of
 from rannd.graph.modules.source_location import Offence, here
 from rannd.patches import MODULE_ENTERED, MODULE_LEFT, Patch, Use, declare, patched
 
-_NUMPY = declare("seeding of numpy", np.random, "seed", "what is drawn behind it is always the same")
-_PYTHON = declare("seeding of Python's random", random, "seed", "what is drawn behind it is always the same")
+_NUMPY = declare("seeding of numpy", np.random, "seed", "numbers drawn after it are always the same")
+_PYTHON = declare("seeding of Python's random", random, "seed", "numbers drawn after it are always the same")
 
 _State = tuple[Any, ...]
 
 
 class _Generator:
-    """A source of random numbers."""
+    """A random number generator: get and set its state, draw a number."""
 
     def __init__(
         self, name: str, get: Callable[[], Any], put: Callable[[Any], object], draw: Callable[[], object]
@@ -39,10 +39,10 @@ class _Generator:
         self.put = put
         self.draw = draw
         self.seeded = False
-        """The code has seeded it, before it drew: what it draws from then on is always the same."""
+        """User code has seeded it before drawing, so its numbers are always the same."""
 
     def seen(self) -> Any:
-        """The state in a form that compares, nothing where the numbers are always the same."""
+        """The state in a form that can be compared; None if the generator was seeded by user code."""
         return None if self.seeded else _comparable(self.get())
 
 
@@ -53,7 +53,7 @@ def _comparable(state: Any) -> Any:
 
 
 def _generators(model: nn.Module, torchs: bool) -> list[_Generator]:
-    """The generators of numpy and Python, and those that the modules have in attributes; also `torchs`, if wanted."""
+    """The global generators of numpy and Python, and those in attributes of modules; `torchs`: torch's as well."""
     found = [
         _Generator("numpy", partial(np.random.get_state, legacy=False), np.random.set_state, np.random.random),
         _Generator("Python's random", random.getstate, random.setstate, random.random),
@@ -77,7 +77,7 @@ def _generators(model: nn.Module, torchs: bool) -> list[_Generator]:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put the generators back at the end, also torch's where they are in attributes of modules."""
+    """Restore the state of these generators afterwards, including torch.Generators in attributes of modules."""
     before = [(each, each.get()) for each in _generators(model, True)]
     try:
         yield
@@ -87,14 +87,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def draw_once(model: nn.Module) -> None:
-    """Move all generators on, so that code that draws gets other numbers than it has got before."""
+    """Draw from every generator, so that a second run of user code gets other numbers."""
     for each in _generators(model, True):
         each.draw()
 
 
 @contextlib.contextmanager
-def watch_dice(model: nn.Module) -> Iterator[None]:
-    """Raise Offence where a module draws random numbers without torch; put the generators back at the end."""
+def watch_foreign_rng(model: nn.Module) -> Iterator[None]:
+    """Raise Offence if a module draws random numbers without torch; restores the generators afterwards."""
     generators = _generators(model, False)
     running: list[tuple[nn.Module, list[Any]]] = []
 
@@ -123,7 +123,7 @@ def watch_dice(model: nn.Module) -> Iterator[None]:
 
 
 def _seeding(patch: Patch, generator: _Generator) -> Use:
-    """See when code seeds a generator that it has not drawn from before."""
+    """Patch `seed` to mark a generator that user code seeds before drawing from it."""
     first = generator.seen()
 
     def seeded(seed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

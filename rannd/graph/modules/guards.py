@@ -1,17 +1,17 @@
-"""What a graph cannot see: the Python state of the model's modules, which its code may have read while it was traced.
+"""Guards on the Python state of the model's modules, which its code may have read during tracing.
 
-A call with another state than a graph was traced with is another graph. What counts is what counts for the key of a
-trace, by the same table (rannd.graph.fingerprint.state_rules) and the same reader of objects:
+A call with a different state needs a different graph. The state follows the same table as the cache key of a trace
+(rannd.graph.fingerprint.state_rules), and is read in the same way:
 
-- of every module its class, its training flag, its hooks with their flags, the names and identities of its parameters,
-  buffers and submodules; of these tensors also type, shape, requires_grad and attributes;
-- all other attributes: plain values by value (1, 1.0 and True differ, NaN is NaN), containers, functions, methods and
-  partials by what they hold, objects by their identity and what they hold, a few levels deep; modules that no module
-  has as a submodule as a whole; arrays by what is in them, tensors by their identity;
-- switches of torch, hooks of all modules, modes around the call.
+- for every module: its class, training flag, hooks with their flags, the names and identities of its parameters,
+  buffers and submodules, and dtype, shape, requires_grad and attributes of these tensors;
+- all other attributes: numbers and strings by value (1, 1.0 and True differ, NaN equals NaN); containers, functions,
+  methods and partials by their contents; objects by identity and contents, a few levels deep; modules that are not
+  registered as submodules as a whole; arrays by their contents, tensors by identity;
+- global settings of torch, global module hooks, active function and dispatch modes.
 
-What the table lists as one-sided (globals, attributes of classes, the values of tensors) is not seen, nor what is
-beyond its limits. No code of the user's is run: no comparison, no property.
+Not included are the entries listed as key only in the table (globals, attributes of classes, values of tensors), and
+values beyond its limits. Runs no user code: no comparison, no property.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rannd.graph.modules.snapshot import ABSENT, SnapshotWriter, differing, forg
 from rannd.graph.modules.source_location import Offence, SourceLocation
 
 HOOKS = tuple(name for hooks, flags in HOOK_FLAGS.items() for name in (hooks, *flags))
-"""Where a module keeps its hooks."""
+"""Attributes in which a module stores its hooks and their flags."""
 
 
 @dataclass(eq=False)
 class PythonState:
-    """The Python state of a model's modules; states are compared with == and `changed`."""
+    """The Python state of a model's modules; compare states with == and `changed`."""
 
     modules: dict[str, dict[str, object]]
-    """Module path -> attribute -> its value, in a form that compares without running code of the user's."""
+    """Module path -> attribute -> value, in a form that can be compared without running user code."""
     process: dict[str, object]
-    """What counts beside the modules."""
+    """State of the process: settings of torch, global hooks, active modes."""
     held: list[object] = field(default_factory=list, repr=False)
-    """What `modules` knows by id, so that no other object gets it."""
+    """Keeps objects that `modules` identifies by id alive, so that no other object gets their ids."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PythonState) and self.process == other.process and self.modules == other.modules
@@ -51,13 +51,13 @@ class PythonState:
     __hash__ = None  # type: ignore[assignment]
 
     def forget(self, names: Set[str]) -> None:
-        """Drop the attributes of these names, of modules and of objects that they have."""
+        """Drop the attributes with these names, from modules and from objects in their attributes."""
         for attributes in self.modules.values():
             forget_names(attributes, names)
 
 
 def state_of(model: nn.Module, ignored: Set[str] = frozenset()) -> PythonState:
-    """The Python state of all modules, but for attributes of the names in `ignored`. Runs in every call."""
+    """Read the Python state of all modules, without attributes with the names in `ignored`. Runs in every call."""
     modules = list(modules_of(model))
     writer = SnapshotWriter(ignored, (module for _, module in modules))
     process = writer.process()
@@ -66,9 +66,9 @@ def state_of(model: nn.Module, ignored: Set[str] = frozenset()) -> PythonState:
 
 
 def outside(state: PythonState, leaves: Sequence[str]) -> PythonState:
-    """A state without the modules that run as opaque operators: their code is run in every call, and sees its state.
+    """A state without modules that run as opaque operators: their code runs in every call and reads its present state.
 
-    Their training flags stay: the shapes of what they make may depend on those.
+    Their training flags are kept, since the shapes of their results may depend on them.
     """
     if not leaves:
         return state
@@ -88,17 +88,17 @@ def outside(state: PythonState, leaves: Sequence[str]) -> PythonState:
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute in which two states differ."""
+    """A module attribute that differs between two states."""
 
     module: str
     attribute: str
     inner: str = ""
-    """Where in the attribute, as Python writes it, for what is in an object that is the same."""
+    """Location of the difference inside the attribute, as a Python expression; empty if the attribute is replaced."""
     names: tuple[str, ...] = ()
-    """Of the attributes on the way there."""
+    """Names of the attributes in `inner`."""
 
     def unread(self, read: Container[str]) -> str | None:
-        """A name that code would have to read to see what differs, and that is not among `read`."""
+        """A name that code must read to notice the change and that is not in `read`; None if all of them are."""
         if self.attribute in INTERNAL:
             return None
         names = (self.attribute, *self.names)
@@ -111,10 +111,10 @@ class Change:
 
 @dataclass(frozen=True)
 class SwitchChange(Change):
-    """Something of the process in which two states differ."""
+    """A setting of the process that differs between two states."""
 
     def unread(self, read: Container[str]) -> str | None:
-        """torch reads it."""
+        """Always None, since torch itself reads its settings."""
         return None
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class SwitchChange(Change):
 
 
 def changed(before: PythonState, after: PythonState) -> list[Change]:
-    """The attributes in which two states differ."""
+    """List the differences between two states."""
     found: list[Change] = [SwitchChange("", name) for name in differing(before.process, after.process)]
     for module in dict.fromkeys([*before.modules, *after.modules]):
         one, other = before.modules.get(module, {}), after.modules.get(module, {})
@@ -133,10 +133,10 @@ def changed(before: PythonState, after: PythonState) -> list[Change]:
 
 
 def same_constants(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], held: Sequence[object]) -> bool:
-    """Whether two graphs of equal content read the same tensors of the user's, which may be written in place later.
+    """Whether the constants of two equal graphs share memory if they are user tensors, which may be written later.
 
-    `held`: what the modules have, from their state. Constants that the code makes when it is traced need not be the
-    same.
+    `held`: objects in the modules' attributes, from their state. Constants created by the code during tracing may be
+    different tensors.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in held if has_memory(tensor)}
     return all(
@@ -151,18 +151,18 @@ def same_constants(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """The containers of a module's hooks."""
+    """The dicts in which a module stores its hooks and their flags."""
     return [module.__dict__[name] for name in HOOKS if name in module.__dict__]
 
 
-# -- while the model is traced ---------------------------------------------------------------------------------------
+# -- during tracing --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
-    """Run the model's code for tracing, and undo what it did to the modules' attributes, and to what those hold.
+    """Run the model's code for tracing, and undo its changes to the modules' attributes and their contents.
 
-    What it changed is named in `changes`, because its changes are no part of the graph; Offence where it keeps a
+    Adds the changed attributes to `changes`, since a graph does not repeat these changes. Offence if the code keeps a
     tensor from call to call, in an attribute or by replacing a buffer.
     """
     modules = list(modules_of(model))
@@ -176,7 +176,7 @@ def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
         yield
         seen = changed(state, state_of(model))
     finally:
-        for held, content in hooks:  # with the flags that say that they are there
+        for held, content in hooks:  # with their flags
             held.clear()
             held.update(content)
         tensors: list[Change] = []
@@ -205,7 +205,7 @@ def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
         raise Offence(
             f"keeps a tensor from call to call in {tensors[0].attribute}",
             where,
-            "which a graph cannot (register a buffer, and write into it in place)",
+            "which a graph cannot do (register a buffer, and write into it in place)",
         )
     of_modules = (each for each in seen if not isinstance(each, SwitchChange))
     changes.update(str(each) for each in of_modules if each.attribute not in INTERNAL or each.attribute == "training")

@@ -1,10 +1,10 @@
-"""Parts of a model that can be leaves, by their paths: modules, single methods of modules, custom Functions.
+"""Parts of a model that can be leaves, by path: modules, single methods of modules, custom Functions.
 
-Single methods are for a large module of which one method stands in the way.
+A single method becomes a leaf if it is the only part of a large module that cannot be exported.
 
-The path of a method is that of its module, two dots (names of modules may have anything but dots), and its name:
-``encoder..mask``. It may use the parameters and
-buffers that its module holds itself, and nothing of the modules inside: the operator gets those tensors alone.
+The path of a method is that of its module, two dots (module names cannot contain dots), and its name:
+``encoder..mask``. It may use the parameters and buffers registered in its module directly, but no submodules, since the
+operator gets only those tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rannd.patches import MODULE_ENTERED, patched
 
 
 class Method(nn.Module):
-    """A method as a module: calling it calls the class's function on the owner; its state is the owner's own."""
+    """Wraps a method as a module that calls the class's function on the owner and shares its direct state."""
 
     owner: nn.Module
 
@@ -40,18 +40,18 @@ class Method(nn.Module):
 
 
 def method_path(module: str, method: str) -> str:
-    """The path of a method."""
+    """Build the path of a method."""
     return f"{module}..{method}"
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """The path of a module, and the name of the method ('': none)."""
+    """Split a path into that of the module and the name of the method, '' if it has none."""
     module, _, method = path.partition("..")
     return module, method
 
 
 def part_of(model: nn.Module, path: str) -> nn.Module:
-    """The module at a path, the method, or the Function (LookupError where there is none of this name any more)."""
+    """Return the module, method or Function at a path; LookupError if the program has no such Function."""
     if is_function(path):
         return function_part(path)
     name, method = split_path(path)
@@ -60,7 +60,7 @@ def part_of(model: nn.Module, path: str) -> nn.Module:
 
 
 def kind_of(part: nn.Module) -> str:
-    """The class of a part, for messages and hashes."""
+    """Qualified name of a part's class, for messages and hashes."""
     if isinstance(part, Method):
         return f"{type(part.owner).__qualname__}.{part.name}"
     if isinstance(part, FunctionPart):
@@ -69,13 +69,13 @@ def kind_of(part: nn.Module) -> str:
 
 
 class ForeignUse(Exception):
-    """A part uses more than its own tensors."""
+    """A part uses tensors or modules other than its own."""
 
 
 @contextlib.contextmanager
 def own_state_only(model: nn.Module, part: nn.Module, given: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Raise ForeignUse where a part reads tensors of the model that are neither its own nor `given`; a method also
-    where it calls other modules."""
+    """Raise ForeignUse if a part reads tensors of the model that are neither its own nor `given`, or if a method calls
+    other modules."""
     own = {id(tensor) for tensor in (*part.parameters(), *part.buffers(), *given)}
     foreign = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in own}
 
@@ -83,7 +83,7 @@ def own_state_only(model: nn.Module, part: nn.Module, given: Iterable[torch.Tens
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if id(leaf) in foreign:
-                    raise ForeignUse(f"it reads {foreign[id(leaf)]}, which is not its own")
+                    raise ForeignUse(f"it reads {foreign[id(leaf)]}, which belongs to another module")
             return func(*args, **(kwargs or {}))
 
     def called(module: nn.Module, _: Any) -> None:
@@ -97,7 +97,7 @@ def own_state_only(model: nn.Module, part: nn.Module, given: Iterable[torch.Tens
 
 @contextlib.contextmanager
 def replaced(method: Method, function: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of the method run `function`."""
+    """Make calls of the method run `function`."""
     own = method.owner.__dict__
     own[method.name] = function
     try:
@@ -107,7 +107,7 @@ def replaced(method: Method, function: Callable[..., Any]) -> Iterator[None]:
 
 
 def called_methods(module: nn.Module, run: Callable[[], Any]) -> list[str]:
-    """Methods of a module's class, written by the user, that `run` calls and that mention none of its submodules."""
+    """Names of user-defined methods of a module that `run` calls and whose code refers to none of its submodules."""
     found: list[str] = []
     with contextlib.ExitStack() as stack:
         for name in _methods(module):
@@ -124,7 +124,7 @@ def called_methods(module: nn.Module, run: Callable[[], Any]) -> list[str]:
 
 
 def _methods(module: nn.Module) -> list[str]:
-    """Plain functions of the classes below nn.Module, but for `forward` and what Python calls itself."""
+    """Names of functions in the classes derived from nn.Module, except `forward` and special methods."""
     found: list[str] = []
     for kind in type(module).__mro__:
         if kind is nn.Module:
@@ -136,7 +136,7 @@ def _methods(module: nn.Module) -> list[str]:
 
 
 def _mentioned(kind: type, name: str, seen: set[str]) -> set[str]:
-    """Names in the code of a method, and in that of the methods that it mentions."""
+    """Names in the code of a method, and of the methods that it refers to."""
     function = getattr(kind, name, None)
     if name in seen or not isinstance(function, types.FunctionType):
         return set()

@@ -1,7 +1,7 @@
-"""Put back what running a model writes into its parameters: copies are made where a write is about to happen.
+"""Restore parameters that a model writes in place when it runs, with copy on write.
 
-A model may write into parameters that it does not train (a momentum encoder, centres); copies of all parameters
-beforehand would take as much memory again.
+A model may write into parameters that it does not train (a momentum encoder, cluster centres). Copying all parameters
+in advance would double their memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _Keeping(TorchDispatchMode):
-    """Copies a parameter before an operator writes into its memory."""
+    """Dispatch mode that copies a parameter before an operator writes into its storage."""
 
     def __init__(self, parameters: dict[int, tuple[str, nn.Parameter]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class _Keeping(TorchDispatchMode):
 
 @contextlib.contextmanager
 def kept_parameters(model: nn.Module) -> Iterator[dict[str, tuple[nn.Parameter, torch.Tensor]]]:
-    """Undo what is written into the model's parameters; gives those that were written, with their values before."""
+    """Undo writes into the model's parameters; yields a dict of the written ones with their original values."""
     named = [(name, p, p.data) for name, p in model.named_parameters() if p.layout is torch.strided and not p.is_meta]
     mode: Any = _Keeping
     keeping = mode({p.untyped_storage()._cdata: (name, p) for name, p, _ in named})
@@ -52,7 +52,7 @@ def kept_parameters(model: nn.Module) -> Iterator[dict[str, tuple[nn.Parameter, 
             yield keeping.kept
     finally:
         for name, parameter, data in named:
-            if parameter.data_ptr() != data.data_ptr():  # given other memory
+            if parameter.data_ptr() != data.data_ptr():  # `.data` was replaced
                 keeping.kept.setdefault(name, (parameter, data))
                 parameter.data = data
         for parameter, before in keeping.kept.values():

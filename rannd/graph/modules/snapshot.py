@@ -1,7 +1,8 @@
-"""The state of modules and of the process in a form that compares without running code of the user's.
+"""Snapshots of modules and of the process that can be compared without running user code.
 
-What the rules of rannd.graph.fingerprint.state_rules name is written: plain values by value, containers and what Python
-itself is made of by what they hold, objects by their identity and what they hold, everything else by identity.
+Follows the rules of rannd.graph.fingerprint.state_rules: numbers and strings are recorded by value, containers and
+objects of Python itself (functions, partials) by their contents, objects by identity and contents, all others by
+identity.
 """
 
 from __future__ import annotations
@@ -37,46 +38,46 @@ from rannd.graph.fingerprint.state_rules import (
 _AS_THEY_ARE = frozenset(
     (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range, type(...))
 )
-"""Types whose values compare as they should, with each other and with everything else that is in a state."""
+"""Types whose values are recorded unchanged: == is exact between them and all other values in a snapshot."""
 ABSENT, _TRUE, _FALSE = object(), object(), object()
 _OBJECT, _ITEMS, _PARTS, _MODULE = object(), object(), object(), object()
 _OPENED = (Sort.OBJECT, Sort.PARTS, Sort.FUNCTION, Sort.MODULE)
 _PACK = struct.Struct("d").pack
 _CONTENTS = "[]"
-"""In the place of an attribute's name: what an object holds as a container."""
+"""Key of an object's items among its attributes, if it is a container."""
 Path = tuple[str, tuple[str, ...]]
-"""Where something is inside a value, as Python writes it, and the names of the attributes on the way."""
+"""Location inside a value as a Python expression, and the names of the attributes in it."""
 
 
 class SnapshotWriter:
-    """Writes values in a form that compares."""
+    """Converts values to a form that can be compared with ==."""
 
     def __init__(self, ignored: Set[str], modules: Iterable[nn.Module]) -> None:
-        """`ignored`: names of attributes that do not count; `modules`: all that are written as modules."""
+        """`ignored`: names of attributes to leave out; `modules`: those for which `module` is called."""
         self.held: list[object] = []
-        """What is known by its id, so that no other object gets it."""
+        """Keeps objects that are recorded by id alive, so that no other object gets their ids."""
         self._ignored = ignored
         self._skipped = _SKIPPED | ignored
         self._registered = set(map(id, modules))
         self._known: dict[int, object] = {}
-        """Values of attributes, by id: modules share their configuration."""
+        """Recorded attributes, by id: modules often share a configuration."""
         self._inside: dict[int, int] = {}
-        """Objects that the present attribute holds: depth by id."""
+        """Objects met in the current attribute, and their depth, by id."""
         self._left = 0
-        """Values in objects that may still be read of the present attribute,"""
+        """Remaining number of values that may be read in the current attribute,"""
         self._left_of_all = GUARD_VALUES
-        """and of all."""
+        """and in all."""
 
     def process(self) -> dict[str, object]:
-        """What counts beside the modules: switches of torch, hooks of all modules, modes around the call."""
+        """Record the state of the process: settings of torch, global module hooks, active modes."""
         found = global_hooks()
         hooks = [(name, flags, id(hook)) for name, flags, hook in found]
-        modes = [mode for mode in modes_around() if type(mode) is not DeviceContext]  # that is a switch
+        modes = [mode for mode in modes_around() if type(mode) is not DeviceContext]  # it is in switches(): "device"
         self.held += [*(hook for _, _, hook in found), *modes]
         return {**switches(), "hooks of all modules": hooks, "modes around the call": list(map(id, modes))}
 
     def module(self, module: nn.Module) -> dict[str, object]:
-        """The state of one module."""
+        """Record the state of a module."""
         skipped, known = self._skipped, self._known
         found: dict[str, object] = {}
         own = object.__getattribute__(module, "__dict__")
@@ -85,7 +86,7 @@ class SnapshotWriter:
                 continue
             write = _WRITTEN_APART.get(key)
             if write is not None:
-                if value:  # nothing is the same as no container
+                if value:  # an empty container equals a missing one
                     write(self, key, value, own, found)
                 continue
             kind = type(value)
@@ -106,11 +107,11 @@ class SnapshotWriter:
         return found
 
     def attribute(self, value: Any) -> object:
-        """A value that a module has, or that is around the call."""
+        """Record the value of a module's attribute, or a hook."""
         if id(value) not in self._known:
             granted = min(GUARD_VALUES_OF_ONE, self._left_of_all)
             self._inside, self._left = {}, granted
-            self._known[id(value)] = (id(value),)  # it may hold itself
+            self._known[id(value)] = (id(value),)  # for values that contain themselves
             self._known[id(value)] = self._write(value, 0)
             self.held.append(value)
             self._left_of_all -= granted - self._left
@@ -144,7 +145,7 @@ class SnapshotWriter:
     # -- values ----------------------------------------------------------------------------------------------------
 
     def _write(self, value: Any, depth: int) -> object:
-        """A value that is so many objects below a module's attribute."""
+        """Record a value that is nested `depth` objects deep in a module's attribute."""
         kind = type(value)
         if kind in _AS_THEY_ARE:
             return value
@@ -201,7 +202,7 @@ class SnapshotWriter:
         return {key: self._write(value, GUARD_LEVELS) for key, value in named if key not in self._ignored}
 
     def _made_of(self, value: Any, form: Form, depth: int) -> object:
-        """A function, by its identity and what it closes over; other objects of Python's own by their parts alone."""
+        """Record a function by identity and closure, other objects of Python itself by their components alone."""
         assert form.parts is not None
         if form.kind in C_FUNCTIONS and not is_bound(value):
             return (id(value),)
@@ -214,7 +215,7 @@ class SnapshotWriter:
         return _PARTS, id(form.kind), identity, parts
 
     def _hidden(self, module: nn.Module) -> object:
-        """A module that is no submodule of any, with all modules inside."""
+        """Record a module that is not registered as a submodule, with all of its submodules."""
         inside = [(path, each) for path, each in modules_of(module) if id(each) not in self._registered]
         self._registered |= {id(each) for _, each in inside}
         left, met = self._left, self._inside
@@ -223,7 +224,7 @@ class SnapshotWriter:
         return _MODULE, id(module), states
 
     def _container(self, value: Any, form: Form, depth: int) -> object:
-        """What a container holds; its identity as well where that is not all of it."""
+        """Record the contents of a container, and its identity if it has more than the recorded contents."""
         size = form.size(value)
         items = list(islice(form.items(value), GUARD_PLAIN_ITEMS))
         keys = list(islice(form.keys(value), GUARD_PLAIN_ITEMS)) if form.mapping and size else None
@@ -242,12 +243,12 @@ class SnapshotWriter:
 
 
 def _tensor(tensor: torch.Tensor) -> object:
-    """What counts of a tensor beside its attributes."""
+    """Record a tensor without its attributes."""
     return id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape
 
 
 def _plain(values: list[Any]) -> object:
-    """Values that are all numbers, or all texts and the like, at once; None where they are something else."""
+    """Record values that are all ints and strings, all floats or all bools as one; None for any others."""
     if _AS_THEY_ARE.issuperset(map(type, values)):
         return values
     if _FLOAT.issuperset(map(type, values)):
@@ -268,16 +269,16 @@ _WRITTEN_APART = {name: _WRITTEN[part] for name, part in MODULE_PARTS.items() if
 _SKIPPED = frozenset(name for name, part in MODULE_PARTS.items() if part in (ModulePart.FLAGS, ModulePart.SAVING))
 
 
-# -- written values --------------------------------------------------------------------------------------------------
+# -- recorded values -------------------------------------------------------------------------------------------------
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The keys at which two dicts of written values differ."""
+    """Keys whose values differ between two dicts of recorded values."""
     return [key for key in dict.fromkeys([*one, *other]) if one.get(key, ABSENT) != other.get(key, ABSENT)]
 
 
 def places(old: Any, new: Any) -> list[Path]:
-    """Where two written values differ: in attributes of objects that they hold, or else themselves: ("", ())."""
+    """Locations at which two recorded values of the same object differ; [("", ())] if they are different objects."""
     found: list[Path] = []
     pairs = _pairs(old, new)
     for label, name, one, other in pairs:
@@ -289,7 +290,7 @@ def places(old: Any, new: Any) -> list[Path]:
 
 
 def _pairs(old: Any, new: Any) -> Iterator[tuple[str, str, Any, Any]]:
-    """(path, name of the attribute, before, after) of what differs in two values that are the same object."""
+    """Yield (path, name of the attribute, before, after) for each difference inside of the same object."""
     if type(old) is not tuple or type(new) is not tuple or not old or not new or old[0] is not new[0]:
         return
     if old[0] is _OBJECT and old[1:3] == new[1:3]:
@@ -313,7 +314,7 @@ def _pairs(old: Any, new: Any) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def forget(value: Any, names: Set[str]) -> None:
-    """Drop the attributes of these names from the objects in a written value."""
+    """Drop the attributes with these names from the objects in a recorded value."""
     if type(value) is not tuple or not value:
         return
     if value[0] is _OBJECT:
@@ -327,7 +328,7 @@ def forget(value: Any, names: Set[str]) -> None:
 
 
 def forget_names(attributes: dict[str, Any], names: Set[str]) -> None:
-    """Drop the attributes of these names, and from the objects in all others."""
+    """Drop the attributes with these names, also from objects in the remaining attributes."""
     for name in names & attributes.keys():
         del attributes[name]
     for value in attributes.values():

@@ -1,4 +1,4 @@
-"""Whose code it is: the user's module and line behind an exception, or behind what no graph can show."""
+"""Find the user's module and source line behind an exception, or behind code that a graph cannot represent."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from rannd.graph.modules.autograd_functions import function_name, is_function, w
 from rannd.graph.modules.methods import split_path
 from rannd.patches import caller, declare, patched
 
-_GRADIENT_HOOKS = declare("hooks of gradients", torch.Tensor, "register_hook", "a graph forgets hooks of tensors")
-_SAVED = declare("hooks of saved tensors", saved_tensors_hooks, "__enter__", "a graph forgets what they change")
-_INFERENCE = declare("inference_mode", torch.inference_mode, "__enter__", "a graph forgets that it was entered")
+_GRADIENT_HOOKS = declare("hooks of gradients", torch.Tensor, "register_hook", "export drops hooks of tensors")
+_SAVED = declare("hooks of saved tensors", saved_tensors_hooks, "__enter__", "export drops what they change")
+_INFERENCE = declare("inference_mode", torch.inference_mode, "__enter__", "export drops the mode")
 
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where in the user's code something is."""
+    """A location in user code."""
 
     modules: tuple[str, ...]
-    """Dotted paths of the modules that were running, innermost first; the last is '', the model itself."""
+    """Dotted paths of the running modules, innermost first; the last is '', the model itself."""
     line: str
     """', at FILE:LINE', or ''."""
     exact: bool = True
-    """False where the innermost module is not one of the model's (torch traces copies of some), or none was seen."""
+    """False if the innermost module is not one of the model's (torch traces copies of some), or none was found."""
 
 
 class Offence(BaseException):
-    """Code of which tracing would silently lose something: gradients, or that random numbers are drawn.
+    """User code has an effect that torch.export silently drops: custom gradients, random numbers of numpy, and others.
 
-    Not an Exception: the user's code must not be able to catch it and go another way than it usually goes.
-    Strict export loses it just as silently, but where `strict_keeps`.
+    Not an Exception, so that user code cannot catch it and take a different branch. Strict export drops the effect as
+    well, unless `strict_keeps`.
     """
 
     def __init__(
         self,
         what: str,
         place: SourceLocation,
-        loss: str = "whose backward would be lost in a graph",
+        loss: str = "whose backward a graph would lose",
         *,
         strict_keeps: bool = False,
         function: type[torch.autograd.Function] | None = None,
@@ -58,42 +58,42 @@ class Offence(BaseException):
         self.loss = loss
         self.strict_keeps = strict_keeps
         self.function = function
-        """The class whose calls may be operators instead."""
+        """The custom Function whose calls may become operators instead."""
 
 
 _OWN = ("rannd.graph", "rannd.runtime")
-"""Packages whose frames are not the user's code."""
+"""Packages whose frames are not user code."""
 
 HARMLESS_HOOKS = (save_on_cpu,)
-"""Hooks of saved tensors that only decide where these are kept."""
+"""Hooks of saved tensors that only change where these are stored."""
 
 
 @contextlib.contextmanager
 def watch_gradients(model: nn.Module, opaque: Collection[type[torch.autograd.Function]] = ()) -> Iterator[None]:
-    """Raise Offence where code runs that has gradients of its own while it is traced, but for the `opaque` classes.
+    """Raise Offence during tracing if user code customizes gradients, except by the Functions in `opaque`.
 
-    Export runs through the forward of a custom ``autograd.Function`` and forgets its backward; it forgets hooks of
+    torch.export traces through the forward of a custom ``autograd.Function`` and drops its backward; it drops hooks of
     tensors, too. Gradients would be silently wrong.
     """
 
     def applied(cls: type[torch.autograd.Function]) -> None:
-        generated = cls.__name__.startswith("GeneratedBackwardFor_")  # torch.library's; the graph has the operator
+        generated = cls.__name__.startswith("GeneratedBackwardFor_")  # of torch.library; the graph has its operator
         if not generated and cls not in opaque:
             what = f"runs the custom autograd.Function {cls.__module__}.{cls.__qualname__}"
             raise Offence(what, here(model), function=cls)
 
     def hooked(*_: Any, **__: Any) -> Any:
-        raise Offence("registers a hook for the gradient of a tensor", here(model))
+        raise Offence("registers a hook for the gradient of a tensor", here(model), "which a graph would lose")
 
     def entered(enter: Callable[..., None], hooks: saved_tensors_hooks) -> None:
         users = not (type(hooks).__module__.startswith("torch.") and of_torch(caller().f_code.co_filename))
         if users and type(hooks) not in HARMLESS_HOOKS:
-            raise Offence("has hooks for the tensors that are saved for the backward", here(model))
+            raise Offence("uses saved_tensors_hooks", here(model), "which a graph would lose")
         enter(hooks)
 
     def inferring(enter: Callable[..., None], mode: torch.inference_mode) -> None:
         if mode.mode and not of_torch(caller().f_code.co_filename):
-            raise Offence("enters inference_mode", here(model), "which a graph forgets")
+            raise Offence("enters inference_mode", here(model), "which a graph would lose")
         enter(mode)
 
     uses = _GRADIENT_HOOKS.around(hooked), _SAVED.around(entered), _INFERENCE.around(inferring)
@@ -102,7 +102,7 @@ def watch_gradients(model: nn.Module, opaque: Collection[type[torch.autograd.Fun
 
 
 class NodesUnseen(TorchFunctionMode):
-    """Raises Offence where the user's code asks for a tensor's node in the autograd graph: there is none in a graph."""
+    """Raises Offence if user code reads the grad_fn of a tensor, which an exported graph cannot provide."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class NodesUnseen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.grad_fn:
-            raise Offence("uses the grad_fn of a tensor", here(self._model))
+            raise Offence("uses the grad_fn of a tensor", here(self._model), "which is not there in a graph")
         return func(*args, **(kwargs or {}))
 
 
 def here(model: nn.Module) -> SourceLocation:
-    """Where in the user's code the caller is running."""
+    """Location of the user code that is running in the current stack."""
     frames = []
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -125,7 +125,7 @@ def here(model: nn.Module) -> SourceLocation:
 
 
 def of_exception(model: nn.Module, problem: BaseException) -> SourceLocation:
-    """Where an exception arose."""
+    """Location of the user code that raised an exception."""
     frames: list[types.FrameType] = []
     seen: set[int] = set()
     cause: BaseException | None = problem
@@ -137,12 +137,12 @@ def of_exception(model: nn.Module, problem: BaseException) -> SourceLocation:
 
 
 def of_torch(filename: str) -> bool:
-    """Whether a file belongs to torch."""
+    """Whether a file is part of torch."""
     return filename.startswith(sys.modules["torch"].__path__[0])
 
 
 def place_of(model: nn.Module, frames: list[types.FrameType]) -> SourceLocation:
-    """The user's code in a stack, innermost frame first."""
+    """Location of the innermost user code in a stack; `frames` starts with the innermost."""
     names = {id(module): name for name, module in model.named_modules()}
     own = (sys.modules["torch"].__path__[0], *(sys.modules[name].__path__[0] for name in _OWN if name in sys.modules))
     modules: list[str] = []
@@ -162,7 +162,7 @@ def place_of(model: nn.Module, frames: list[types.FrameType]) -> SourceLocation:
 
 
 def described(model: nn.Module, path: str) -> str:
-    """A part of the model in words."""
+    """Describe a part of the model in words, with its class."""
     if is_function(path):
         return f"the autograd.Function {function_name(path)}"
     name, method = split_path(path)
@@ -172,11 +172,11 @@ def described(model: nn.Module, path: str) -> str:
 
 
 def in_words(problem: BaseException) -> str:
-    """The first line of an exception, with a word on what it means."""
+    """The first line of an exception, with an explanation if it is about data-dependent code."""
     if isinstance(problem, Offence):
         return f"it {problem.what}, {problem.loss}"
     first = str(problem).strip().splitlines() or [""]
     hint = ""
     if "data-dependent" in str(problem).lower() or "DataDependent" in type(problem).__name__:
-        hint = " (Python code whose way depends on the values of tensors cannot be part of a graph)"
+        hint = " (data-dependent control flow cannot be part of a graph)"
     return f"{type(problem).__name__}: {first[0]}{hint}"

@@ -81,11 +81,11 @@ def analyse(traced: Traced, signature: Signature, early: Set[Node]) -> RowAnalys
         return found
     # Mini-batches run unsplit: a mean over labels has its own denominator, however the model uses it.
     whole = _analyse(Walk(early=early, whole=True), traced, signature)
-    kept = tuple(site for site in whole.weighted if not _bends(whole, site[0]))
+    kept = tuple(site for site in whole.weighted if not _used_nonlinearly(whole, site[0]))
     return dataclasses.replace(whole, coupled=found.coupled, weighted=kept)
 
 
-def _bends(analysis: RowAnalysis, node: Node) -> bool:
+def _used_nonlinearly(analysis: RowAnalysis, node: Node) -> bool:
     """Whether a sum of terms is used nonlinearly; such uses need the rank's own, unweighted value."""
     seen, stack = {node}, [node]
     while stack:

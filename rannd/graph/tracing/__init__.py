@@ -1,7 +1,7 @@
-"""From a module to a flat graph.
+"""Trace a module to a flat graph.
 
-In: a module and a signature. Out: a `Traced`. Begin with `frontend.py`, which tries one way after the other;
+In: a module and a signature. Out: a `Traced`. Start with `frontend.py`, which tries several methods in turn;
 `export.py` calls `torch.export`, `leaf_recorder.py` runs submodules that cannot be exported as opaque operators,
-`dynamic_shapes.py` makes one trace serve many sizes, `hook_proofs.py` proves that torch still calls every hook that
+`dynamic_shapes.py` reuses one trace for many sizes, `hook_proofs.py` verifies that torch still calls every hook that
 tracing relies on.
 """

@@ -1,4 +1,4 @@
-"""Whether a traced program leaves the size of the batch open."""
+"""Check whether an exported program is valid for all batch sizes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from rannd.graph.fx.sizes import PROBE_ROWS, holds, shape_at
 from rannd.graph.fx.symbolic_values import TensorValue, abstract
 
 MOST_ROWS = 2**20
-"""A batch size that no model may forbid."""
+"""The batch dimension counts as dynamic only if sizes up to this one are allowed."""
 
 MOST_HOLES = 4
-"""More single sizes than this are a rule (even ones, multiples)."""
+"""Maximum number of single excluded sizes; more of them follow a rule (even sizes, multiples)."""
 
 LARGEST_CONDITION = 65
-"""Conditions on the batch are tried for fewer rows than this. Two rows are not: torch excludes slices of one."""
+"""Conditions on the batch size are evaluated for sizes from 3 to below this. Size 2 is left out, since torch excludes
+slices of size 1."""
 
 
 def closed_batch(program: Any, signature: Signature) -> tuple[str, int, int] | None:
-    """A batch argument whose first dimension the program does not leave open, and the sizes (from, to) it may have."""
+    """Find a batch argument whose first dimension is not dynamic; returns its name and the allowed (lowest, highest)
+    size."""
     return _fixed(program, signature) or _excluded(program, signature)
 
 
@@ -46,7 +48,7 @@ def _fixed(program: Any, signature: Signature) -> tuple[str, int, int] | None:
 
 
 def _excluded(program: Any, signature: Signature) -> tuple[str, int, int] | None:
-    """Like `_fixed`, for sizes of the batch that the model's code treats in another way (odd or even, large ones)."""
+    """Like `_fixed`, for ranges of sizes excluded by conditions in the model's code (odd or even, large ones)."""
     for name, refused in _refused(program, signature):
         if not _isolated(refused):
             return name, 2, min(refused) - 1
@@ -54,13 +56,13 @@ def _excluded(program: Any, signature: Signature) -> tuple[str, int, int] | None
 
 
 def holes(program: Any, signature: Signature) -> tuple[int, ...]:
-    """Single sizes of the batch that the model's code treats in another way (``x.shape[0] == x.shape[1]``)."""
+    """Single batch sizes excluded by conditions in the model's code (``x.shape[0] == x.shape[1]``)."""
     found = [refused for _, refused in _refused(program, signature) if _isolated(refused)]
     return tuple(sorted(set().union(*found)))
 
 
 def _refused(program: Any, signature: Signature) -> Iterator[tuple[str, set[int]]]:
-    """(argument, sizes of the batch) for each condition that tracing made and that does not hold for all sizes."""
+    """Yield (argument, excluded batch sizes) for each guard of the trace that does not hold for all sizes."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec, name in zip(signature.tensors, program.graph_signature.user_inputs, strict=True):
         if spec.batch and isinstance(name, str):
@@ -76,12 +78,12 @@ def _refused(program: Any, signature: Signature) -> Iterator[tuple[str, set[int]
 
 
 def _isolated(refused: set[int]) -> bool:
-    """Whether sizes are single ones, with others around them that are treated alike."""
+    """Whether excluded sizes are few and not adjacent, so that all sizes around them are allowed."""
     return len(refused) <= MOST_HOLES and not any(rows + 1 in refused for rows in refused) and max(refused) < PROBE_ROWS
 
 
 def lines(graph: Graph) -> list[str]:
-    """What an exported graph does, with all shapes at one number of rows: equal for programs that do the same."""
+    """List the nodes of an exported graph as text, with shapes at one number of rows: equal for equal programs."""
     found = []
     for node in graph.nodes:
         values = [abstract(value) for value in pytree.tree_leaves(node.meta.get("val"))]

@@ -1,13 +1,13 @@
-"""Dropout on or off in a traced graph, whatever the training flags of the modules say.
+"""Switch dropout on or off in a traced graph, independent of the training flags of the modules.
 
-*Off*: in every operator that has a probability to drop with, it is off; `F.dropout`, attention, recurrent layers alike.
-*On*: `nn.Dropout`, `nn.MultiheadAttention`, `nn.Transformer` and recurrent layers are traced as in training; all other
-operators get what they have in a trace of the model in training, operator for operator of each module, because
-`F.scaled_dot_product_attention(..., dropout_p=self.p if self.training else 0.0)` shows nothing of `p` in evaluation.
-Where code has no such operator in evaluation at all, that is an error.
+*Off*: disabled in every operator with a dropout probability: `F.dropout`, attention, recurrent layers.
+*On*: `nn.Dropout`, `nn.MultiheadAttention`, `nn.Transformer` and recurrent layers are traced in training mode. Every
+other operator gets the dropout arguments of its counterpart in a trace of the model in training mode, because in
+evaluation `F.scaled_dot_product_attention(..., dropout_p=self.p if self.training else 0.0)` does not show `p`. It is an
+error if an operator that drops in training does not run in evaluation.
 
-What modules write themselves with random numbers (`torch.bernoulli`, dropped paths) is not known to be dropout, and
-stays as it is.
+Dropout that modules implement with random numbers (`torch.bernoulli`, stochastic depth) is not recognized, and is not
+changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rannd.graph.modules.dropout_override import KNOWN, as_in_training
 
 @contextlib.contextmanager
 def traced_with(model: nn.Module, mode: Mode) -> Iterator[None]:
-    """While a graph of `mode` is traced: torch's own modules as they are where dropout is on."""
+    """Set the training flag of torch's dropout modules within the context if `mode` enables dropout."""
     with as_in_training([each for each in model.modules() if isinstance(each, KNOWN)] if mode.dropout else ()):
         yield
 
@@ -41,9 +41,9 @@ def switch(
     signature: Signature,
     trace: Callable[[Signature], Traced],
 ) -> None:
-    """Edit a graph traced for `signature` so that its dropout is what the signature's mode says.
+    """Edit a graph traced for `signature` so that its dropout follows the signature's mode.
 
-    `trace` traces the model once more, for another signature. TraceError where dropout cannot be switched on.
+    `trace` traces the model again for another signature. TraceError if dropout cannot be switched on.
     """
     enabled = signature.mode.dropout
     if enabled is None:
@@ -66,7 +66,8 @@ def _as_trained(traced: Traced, model: nn.Module, signature: Signature, trace: C
             trained = trace(dataclasses.replace(signature, mode=mode))
     except TraceError as exc:
         raise TraceError(
-            f"enable_dropout(True) in evaluation: what the model drops in training cannot be found out: {exc}"
+            "enable_dropout(True) in evaluation: the model cannot be traced in training mode to find its dropout: "
+            f"{exc}"
         ) from exc
     here, there = _by_place(traced), _by_place(trained)
     for place, wanted in there.items():
@@ -78,22 +79,22 @@ def _as_trained(traced: Traced, model: nn.Module, signature: Signature, trace: C
             module, name = place
             raise TraceError(
                 f"enable_dropout(True) in evaluation: {f'module {module}' if module else 'the model'} runs {name} "
-                f"{len(wanted)} times in training and {len(found)} times in evaluation, so it is not known which of "
-                "them drop; set the training flag of the modules that shall drop instead (module.train())"
+                f"{len(wanted)} times in training and {len(found)} times in evaluation, so its calls cannot be "
+                "matched; set the training flag of the modules that are to apply dropout instead (module.train())"
             )
 
 
 _OFF: dict[str, Any] = {"train": False, "dropout": 0.0, "dropout_p": 0.0, "p": 0.0}
-"""Arguments that operators with dropout have, and their values where it is off."""
+"""Dropout arguments of operators, and their values that disable it."""
 
 
 def _names(node: Node) -> set[str]:
-    """The arguments by which an operator drops; none for others."""
+    """Names of the dropout arguments of an operator; empty for operators without dropout."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return set()
     names = {argument.name for argument in node.target._schema.arguments}
     if "dropout" in names and "train" in names:
-        return {"dropout"}  # recurrent layers: cuDNN trains with the other flag alone
+        return {"dropout"}  # recurrent layers: cuDNN needs `train` for the backward, even without dropout
     if "dropout_p" in names:
         return {"dropout_p"}
     return {"p", "train"} if {"p", "train"} <= names else set()
@@ -105,7 +106,7 @@ def _drops(node: Node) -> bool:
 
 
 def _set(node: Node, values: dict[str, Any]) -> None:
-    """Give an operator's dropout other arguments."""
+    """Change the dropout arguments of an operator."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name not in _names(node) or argument.name not in values:
@@ -117,7 +118,7 @@ def _set(node: Node, values: dict[str, Any]) -> None:
 
 
 def _sites(root: nn.Module, nodes: Iterable[Node]) -> Iterator[Node]:
-    """All operators that can drop, also in regions of their own."""
+    """Yield all operators with dropout arguments, including those in nested graphs."""
     for node in nodes:
         if _names(node):
             yield node

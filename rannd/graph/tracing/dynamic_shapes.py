@@ -1,9 +1,9 @@
-"""One trace for calls whose dimensions beside the batch change, too (the length of a sequence, the size of an image).
+"""Reuse one trace for calls with other sizes than the batch size (sequence length, image size): dynamic shapes.
 
-The first call of a model is traced for its own sizes. Where a later one differs in some dimensions, the model is
-exported once more with those *open*; the result is a template, from which the graph for any sizes is made by putting
-them in, in a fraction of the time. A template has, beside ROWS, a symbol for every open dimension, and the conditions
-on them that the model's code made; sizes for which they do not hold are traced on their own.
+The first call of a model is traced for its own sizes. If a later call differs in some dimensions, the model is
+exported once more with these *open* (dynamic). The result is a template: substituting sizes gives the graph for a call
+in a fraction of the time. A template has a symbol for every open dimension in addition to ROWS, and the conditions on
+them from the model's code; sizes that violate these are traced on their own.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from rannd.graph.modules.source_location import Offence
 from rannd.graph.tracing.batch_dim import MOST_ROWS
 
 LARGEST_CHECKED = 65
-"""Conditions on rows and sizes together are tried for fewer rows than this; fewer than two are not, as in batch.py."""
+"""Conditions on rows and sizes together are evaluated for numbers of rows from two to below this."""
 
 
 class NoTemplate(Exception):
-    """The model cannot be traced with these dimensions open."""
+    """The model cannot be traced with these dimensions open, or a template is not valid for a call."""
 
 
 class _Stored(msgspec.Struct):
     traced: bytes
     lengths: list[tuple[int, int, str]]
-    """(tensor, dimension behind the batch, symbol) of the open dimensions."""
+    """(tensor, dimension after the batch dimension, symbol) of the open dimensions."""
     conditions: list[Any]
 
 
 def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
-    """A trace for all sizes of the dimensions in ``signature.open``, as data. NoTemplate where there is none."""
-    # What traces is not imported where traces come from the cache.
+    """Trace a model for all sizes of the dimensions in ``signature.open``, and serialize it. NoTemplate on failure."""
+    # Imported lazily: runs that get their traces from the cache do not need the tracer.
     from rannd.graph.branches.data_dependent import Undecidable
     from rannd.graph.tracing.export import Notes, TracedCall, example_inputs, export, shown, traced_of
 
@@ -51,7 +51,7 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor])
     try:
         program = export(model, signature, examples, TracedCall(examples), notes=notes)
         if notes.decided or notes.chances:
-            raise NoTemplate("branches depend on what is in the tensors")
+            raise NoTemplate("the model's code branches on the values of tensors")
         symbols = _symbols(program, signature)
         found = shown(model, program, notes, symbols)
         traced = traced_of(model, found)
@@ -72,9 +72,9 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor])
 
 
 def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
-    """The graph of calls with `signature` out of a template. NoTemplate where the template is not for them.
+    """Instantiate the graph for `signature` from a template. NoTemplate if the template is not valid for its sizes.
 
-    Raises Broken for data that is no template of this model.
+    Raises Broken for data that is not a template of this model.
     """
     try:
         stored = msgspec.msgpack.decode(data, type=_Stored)
@@ -83,7 +83,7 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
     sizes: dict[sympy.Symbol, int] = {}
     for tensor, dim, name in stored.lengths:
         if not (0 <= tensor < len(signature.tensors) and 0 <= dim < len(signature.tensors[tensor].shape)):
-            raise Broken(f"it is for dimension {dim} of tensor {tensor}, which there is none of")
+            raise Broken(f"it has an open dimension {dim} of tensor {tensor}, which the call does not have")
         size = signature.tensors[tensor].shape[dim]
         if sizes.setdefault(length_symbol(name), size) != size or size < 2:
             raise NoTemplate(f"dimension {dim + 1} of {signature.tensors[tensor].name} is {size}")
@@ -94,7 +94,7 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
             raise Broken(f"the condition {each}: {exc}") from exc
         rows = range(2, LARGEST_CHECKED) if condition.free_symbols else (2,)
         if any(condition.subs(ROWS, count) == sympy.false for count in rows):
-            raise NoTemplate(f"the model's code treats these sizes in another way ({condition})")
+            raise NoTemplate(f"the model's code runs differently for these sizes ({condition})")
     traced, _ = decode(stored.traced, model, sizes)
     for node, spec in zip(traced.placeholders, signature.tensors, strict=True):
         value = node.meta["val"]
@@ -113,7 +113,7 @@ def _sizes(program: Any, signature: Signature) -> list[Any]:
 
 
 def _symbols(program: Any, signature: Signature) -> dict[sympy.Symbol, sympy.Symbol]:
-    """The symbols of open dimensions, by those that tracing gave them. NoTemplate where one is not left open."""
+    """Map the symbols of the exported program to ours. NoTemplate if an open dimension is not dynamic in it."""
     found: dict[sympy.Symbol, sympy.Symbol] = {}
     shapes = _sizes(program, signature)
     for spec, shape in zip(signature.tensors, shapes, strict=True):
@@ -132,13 +132,13 @@ def _symbols(program: Any, signature: Signature) -> dict[sympy.Symbol, sympy.Sym
 
 
 def _wide(program: Any, size: torch.SymInt) -> bool:
-    """Whether a size may be anything from two on."""
+    """Whether all sizes from two on are allowed."""
     bounds = [program.range_constraints.get(symbol) for symbol in size.node.expr.free_symbols]
     return all(each is None or (each.lower <= 2 and each.upper >= MOST_ROWS) for each in bounds)
 
 
 def _conditions(program: Any, symbols: dict[sympy.Symbol, sympy.Symbol]) -> list[Any]:
-    """What has to hold for the sizes, in our symbols. NoTemplate where the batch alone has to be something."""
+    """Conditions on the sizes, in our symbols. NoTemplate for conditions on the batch size alone."""
     found: list[Any] = []
     shape_env = next(
         value.fake_mode.shape_env
@@ -149,10 +149,10 @@ def _conditions(program: Any, symbols: dict[sympy.Symbol, sympy.Symbol]) -> list
         condition = unified(shape_env.replace(guard.expr), symbols)
         if condition in (sympy.true, sympy.false):
             if condition == sympy.false:
-                raise NoTemplate("conditions that cannot hold")
+                raise NoTemplate("the conditions of the exported program cannot hold")
         elif not condition.free_symbols & set(symbols.values()):
             if any(condition.subs(ROWS, rows) == sympy.false for rows in range(3, LARGEST_CHECKED)):
-                raise NoTemplate(f"the model's code treats some sizes of the batch in another way ({condition})")
+                raise NoTemplate(f"the model's code runs differently for some batch sizes ({condition})")
         else:
             found.append(condition)
     for symbol, ours in symbols.items():

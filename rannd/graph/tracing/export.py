@@ -1,8 +1,8 @@
-"""Export a module: a flat graph of ATen operators whose batch dimension is a symbol.
+"""Export a module with ``torch.export`` to a flat graph of ATen operators with a symbolic batch dimension.
 
-``torch.export`` is the front-end. The result keeps the user's own parameter objects, and has one placeholder per tensor
-argument, in the order of the signature. What comes out is cleaned: values become plain data (values.py), checks
-that bake the tracing machine in are dropped, every output is an op of its own.
+The graph refers to the user's own parameter objects, and has one placeholder per tensor argument, in the order of the
+signature. The exported program is cleaned: metadata become plain data (`symbolic_values.py`), runtime assertions, some
+of which fix the device of the tracing machine, are removed, and every output becomes a separate node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributions import Distribution
 from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
 
-import rannd.graph.fx.fake_kernels  # noqa: F401  (tells torch)
+import rannd.graph.fx.fake_kernels  # noqa: F401  (registers kernels with torch)
 from rannd.graph.branches.branch_selection import BranchTrace
 from rannd.graph.branches.concrete_values import Shadows
 from rannd.graph.branches.data_dependent import Deciding, split_off
@@ -37,7 +37,7 @@ from rannd.graph.fx.traced import Decisions, OutputSpec, Traced, attribute, oper
 from rannd.graph.modules.autograd_functions import no_checkpoints
 from rannd.graph.modules.contained_objects import same_arrays
 from rannd.graph.modules.cpp_functions import watch_cpp_functions
-from rannd.graph.modules.foreign_rng import unchanged, watch_dice
+from rannd.graph.modules.foreign_rng import unchanged, watch_foreign_rng
 from rannd.graph.modules.guards import kept
 from rannd.graph.modules.source_location import NodesUnseen, watch_gradients
 from rannd.graph.tracing.leaf_recorder import in_place
@@ -49,16 +49,16 @@ _VALIDATED = declare(
     "arguments of distributions",
     Distribution,
     "_validate_args",
-    "they are branches on values that raise, or do nothing",
+    "validation branches on values of tensors, only to raise",
 )
 
 DROPPED = ("aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size",
            "aten::sym_constrain_range", "aten::_assert_async.msg")  # fmt: skip
-"""Checks that export adds; the first bakes the device of the tracing machine in."""
+"""Assertions that export adds; the first fixes the device of the tracing machine."""
 
 
 class _Flat(nn.Module):
-    """Takes the tensor leaves of a call as its only arguments."""
+    """Wraps a model so that the flattened tensors of a call are its only arguments."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = self._signature.unflatten(tensors)
-        if self._notes is None or self._deciding is None:  # strict tracing runs no code of ours
+        if self._notes is None or self._deciding is None:  # strict export would trace through our code
             return self.model(*args, **kwargs)
         batch = next(tensor for tensor, spec in zip(tensors, self._signature.tensors, strict=True) if spec.batch)
         with contextlib.ExitStack() as stack:
@@ -99,18 +99,17 @@ class _Flat(nn.Module):
 
 
 class Notes:
-    """What is seen of the user's code on the way."""
+    """Observations about user code during an export."""
 
     def __init__(self) -> None:
         self.changes: set[str] = set()
         """Attributes of modules that the code changes."""
         self.dropped: list[str] = []
-        """Parts of the output that ranks cannot hand back."""
+        """Parts of the output that ranks cannot return."""
         self.decided: tuple[bool, ...] = ()
-        """What it decided by the call's tensors. As many outputs of the program, behind the model's own, are what it
-        decided by."""
+        """Outcomes of branches on the call's tensors. The program returns the conditions after the model's outputs."""
         self.chances = 0
-        """Branches on random numbers; as many outputs, the last ones, are the outcomes."""
+        """Number of branches on random numbers. Their conditions are the last outputs of the program."""
 
 
 def export(
@@ -124,11 +123,11 @@ def export(
     notes: Notes | None = None,
     chance: Callable[[int], bool] = lambda _: False,
 ) -> Any:
-    """The exported program of a call with tensors like `examples`; the batch is open unless the signature fixes it.
+    """Export a call with tensors like `examples`; the batch dimension is dynamic unless the signature fixes it.
 
-    Branches on what is in the tensors go the way of `sample`, those on random numbers, by their number, that of
-    `chance` (strict: they fail). Raises whatever the model's code and
-    torch.export raise, Offence for what would be lost, and NotALeaf.
+    Branches on the values of tensors have the outcomes of `sample`; `chance` maps the number of a random branch to its
+    outcome. In strict mode, such branches fail. Raises what the model's code and torch.export raise, Offence for
+    effects that export would drop, and NotALeaf.
     """
     dynamic = tuple(dict.fromkeys(signature.open_dims(number), Dim.AUTO) for number in range(len(examples)))
     if strict:
@@ -139,21 +138,21 @@ def export(
             return Deciding(_shadows(model, sample, traced), sample.assumed, chance)
 
         flat = _Flat(model, signature, notes or Notes(), table, deciding)
-    # Strict export runs no code of the user's, and follows all Python code, hooks as well.
-    dice = unchanged(model) if strict else watch_dice(model)
+    # Strict export does not run user code, but interprets its bytecode, and would trace through our hooks.
+    rng = unchanged(model) if strict else watch_foreign_rng(model)
     gradients = watch_gradients(model, table.functions if table is not None else ())
-    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), tracing(), dice, unvalidated():
+    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), tracing(), rng, unvalidated():
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """The call whose way the model's code goes when it is traced."""
+    """The call that determines the outcomes of data-dependent branches during tracing."""
 
     tensors: Sequence[torch.Tensor]
-    """Of the signature's tensors, with all their rows."""
+    """Tensors of the call with all rows, in the order of the signature."""
     assumed: Sequence[bool] | None = None
-    """What to decide, in this order, in place of what the tensors say: they have no rows that could say it."""
+    """Outcomes to use, in order, if the tensors have no rows to evaluate the conditions with."""
 
 
 def _shadows(model: nn.Module, sample: TracedCall, traced: Sequence[torch.Tensor]) -> Shadows:
@@ -164,9 +163,9 @@ def _shadows(model: nn.Module, sample: TracedCall, traced: Sequence[torch.Tensor
 
 
 def example_inputs(signature: Signature, leaves: list[torch.Tensor], least: int = 2) -> tuple[torch.Tensor, ...]:
-    """Tensors to trace with: real rows, repeated to a batch size of at least `least` that no other dimension has.
+    """Example tensors for tracing: real rows, repeated to a batch size of at least `least` unlike every other size.
 
-    A batch of 1 would be fixed silently, and a size that occurs elsewhere could be mistaken for it.
+    torch.export specializes on size 1, and the batch size must not be confused with other dimensions.
     """
     if signature.fixed_rows is not None:
         return tuple(
@@ -189,13 +188,13 @@ def example_inputs(signature: Signature, leaves: list[torch.Tensor], least: int 
 
 
 def unvalidated() -> contextlib.AbstractContextManager[None]:
-    """Let torch.distributions not look at the values of its arguments, as it does unless Python runs with -O."""
+    """Disable argument validation of torch.distributions, which branches on the values of tensors."""
     return patched(_VALIDATED.by(False))
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide what export warns of and prints (whole graphs, where it fails): the error says it better."""
+    """Suppress warnings and output of export, which prints whole graphs on failure; the exception is enough."""
     logger = logging.getLogger("torch")
     level = logger.level
     with (
@@ -213,7 +212,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Shown(BranchTrace):
-    """What an exported program shows of the model, cleaned."""
+    """A cleaned exported program."""
 
     decisions: Decisions | None
 
@@ -221,9 +220,9 @@ class Shown(BranchTrace):
 def shown(
     model: nn.Module, program: Any, notes: Notes, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None = None
 ) -> Shown:
-    """Clean an exported program, with what was noted of it. Undecidable where more than the arguments decides.
+    """Clean an exported program. Undecidable if a branch condition depends on more than the arguments.
 
-    `lengths` names the symbols that are not the rows.
+    `notes` are those of its export; `lengths` maps symbols of the program other than the batch size to ours.
     """
     with quiet(), any_name():
         root = program.module(check_guards=False)
@@ -236,7 +235,8 @@ def shown(
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue
-        if operator_name(node.target) in DROPPED or isinstance(node.meta["val"], Number):  # checks, and their numbers
+        # Assertions, and numbers that only they use.
+        if operator_name(node.target) in DROPPED or isinstance(node.meta["val"], Number):
             graph.erase_node(node)
     count = len(notes.decided) + notes.chances
     if not count:
@@ -251,16 +251,16 @@ def shown(
         decisions = split_off(root, decided, notes.decided, state)
     chances = []
     for node in drawn:
-        if operator_name(node.target) == "aten::clone":  # a copy that was made to be handed out
+        if operator_name(node.target) == "aten::clone":  # the copy made by Deciding
             chances.append(node.args[0])
             graph.erase_node(node)
-        else:  # in a region of its own
+        else:  # the copy is in a nested graph
             chances.append(node)
     return Shown(root, spec.children()[0], chances, decisions)
 
 
 def traced_of(model: nn.Module, shown: Shown) -> Traced:
-    """Name attributes by the user's model, make every output an op of its own."""
+    """Convert to Traced: rename attributes after the user's model, and make every output a separate node."""
     root, graph = shown.root, shown.root.graph
     outputs = _outputs_are_ops(graph, shown.spec)
     names: dict[int, str] = {}
@@ -286,7 +286,7 @@ def traced_of(model: nn.Module, shown: Shown) -> Traced:
 
 
 def _outputs_are_ops(graph: Graph, spec: pytree.TreeSpec) -> OutputSpec:
-    """Give outputs that are an argument, a parameter, or an output twice, an op of their own."""
+    """Insert an alias for every output that is an argument, a parameter, or the same node as another output."""
     output = next(iter(reversed(graph.nodes)))
     constants: dict[int, Any] = {}
     positions: list[int] = []
@@ -307,7 +307,7 @@ def _outputs_are_ops(graph: Graph, spec: pytree.TreeSpec) -> OutputSpec:
 
 
 def _make_plain(root: GraphModule, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None) -> None:
-    """Keep of each node's notes what the rest of the room needs, as plain data."""
+    """Reduce the metadata of all nodes to value and module, as plain data."""
     for node in root.graph.nodes:
         node.meta = {"val": abstract(node.meta.get("val"), lengths), "module": _module_of(node)}
         if node.op == "get_attr":
@@ -317,7 +317,7 @@ def _make_plain(root: GraphModule, lengths: Mapping[sympy.Symbol, sympy.Symbol] 
 
 
 def _module_of(node: Node) -> str:
-    """Dotted path of the user's module that ran the op ('' for the model itself)."""
+    """Dotted path of the module that ran the operator; '' for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     name = path.removeprefix("L['self'].").removeprefix("model").removeprefix(".")

@@ -1,14 +1,14 @@
-"""The front-end: from a module to a graph, by the first way that works.
+"""The tracing front-end: converts a module to a graph with the first method that works.
 
-1. non-strict export with an open batch dimension; branches that the call's tensors and constants decide go the way
-   that they say (decisions.py);
-2. strict export, where the first fixes the size of the batch;
-3. non-strict export with the submodules that stand in the way as leaves (leaves.py): those that the failure names, or
-   else those that halving the module tree finds;
-4. export for the size of the batch at hand only;
-5. the whole model as one leaf: always right, but nothing of it can be cut.
+1. non-strict export with a dynamic batch dimension; branches on the call's tensors and constants are taken as in this
+   call (`rannd.graph.branches.data_dependent`);
+2. strict export, if the first fixes the batch size;
+3. non-strict export with the submodules that prevent it as leaves (`leaf_recorder.py`): those that the traceback
+   names, otherwise those found by bisecting the module tree;
+4. export for the present batch size only;
+5. the whole model as one leaf: always correct, but it cannot be cut.
 
-Every step leaves a line in the record of the traced model.
+Every step adds a line to the record of the traced model.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from rannd.graph.tracing.leaf_recorder import NotALeaf, preserved, record
 from rannd.graph.tracing.unsound_exports import unshown, written_later
 
 LARGEST_EXAMPLE = 256
-"""Largest batch to trace with."""
+"""Maximum batch size to trace with."""
 
 MOST_BY_CHANCE = 2
-"""So many tensors may be as long as the first batch without carrying samples."""
+"""Maximum number of tensors that may have as many rows as the first batch without carrying samples."""
 
 MOST_ATTEMPTS = 64
-"""So often leaves are looked for."""
+"""Maximum number of searches for leaves."""
 
 LARGE_SHARE = 0.2
-"""Before leaves take more than this share of the parameters, strict export is tried."""
+"""Strict export is tried before leaves hold more than this fraction of the parameters."""
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What came of one export: a program, or a problem and its place."""
+    """Result of one export: a traced model, or a problem and its location."""
 
     traced: Traced | None = None
     problem: BaseException | None = None
@@ -71,7 +71,7 @@ class _Attempt:
 
 
 class _ClosedBatch(Exception):
-    """The program is for some sizes of the batch only."""
+    """The exported program is valid for some batch sizes only."""
 
 
 def trace(
@@ -81,14 +81,13 @@ def trace(
     assumed: Sequence[bool] | None = None,
     opaque: Sequence[str] = (),
 ) -> tuple[Traced, Signature]:
-    """Trace `model` as it is called with tensors like `leaves` (one per tensor of the signature).
+    """Trace `model` for calls with tensors like `leaves` (one per tensor of the signature).
 
-    Where the code branches on what is in the tensors, the graph has the branch that `leaves` take; without rows they
-    take none, and `assumed` says what to decide (decisions.py), as another rank did. The modules at `opaque` run as
-    single operators, whatever their code is.
+    Data-dependent branches are taken as for `leaves`; if these have no rows, `assumed` has the outcomes on another rank
+    (`rannd.graph.branches.data_dependent`). The modules at `opaque` run as single operators, whatever their code is.
 
-    Returns the traced model with the signature of the calls that it is for: the given one, or one that fixes the
-    number of rows. Raises TraceError where the model itself fails, or returns no tensor.
+    Returns the traced model and the signature of the calls that it is valid for: the given one, or one with a fixed
+    number of rows. Raises TraceError if the model itself fails, or returns no tensor.
     """
     return _FrontEnd(model, signature, leaves, assumed, opaque).run()
 
@@ -115,16 +114,16 @@ class _FrontEnd:
         self._functions_tried: set[str] = set()
 
     def run(self) -> tuple[Traced, Signature]:
-        """Go through the ways."""
+        """Try the methods in turn."""
         hooked = [name for name, module in self._model.named_modules() if has_backward_hooks(module)]
         if lost := failing():
             self._note(
-                f"torch {torch.__version__} does not run these hooks of the tracer: {', '.join(lost)}; no graph can be "
-                "trusted, and the whole model runs as one operator. Please report it"
+                f"torch {torch.__version__} does not call these hooks of the tracer: {', '.join(lost)}; graphs could "
+                "silently be wrong, so the whole model runs as one operator. Please report this"
             )
             return self._whole()
         for name in self._opaque:
-            self._note(f"{described(self._model, name)} computes something else in a graph: runs as one operator")
+            self._note(f"{described(self._model, name)} gives other results in a graph: runs as one operator")
         for name in hooked:
             self._note(f"{described(self._model, name)} has backward hooks: runs as one operator")
         paths = outermost([*self._opaque, *hooked])
@@ -163,7 +162,7 @@ class _FrontEnd:
                 if (strict := self._strict()) is not None:
                     return self._done(strict)
                 if isinstance(attempt.problem, _ClosedBatch):
-                    break  # a graph for this size can be cut, large leaves cannot
+                    break  # a graph for this batch size can be cut, large leaves cannot
             for name in found:
                 self._note(f"{described(self._model, name)} runs as one operator")
             paths = outermost([*paths, *found])
@@ -174,10 +173,10 @@ class _FrontEnd:
             return fixed
         return self._whole(attempt)
 
-    # -- ways -------------------------------------------------------------------------------------------------
+    # -- methods ----------------------------------------------------------------------------------------------
 
     def _open(self, paths: Sequence[str], strict: bool = False) -> _Attempt:
-        """Export with the modules at `paths` as leaves, for any number of rows."""
+        """Export with the modules at `paths` as leaves; the batch is dynamic unless the signature fixes it."""
         notes = Notes()
         table: LeafTable | None = None
         try:
@@ -193,14 +192,14 @@ class _FrontEnd:
                 if not (low < high and self._same_beyond(program, high, strict, table)):
                     sizes = f"{low} to {high}" if low < high else str(low)
                     raise _ClosedBatch(
-                        f"the batch dimension of {name} is fixed by the model's code to {sizes} (a shape used as a "
-                        "number, or a comparison with it)"
+                        f"the batch dimension of {name} is fixed by the model's code to {sizes} (it uses the size as a "
+                        "Python number, or compares it)"
                     )
             closed_sizes = holes(program, self._signature) if self._signature.fixed_rows is None else ()
             if self._signature.rows(self._leaves) in closed_sizes:
                 raise _ClosedBatch(
-                    f"a batch of {self._signature.rows(self._leaves)} rows is treated in another way by the model's "
-                    "code (a comparison with its size)"
+                    f"the model's code runs differently for a batch of {self._signature.rows(self._leaves)} rows than "
+                    "for others (it compares the size)"
                 )
         except (TraceError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
@@ -231,11 +230,11 @@ class _FrontEnd:
         return _Attempt(traced, notes=notes, table=table)
 
     def _select(self, base: Shown, notes: Notes, examples: tuple[torch.Tensor, ...], table: LeafTable | None) -> Shown:
-        """The graph with both ways of branches on random numbers, of which `base` takes none. NotASelection."""
+        """Build the graph with both sides of random branches; `base` has the outcome False for all. NotASelection."""
         count = notes.chances
         module = base.chances[0].meta.get("module", "")
         if count > MOST_CHANCES:
-            raise NotASelection(f"is one of {count}, which are too many to look at all of them", module)
+            raise NotASelection(f"is one of {count}, which are too many to trace each (at most {MOST_CHANCES})", module)
 
         def way(chance: Callable[[int], bool]) -> Shown:
             seen = Notes()
@@ -244,9 +243,9 @@ class _FrontEnd:
                     self._model, self._signature, examples, self._sample, table=table, notes=seen, chance=chance
                 )
             except (Exception, Offence) as exc:
-                raise NotASelection(f"cannot be taken the other way: {in_words(exc)}", module) from exc
+                raise NotASelection(f"cannot be traced with the other outcome: {in_words(exc)}", module) from exc
             if seen.decided != notes.decided:
-                raise NotASelection("changes what other branches decide", module)
+                raise NotASelection("changes the outcome of data-dependent branches", module)
             return shown(self._model, program, seen)
 
         taken = way(lambda _: True)
@@ -255,23 +254,23 @@ class _FrontEnd:
         except MoreOperators:
             select(taken, True, [way(partial(operator.ne, number)) for number in range(count)], base)
             base = taken
-        self._note(f"{count} branches on random numbers: both ways are computed, and one is chosen each time")
+        self._note(f"{count} branches on random numbers: both sides are computed in every call, and one is selected")
         return base
 
     def _strict(self) -> _Attempt | None:
-        """Strict export; once, and not where it would lose silently what the other refused."""
+        """Try strict export, once, unless it would silently drop what non-strict export refused."""
         if self._strict_tried or self._offended or self._opaque:
             return None
         self._strict_tried = True
         attempt = self._open((), strict=True)
         if not attempt.good:
-            self._note(f"strict export failed, too: {self._why(attempt)}")
+            self._note(f"strict export failed as well: {self._why(attempt)}")
             return None
         self._note("exported in strict mode")
         return attempt
 
     def _fixed(self, paths: Sequence[str]) -> tuple[Traced, Signature] | None:
-        """Export for the rows at hand."""
+        """Export for the present number of rows only."""
         rows = self._signature.rows(self._leaves)
         if rows == 0:
             return None
@@ -279,22 +278,22 @@ class _FrontEnd:
         other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
         attempt = other._open(paths)
         if not attempt.good:
-            self._note(f"export for {rows} rows failed, too: {self._why(attempt)}")
+            self._note(f"export for {rows} rows failed as well: {self._why(attempt)}")
             return None
-        self._note(f"exported for {rows} rows; other sizes of the batch need a graph of their own")
+        self._note(f"exported for {rows} rows; each other batch size needs another graph")
         return self._done(attempt)[0], signature
 
     def _more_rows(self, problem: TraceError) -> tuple[Traced, Signature] | None:
-        """A graph for the rows at hand, where the model fails for the few rows of an example alone.
+        """Trace with the present number of rows if the model fails only for the few rows of an example.
 
-        It may be for any number of rows, where a tensor was as long as the batch by chance.
+        The graph may still be valid for any number of rows, if a tensor has the size of the batch only by chance.
         """
         rows = self._signature.rows(self._leaves)
         fixed = dataclasses.replace(self._signature, fixed_rows=rows)
         if self._signature.fixed_rows is not None or rows == 0 or not self._runs_with(fixed, [2]):
-            return None  # it is the model that fails
+            return None  # the model itself fails
         if numbers_by_row(self._signature, rows):
-            return None  # numbers are the same for all samples: a graph for them would be one for this mini-batch alone
+            return None  # a list has one number per sample, so the graph would be valid for this mini-batch only
         few = self._signature.rows(example_inputs(self._signature, self._leaves))
         carrying = [number for number, spec in enumerate(self._signature.tensors) if spec.batch]
         for count in range(1, min(len(carrying), MOST_BY_CHANCE + 1)):
@@ -303,17 +302,17 @@ class _FrontEnd:
                 if self._runs_with(signature, [2, rows + 1]):
                     other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
                     names = ", ".join(self._signature.tensors[number].name for number in sorted(numbers))
-                    other._note(f"{names} has {rows} rows, too, but carries no samples: for {few} rows {problem}")
+                    other._note(
+                        f"{names} also has size {rows} in dimension 0, but carries no samples: for {few} rows {problem}"
+                    )
                     traced, signature = other.run()
                     return dataclasses.replace(traced, whole=tuple(sorted(numbers))), signature
         other = _FrontEnd(self._model, fixed, self._leaves, self._assumed, self._opaque)
-        other._note(
-            f"for {few} rows {problem}; traced for {rows} rows, other sizes of the batch need a graph of their own"
-        )
+        other._note(f"for {few} rows {problem}; traced for {rows} rows, each other batch size needs another graph")
         return other.run()
 
     def _runs_with(self, signature: Signature, sizes: Iterable[int]) -> bool:
-        """Whether the model runs with (at least) some numbers of rows under another signature."""
+        """Whether the model runs under another signature with batch sizes of at least each of `sizes`."""
         other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
         try:
             with preserved(self._model):
@@ -324,34 +323,34 @@ class _FrontEnd:
         return True
 
     def _whole(self, attempt: _Attempt | None = None) -> tuple[Traced, Signature]:
-        """The whole model as one leaf."""
+        """Trace the whole model as one leaf."""
         whole = self._open(("",))
         if not whole.good:
             first = f"{self._line(attempt)}: {self._why(attempt)}" if attempt is not None else f": {self._record[-1]}"
             raise TraceError(
-                f"{described(self._model, '')} cannot be traced{first}; nor can it run as one operator: "
+                f"{described(self._model, '')} cannot be traced{first}; it cannot run as one operator either: "
                 f"{self._why(whole)}"
             ) from (attempt.problem if attempt is not None else None)
         if attempt is None:
             return self._done(whole)
         self._note(
             f"the whole model runs as one operator, and cannot be cut: {self._why(attempt)}. Move that code into a "
-            "submodule of its own to have the rest partitioned"
+            "separate submodule, so that the rest can be partitioned"
         )
         return self._done(whole)
 
     def _done(self, attempt: _Attempt) -> tuple[Traced, Signature]:
         notes = attempt.notes or Notes()
         for name in notes.dropped:
-            self._note(f"{name} of the output cannot be handed back by ranks: None is in its place")
+            self._note(f"{name} of the output cannot be returned by ranks and becomes None")
         assert attempt.traced is not None
         changes = tuple(sorted(notes.changes))
         return dataclasses.replace(attempt.traced, changes=changes, record=tuple(self._record)), self._signature
 
-    # -- who is to blame --------------------------------------------------------------------------------------
+    # -- which code prevents the export -----------------------------------------------------------------------
 
     def _function(self, attempt: _Attempt) -> str | None:
-        """The custom Function that stands in the way, unless it was tried as an operator."""
+        """Path of the custom Function that prevents the export, unless it was already tried as an operator."""
         if not isinstance(attempt.problem, Offence) or attempt.problem.function is None:
             return None
         path = function_path(attempt.problem.function)
@@ -361,7 +360,7 @@ class _FrontEnd:
         return path
 
     def _culprits(self, attempt: _Attempt, paths: Sequence[str]) -> list[str]:
-        """The modules to make leaves of; [''] where it is the model's own code."""
+        """Modules that have to become leaves; [''] if the model's own forward prevents the export."""
         if attempt.place is not None and (attempt.place.exact or attempt.place.modules != ("",)):
             inner = next(
                 name
@@ -372,7 +371,7 @@ class _FrontEnd:
         return halve(self._model, "", list(paths), lambda parts: self._open(parts).good)
 
     def _method(self, attempt: _Attempt, paths: Sequence[str]) -> tuple[str, _Attempt] | None:
-        """A method that can be a leaf in place of its module, with what comes of it: the failure is gone."""
+        """Find a method whose use as a leaf, instead of its module, removes the failure; and the attempt with it."""
         if attempt.place is None:
             return None
         inner = next(name for name in attempt.place.modules if not within(name, paths) or not name)
@@ -380,7 +379,7 @@ class _FrontEnd:
             with preserved(self._model):
                 names = called_methods(self._model.get_submodule(inner), self._runs()[0][1])
         except Exception:
-            return None  # the model does not run as it is: told elsewhere
+            return None  # the model itself fails, which `_problem` reports
         for name in names:
             path = method_path(inner, name)
             other = self._open([*paths, path])
@@ -388,10 +387,10 @@ class _FrontEnd:
                 return path, other
         return None
 
-    # -- help -------------------------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------------------
 
     def _runs(self) -> list[tuple[int, Callable[[], Any]]]:
-        """Runs of the model with three sizes of the batch."""
+        """(number of rows, function that runs the model with them) for three batch sizes; two runs if it is fixed."""
         if self._signature.fixed_rows is not None:
             sizes = [example_inputs(self._signature, self._leaves)] * 2
         else:
@@ -407,10 +406,10 @@ class _FrontEnd:
             return self._model(*args, **kwargs)
 
     def _problem(self, attempt: _Attempt) -> TraceError | None:
-        """What is wrong where it is not the tracing that fails, but the model."""
+        """Run the model without tracing; the error to raise if it fails as well, None otherwise."""
         examples = example_inputs(self._signature, self._leaves)
         if attempt.notes is not None and attempt.notes.decided:
-            # It went the way of the whole mini-batch, whose first rows might go another.
+            # Branches had the outcomes of the whole mini-batch, which may differ from those of the first rows.
             examples = tuple(
                 tensor.detach().clone().requires_grad_(spec.requires_grad)
                 for spec, tensor in zip(self._signature.tensors, self._sample.tensors, strict=True)
@@ -426,7 +425,7 @@ class _FrontEnd:
         return None
 
     def _same_beyond(self, program: Any, high: int, strict: bool, table: LeafTable | None) -> bool:
-        """Whether a program that is for at most `high` rows is the same for more (a choice among kernels)."""
+        """Whether a program that is valid for at most `high` rows is the same for more (torch chose among kernels)."""
         if high > LARGEST_EXAMPLE:
             return False
         examples = example_inputs(self._signature, self._leaves, high + 1)
@@ -448,7 +447,7 @@ class _FrontEnd:
         return attempt.place.line if attempt.place is not None else ""
 
     def _share(self, paths: Iterable[str]) -> float:
-        """Share of the parameters that the modules hold."""
+        """Fraction of the model's parameters in the given modules."""
         inside = {id(p): p.numel() for name in paths for p in part_of(self._model, name).parameters()}
         return sum(inside.values()) / max(sum(p.numel() for p in self._model.parameters()), 1)
 

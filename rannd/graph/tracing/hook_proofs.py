@@ -1,12 +1,12 @@
-"""Every hook of the tracer into torch proves that torch still runs it, on a tiny case whose answer is known.
+"""Self-test of the tracer's hooks into torch: each is run on a tiny case whose result is known.
 
-A version of torch that calls something else in the place of what is hooked would have graphs silently lose what the
-hook sees. So each hook is tried, in the very context managers that tracing enters; where one does not take, no graph
-is trusted: the whole model runs as one operator. All of them take some milliseconds, once a process; the daemon keeps
-the outcome for a version of torch.
+If a version of torch no longer calls a patched function, graphs silently lose what the hook detects. So each hook is
+tested with the context managers that tracing uses; if one is not called, no graph can be trusted and the whole model
+runs as one operator. All tests take some milliseconds, once per process; the daemon caches the result for a version of
+torch.
 
-Not tried here, for want of a case without a compiler: functions of C++ extensions (cpp_functions.py). A graph that
-loses one is found when it is compared with the model.
+Functions of C++ extensions (`cpp_functions.py`) are not tested, since that needs a compiler. A graph that loses one
+fails the comparison with the model.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rannd.graph.fx.fx_names import graph_module
 from rannd.graph.modules.autograd_functions import FunctionPart, no_checkpoints, observed_forward, replaced_forward
 from rannd.graph.modules.cpp_functions import watch_cpp_functions
 from rannd.graph.modules.dropout_override import forced
-from rannd.graph.modules.foreign_rng import watch_dice
+from rannd.graph.modules.foreign_rng import watch_foreign_rng
 from rannd.graph.modules.source_location import NodesUnseen, Offence, watch_gradients
 from rannd.graph.tracing.export import unvalidated
 
 
 class _Triple(torch.autograd.Function):
-    """Its backward is three times the truth."""
+    """A Function whose backward is three times the true gradient."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class _Triple(torch.autograd.Function):
 
 
 class _TripleLater(torch.autograd.Function):
-    """The same in the newer form."""
+    """The same, with `setup_context`."""
 
     @staticmethod
     def forward(a: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ _APPLIED: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "kept in a partial": functools.partial(_Triple.apply),
     "with setup_context": lambda a: _TripleLater.apply(a),  # type: ignore[no-untyped-call]
 }
-"""Ways in which the user's code calls a custom Function."""
+"""Ways in which user code may call a custom Function."""
 
 
 def _given() -> torch.Tensor:
@@ -146,7 +146,7 @@ def _nodes() -> bool:
 
 
 def _registered_operators() -> bool:
-    """What watches nodes of C++ functions takes no offence at torch's own operators."""
+    """Detection of C++ functions raises no Offence for torch's own operators."""
     model = _Holder(lambda a: torch.ops.aten.mul.Tensor(a, a).sin())
     with watch_cpp_functions(model), NodesUnseen(model):
         return not _offends(model, lambda: model(_given()))
@@ -177,7 +177,7 @@ def _draws(draw: Callable[[], object]) -> bool:
         return a
 
     model = _Holder(run)
-    with watch_dice(model):
+    with watch_foreign_rng(model):
         return _offends(model, lambda: model(torch.ones(2)))
 
 
@@ -243,12 +243,12 @@ _known: list[tuple[str, ...]] = []
 
 
 def assume(found: tuple[str, ...]) -> None:
-    """Take over what another process with the same torch has found."""
+    """Use the result of another process with the same version of torch."""
     _known[:] = [found]
 
 
 def failing() -> tuple[str, ...]:
-    """The hooks that this torch does not run, in words; none where all is well. Tried once in a process."""
+    """Names of the hooks that this version of torch does not call; empty if all work. Tested once per process."""
     if not _known:
         _known.append(_tried())
     return _known[0]
@@ -258,7 +258,7 @@ def _tried() -> tuple[str, ...]:
     found = []
     for name, holds in _PROOFS.items():
         try:
-            # Whatever the script has around its call is not what is tried.
+            # Reset the modes that the script may be in.
             with (
                 torch.inference_mode(False),
                 torch.enable_grad(),

@@ -1,7 +1,7 @@
-"""Let chosen submodules run as leaves: find out what their calls make, then put operators in their place.
+"""Run selected submodules as leaves: record the arguments and results of their calls, then trace them as operators.
 
-Both need the module's own code out of the way: `_replaced` gives it another forward for a while and takes its hooks
-off, because the hooks run with the module, inside the leaf.
+For both, `_replaced` temporarily substitutes the module's forward and removes its hooks, which run together with the
+module inside the leaf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rannd.graph.modules.parameter_undo import kept_parameters
 
 
 class NotALeaf(Exception):
-    """A module cannot run as a leaf; its caller has to."""
+    """A module cannot run as a leaf, so that the module which calls it has to."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(why)
@@ -39,7 +39,7 @@ class NotALeaf(Exception):
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module's calls run `forward` and nothing else."""
+    """Make calls of a module run `forward` instead of its own forward and hooks."""
     if isinstance(module, Method):
         with replaced(module, forward):
             yield
@@ -59,9 +59,9 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Undo what running the model does to its modules' attributes, to what they hold, and to sources of random numbers.
+    """Undo the side effects of running a model: on attributes of its modules, their contents, buffers and generators.
 
-    Objects in objects that are attributes are not looked into.
+    Nested objects are restored within the limits of `Contents`.
     """
     modules = list(modules_of(model))
     attributes = [(module, dict(module.__dict__)) for _, module in modules]
@@ -87,7 +87,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Seen:
-    """One call, as it ran with one number of rows."""
+    """One call of a part, recorded with one number of rows."""
 
     spec: pytree.TreeSpec
     leaves: list[Any]
@@ -98,10 +98,10 @@ class _Seen:
 
 
 def record(model: nn.Module, paths: Sequence[str], runs: Sequence[tuple[int, Callable[[], Any]]]) -> LeafTable:
-    """The calls of the parts at `paths`.
+    """Record the calls of the parts at `paths`.
 
-    `runs` has at least two pairs of a number of rows and a function that calls the model with so many. NotALeaf where
-    a part takes or makes something that an operator cannot, or not the same in every run.
+    `runs` has at least two pairs (number of rows, function that calls the model with them). NotALeaf if a part has
+    arguments or results that an operator cannot have, or other calls in each run.
     """
     seen: list[dict[str, list[_Seen]]] = []
     parts = {path: part_of(model, path) for path in paths}
@@ -122,7 +122,7 @@ def record(model: nn.Module, paths: Sequence[str], runs: Sequence[tuple[int, Cal
     calls: dict[str, LeafCall] = {}
     for path, part in parts.items():
         if len({len(found[path]) for found in seen}) != 1:
-            raise NotALeaf(path, "it is not called equally often for batches of different sizes")
+            raise NotALeaf(path, "its number of calls depends on the batch size")
         for number, same in enumerate(zip(*(found[path] for found in seen), strict=True)):
             calls[f"{path}#{number}"] = _call(path, part, rows, same)
     return LeafTable(model, calls)
@@ -130,7 +130,7 @@ def record(model: nn.Module, paths: Sequence[str], runs: Sequence[tuple[int, Cal
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, path: str, part: nn.Module, found: list[_Seen], running: list[str]) -> Iterator[None]:
-    """Take down the calls of a part, but for those inside the call of another one (`running`)."""
+    """Record the calls of a part, except those inside the call of another part (`running`)."""
     own = dict(part.__dict__)
 
     def observed(call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def _watched(model: nn.Module, path: str, part: nn.Module, found: list[_Seen], r
 def _see(
     model: nn.Module, path: str, part: nn.Module, args: Any, kwargs: Any, call: Callable[[], Any]
 ) -> tuple[Any, _Seen]:
-    """Run a call of a part and see what it takes, changes and makes. NotALeaf."""
+    """Run a call of a part and record its arguments, in-place changes and results. NotALeaf."""
     register_containers((args, kwargs))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     state: dict[str, torch.Tensor] = {**dict(part.named_parameters()), **dict(part.named_buffers())}
@@ -175,7 +175,7 @@ def _see(
     changed = {name for name, tensor in given.items() if tensor._version != versions[name]}
     if changed and applied:
         raise NotALeaf(path, "it writes into its arguments")
-    for name, buffer in part.named_buffers():  # not everything that is written gets another version
+    for name, buffer in part.named_buffers():  # some writes do not increment the version
         if buffer is not state.get(name) or not same_values(buffer, contents[name]):
             changed.add(name)
     changed |= _statistics(part)
@@ -186,15 +186,15 @@ def _see(
             raise NotALeaf(path, f"it returns a {type(leaf).__module__}.{type(leaf).__qualname__}")
     tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
     shares = _share(tensors, list(given.values()))
-    # The results of a forward have no gradients yet: torch makes a node for them when it returns.
+    # Inside of a Function's forward, results do not require grad yet: torch creates their node when it returns.
     outlines = results if applied else [_outline(leaf) for leaf in results]
     return result, _Seen(spec, [_outline(leaf) for leaf in leaves], changed, made, outlines, shares)
 
 
 @contextlib.contextmanager
 def _as_it_is(module: nn.Module, own: Mapping[str, Any]) -> Iterator[None]:
-    """A replaced module for one call as it was before, with the attributes `own`."""
-    if isinstance(module, Method):  # runs the class's function in any case
+    """Restore the forward and hooks of a replaced module, from its attributes `own`, for one call."""
+    if isinstance(module, Method):  # always calls the class's function
         yield
         return
     current = {name: module.__dict__[name] for name in (*HOOKS, "forward") if name in module.__dict__}
@@ -208,13 +208,13 @@ def _as_it_is(module: nn.Module, own: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _share(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Whether results share memory with each other or with what was given."""
+    """Whether results share memory with each other or with the arguments."""
     storages = [tensor.untyped_storage()._cdata for tensor in results]
     return len(set(storages)) < len(storages) or bool({t.untyped_storage()._cdata for t in given} & set(storages))
 
 
 def _statistics(module: nn.Module) -> set[str]:
-    """Buffers that normalisation layers write in training, whether or not their content changes."""
+    """Buffers that normalization layers update in training, even if their content does not change."""
     return {
         f"{name}.{buffer}" if name else buffer
         for name, each in module.named_modules()
@@ -237,9 +237,9 @@ def _outline(leaf: Any) -> Any:
 def _call(path: str, module: nn.Module, rows: Sequence[int], seen: Sequence[_Seen]) -> LeafCall:
     first = seen[0]
     if any(each.spec != first.spec for each in seen):
-        raise NotALeaf(path, "its arguments are nested differently for batches of different sizes")
+        raise NotALeaf(path, "the structure of its arguments depends on the batch size")
     if any(each.result != first.result for each in seen):
-        raise NotALeaf(path, "its results are nested differently for batches of different sizes")
+        raise NotALeaf(path, "the structure of its results depends on the batch size")
     changed = set().union(*(each.changed for each in seen))
     tensors: list[str | int] = []
     written: list[str | int] = []
@@ -260,7 +260,7 @@ def _call(path: str, module: nn.Module, rows: Sequence[int], seen: Sequence[_See
         else:
             raise NotALeaf(path, f"it takes values that depend on the batch: {values}")
     if not tensors and not written:
-        raise NotALeaf(path, "it takes no tensor and has none")
+        raise NotALeaf(path, "it has no tensors among its arguments, parameters and buffers")
     made: list[LeafOutput] = []
     places: list[int] = []
     fixed: list[tuple[int, Any]] = []
@@ -270,7 +270,7 @@ def _call(path: str, module: nn.Module, rows: Sequence[int], seen: Sequence[_See
             if any(
                 not isinstance(v, _Outline) or v.dtype != leaf.dtype or len(v.shape) != len(leaf.shape) for v in values
             ):
-                raise NotALeaf(path, f"its result {place} is not always the same kind of tensor")
+                raise NotALeaf(path, f"the type, dtype or number of dimensions of its result {place} changes")
             sizes = tuple(_size(rows, [value.shape[dim] for value in values]) for dim in range(len(leaf.shape)))
             made.append(LeafOutput(leaf.dtype, sizes, any(value.requires_grad for value in values)))
             places.append(place)
@@ -285,7 +285,7 @@ def _call(path: str, module: nn.Module, rows: Sequence[int], seen: Sequence[_See
 
 
 def _size(rows: Sequence[int], sizes: Sequence[int]) -> Dim | None:
-    """A size as a function of the rows; None where it is no line, so that it depends on more than the rows."""
+    """A size as a linear function of the number of rows; None if it is not one."""
     if len(set(sizes)) == 1:
         return sizes[0]
     if rows[0] == rows[1]:
@@ -299,7 +299,7 @@ def _size(rows: Sequence[int], sizes: Sequence[int]) -> Dim | None:
 
 @contextlib.contextmanager
 def in_place(table: LeafTable, model: nn.Module, rows: Callable[[], Any]) -> Iterator[None]:
-    """Put the operators in the place of the table's modules while the model is traced; `rows` gives the batch size."""
+    """Trace calls of the table's modules as leaf operators within the context; `rows` returns the batch size."""
     counts = dict.fromkeys(table.paths, 0)
 
     def called(path: str, *args: Any, **kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -322,24 +322,24 @@ def in_place(table: LeafTable, model: nn.Module, rows: Callable[[], Any]) -> Ite
 def _traced(
     table: LeafTable, name: str, module: nn.Module, rows: Any, args: Any, kwargs: Any
 ) -> tuple[Any, list[torch.Tensor]]:
-    """The result of a leaf's call while the model is traced, and its tensors that have no gradient."""
+    """Trace a call of a leaf as its operator; returns the result, and those of its tensors that need no gradient."""
     call = table.calls.get(name)
     path = name.rsplit("#", 1)[0]
     register_containers((args, kwargs))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if call is None or spec != call.spec:
-        raise NotALeaf(path, "it is called in another way when the model is traced")
+        raise NotALeaf(path, "the structure of its arguments or its number of calls differs during tracing")
     state: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def tensors(sources: Sequence[str | int]) -> list[torch.Tensor]:
         found = [state[source] if isinstance(source, str) else leaves[source] for source in sources]
         if not all(isinstance(tensor, torch.Tensor) for tensor in found):
-            raise NotALeaf(path, "it is called with other arguments when the model is traced")
+            raise NotALeaf(path, "during tracing, it is called with other types of arguments")
         return found
 
     for place, constant in call.constants:
         if isinstance(leaves[place], (torch.SymInt, torch.Tensor)) or leaves[place] != constant:
-            raise NotALeaf(path, "it is called with other values when the model is traced")
+            raise NotALeaf(path, "during tracing, it is called with other values")
     numbers = [rows, *(leaves[place] for place in call.numbers)]
     values = torch.ops.rannd.leaf(table.key(name), tensors(call.tensors), tensors(call.written), numbers)
     results: list[Any] = [None] * call.result.num_leaves

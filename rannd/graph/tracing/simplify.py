@@ -1,8 +1,8 @@
-"""Take work out of a graph that changes nothing of what it computes.
+"""Remove redundant work from a graph without changing its results.
 
-Two things that language models do to their logits, the largest values that they have: `logits[:, :-1]` leaves a slice
-of all samples behind, and computes rows that it drops at once. The backward of each such slice fills a tensor of the
-whole size with zeros and copies into it.
+Language models often compute `logits[:, :-1]` on their largest tensor. Export adds a slice of the whole batch
+dimension, and the last position is computed only to be dropped. The backward of each slice fills a tensor of the full
+size with zeros and copies into it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LINEAR = torch.ops.aten.linear.default
 
 
 def simplify(root: GraphModule) -> None:
-    """Simplify a graph of ATen operators and those of its regions, in place. Values are plain data already."""
+    """Simplify a graph of ATen operators and its nested graphs in place; metadata have to be plain data."""
     for node in list(root.graph.nodes):
         if node.op == "get_attr":
             inner = attribute(root, str(node.target))
@@ -36,17 +36,17 @@ def simplify(root: GraphModule) -> None:
 
 
 def _takes_all(node: Node) -> bool:
-    """Whether a slice is of all of a dimension: its result is the very memory that it is given."""
+    """Whether a slice takes a whole dimension, so that its result equals its input."""
     given: list[Any] = list(node.args)[2:]
     start, end, step = given + [None, None, 1][len(given) :]
     return start in (None, 0) and (end is None or (isinstance(end, int) and end >= sys.maxsize)) and step == 1
 
 
 def _slice_before_linear(graph: Graph, node: Node) -> None:
-    """``linear(x)[:, a:b]`` as ``linear(x[:, a:b])``, where nobody else reads the linear and its rows are the longer.
+    """Rewrite ``linear(x)[:, a:b]`` to ``linear(x[:, a:b])``: the slice is taken of the smaller tensor.
 
-    Not of the first dimension, whose rows are samples. A linear's result lies in memory of its own without gaps, so
-    every operator that takes the slice takes it, but for those that look at how memory lies.
+    Only if nothing else uses the linear, it has more output than input features, and the slice is not along the batch
+    dimension. The new result is contiguous while the slice was not, which matters only to users that read strides.
     """
     given: list[Any] = list(node.args)
     linear, dim, bounds = given[0], given[1] if len(given) > 1 else 0, given[2:]
@@ -65,7 +65,7 @@ def _slice_before_linear(graph: Graph, node: Node) -> None:
     if any("as_strided" in str(user.target) for user in node.users):
         return
     shape = (*taken.shape[:place], result.shape[place], *taken.shape[place + 1 :])
-    with graph.inserting_before(linear):  # where `x` is what the linear reads
+    with graph.inserting_before(linear):  # later, `x` may have been written in place
         shorter = graph.call_function(_SLICE, (x, place, *bounds))
         moved = graph.call_function(_LINEAR, (shorter, *linear.args[1:]))
     shorter.meta = {**node.meta, "val": TensorValue(taken.dtype, shape)}

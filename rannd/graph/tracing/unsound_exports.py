@@ -1,4 +1,4 @@
-"""What an export lets pass although its graph would not compute what the code does: the module has to be a leaf."""
+"""Find code for which an export succeeds but its graph is wrong; the module has to become a leaf."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from rannd.graph.fx.traced import Traced, attribute, operator_name
 from rannd.graph.tracing.leaf_recorder import NotALeaf
 
 NESTING = ("_vmap_increment", "_grad_increment", "_jvp_increment", "functorch")
-"""Parts of the names of operators that begin a level of torch.func."""
+"""Substrings in the names of operators that start a torch.func transform."""
 
 
 def unshown(traced: Traced) -> NotALeaf | None:
-    """Code that reads what a graph cannot hold: the values of its own tensors (`.data`), a random generator."""
+    """Find a module whose code uses something that a graph cannot contain: `.data` of its tensors, a generator."""
     for node in traced.graph.nodes:
         if any(word in operator_name(node.target) for word in NESTING):
-            return NotALeaf(node.meta.get("module", ""), "its code uses torch.func, whose levels a graph cannot show")
+            return NotALeaf(node.meta.get("module", ""), "its code uses torch.func, which a graph cannot contain")
         if node.op != "get_attr" or not node.users:
             continue
         value = attribute(traced.root, str(node.target))
         module = next(iter(node.users)).meta.get("module", "")
         if isinstance(value, FakeTensor):
-            return NotALeaf(module, "its code reads the .data of a tensor that is only traced")
+            return NotALeaf(module, "its code reads .data of a tensor that has no values during tracing")
         if not isinstance(value, (torch.Tensor, GraphModule)):
-            return NotALeaf(module, f"its code hands a {type(value).__qualname__} to an operator")
+            return NotALeaf(module, f"its code passes a {type(value).__qualname__} to an operator")
     return None
 
 
 def written_later(traced: Traced) -> NotALeaf | None:
-    """A leaf whose results share memory, where an operator writes into what it was given or has made."""
+    """Find a leaf whose results alias other tensors, and one of whose arguments or results is written in place."""
     if traced.leaves is None:
         return None
     sharing = Aliases(traced)
@@ -47,5 +47,5 @@ def written_later(traced: Traced) -> NotALeaf | None:
         if node.op == "call_function" and operator_name(node.target) == LEAF:
             _, call = call_of(node.args[0])
             if call.shares and any(sharing.find(each) in targets for each in (*node.users, *node.all_input_nodes)):
-                return NotALeaf(call.path, "its results share memory that is written into")
+                return NotALeaf(call.path, "its results share memory that is written in place")
     return None

@@ -1,6 +1,6 @@
-"""The ranks of a job and what they tell each other.
+"""Process groups, devices and collectives on small values.
 
-In: the environment that a launcher leaves. Out: a `World` (`world.py`, begin there): `rendezvous.py` connects its
-ranks, `device.py` chooses their devices; `lockstep.py`: what ranks compare before they act together;
-`gather_objects.py`: state on its way between ranks; `cache_client.py`: the way to the daemon.
+In: the launcher's environment variables. Out: a `World` (`world.py`, begin there). `rendezvous.py` initialises
+torch.distributed, `device.py` selects each rank's device, `lockstep.py` checks that all ranks are at the same place of
+the script, `gather_objects.py` gathers tensors and state, `cache_client.py` connects to the daemon.
 """

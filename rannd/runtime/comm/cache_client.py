@@ -1,7 +1,8 @@
-"""The way to the cache: rank 0 talks to the daemon of its node, which keeps traces, profiles and deployments.
+"""Connects a job to the daemons' caches: rank 0 uses the daemon of its node for traces, profiles and deployments.
 
-On several nodes the first rank of each other node is its *keeper*: it gives its daemon what rank 0 has used or made,
-and is asked for what rank 0's daemon does not have. So a later job finds all of it, whichever node its rank 0 is on.
+In a multi-node job the first rank of each other node is its *keeper*. It stores in its node's cache what rank 0 has
+read or written, and looks up what rank 0's cache lacks. So a later job finds these entries on whichever node its rank 0
+runs.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _VALUES = msgspec.msgpack.Decoder(list[bytes])
 
 
 def holder() -> str:
-    """What other jobs call rank 0 of this one while they wait for what it makes."""
+    """Name of this job's rank 0, shown to other jobs that wait for an entry it is creating."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"rank 0 of job {job}" if job else f"rank 0 of another job (process {os.getpid()})"
 
 
 def understood(client: Client, key: Key, data: bytes | None, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    """What a value of the cache says; None where there is none, or it says nothing: then it is set aside, as missed."""
+    """Decode a cached value; None if there is none, or if it cannot be decoded: then it is discarded with a warning."""
     if data is None:
         return None
     try:
@@ -47,7 +48,7 @@ def understood(client: Client, key: Key, data: bytes | None, decoder: msgspec.ms
 
 
 def tell_miss(client: Client, key: Key) -> None:
-    """Log why `key` is not in the cache: a clause where the model was seen before, all of it at debug level."""
+    """Log why `key` is not in the cache: the difference from a similar entry, and at debug level the full reason."""
     changed, whole = client.why(key)
     logger = log.get("RaNNCModule")
     if changed:
@@ -57,27 +58,27 @@ def tell_miss(client: Client, key: Key) -> None:
 
 
 class Cache:
-    """One connection to each node's daemon, as configured, for as long as a graph is prepared."""
+    """Connections of a job to its nodes' daemons, open while a graph is prepared."""
 
     lost: ClassVar[bool] = False
-    """This process has lost the daemon, and said so: it asks none any more."""
+    """Whether this process has lost its connection to the daemon and logged that; it does not try again."""
 
     def __init__(self, world: World, config: Config) -> None:
         self._world = world
         self._config = config
         self.client: Client | None = None
-        """On rank 0 while connected, None otherwise."""
+        """Connection of rank 0 while connected, None otherwise."""
         self._keeper: Client | None = None
-        """On the first rank of each other node while connected, None otherwise."""
+        """Connection of the first rank of each other node while connected, None otherwise."""
 
     @property
     def off(self) -> bool:
-        """Nothing is kept or found."""
+        """Whether caching is disabled (cache=off)."""
         return self._config.cache == "off"
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
-        """Keep the connections open. Collective at its end, where no error comes."""
+        """Context manager that opens the connections. Collective at its end, unless the block raises."""
         first = self._world.rank == 0
         if self.client is not None or self._keeper is not None or not (first or self._world.first_on_node):
             yield
@@ -95,10 +96,10 @@ class Cache:
             finally:
                 self.client = self._keeper = None
                 if not client.connected:
-                    Cache.lost = True  # it was told once, and no other graph waits for it
+                    Cache.lost = True  # already logged; later graphs must not wait for a timeout again
 
     def connect(self) -> Client:
-        """A connection of its own, on any rank. Where the daemon was lost, it is as if there never was one."""
+        """Open a separate connection, on any rank. After the daemon was lost, returns a client that caches nothing."""
         return connect(
             mode="off" if self.lost else self._config.cache,  # type: ignore[arg-type]
             timeout_s=self._config.daemon_timeout_s,
@@ -107,7 +108,10 @@ class Cache:
         )
 
     def elsewhere(self, key: Key) -> bytes:
-        """What another node's daemon has, on all ranks; rank 0's then has it, too. Empty: none has. Collective."""
+        """Look up an entry in the other nodes' caches and copy it to rank 0's. Collective.
+
+        Returns the value on all ranks, b"" if no node has it.
+        """
         if self._world.nodes == 1 or self.off:
             return b""
         found = (self._keeper.get(key) if self._keeper is not None else None) or b""
@@ -123,7 +127,10 @@ class Cache:
         return found
 
     def _share(self) -> None:
-        """Give the other nodes what rank 0 has used, and they lack, and what it has made. Collective."""
+        """Copy entries to the other nodes' caches: those that rank 0 has read and they lack, and those it has written.
+
+        Collective.
+        """
         if self._world.nodes == 1 or self.off:
             return
         used = self.client.used if self.client is not None and self.client.used is not None else {}
@@ -134,7 +141,7 @@ class Cache:
         wanted: list[int] = []
         if self._keeper is not None and self._keeper.connected:
             values = self._keeper.get_many([key for key, _ in told])
-            # What was measured here may say more than what rank 0 has: it stays.
+            # This node's own profile may contain more measurements than rank 0's, so it is not replaced.
             wanted = [
                 number
                 for number, ((key, made), value) in enumerate(zip(told, values, strict=True))

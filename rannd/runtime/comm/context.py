@@ -1,4 +1,4 @@
-"""What all parts of one wrapped model have in common, handed to each of them as one value."""
+"""Context of one wrapped model: ranks, configuration, model, optimizer and cache, passed on as one value."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from rannd.runtime.failure.nan_check import Finite
 
 @dataclass(frozen=True)
 class WrapOptions:
-    """What the script said when it wrapped the model: see `RaNNCModule`."""
+    """Arguments of `RaNNCModule` other than the model and the optimizer."""
 
     load_deployment: Path | None = None
-    """A deployment to use instead of a plan."""
+    """File with a deployment to use instead of planning."""
     checkpoint: Path | None = None
-    """A file or folder with the parameters' values."""
+    """File or folder with the initial values of the parameters."""
     sync: bool = False
-    """Ranks take rank 0's parameters at deployment."""
+    """Whether rank 0's parameters are broadcast at deployment."""
     all_outputs: bool = False
-    """Outputs beside a loss are handed to the ranks in training, however large they are."""
+    """Whether training returns all outputs of a model with a loss on every rank, regardless of their size."""
     scaler: torch.amp.GradScaler | None = None
-    """What scales the script's losses."""
+    """The script's GradScaler."""
     shared: bool = False
-    """All ranks run rank 0's mini-batch."""
+    """Whether all ranks share rank 0's mini-batch (gather_inputs=False)."""
 
     @property
     def scaled(self) -> bool:
-        """Whether losses in half precision have a scaler that tells their scale."""
+        """Whether losses are scaled by an enabled GradScaler."""
         return self.scaler is not None and self.scaler.is_enabled()
 
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """One wrapped model among the ranks of the job; nothing of it changes until it is dropped."""
+    """Immutable context of one wrapped model, used by all parts of the runtime."""
 
     world: World
     config: Config
@@ -48,7 +48,7 @@ class Context:
     cache: Cache
     options: WrapOptions
     finite: Finite
-    """Checks for NaN, as the configuration wants them."""
+    """NaN checks as configured by `check_nan`."""
 
     @staticmethod
     def of(
@@ -58,7 +58,7 @@ class Context:
         optimizer: torch.optim.Optimizer | None = None,
         options: WrapOptions | None = None,
     ) -> Context:
-        """The context of a model that is about to be wrapped."""
+        """Create the context of a model that is about to be wrapped."""
         return Context(
             world,
             config,
@@ -71,5 +71,5 @@ class Context:
 
     @property
     def averaged(self) -> int:
-        """The number of ranks whose mini-batches are averaged over: 1 where one is shared by all."""
+        """Number of mini-batches that gradients are averaged over: the world size, or 1 if all ranks share one."""
         return 1 if self.options.shared else self.world.size

@@ -1,4 +1,4 @@
-"""The device that a rank computes on: which it is, what it is called, how much memory it has; byte counts as text."""
+"""Selects a rank's device and queries its name and memory; formats byte counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rannd.errors import LaunchError
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of a rank, as the configuration item `device` wants it. LaunchError where there is no such device."""
+    """Select a rank's device according to the configuration item `device`. LaunchError if there is no such device."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise LaunchError("device=cuda, but torch sees no CUDA device; use device=cpu or a CUDA build of torch")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -22,12 +22,12 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of torch.distributed that moves tensors of a device."""
+    """Backend of torch.distributed for tensors of a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def device_model(device: torch.device) -> str:
-    """What kind of device this is, for keys of measured costs."""
+    """Name of a device's model, part of the cache key of measured costs."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu {_cpu_name()} {torch.get_num_threads()} threads"
@@ -45,7 +45,7 @@ def _cpu_name() -> str:
 
 
 def device_memory(device: torch.device, local_size: int) -> int:
-    """Bytes of memory of a rank: its GPU's, or its share of the node's (and its cgroup's) among `local_size` ranks."""
+    """Bytes of memory of a rank: its GPU's, or an equal share among `local_size` ranks of its node's (or cgroup's)."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = psutil.virtual_memory().total
@@ -61,7 +61,7 @@ def device_memory(device: torch.device, local_size: int) -> int:
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of a device's memory, as they are now; of the machine's for the CPU."""
+    """Current (free, total) bytes of a device's memory; of the machine's memory for the CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
@@ -70,7 +70,7 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def amount(count: float) -> str:
-    """Bytes in words."""
+    """Format a number of bytes with a unit, such as '1.5 GiB'."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.4g} {unit}"

@@ -1,7 +1,7 @@
-"""Whole tensors and plain values on their way between ranks, for state that is gathered.
+"""Gathers state from the ranks: whole tensors and other Python values.
 
-Tensors travel one at a time, as bytes: of any type, on the control group, through the CPU. Values that are not
-tensors travel, and lie in files, as `seal` writes them: torch.load with weights_only reads them, which runs no code.
+Tensors of any dtype are sent one at a time, as bytes, through the CPU on the control group. Other values are sent, and
+stored in files, in the format of `seal`, which torch.load reads with weights_only=True: reading runs no code.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def collect(
     *,
     everywhere: bool,
 ) -> torch.Tensor | None:
-    """A copy on the CPU of rank `holder`'s tensor, on rank 0 (or all ranks); None on the others. Collective.
+    """Copy rank `holder`'s tensor to the CPU of rank 0 (with `everywhere`, of all ranks). Collective.
 
-    Only rank `holder` gives the tensor; the others know its shape and type.
+    Only rank `holder` passes the tensor; the others pass its shape and dtype. Returns None on ranks without a copy.
     """
     mine: torch.Tensor | None = None
     if world.rank == holder:
@@ -51,26 +51,26 @@ def collect(
 
 
 def seal(value: Any, what: str) -> bytes:
-    """A value as bytes that `unseal` reads; UsageError where it holds what could not be read without running code."""
+    """Serialize a value for `unseal`; UsageError if it could not be read without running code."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
         unseal(buffer.getvalue())
     except Exception as exc:  # pickle raises all kinds of errors
         raise UsageError(
-            f"{what} holds what can neither be sent nor stored safely ({_culprit(value, what)}); numbers, strings, "
-            "bytes, None, lists, tuples, sets, dicts and tensors can"
+            f"{what} contains an object that cannot be sent or stored safely ({_culprit(value, what)}); use numbers, "
+            "strings, bytes, None, lists, tuples, sets, dicts and tensors only"
         ) from exc
     return buffer.getvalue()
 
 
 def unseal(data: bytes) -> Any:
-    """What was sealed."""
+    """Deserialize a value that `seal` serialized."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _culprit(value: Any, path: str) -> str:
-    """Where in a value lies what cannot be stored, and its type."""
+    """Find the object inside a value that cannot be stored; returns its path and type as text."""
     items: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         items = [(f"{path}[{key!r}]", each) for key, each in value.items()]
@@ -89,7 +89,7 @@ def _culprit(value: Any, path: str) -> str:
 def agree_on_errors(
     world: World, error: str, raised: type[Error], hint: str = "", outcome: str = "nothing was changed on any"
 ) -> None:
-    """Raise on all ranks what some rank found wrong, '' where it found nothing. Collective."""
+    """Raise `raised` on all ranks if some rank passes an `error` that is not ''. Collective."""
     texts = [data.decode() for data in world.gather_bytes(error.encode())]
     wrong = [rank for rank, text in enumerate(texts) if text]
     if not wrong:

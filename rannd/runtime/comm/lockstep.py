@@ -1,4 +1,4 @@
-"""What ranks tell each other before they do something together: where they are, and a few numbers."""
+"""Checks before each collective operation that all ranks are at the same place of the script; exchanges few numbers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.world import World
 
 FLAG_BITS = 62
-"""Flags that one number of a message holds."""
+"""Number of flags packed into one integer of a message."""
 TOGETHER = 8
-"""Numbers that go along with where a rank is."""
+"""Number of integers that fit into the first message, beside the rank's position."""
 
 _uncompared: list[tuple[int, float, bool]] = []
-"""Backwards of this process that the ranks have not compared yet: see `compare_later`."""
+"""Backwards of this process that the ranks have not compared yet, see `compare_later`."""
 
 
 class Phase(enum.IntEnum):
-    """What a rank is about to do with all others."""
+    """Kinds of collective operations of a script."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -44,26 +44,26 @@ class Phase(enum.IntEnum):
 
 
 _PLACES = {
-    Phase.WRAP: "profile, or the making of a RaNNCModule",
+    Phase.WRAP: "profile or the constructor of RaNNCModule",
     Phase.DISTRIBUTE: "DistributeModelParams",
-    Phase.GET_PARAM: "get_param, or what gathers parameters",
+    Phase.GET_PARAM: "get_param, or another function that gathers parameters",
 }
 
 
 def _place(phase: int, step: int) -> str:
-    """Where in the script that is, in words."""
+    """Describe a position in the script, for messages."""
     if phase in (Phase.FORWARD, Phase.BACKWARD):
         return f"the {Phase(phase).name.lower()} of call {step}"
     try:
         return _PLACES.get(Phase(phase), Phase(phase).name.lower())
-    except ValueError:  # a message of something that does not agree first
-        return "something else that all ranks do together"
+    except ValueError:  # a message of a collective that does not call `agree` first
+        return "another collective operation"
 
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
-    """The numbers of every rank (as many on each), by rank. StepError where ranks are at different places."""
+    """All-gather a few integers (equally many on all ranks); StepError if ranks are at different places. Collective."""
     _ensure_memory(phase, step)
-    # As long in every phase: ranks at different places have to understand each other, too.
+    # Equally long in every phase, so that ranks in different phases can decode each other's messages.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
     told = world.gather_numbers([phase, step, _digest(_uncompared), *first])
     places = [(each[0], each[1]) for each in told]
@@ -71,8 +71,9 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
         other = next(rank for rank, place in enumerate(places) if place != places[0])
         here, there = (_place(*place) for place in (places[0], places[other]))
         raise StepError(
-            f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model, and backward, equally "
-            "often and in the same order, and so all else that ranks do together (barrier, what gathers or loads state)"
+            f"rank 0 is in {here}, rank {other} in {there}: every rank has to call the model and backward equally "
+            "often and in the same order, and likewise all other collective functions (barrier, those that gather or "
+            "load state)"
         )
     if len({each[2] for each in told}) > 1:
         _compare(world)
@@ -85,28 +86,31 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
 
 
 def _ensure_memory(phase: Phase, step: int) -> None:
-    """UsageError in a block of DistributeModelParams, where what ranks send each other would have no memory."""
+    """UsageError inside a block of DistributeModelParams, where tensors for messages would have no memory."""
     if process_flags.building and phase is not Phase.BARRIER:
         raise UsageError(
-            f"{_place(phase, step)}, inside of a block of DistributeModelParams: tensors have no memory there; only "
-            "make the model in it, and end it before all else"
+            f"{_place(phase, step)} was called inside a block of DistributeModelParams, where tensors have no memory; "
+            "build the model inside the block, and do everything else after it"
         )
 
 
 def compare_later(world: World, call: int, gradient: float, delivered: bool) -> None:
-    """Let the next agreement find out whether all ranks ran backward of this call, from the same gradient of its loss.
+    """Note a backward that needs no communication; the next `agree` checks that all ranks ran it alike.
 
-    `delivered`: whether the parameters have got their gradients.
+    Comparing at once would make each rank wait for the slowest one in every step. A difference does no harm until then:
+    everything that reads the state of several ranks calls `agree` first.
 
-    For a backward in which nothing is moved between ranks: to compare at once would have each rank wait for the
-    slowest in every step. What comes of a difference is not kept: all that reads state of the ranks agrees before.
+    Args:
+        call: Number of the call that backward went through.
+        gradient: Gradient of its loss, which has to be the same on all ranks.
+        delivered: Whether the parameters have received their gradients.
     """
     if world.size > 1:
         _uncompared.append((call, gradient, delivered))
 
 
 def forget_uncompared() -> None:
-    """Never compare what `compare_later` has noted: the models are dropped."""
+    """Drop the backwards that `compare_later` has noted, because their models are dropped."""
     _uncompared.clear()
 
 
@@ -119,7 +123,7 @@ def _number(data: bytes) -> int:
 
 
 def _compare(world: World) -> None:
-    """StepError that says in what backwards differ. Collective, where they do."""
+    """Raise a StepError that says how the noted backwards differ. Collective; called if they differ."""
     told = [
         msgspec.msgpack.decode(data, type=list[tuple[int, float, bool]])
         for data in world.gather_bytes(msgspec.msgpack.encode(_uncompared))
@@ -128,26 +132,26 @@ def _compare(world: World) -> None:
     other = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)
     if other is not None:
         raise StepError(
-            f"since ranks last compared, rank 0 has run backward of the calls [{', '.join(calls[0])}], rank {other} of "
-            f"[{', '.join(calls[other])}]: every rank has to call the model, and backward, equally often and in the "
-            "same order, and to turn delay_grad_allreduce on and off at the same places"
+            f"since the last comparison, rank 0 has run backward of the calls [{', '.join(calls[0])}], rank {other} of "
+            f"[{', '.join(calls[other])}]: every rank has to call the model and backward equally often and in the "
+            "same order, and to switch delay_grad_allreduce on and off at the same places"
         )
     for each in zip(*told, strict=True):
         same_loss_gradient([gradient for _, gradient, _ in each])
 
 
 def same_loss_gradient(gradients: Sequence[float]) -> None:
-    """StepError where the ranks give different gradients to a loss whose backward has run."""
+    """StepError if ranks pass different gradients to a loss whose backward has already run."""
     if len({struct.pack("d", each) for each in gradients}) > 1:
         raise StepError(
-            f"the gradient of the loss differs between ranks ({list(gradients)}), but its backward has run already, "
-            "with the same for all; multiply the loss by the same number on all ranks, or set interleave_loss=false "
-            "(RANNC_INTERLEAVE_LOSS=false)"
+            f"the gradient of the loss differs between ranks ({list(gradients)}), but its backward has already run "
+            "with the same gradient on all ranks; multiply the loss by the same number on all ranks, or set "
+            "interleave_loss=false (RANNC_INTERLEAVE_LOSS=false)"
         )
 
 
 def meet(world: World, phase: Phase, about: str = "") -> None:
-    """Wait for all ranks to do the same, with the same thing. StepError where some rank is at another place."""
+    """Barrier that checks that all ranks are in the same phase, with the same `about`; StepError if not."""
     _ensure_memory(phase, 0)
     if world.size == 1:
         return
@@ -157,13 +161,13 @@ def meet(world: World, phase: Phase, about: str = "") -> None:
             names = [data.decode() for data in world.gather_bytes(about.encode())]
             other = next(rank for rank, name in enumerate(names) if name != names[0])
             raise StepError(
-                f"in {_place(phase, 0)} rank 0 wants {names[0]!r}, rank {other} {names[other]!r}: every rank has "
-                "to ask for the same, in the same order (that of a set of names differs from process to process)"
+                f"in {_place(phase, 0)} rank 0 asks for {names[0]!r}, rank {other} for {names[other]!r}: every rank "
+                "has to ask for the same in the same order (the order of a set differs from process to process)"
             )
 
 
 def pack_flags(flags: Sequence[bool]) -> list[int]:
-    """Flags as numbers of 64 bits."""
+    """Pack flags into 64-bit integers."""
     return [
         sum(int(flag) << place for place, flag in enumerate(flags[start : start + FLAG_BITS]))
         for start in range(0, len(flags), FLAG_BITS)
@@ -171,15 +175,15 @@ def pack_flags(flags: Sequence[bool]) -> list[int]:
 
 
 def unpack_flags(numbers: Sequence[int], count: int) -> list[bool]:
-    """The flags that `pack_flags` packed."""
+    """Unpack `count` flags that `pack_flags` packed."""
     return [bool(numbers[place // FLAG_BITS] >> place % FLAG_BITS & 1) for place in range(count)]
 
 
 def pack_floats(values: Sequence[float]) -> list[int]:
-    """Floating-point numbers as whole numbers with the same bits."""
+    """Reinterpret the bits of doubles as 64-bit integers."""
     return [struct.unpack("q", struct.pack("d", value))[0] for value in values]
 
 
 def unpack_floats(numbers: Sequence[int]) -> list[float]:
-    """The numbers that `pack_floats` packed."""
+    """Reverse `pack_floats`."""
     return [struct.unpack("d", struct.pack("q", number))[0] for number in numbers]

@@ -1,7 +1,7 @@
-"""The network interface of this machine that other nodes reach.
+"""Finds the network interface that other nodes can connect to, for GLOO_SOCKET_IFNAME.
 
-gloo listens where this machine's own name leads. Many installations (Debian's and Ubuntu's among them) have that name
-on 127.0.1.1, where no other node can come; then ranks on several nodes wait for each other for ever.
+gloo listens on the address that the machine's host name resolves to. Many installations (Debian and Ubuntu among them)
+resolve it to 127.0.1.1, which other nodes cannot reach; ranks on several nodes would then wait for each other forever.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import socket
 import psutil
 
 _DISCARD = 9
-"""A port; nothing is sent there."""
+"""Port of the UDP socket that finds the route; nothing is sent."""
 
 
 def to_others(master: str) -> str:
-    """The name of the interface to use, '' where gloo finds the right one itself.
+    """Name of the interface to use; '' if gloo finds the right one itself.
 
     Args:
-        master: name or address of the machine of rank 0.
+        master: Host name or address of rank 0's machine.
     """
     try:
         if _is_loopback(master) and not _is_own_name(master):
             return ""  # all ranks are on this machine
         address = _address_towards(master)
     except OSError:
-        return ""  # what connects to it has the better error
+        return ""  # connecting to it gives a better error message
     with contextlib.suppress(OSError):
         if not _is_loopback(socket.gethostname()):
             return ""
@@ -36,7 +36,7 @@ def to_others(master: str) -> str:
         if any(entry.address == address for entry in entries):
             return name
     up = psutil.net_if_stats()
-    for name, entries in names.items():  # rank 0's own machine: it has no way to itself but the loopback
+    for name, entries in names.items():  # rank 0's own machine, which reaches itself by the loopback interface only
         if name in up and up[name].isup and any(_is_outside(entry) for entry in entries):
             return name
     return ""
@@ -47,7 +47,7 @@ def _is_own_name(name: str) -> bool:
 
 
 def _is_loopback(name: str) -> bool:
-    """Whether a name leads to this machine alone. OSError where it leads nowhere."""
+    """Whether a host name resolves to a loopback address. OSError if it cannot be resolved."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(name).is_loopback
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -55,7 +55,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """The address that this machine shows to another one, '' where it has none but the loopback for it."""
+    """Source address of this machine's connections to a host; '' if only a loopback address leads there."""
     for family, kind, _, _, place in socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(place)

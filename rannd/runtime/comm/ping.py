@@ -1,4 +1,4 @@
-"""The ranks of `rannc-run --check`: where they are, and how fast they talk. Rank 0 prints it as a line of JSON."""
+"""Program that `rannc-run --check` runs on two ranks or more: rank 0 prints hosts, latency and bandwidth as JSON."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rannd.runtime.comm.device import device_model
 from rannd.runtime.comm.world import current
 
 MARK = "rannd ping "
-"""What the line begins with."""
+"""Prefix of the printed line."""
 
 
 class Ping(msgspec.Struct, frozen=True):
-    """What the ranks found. Microseconds, and bytes for each of them."""
+    """Result of the measurement: latency in microseconds, bandwidth in bytes per microsecond."""
 
     torch: str
     device: str
@@ -25,7 +25,7 @@ class Ping(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Measure, with two ranks or more. Collective."""
+    """Measure and print the result. Needs at least two ranks; collective."""
     world = current(configuration.load())
     assert world.forward is not None, "a ping needs two ranks"
     link = measure_links(world.forward, world.device)

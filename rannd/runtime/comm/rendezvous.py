@@ -1,7 +1,7 @@
-"""How the ranks of a job find each other: which rank the launcher says this is, and torch.distributed's groups.
+"""Initialises torch.distributed: reads this process's rank from the launcher's environment and creates process groups.
 
-A process adopts, in this order: a torch.distributed group that the script has initialised, the environment of
-rannc-run or torchrun, and that of an MPI launcher. Alone, it needs none of them.
+Sources of rank and world size, in this order: a process group that the script has already initialised, and the
+environment variables of MPI launchers, rannc-run, torchrun and Slurm. A process without any of them is the only rank.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rannd.runtime.failure.connections import Connections
 TIMEOUT = timedelta(minutes=30)
 
 KNOCK_S = 60.0
-"""How long a rank looks itself whether rank 0 listens, before it leaves that to torch."""
+"""Seconds that a rank itself polls whether rank 0 listens, before torch waits for it."""
 PAUSE_S = 0.01
 
 LOCK_S = 0.1
-"""How long Python's lock is free for gloo's threads at the end."""
+"""Seconds for which the GIL is released for gloo's threads at exit."""
 
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """Rank and size as the launcher gives them."""
+    """Rank and world size as set by the launcher."""
 
     rank: int = 0
     size: int = 1
@@ -47,7 +47,7 @@ class LaunchedRank:
 
 
 def find_place(environ: Mapping[str, str]) -> LaunchedRank:
-    """Who this process is, without talking to anybody. LaunchError for variables that contradict each other."""
+    """Determine this process's rank without communication. LaunchError if environment variables are inconsistent."""
     if dist.is_available() and dist.is_initialized():
         local = environ.get("LOCAL_RANK") or environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
         return LaunchedRank(dist.get_rank(), dist.get_world_size(), int(local or dist.get_rank()), "torch.distributed")
@@ -59,16 +59,18 @@ def find_place(environ: Mapping[str, str]) -> LaunchedRank:
                 )
             except ValueError as exc:
                 raise LaunchError(
-                    f"{rank}={environ[rank]!r}, {size}={environ[size]!r}: whole numbers are wanted"
+                    f"{rank}={environ[rank]!r}, {size}={environ[size]!r}: both have to be integers"
                 ) from exc
             if not 0 <= place.rank < place.size:
-                raise LaunchError(f"{rank}={place.rank} is not below {size}={place.size}; start the job anew")
+                raise LaunchError(
+                    f"{rank}={place.rank} has to be at least 0 and less than {size}={place.size}; start the job again"
+                )
             return place
     return LaunchedRank()
 
 
 def join(place: LaunchedRank, connections: Connections) -> None:
-    """Initialise torch.distributed, unless the script has done that, or this rank is alone. Collective."""
+    """Initialise torch.distributed, unless the script has done so or there is only one rank. Collective."""
     if place.launcher.startswith(("OMPI", "PMI")):
         _end_with_launcher()
     if place.size > 1 and not dist.is_initialized():
@@ -77,7 +79,7 @@ def join(place: LaunchedRank, connections: Connections) -> None:
 
 
 def make_group(connections: Connections, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
-    """A process group of some ranks, or of all. Collective over all ranks; those outside of it get no usable group."""
+    """Create a process group of some ranks, or of all. Collective over all ranks; non-members get no usable group."""
     with connections.recording():
         group = dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
     connections.add(group if ranks is None or dist.get_rank() in ranks else None)
@@ -85,17 +87,17 @@ def make_group(connections: Connections, backend: str, ranks: Sequence[int] | No
 
 
 def _end_with_launcher() -> None:
-    """Ranks outlive an mpirun that is killed, unless they ask the kernel for a signal at its end."""
+    """Let the kernel end this process when the launcher dies; otherwise ranks outlive an mpirun that is killed."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         chosen = ctypes.c_int(0)
-        libc.prctl(2, ctypes.byref(chosen))  # PR_GET_PDEATHSIG: rannc-run has seen to it already
+        libc.prctl(2, ctypes.byref(chosen))  # PR_GET_PDEATHSIG: under rannc-run it is already set
         if chosen.value == 0:
             libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _initialise(place: LaunchedRank) -> None:
-    """Let all ranks connect: rannc-run and torchrun say where, under a bare mpirun rank 0 tells through MPI."""
+    """Call init_process_group; without MASTER_ADDR (under a plain mpirun) rank 0 broadcasts its address through MPI."""
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         address, port = _agree_through_mpi(place)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
@@ -103,7 +105,9 @@ def _initialise(place: LaunchedRank) -> None:
         name = network_interface.to_others(os.environ["MASTER_ADDR"])
         if name:
             os.environ["GLOO_SOCKET_IFNAME"] = name
-            log.get("RaNNCProcess").info("This machine's name leads to itself: others reach it by %s", name)
+            log.get("RaNNCProcess").info(
+                "This machine's host name resolves to a loopback address; using interface %s for gloo", name
+            )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if place.rank:
         _await_listener(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
@@ -113,25 +117,25 @@ def _initialise(place: LaunchedRank) -> None:
 
 
 def _await_listener(address: str, port: str) -> None:
-    """Wait until rank 0 listens. torch would wait, too, but looks again after 0.1 to 0.6 s only."""
+    """Wait until rank 0 listens. torch would wait as well, but polls only every 0.1 to 0.6 s."""
     deadline = time.monotonic() + KNOCK_S
     while time.monotonic() < deadline:
         try:
             socket.create_connection((address, int(port)), timeout=1.0).close()
             return
         except (socket.gaierror, ValueError):
-            return  # torch says what is wrong with it
+            return  # torch reports what is wrong with the address
         except OSError:
             time.sleep(PAUSE_S)
 
 
 def _leave() -> None:
-    """Leave in a way that neither aborts this process nor ends others before it.
+    """Exit handler that neither aborts this process nor makes other ranks fail first.
 
-    gloo's threads drop the tensors of finished work a moment after the work is done, and need Python's lock for it;
-    when Python is ending already, that aborts the process. So they get the lock once more, for a while. Closing the
-    groups would wait for the threads, too, but it also cuts the other ranks off, which would then fail before a rank
-    that is ending with an error. NCCL's communicators have to be closed.
+    gloo's threads free the tensors of finished work a moment after it is done, for which they need the GIL; if the
+    interpreter is already finalizing, that aborts the process. So this handler releases the GIL for a while. Destroying
+    the process groups would also wait for the threads, but it closes the connections as well, so that other ranks would
+    fail before a rank that is exiting with an error. NCCL's communicators have to be destroyed.
     """
     if torch.cuda.is_available() and dist.is_initialized():
         dist.destroy_process_group()
@@ -139,8 +143,8 @@ def _leave() -> None:
 
 
 def _agree_through_mpi(place: LaunchedRank) -> tuple[str, int]:
-    """Address and free port of rank 0."""
-    os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # its start takes a second
+    """Address and a free port of rank 0, broadcast through MPI."""
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # initialising it takes a second
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -1,7 +1,7 @@
-"""The ranks of a job: who is there, on which devices, and the small messages among all of them.
+"""The `World`: all ranks of a job with their devices and process groups, and collectives on small values.
 
-A world is made once per process, at the first need: `rannd.runtime.comm.rendezvous` connects the ranks, here they
-tell each other where they are.
+There is one per process, created when it is first needed: `rannd.runtime.comm.rendezvous` connects the ranks, which
+then exchange their hosts and devices here.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rannd.runtime.failure.detector import FailureDetector
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over all ranks that is under way."""
+    """An asynchronous sum over all ranks."""
 
     watch: FailureDetector
     everyone: torch.Tensor
-    """What every rank gave, one row for each."""
+    """Numbers of all ranks, one row per rank."""
     work: dist.Work | None
 
     def finish(self) -> torch.Tensor:
-        """The sums, the same bits on all ranks. Waits for them."""
+        """Wait for the sums and return them, bitwise equal on all ranks."""
         if self.work is not None:
             with self.watch.inside("sum"):
                 self.work.wait()
@@ -45,21 +45,21 @@ class Sum:
 
 @dataclass
 class World:
-    """All ranks of the job. Collective methods have to be called by all of them, in the same order."""
+    """All ranks of the job. Collective methods have to be called on all ranks in the same order."""
 
     place: LaunchedRank
     device: torch.device
     hosts: tuple[str, ...]
     slots: tuple[Slot, ...]
-    """Places of all ranks, sorted; a rank's *slot* is its position here."""
+    """(node, device) of all ranks, sorted; a rank's *slot* is its index in this tuple."""
     rank_of_slot: tuple[int, ...]
     control: dist.ProcessGroup | None
-    """gloo, for small messages on the CPU."""
+    """gloo group for small messages on the CPU."""
     forward: dist.ProcessGroup | None
     backward: dist.ProcessGroup | None
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     watch: FailureDetector = field(default_factory=FailureDetector)
-    """Failures of this rank and of others."""
+    """Failure detector of this rank."""
 
     @property
     def rank(self) -> int:
@@ -76,19 +76,19 @@ class World:
 
     @property
     def nodes(self) -> int:
-        """How many nodes have ranks of this job."""
+        """Number of nodes of this job."""
         return len({slot.node for slot in self.slots})
 
     @property
     def first_on_node(self) -> bool:
-        """Whether this rank talks to its node's daemon: rank 0 does, and the first rank of each other node."""
+        """Whether this is the lowest rank of its node; it connects to the node's daemon."""
         node = self.slots[self.slot].node
         there = [rank for rank, slot in zip(self.rank_of_slot, self.slots, strict=True) if slot.node == node]
         return self.rank == min(there)
 
     @property
     def local_size(self) -> int:
-        """Ranks on this rank's node."""
+        """Number of ranks on this rank's node."""
         return sum(slot.node == self.slots[self.slot].node for slot in self.slots)
 
     def barrier(self) -> None:
@@ -98,7 +98,7 @@ class World:
                 dist.barrier(group=self.control)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """`data` of rank `source`, on all ranks."""
+        """Broadcast `data` of rank `source`."""
         if self.size == 1:
             assert data is not None
             return data
@@ -113,7 +113,7 @@ class World:
             return buffer.numpy().tobytes()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """What every rank gave, by rank."""
+        """All-gather byte strings; returns them by rank."""
         if self.size == 1:
             return [data]
         lengths = self.gather_numbers([len(data)])
@@ -127,7 +127,7 @@ class World:
         return [part.numpy().tobytes()[:length] for part, (length,) in zip(received, lengths, strict=True)]
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The whole numbers that every rank gave (as many on each), by rank."""
+        """All-gather integers, equally many on all ranks; returns them by rank."""
         if self.size == 1:
             return [list(numbers)]
         mine = torch.tensor(list(numbers), dtype=torch.int64)
@@ -137,21 +137,22 @@ class World:
         return received.tolist()
 
     def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks of a few numbers on the CPU, in one dimension."""
+        """Sum a one-dimensional CPU tensor of few numbers over all ranks."""
         return self.begin_sum(numbers).finish()
 
     def begin_sum(self, numbers: torch.Tensor) -> Sum:
-        """The same, while this rank goes on. Nothing else of `control` may begin before it is finished."""
+        """Start `sum_numbers` asynchronously. No other collective on `control` may start before it has finished."""
         if self.size == 1:
             return Sum(self.watch, numbers.unsqueeze(0), None)
         with self.watch.inside("sum"):
             return Sum(self.watch, *self._exchange(numbers))
 
     def _exchange(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Begin to give a few numbers to every rank; (what comes of each, how to wait for it).
+        """Start an all-gather of a few numbers; returns the receive buffer and the work to wait for.
 
-        Everybody sends to everybody at once. gloo's other collectives go around in rings, each step of which waits for
-        a rank that sleeps: among four ranks on two cores they take 3 (all_gather) to 12 times (all_reduce) as long.
+        Uses all_to_all, in which every rank sends to every other at once. gloo's other collectives use rings, in which
+        each step waits for a rank that may be sleeping: with four ranks on two cores they take 3 (all_gather) to 12
+        times (all_reduce) as long.
         """
         received = numbers.new_empty(self.size, numbers.numel())
         work = dist.all_to_all_single(received.view(-1), numbers.repeat(self.size), group=self.control, async_op=True)
@@ -159,7 +160,10 @@ class World:
         return received, work
 
     def group_of(self, slots: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of the ranks in some slots, for reductions; None for one slot alone. Collective when new."""
+        """Process group of the ranks of some slots, for reductions; None for a single slot.
+
+        Collective over all ranks if the group does not exist yet.
+        """
         if len(slots) < 2:
             return None
         if slots not in self.groups:
@@ -170,9 +174,9 @@ class World:
 
 
 def finish(work: dist.Work | None) -> None:
-    """Wait for a transfer. torch gives none to ranks outside of the group, which is a mistake of the caller."""
+    """Wait for a transfer. torch returns None on ranks outside the group, which would be a bug of the caller."""
     if work is None:
-        raise StepError("a transfer was asked for outside of its group; please report this")
+        raise StepError("internal error: a transfer was started on a rank outside its group; please report this")
     work.wait()
 
 
@@ -180,7 +184,7 @@ _world: World | None = None
 
 
 def current(config: Config) -> World:
-    """The world of this process, made at the first call (collective then)."""
+    """World of this process, created in the first call, which is collective."""
     global _world
     if _world is None:
         _world = _make(config)
@@ -188,7 +192,7 @@ def current(config: Config) -> World:
 
 
 def made() -> World | None:
-    """The world of this process, if there is one yet."""
+    """World of this process; None if `current` was not called yet."""
     return _world
 
 
@@ -215,7 +219,7 @@ def _make(config: Config) -> World:
     kinds = {kind for _, _, kind, _ in everyone}
     if len(kinds) > 1:
         raise LaunchError(
-            f"ranks use different kinds of devices ({', '.join(sorted(kinds))}); set device= on all of them"
+            f"ranks use different kinds of devices ({', '.join(sorted(kinds))}); set device= to the same on all ranks"
         )
     nodes: dict[str, int] = {}
     slots = []
@@ -239,7 +243,7 @@ def _make(config: Config) -> World:
 
 
 def _node_identity() -> str:
-    """Equal for processes on one machine, and for them alone (containers may share a machine's host name)."""
+    """Identifier of this machine: boot ID and host name, because containers may share a machine's host name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()

@@ -1,5 +1,5 @@
-"""A plan put to work, checked, and taken back.
+"""Deploys a model, verifies its graph, and undoes the deployment.
 
-In: a `Deployment`. Out: parameters at the ranks that need them, and bound graphs (`deployer.py`, begin there,
-`graph_table.py`); `undeploy.py` gives every rank the whole model again; `verify.py` is `verify_partitioning`.
+In: a `Deployment`. Out: parameters on the ranks that run them, and graphs bound to the deployment (`deployer.py`, begin
+there, `graph_table.py`); `undeploy.py` restores the whole model on every rank; `verify.py` is `verify_partitioning`.
 """

@@ -1,4 +1,4 @@
-"""A model's deployment at work: the plan, who holds what, and what watches over it."""
+"""Deploys a model: plans, distributes its parameters over the ranks, and binds graphs to the deployment."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from rannd.runtime.traces.trace_provider import placed
 
 
 class DryRunDone(SystemExit):
-    """Ends a script that was started to plan only."""
+    """Exits a script that was started for planning only (partitioning_dry_run_np)."""
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """What there is of a model from its deployment to its end."""
+    """A deployed model: its deployment, and the objects that exist until it is undeployed."""
 
     deployment: Deployment
     promise: MemoryPromise
@@ -58,14 +58,14 @@ class Deployed:
     clip_watch: ClipWatch | None
 
     def begin_call(self, number: int, *, float16: bool) -> None:
-        """What comes before each call: follow what the script has done to the parameters since the last. Collective."""
+        """Prepare a call: take up changes that the script has made to parameters since the last one. Collective."""
         self.parameters.refresh()
         if self.clip_watch is not None:
             self.clip_watch.compare(number)
         self.overflow.watched |= float16
 
     def close(self) -> None:
-        """Watch over it no more."""
+        """Unregister the model from gradient clipping, and stop watching its gradients."""
         grad_norm.leave(self.held)
         if self.clip_watch is not None:
             self.clip_watch.close()
@@ -81,9 +81,9 @@ class Deployer:
         self._values = values
 
     def deploy(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> Deployed:
-        """Plan for `graph`, of which each rank calls `rows`, and give each rank its parameters.
+        """Plan for `graph`, called with `rows` rows on each rank, and distribute the parameters.
 
-        Raises DryRunDone where planning was all that was wanted.
+        Raises DryRunDone after planning, if only a plan was requested.
         """
         world, config = self._world, self._config
         for line in graph.idle_cuts if world.rank == 0 else ():
@@ -108,7 +108,7 @@ class Deployer:
         return self._distribute(graph, deployment, promise)
 
     def profile(self, graph: ModelGraph, call: Call, rows: Sequence[int]) -> GraphProfile:
-        """Measure what plans of any size need to know of `graph`."""
+        """Measure the blocks of `graph`, for plans on any number of ranks."""
         check_values(call.names, call.tensors)
         return self._planner(graph, call, rows).profile()
 
@@ -117,7 +117,7 @@ class Deployer:
         return Planner(self._context, graph, leaves, rows)
 
     def _distribute(self, graph: ModelGraph, deployment: Deployment, promise: MemoryPromise) -> Deployed:
-        """Give each rank the parameters of its stage."""
+        """Distribute parameters, so that each rank holds those of its stage."""
         world, model, optimizer = self._world, self._context.model, self._context.optimizer
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
         self._values.prepare(lambda name: name in owners and name not in deployment.unused_params)
@@ -149,7 +149,7 @@ class Deployer:
         return Deployed(deployment, promise, parameters, reducer, frozen, origin, overflow, anchor, held, clip_watch)
 
     def bind(self, deployed: Deployed, graph: ModelGraph, seed: int) -> Executor:
-        """What runs a graph under the deployment; random numbers depend on `seed`."""
+        """Bind a graph to the deployment and create its executor; random numbers depend on `seed`."""
         planned = graph.task.graph_hash == deployed.deployment.graph_hash
         owners = None if planned else deployed.parameters.owners
         bound = bind(

@@ -1,7 +1,7 @@
-"""The graphs of one model that were met so far, and which of them a call runs.
+"""Table of one model's graphs; finds the graph that a call runs.
 
-A graph belongs to a signature, to the Python state of the model's modules, and to the branches that its code takes
-then. Ranks know the same graphs by the same numbers, because they make and use them in the same order.
+A graph is valid for a signature, a Python state of the model's modules, and the branches that their code takes. All
+ranks use the same numbers for the same graphs, because they add and use them in the same order.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rannd.runtime.traces.trace_provider import other_branches
 
 UNKNOWN = -1
 IDLE_CHANGES = 3
-"""So often an attribute may change for nothing before the user is told what that costs."""
+"""Number of retraces because of an attribute that left the graph the same, after which a warning is logged."""
 MOST_STATES = 8
-"""So many Python states are remembered that lead to one graph."""
+"""Maximum number of Python states remembered per graph."""
 MOST_GRAPHS = 64
-"""So many graphs are kept; the one that was not used for longest goes."""
+"""Maximum number of graphs; the least recently used one is dropped."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class _Known:
     signature: Signature
     executor: Executor
     ways: list[tuple[PythonState, Decisions | None]]
-    """What leads to the graph: Python state of the model's modules, and the branches that its code takes then. The
-    latest state comes last."""
+    """Python states of the model's modules, with the branches that their code takes, for which the graph is valid. The
+    latest state is last."""
 
     @property
     def graph(self) -> ModelGraph:
@@ -46,30 +46,30 @@ class _Known:
 
 
 class Graphs:
-    """The graphs of one model, by number."""
+    """Graphs of one model, by number."""
 
     def __init__(self, context: Context) -> None:
         self._world = context.world
         self._context = context
         self._known: OrderedDict[int, _Known] = OrderedDict()
-        """The latest used comes last."""
+        """The most recently used is last."""
         self._made = 0
         self._all: WeakSet[Executor] = WeakSet()
-        """Also those that were dropped: a backward may still run through them."""
+        """Includes executors of dropped graphs, because a backward may still run through them."""
         self._ignored: set[str] = set()
-        """Names of attributes that changed, and that no code reads."""
+        """Names of attributes that have changed, but that no code reads."""
         self._idle_changes: Counter[str] = Counter()
 
     def executors(self) -> Iterator[Executor]:
-        """All that may still be asked to do something."""
+        """Iterate over all executors that may still be used, including those of dropped graphs."""
         return iter(self._all)
 
     def state(self) -> PythonState:
-        """The Python state of the model's modules."""
+        """Current Python state of the model's modules."""
         return state_of(self._context.model, self._ignored)
 
     def find(self, call: Call, mode: Mode) -> int:
-        """The graph for a call, UNKNOWN where it has to be traced."""
+        """Number of the graph for a call; UNKNOWN if it has to be traced."""
         state = self.state()
         for number, known in self._known.items():
             if not known.signature.matches(call, mode):
@@ -81,16 +81,16 @@ class Graphs:
         return UNKNOWN
 
     def rows(self, number: int, call: Call) -> int:
-        """This rank's rows in a call that runs a graph; 0 for UNKNOWN."""
+        """Number of this rank's rows in a call of a graph; 0 for UNKNOWN."""
         return 0 if number == UNKNOWN else self._known[number].signature.rows(call.tensors)
 
     def use(self, number: int) -> Executor:
-        """What runs a graph. On all ranks, alike."""
+        """Executor of a graph, which becomes the most recently used. Call it in the same order on all ranks."""
         self._known.move_to_end(number)
         return self._known[number].executor
 
     def add(self, signature: Signature, executor: Executor, state: PythonState) -> int:
-        """Remember a new graph, which `state` leads to; returns its number. On all ranks, alike."""
+        """Add a graph that is valid for `state`; returns its number. Call it in the same order on all ranks."""
         traced = executor.bound.graph.traced
         self._made += 1
         number = self._made - 1
@@ -101,14 +101,17 @@ class Graphs:
         return number
 
     def clear(self) -> None:
-        """Forget all; a backward through one of them is an error from now on."""
+        """Remove all graphs; a later backward through one of them raises StepError."""
         for executor in self._all:
             executor.closed = True
         self._known.clear()
         self._all.clear()
 
     def common(self, told: Sequence[tuple[int, ...]]) -> int:
-        """The graph that all ranks run, from the graph and the rows of each; those without rows follow the others."""
+        """Number of the graph that all ranks run, given (graph, rows) of each rank; ranks without rows follow the rest.
+
+        StepError if ranks with rows have different graphs.
+        """
         number = next((each for each, rows in told if rows), told[0][0])
         other = next((rank for rank, (each, rows) in enumerate(told) if each != number and rows), None)
         known = self._known[number]
@@ -118,16 +121,16 @@ class Graphs:
         )
         if not alike:
             calls = [of_signature(self._known[each].signature) for each, _ in told]
-            what = difference(calls) or "the Python state of the model's modules is another"
+            what = difference(calls) or "the Python state of the model's modules differs"
             raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
         if other is not None:
             raise StepError(other_branches(other))
         return number
 
     def twin(self, graph: ModelGraph, state: PythonState) -> int | None:
-        """A graph that is the same although the Python state of the modules, or a branch of their code, is another.
+        """Find a known graph equal to `graph`, although the modules' Python state or branches differ.
 
-        It is the graph of that state as well from now on.
+        It becomes valid for `state` as well. None if there is no such graph.
         """
         state = outside(state, graph.traced.leaf_paths)
         for number, known in self._known.items():
@@ -138,20 +141,20 @@ class Graphs:
                 return None
             if not same_constants(graph.traced.constants, known.graph.traced.constants, state.held):
                 return None
-            # What the code decides with numbers in attributes is for the state that it was traced with.
+            # Branches may depend on numbers in attributes, so decisions are valid only for the state of their trace.
             known.ways[:] = _latest([*known.ways, (state, graph.traced.decisions)])
-            self._idle(changes)
+            self._ignore_unread(changes)
             return number
         return None
 
     def look_again(self) -> None:
-        """There may be code that was not there before (a hook): attributes that it reads count again."""
+        """Stop ignoring attributes that new code, such as a hook, reads."""
         if self._ignored:
             mentions = Mentions(self._context.model)
             self._ignored = {name for name in self._ignored if name not in mentions}
 
     def _decides(self, known: _Known, ways: Sequence[Decisions | None], call: Call) -> bool:
-        """Whether the model's code takes the branches of this graph for a call; any, where the call has no rows."""
+        """Whether the model's code takes the branches of this graph in a call; True for a call without rows."""
         rows = known.signature.rows(call.tensors)
         if rows in known.graph.traced.holes:
             return False
@@ -160,10 +163,10 @@ class Graphs:
         tensors = [tensor.to(self._world.device) for tensor in call.tensors]
         return any(way is not None and way.hold(tensors) for way in ways)
 
-    def _idle(self, changes: Sequence[Change]) -> None:
-        """Attributes changed without changing the graph. What no code reads is not looked at any more.
+    def _ignore_unread(self, changes: Sequence[Change]) -> None:
+        """Handle attributes that changed without changing the graph: ignore those that no code reads.
 
-        Other changes go on being traced: they may well change the graph another time (`if self.epoch < 6`).
+        Changes of other attributes are still traced, because they may change the graph later (`if self.epoch < 6`).
         """
         logger = log.get("RaNNCModule")
         mentions = Mentions(self._context.model)
@@ -178,7 +181,7 @@ class Graphs:
         for change, name in zip(changes, unread, strict=True):
             if name is not None:
                 logger.info(
-                    "Attribute %s changed, and no code of the model reads a %r: it is not looked at any more",
+                    "Attribute %s changed, but no code of the model reads an attribute %r: later changes are ignored",
                     change,
                     name,
                 )
@@ -194,12 +197,12 @@ class Graphs:
 
 
 def _share_a_state(one: _Known, other: _Known) -> bool:
-    """Whether some Python state of the modules leads to both graphs."""
+    """Whether both graphs are valid for a common Python state of the modules."""
     return any(state == known for state, _ in one.ways for known, _ in other.ways)
 
 
 def _latest(ways: Sequence[tuple[PythonState, Decisions | None]]) -> list[tuple[PythonState, Decisions | None]]:
-    """The ways of the latest states."""
+    """Entries of the latest states."""
     states: list[PythonState] = []
     for state, _ in reversed(ways):
         if state not in states:

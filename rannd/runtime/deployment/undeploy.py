@@ -1,7 +1,7 @@
-"""Take a deployment back: every rank gets the whole model and the whole optimizer again.
+"""Undoes a deployment: every rank gets the whole model and the whole optimizer state back.
 
-Parameters and buffers keep their objects; values, gradients and the optimizer's state come from the rank that holds
-each (the first one, where there are several).
+Parameters and buffers stay the same objects; values, gradients and optimizer state are sent by the first of the ranks
+that hold them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rannd.runtime.parameters.state_dict import gather_tensor
 
 
 class Origin:
-    """Where tensors were before a deployment."""
+    """Devices of the model's tensors before the deployment."""
 
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.devices = {name: tensor.device for name, tensor in tensors}
 
 
 def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: torch.optim.Optimizer | None) -> None:
-    """Make the model and the optimizer whole on every rank. Collective; ranks have met.
+    """Restore the whole model and optimizer on every rank. Collective; the caller has synchronized the ranks.
 
-    StepError where gradients wait for their reduction; UsageError where the optimizer's state cannot be sent. Nothing
-    has changed then.
+    StepError if gradients were not reduced yet; UsageError if the optimizer's state cannot be sent. After an error
+    nothing has changed.
     """
     waits = any(parameters.aliases[name].grad is not None for name in parameters.trainable())
-    error = "gradients wait for their reduction (delay_grad_allreduce(True)): call model.allreduce_grads() before it"
+    error = "gradients were not reduced yet (delay_grad_allreduce(True)): call model.allreduce_grads() before it"
     agree_on_errors(world, f"model.undeploy(): {error}" if waits else "", StepError)
     states: dict[str, Any] = {}
     if optimizer is not None:
@@ -54,13 +54,13 @@ def _holder(world: World, parameters: Parameters, name: str) -> int:
 
 
 def _restore(world: World, parameters: Parameters, origin: Origin, name: str, tensor: torch.Tensor) -> None:
-    """Give one tensor its value and its place again, on all ranks."""
+    """Restore the value and device of one tensor on all ranks."""
     value = gather_tensor(world, parameters, name, everywhere=True)
     assert value is not None
     home = origin.devices.get(name, tensor.device)
     home = torch.device("cpu") if home.type == "meta" else home
     if name in parameters.own and tensor.device == home:
-        return  # it is here
+        return  # this rank holds it, and on the right device
     gradient = tensor.grad
     tensor.grad = None
     tensor.data = value.to(home)
@@ -69,7 +69,7 @@ def _restore(world: World, parameters: Parameters, origin: Origin, name: str, te
 
 
 def gather_gradient(world: World, parameters: Parameters, name: str) -> torch.Tensor | None:
-    """A copy on the CPU of a parameter's reduced gradient, on every rank; None where it has none. Collective."""
+    """Copy a parameter's reduced gradient to the CPU of every rank; None if it has no gradient. Collective."""
     tensor = parameters.tensors[name]
     holder = _holder(world, parameters, name)
     gradient = tensor.grad if world.rank == holder else None
@@ -88,7 +88,7 @@ def gather_gradient(world: World, parameters: Parameters, name: str) -> torch.Te
 
 
 def _gradients(world: World, parameters: Parameters) -> None:
-    """Give every parameter its gradient, on all ranks."""
+    """Restore the gradient of every parameter on all ranks."""
     own = set(parameters.own)
     for name, tensor in parameters.tensors.items():
         if not isinstance(tensor, torch.nn.Parameter):

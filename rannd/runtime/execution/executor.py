@@ -174,7 +174,7 @@ class Executor:
             )
         step.finished = not again
         if step.interleaved:
-            return self._handed_over(step, gradients, asked, reduce=reduce, again=again)
+            return self._deliver_held_gradients(step, gradients, asked, reduce=reduce, again=again)
         live, wanted = self._upstream(step, gradients, reduce=reduce, wanted=asked is not NOTHING)
         reduce = reduce and wanted
         step.keep = again
@@ -195,7 +195,7 @@ class Executor:
         self._forget(step)
         return inputs
 
-    def _handed_over(
+    def _deliver_held_gradients(
         self,
         step: Step,
         gradients: Sequence[torch.Tensor | None],

@@ -28,7 +28,7 @@ from rannd.runtime.execution.microbatches import split_rows
 from rannd.runtime.execution.outputs import NotSent
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _TensorMetadata(msgspec.Struct, frozen=True):
     """Metadata of a tensor broadcast by rank 0."""
 
     shape: tuple[int, ...]
@@ -40,8 +40,8 @@ def from_rank_0(world: World, call: Call) -> Call:
     """Replace this rank's tensors in a call by rank 0's. Collective; StepError if the numbers of tensors differ."""
     if world.size == 1:
         return call
-    mine = [_Told(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in call.tensors]
-    told = msgspec.msgpack.decode(world.broadcast_bytes(msgspec.msgpack.encode(mine)), type=list[_Told])
+    mine = [_TensorMetadata(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in call.tensors]
+    told = msgspec.msgpack.decode(world.broadcast_bytes(msgspec.msgpack.encode(mine)), type=list[_TensorMetadata])
     counts = [count for (count,) in world.gather_numbers([len(call.tensors)])]
     if len(set(counts)) > 1:
         other = next(rank for rank, count in enumerate(counts) if count != counts[0])

@@ -112,8 +112,8 @@ class FailureDetector:
         self._heard = threading.Event()
         self._gone: dict[int, threading.Event] = {}
         self._left: dict[int, int] = {}
-        self._stubborn_at: tuple[float, int] | None = None
-        self._stands = False
+        self._kill_deadline: tuple[float, int] | None = None
+        self._blocks_others = False
         """Whether the other ranks are waiting for this rank in a hang."""
         self._timeout = 0.0
         self._still: tuple[float, tuple[object, ...]] | None = None
@@ -293,7 +293,7 @@ class FailureDetector:
                     key.data()
                 if self._hub is not None:
                     self._hub.tick()
-                self._look()
+                self._check_progress()
         except Exception as exc:  # a failing watcher must be logged, but must not end the training
             log.get("RaNNCProcess").exception("the failure detector of rank %d has stopped: %s", self._rank, exc)
         for _ in range(2):  # this rank's own Left message may still be on its way to the hub
@@ -304,7 +304,7 @@ class FailureDetector:
         pauses = [self._hub.due()] if self._hub is not None else []
         if self._timeout and self.failure is None:
             pauses.append(min(max(self._timeout / 8, 0.1), MOST_CHECK_S))
-        if self._stubborn_at is not None:
+        if self._kill_deadline is not None:
             pauses.append(1.0)
         found = [pause for pause in pauses if pause is not None]
         return min(found) if found else None
@@ -319,7 +319,7 @@ class FailureDetector:
             messages = None
         if messages is None:
             self._selector.unregister(self._channel.socket)
-            self._ending = self._stubborn_at is None
+            self._ending = self._kill_deadline is None
             if 0 not in self._left and self.failure is None:
                 why = "it was killed, or crashed outside Python (out of memory?), or its machine is gone"
                 self._take(Failure(0, self._hosts[0], 0, "gone", "", why))
@@ -357,9 +357,9 @@ class FailureDetector:
                 log.get("RaNNCProcess").error("%s", failure.words())
             if failure.kind == "memory":
                 self._mark(failure)
-            self._stands = failure.kind == "hang" and stack_dump.doing(self.where) != "waiting"
-            if self.where.call or self._stands:
-                self._stubborn_at = (time.monotonic() + STUBBORN_S, self.where.calls)
+            self._blocks_others = failure.kind == "hang" and stack_dump.doing(self.where) != "waiting"
+            if self.where.call or self._blocks_others:
+                self._kill_deadline = (time.monotonic() + STUBBORN_S, self.where.calls)
         if self._channel is not None:
             self._channel.send(Heard())
         self._news.set()
@@ -375,15 +375,15 @@ class FailureDetector:
             )
         )
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Watchdog: check whether this rank hangs, or ignores a failure elsewhere."""
         now = time.monotonic()
-        if self._stubborn_at is not None:
-            end, calls = self._stubborn_at
-            if self.where.calls != calls or not (self.where.call or self._stands):
-                self._stubborn_at = None
+        if self._kill_deadline is not None:
+            end, calls = self._kill_deadline
+            if self.where.calls != calls or not (self.where.call or self._blocks_others):
+                self._kill_deadline = None
             elif now >= end:
-                self._force()
+                self._kill()
         if not self._timeout or self.failure is not None or self._channel is None:
             return
         if self._asked_at is not None and now >= self._asked_at + 2 * ANSWER_S:
@@ -399,7 +399,7 @@ class FailureDetector:
             self._channel.send(Stuck(self._rank, now - self._still[0]))
             self._asked_at = self._asked_at or now
 
-    def _force(self) -> None:
+    def _kill(self) -> None:
         """Kill this process because it does not react to a failure elsewhere."""
         assert self.failure is not None
         text = (

@@ -34,7 +34,7 @@ class Finite:
         """Run ``module(*arguments)``; with `every`, NotANumberError at the first operator that returns a NaN."""
         if not self.every or any(has_nan(value) for value in arguments):
             return module(*arguments)  # type: ignore[no-any-return]
-        return _Looking(module).run(*arguments)  # type: ignore[no-any-return]
+        return _NanInterpreter(module).run(*arguments)  # type: ignore[no-any-return]
 
     def gradients(self, given: Mapping[Any, torch.Tensor | None], found: Mapping[Any, torch.Tensor | None]) -> None:
         """With `every`: NotANumberError if a backward turned gradients `given` without NaN into NaN. Keys are names."""
@@ -62,7 +62,7 @@ class Finite:
             log.get("RaNNCModule").warning("%s (logged once)", text)
 
 
-class _Looking(Interpreter):
+class _NanInterpreter(Interpreter):
     """Interpreter of a stage that checks the result of every operator."""
 
     def __init__(self, module: GraphModule) -> None:
@@ -71,9 +71,9 @@ class _Looking(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if n.op in ("call_function", "call_method", "call_module") and not _empties(n) and has_nan(result):
+        if n.op in ("call_function", "call_method", "call_module") and not _is_uninitialized(n) and has_nan(result):
             raise NotANumberError(
-                f"the operator {n.name}{_made_at(n)} made a NaN of {', '.join(self._words(each) for each in n.args)}; "
+                f"the operator {n.name}{_in_module(n)} made a NaN of {', '.join(map(self._words, n.args))}; "
                 "numbers that overflow, log or sqrt of what is not positive, 0/0, a learning rate too high in earlier "
                 "steps? (check_nan=off continues training)"
             )
@@ -89,7 +89,7 @@ class _Looking(Interpreter):
         return f"{size} from {float(value.detach().min()):.4g} to {float(value.detach().max()):.4g}"
 
 
-def _empties(node: Node) -> bool:
+def _is_uninitialized(node: Node) -> bool:
     """Whether a node returns uninitialized memory, which may contain NaN."""
     return "empty" in str(node.target)
 
@@ -103,7 +103,7 @@ def has_nan(value: Any) -> bool:
     return bool(torch.isnan(value.detach()).any())
 
 
-def _made_at(node: Node) -> str:
+def _in_module(node: Node) -> str:
     """' of module PATH' for the user's module that an operator belongs to, '' if unknown."""
     path = node.meta.get("source", node).meta.get("module") or ""
     return f" of module {path}" if path else ""

@@ -1,10 +1,10 @@
-"""Gradients that a script asks for by name: ``backward(inputs=...)`` and ``torch.autograd.grad``.
+"""Supports ``backward(inputs=...)`` and ``torch.autograd.grad`` with respect to parameters of deployed models.
 
-A deployed model's parameters are not in the script's autograd graph: their gradients come from all ranks, after their
-reduction. In their place stands the model's *anchor*, an input of each of its calls: autograd runs its node where
-gradients of parameters are wanted at all, as in a plain ``loss.backward()``, and does not where a script asks for those
-of inputs alone. While models are wrapped, what autograd is asked for passes through here, and a parameter among it is
-replaced by its model's anchor.
+A deployed model's parameters are not in the script's autograd graph, because their gradients are reduced over all
+ranks. They are represented by the model's *anchor*, an input of each of its calls: autograd runs its node if gradients
+of parameters are requested at all, as in a plain ``loss.backward()``, but not if a script requests only gradients of
+inputs. While models are wrapped, a function of this file wraps autograd's engine and replaces parameters among the
+requested inputs by their model's anchor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from rannd import log, patches
 from rannd.runtime.parameters.ownership import Parameters
 
-# `backward` and `grad` call it, whatever names they were imported by.
+# `backward` and `grad` call it, under whatever name they were imported.
 _ENGINE = patches.declare(
-    "gradients asked for by name",
+    "gradients with respect to given inputs",
     torch.autograd,
     "_engine_run_backward",
     "parameters of deployed models are not in the script's autograd graph",
@@ -30,12 +30,12 @@ _ENGINE = patches.declare(
 
 @dataclass(frozen=True)
 class Asked:
-    """What a script asks of one model."""
+    """Gradients of parameters that a script requests from one backward."""
 
     ids: frozenset[int] = frozenset()
-    """Of parameters."""
+    """id() of each requested parameter."""
     found: dict[int, torch.Tensor] | None = field(default=None, compare=False)
-    """Where their gradients go; None: to their `grad`."""
+    """Receives the gradients by id() of the parameter; None: they are accumulated into `grad`."""
 
 
 NOTHING = Asked()
@@ -45,18 +45,18 @@ _anchors: list[weakref.ReferenceType[Anchor]] = []
 
 
 class Anchor:
-    """Stands for the parameters of a deployed model in the script's autograd graph."""
+    """Represents the parameters of a deployed model in the script's autograd graph."""
 
     def __init__(self, parameters: Parameters) -> None:
         with torch.inference_mode(False), torch.enable_grad():  # the first call may be an evaluation
             self.leaf = torch.zeros((), requires_grad=True)
-            self.tensor = self.leaf.view_as(self.leaf)  # of leaves autograd does not tell
+            self.tensor = self.leaf.view_as(self.leaf)  # autograd does not tell whether a leaf's node will run
         self.ids = frozenset(id(t) for t in parameters.tensors.values() if isinstance(t, torch.nn.Parameter))
         self._node = torch.autograd.graph.get_gradient_edge(self.tensor).node
         _anchors.append(weakref.ref(self, _anchors.remove))
 
     def asked(self) -> Asked | None:
-        """What the backward that runs now asks of the parameters; None: all gradients, for their `grad`."""
+        """Gradients requested from the running backward; None: of all parameters, accumulated into their `grad`."""
         return _asked if torch._C._will_engine_execute_node(self._node) else NOTHING
 
 
@@ -70,7 +70,7 @@ def _run(
     allow_unreachable: bool,
     accumulate_grad: bool,
 ) -> Any:
-    """In the place of the engine."""
+    """Replacement of autograd's engine that replaces requested parameters by anchors."""
     global _asked
 
     def call(inputs: Sequence[Any], allow: bool) -> Any:
@@ -103,7 +103,7 @@ def _run(
 
 
 def install() -> None:
-    """See what autograd is asked for, from now on."""
+    """Wrap autograd's engine, until `remove`."""
     if hasattr(_ENGINE.target, _ENGINE.attribute):
         patches.install(_ENGINE.around(_run))
         return
@@ -116,5 +116,5 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Give torch its function back."""
+    """Restore torch's function."""
     patches.remove(_ENGINE)

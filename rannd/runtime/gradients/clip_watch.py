@@ -1,14 +1,15 @@
-"""Find out that a stage's gradients were clipped alone, between their reduction and the optimizer's step.
+"""Warns if stages scale their gradients by different factors, between their reduction and the optimizer's step.
 
-A script that computes a norm of its own over the parameters that it sees, and scales by it, scales every stage by
-another factor. So a few elements of a few gradients are kept when they are reduced, and looked at again when the
-optimizer steps: where all have changed by one factor, that is the rank's. Ranks compare their factors in the next
-call of the model, not in the step: not all of them need to step (a stage may have no parameters), but all call.
+This happens in a script that clips gradients by a norm that it computes itself over the parameters of its own rank.
+A few elements of a few gradients are sampled after the reduction and again when the optimizer steps: if all have
+changed by the same factor, that is the rank's factor. Ranks compare their factors in the next call of the model, not in
+the step, because not all of them need to step (a stage may have no parameters), but all of them call the model.
 
     backward, reduced     optimizer.step               next call
     keep a sample    ──►  sample / kept = factor  ──►  all ranks: 1, 1, 0.31  ──►  warn once
 
-A sample costs some 0.1 ms and a comparison one small all_gather, in the first steps and in every 16th.
+A sample takes about 0.1 ms and a comparison is one small all_gather; they run in the first 16 steps and then in every
+16th.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.ownership import Parameters
 
 FIRST = 16
-"""Calls in which ranks compare, and the distance of later ones."""
+"""Number of first calls in which ranks compare, and the interval of later comparisons."""
 PARAMETERS, ELEMENTS = 4, 4
-"""Gradients that are looked at, and elements of each."""
+"""Number of sampled gradients, and of sampled elements of each."""
 UNIFORM = 0.02
-"""Relative difference up to which elements have changed by one factor: half precision rounds."""
+"""Relative difference up to which ratios of elements count as the same factor, because half precision rounds."""
 DIFFERENT = 0.05
-"""Relative difference from which factors of ranks differ."""
+"""Relative difference from which the factors of ranks count as different."""
 _UNKNOWN = -1.0
 
 
 class ClipWatch:
-    """Watches the gradients of one deployed model with one optimizer."""
+    """Detects different scaling of the gradients of one deployed model with one optimizer."""
 
     def __init__(
         self, world: World, parameters: Parameters, deployment: Deployment, optimizer: torch.optim.Optimizer
@@ -58,8 +59,8 @@ class ClipWatch:
         self._handle = optimizer.register_step_pre_hook(before)
 
     def reduced(self) -> None:
-        """Gradients have just been reduced."""
-        if self._done or self._factor != _UNKNOWN:  # not compared yet
+        """Sample the gradients after their reduction."""
+        if self._done or self._factor != _UNKNOWN:  # the last factor was not compared yet
             return
         names = [name for name in self._parameters.trainable() if _dense(self._parameters.tensors[name].grad)]
         names = names[:: max(len(names) // PARAMETERS, 1)][:PARAMETERS]
@@ -67,7 +68,7 @@ class ClipWatch:
         self._kept = (names, sample) if sample is not None else None
 
     def stepping(self) -> None:
-        """The optimizer is about to step."""
+        """Compute this rank's factor before the optimizer's step."""
         if self._done or self._kept is None:
             return
         (names, before), self._kept = self._kept, None
@@ -83,7 +84,7 @@ class ClipWatch:
             self._factor = sorted(ratios)[len(ratios) // 2]
 
     def compare(self, call: int) -> None:
-        """In a call of the model: what the last step showed. Collective, with the same number on all ranks."""
+        """Compare the factors of the last step between ranks. Collective, with the same number `call` on all ranks."""
         if self._done or (call > FIRST and call % FIRST):
             return
         mine = pack_floats([self._factor])
@@ -97,12 +98,12 @@ class ClipWatch:
             self._warn(factors)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching and remove the hook of the optimizer."""
         self._done = True
         self._handle.remove()
 
     def _sample(self, names: Sequence[str]) -> torch.Tensor | None:
-        """Some elements of the gradients of some parameters; None where one has no gradient any more."""
+        """Sample elements of the gradients of some parameters; None if one of them no longer has a gradient."""
         parts = []
         for name in names:
             gradient = self._parameters.tensors[name].grad
@@ -116,9 +117,9 @@ class ClipWatch:
         by_stage = {self._stages[rank]: factor for rank, factor in enumerate(factors) if factor != _UNKNOWN}
         told = ", ".join(f"stage {stage} by {factor:.4g}" for stage, factor in by_stage.items())
         log.get("RaNNCModule").warning(
-            "Between their reduction and optimizer.step gradients were scaled differently: %s. A norm over the "
-            "parameters that one rank holds is that of its stage alone: clip with model.clip_grad_norm(x) or "
-            "torch.nn.utils.clip_grad_norm_(model.parameters(), x), which take the norm over the whole model",
+            "Between their reduction and optimizer.step, gradients were scaled by different factors: %s. A norm over "
+            "the parameters that one rank holds is the norm of its stage only: clip with model.clip_grad_norm(x) or "
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), x), which compute the norm over the whole model",
             told,
         )
 

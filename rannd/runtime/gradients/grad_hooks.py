@@ -1,4 +1,4 @@
-"""Give a reduced gradient to the user's parameter as autograd would: hooks see it, once, and then it is added."""
+"""Accumulates reduced gradients into the user's parameters as autograd does, running the parameters' hooks once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rannd.errors import StepError
 
 
 def hooked(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What hooks of ``register_hook`` make of a reduced gradient, in the order in which they were made.
+    """Run the hooks of ``register_hook`` on a reduced gradient, in the order of registration; returns their result.
 
-    StepError for what is no gradient of the parameter.
+    StepError if a hook returns something that is not a gradient of the parameter.
     """
     hooks = parameter._backward_hooks
     for hook in list(hooks.values()) if hooks else ():
@@ -28,15 +28,15 @@ def hooked(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.
 
 
 def give(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a reduced gradient to `parameter`; where no gradients are recorded.
+    """Accumulate a reduced gradient into ``parameter.grad``; call it under torch.no_grad.
 
-    Its hooks get it first; hooks of ``register_post_accumulate_grad_hook`` get the parameter afterwards.
+    Hooks of ``register_hook`` run before, those of ``register_post_accumulate_grad_hook`` after.
     """
     gradient = hooked(name, parameter, gradient)
     afterwards = parameter._post_accumulate_grad_hooks
     if parameter.grad is None:
         parameter.grad = gradient.detach()
     else:
-        parameter.grad.add_(gradient)  # in place, as autograd does: others may have that tensor
+        parameter.grad.add_(gradient)  # in place, as autograd does, because the script may hold this tensor
     for after in list(afterwards.values()) if afterwards else ():
         after(parameter)

@@ -1,15 +1,15 @@
-"""Norms of gradients over a whole model, although every rank holds its own stage's gradients alone.
+"""Computes gradient norms over the whole model, although each rank holds only its own stage's gradients.
 
-``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` are replaced while models are wrapped. They stay what they
-are for all parameters but those of models in several stages; for these the ranks put their norms together:
+``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` are patched while models are wrapped. The patches change
+nothing except for parameters of models with several stages, for which ranks combine their norms:
 
     rank 0   encoder: |g0| ─┐
     rank 1   decoder: |g1| ─┴─► all: (|g0|^p + |g1|^p)^(1/p), and each scales its own gradients by the same factor
 
-A parameter counts once, wherever and however often it is held. A rank that is given no parameter at all takes part as
-well: of `[p for n, p in model.named_parameters() if "encoder" in n]` it may hold nothing.
-``clip_grad_norm_`` finds torch's function that computes the norm at every call, so names that were imported before the
-first wrap (`from torch.nn.utils import clip_grad_norm_`) do the same.
+A parameter counts once, even if several ranks hold it. A rank takes part even if it passes no parameters: of
+`[p for n, p in model.named_parameters() if "encoder" in n]` it may hold none.
+``clip_grad_norm_`` looks up torch's function that computes the norm in each call, which is patched as well, so names
+imported before the first wrap (`from torch.nn.utils import clip_grad_norm_`) behave the same.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from rannd.runtime.optim.placeholder import is_placeholder
 from rannd.runtime.parameters.ownership import Parameters
 
 MOST_MODELS = 60
-"""Models in several stages at a time: their places are bits of one number."""
+"""Maximum number of deployed models with several stages: each is a bit of one integer of a message."""
 EQUAL = 1e-3
-"""Relative difference up to which norms of the same gradients on several ranks count as equal."""
+"""Relative tolerance for norms of the same gradients on several ranks."""
 _SMALL = 1e-6
-"""What torch adds to a norm before it divides by it."""
+"""Number that torch adds to a norm before dividing by it."""
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
 class ClippedParameters:
-    """One deployed model's parameters, as clipping sees them."""
+    """Parameters of one deployed model, for gradient clipping."""
 
     def __init__(self, world: World, parameters: Parameters, stages: int) -> None:
         self.world = world
@@ -52,7 +52,7 @@ class ClippedParameters:
         self._own = frozenset(parameters.own)
 
     def waits(self) -> bool:
-        """Whether gradients wait for their reduction."""
+        """Whether there are gradients that were not reduced yet."""
         aliases = self.parameters.aliases
         return any(aliases[name].grad is not None for name in self.parameters.trainable())
 
@@ -61,11 +61,11 @@ class ClippedParameters:
         return self.names[id(tensor)] in self._own
 
     def counts(self, tensor: torch.Tensor) -> bool:
-        """Whether it is this rank that counts the parameter, of all that hold it."""
+        """Whether this rank, of all that hold the parameter, adds it to the norm."""
         return self.parameters.slots[self.names[id(tensor)]][0] == self.world.slot
 
     def whole(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether `given` has all that every rank trains, and no rank trains nothing."""
+        """Whether `given` has all trainable parameters of this rank, and every rank has trainable parameters."""
         mine = {id(self.parameters.tensors[name]) for name in self.parameters.trainable()}
         slots = {
             slot for name, slots in self.parameters.slots.items() if self._trains(name) for slot in slots
@@ -77,7 +77,7 @@ class ClippedParameters:
         return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
     def dtype(self) -> torch.dtype:
-        """The type of a norm over the model, the same on all ranks."""
+        """Dtype of a norm over the model, the same on all ranks."""
         found = torch.float32
         for name, tensor in self.parameters.tensors.items():
             if self._trains(name):
@@ -88,21 +88,21 @@ class ClippedParameters:
 _held: list[weakref.ReferenceType[ClippedParameters]] = []
 """Deployed models, in the same order on all ranks."""
 _rounds = 0
-"""How often ranks have put norms together."""
+"""Number of norms computed over several ranks so far."""
 
 
 def enter(held: ClippedParameters) -> None:
-    """Let functions of this file know a deployed model, as long as `held` lives or until it leaves."""
+    """Register a deployed model, until `leave` or until `held` is garbage-collected."""
     _held.append(weakref.ref(held))
 
 
 def leave(held: ClippedParameters) -> None:
-    """Forget a model."""
+    """Unregister a model."""
     _held[:] = [each for each in _held if each() not in (None, held)]
 
 
-def _spread() -> list[ClippedParameters]:
-    """The models in several stages."""
+def _multi_stage_models() -> list[ClippedParameters]:
+    """Registered models with several stages."""
     return [held for each in _held if (held := each()) is not None and held.stages > 1]
 
 
@@ -112,15 +112,16 @@ def _spread() -> list[ClippedParameters]:
 def clip(
     given: Sequence[torch.Tensor], most: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
-    """Scale the gradients of parameters so that their norm over all ranks is at most `most`; the norm before.
+    """Scale the gradients of parameters so that their norm over all ranks is at most `most`. Collective.
 
-    Collective. `given` are parameters of deployed models, and others that have equal gradients on all ranks.
+    `given` are parameters of deployed models, and others that have equal gradients on all ranks. Returns the norm
+    before scaling.
     """
     with torch.no_grad():
         gradients = [parameter.grad for parameter in given if parameter.grad is not None]
         norm = _norm([(parameter, parameter.grad) for parameter in given], norm_type, error_if_nonfinite, foreach)
         factor = float(most) / (float(norm) + _SMALL)
-        if not factor >= 1.0 and gradients:  # also where the norm is not a number, as torch does
+        if not factor >= 1.0 and gradients:  # also if the norm is NaN, as torch does
             if foreach is False:
                 for gradient in gradients:
                     gradient.mul_(factor)
@@ -135,12 +136,15 @@ def _norm(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """The norm, over all ranks, of (parameter, what is measured of it). Collective."""
+    """Norm over all ranks of the tensors in pairs (parameter, tensor), such as its gradient. Collective."""
     global _rounds
-    models = _spread()
+    models = _multi_stage_models()
     world = models[0].world
     if len(models) > MOST_MODELS:
-        raise UsageError(f"{len(models)} wrapped models in several stages; at most {MOST_MODELS} can be clipped")
+        raise UsageError(
+            f"there are {len(models)} wrapped models with several stages; gradients of at most {MOST_MODELS} can be "
+            "clipped"
+        )
     mask = 0
     counted: list[torch.Tensor] = []
     local: list[torch.Tensor] = []
@@ -160,17 +164,17 @@ def _norm(
         for place, held in enumerate(models):
             if mask >> place & 1 and not held.whole([parameter for parameter, _ in given]):
                 raise UsageError(
-                    "a norm over some parameters of a model that is wrapped in RaNNCModule together with parameters "
-                    "that are not: ranks that hold none of the former could not know. Give all of model.parameters(), "
-                    "or clip the two apart"
+                    "a norm over some parameters of a model wrapped in RaNNCModule together with parameters outside "
+                    "of it is not supported: ranks that hold none of the former would not take part. Pass all of "
+                    "model.parameters(), or clip the two separately"
                 )
     _rounds += 1
     waits = any(held.waits() for held in models)
     told = agree(world, Phase.CLIP, _rounds, mask, int(waits))
     if any(each for _, each in told):
         raise StepError(
-            "gradients wait for their reduction (delay_grad_allreduce(True)): call model.allreduce_grads(), or run a "
-            "backward with the delay off, before their norm is taken"
+            "gradients were not reduced yet (delay_grad_allreduce(True)): call model.allreduce_grads(), or run a "
+            "backward with the delay off, before computing their norm"
         )
     everyone = functools.reduce(int.__or__, (each for each, _ in told))
     numbers = (
@@ -194,7 +198,7 @@ def _norm(
 
 
 def _plain_norm(tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool | None) -> float:
-    """The norm of tensors that are here, in at least 32 bits."""
+    """Norm of local tensors, computed in at least float32."""
     if not tensors:
         return 0.0
     wide = [tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors]
@@ -203,7 +207,7 @@ def _plain_norm(tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool
 
 
 def _agreed(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The norm of what ranks have beside wrapped models, once; UsageError where it differs."""
+    """Norm of the gradients outside wrapped models, counted once; UsageError if it differs between ranks."""
     told = [(rank, norm) for rank, (_, _, has, norm) in enumerate(rows) if has]
     if not told:
         return []
@@ -211,30 +215,30 @@ def _agreed(rows: Sequence[Sequence[float]]) -> list[float]:
     for rank, other in told[1:]:
         if not (abs(other - norm) <= EQUAL * abs(norm) or other == norm or (math.isnan(other) and math.isnan(norm))):
             raise UsageError(
-                f"a norm over a wrapped model and other parameters, whose gradients differ between ranks (their norm "
-                f"is {norm:.6g} on rank {first}, {other:.6g} on rank {rank}): stages would be scaled by different "
-                "factors. Clip the two apart, or make the others equal (DistributedDataParallel)"
+                f"a norm over a wrapped model and other parameters whose gradients differ between ranks (their norm "
+                f"is {norm:.6g} on rank {first}, {other:.6g} on rank {rank}) would scale stages by different factors. "
+                "Clip the two separately, or make the other gradients equal (DistributedDataParallel)"
             )
     return [norm]
 
 
 def _combined(norms: Sequence[float], norm_type: float) -> torch.Tensor:
-    """The norm of a vector from the norms of its parts."""
+    """Norm of a vector, from the norms of its parts."""
     if not norms:
         return torch.tensor(0.0, dtype=torch.float64)
     parts = torch.tensor(list(norms), dtype=torch.float64)
-    # torch counts the tensors that are not zero
+    # for norm_type 0 torch counts the tensors that are not zero
     return parts.sum() if norm_type == 0 else torch.linalg.vector_norm(parts, norm_type)
 
 
-# -- in torch's place ---------------------------------------------------------------------------------------------
+# -- patches of torch's functions ---------------------------------------------------------------------------------
 
 _depth = 0
 
 
 @contextlib.contextmanager
 def directly() -> Iterator[None]:
-    """Let torch's functions see this rank's tensors alone."""
+    """Context manager in which the patched functions behave as torch's own, on this rank's tensors only."""
     global _depth
     _depth += 1
     try:
@@ -245,25 +249,25 @@ def directly() -> Iterator[None]:
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    return [tensor for tensor in given if not is_placeholder(tensor)]  # other ranks have none
+    return [tensor for tensor in given if not is_placeholder(tensor)]  # a placeholder is no parameter of the model
 
 
-def _concerned(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether a norm over parameters is one over several ranks."""
-    models = _spread()
+def _spans_ranks(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether a norm over these parameters has to be computed over several ranks."""
+    models = _multi_stage_models()
     if not models or _depth:
         return False
     return not parameters or any(id(parameter) in held.names for held in models for parameter in parameters)
 
 
 def _refuse_waiting(parameters: Sequence[torch.Tensor]) -> None:
-    """StepError where gradients of a model in one stage wait."""
+    """StepError if gradients of a model with a single stage were not reduced yet."""
     for each in _held:
         held = each()
         if held is not None and held.stages == 1 and any(id(p) in held.names for p in parameters) and held.waits():
             raise StepError(
-                "gradients wait for their reduction (delay_grad_allreduce(True)): call model.allreduce_grads(), or run "
-                "a backward with the delay off, before they are clipped"
+                "gradients were not reduced yet (delay_grad_allreduce(True)): call model.allreduce_grads(), or run "
+                "a backward with the delay off, before clipping them"
             )
 
 
@@ -276,7 +280,7 @@ def _clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = _listed(parameters)
-    if not _depth and _concerned(given):
+    if not _depth and _spans_ranks(given):
         return clip(given, max_norm, float(norm_type), error_if_nonfinite, foreach)
     if not _depth:
         _refuse_waiting(given)
@@ -292,17 +296,17 @@ def _get_total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = _listed(tensors)
-    models = [] if _depth else _spread()
+    models = [] if _depth else _multi_stage_models()
     if models:
         owners = {id(p.grad): p for held in models for p in held.parameters.tensors.values() if p.grad is not None}
         pairs = [(owners.get(id(tensor), tensor), tensor) for tensor in given]
-        if _concerned([parameter for parameter, _ in pairs]):
+        if _spans_ranks([parameter for parameter, _ in pairs]):
             with torch.no_grad():
                 return _norm(pairs, float(norm_type), error_if_nonfinite, foreach)
     return original(given, norm_type, error_if_nonfinite, foreach)
 
 
-_WHY = "a rank alone knows the norm of its own stage's gradients"
+_WHY = "each rank can compute only the norm of its own stage's gradients"
 _PLACES = {
     patches.declare(f"{module.__name__}.{name}", module, name, _WHY): function
     for module, name, function in (
@@ -315,10 +319,10 @@ _PLACES = {
 
 
 def install() -> None:
-    """Put this file's functions in the place of torch's, once."""
+    """Patch torch's functions, until `remove`; patches that are already installed are kept."""
     patches.install(*(patch.around(function) for patch, function in _PLACES.items()))
 
 
 def remove() -> None:
-    """Give torch its functions back."""
+    """Restore torch's functions."""
     patches.remove(*_PLACES)

@@ -1,7 +1,7 @@
-"""A gradient that overflows on one rank is one on every rank, so that each rank's GradScaler skips the same steps.
+"""Propagates overflowed gradients to all ranks, so that every rank's GradScaler skips the same steps.
 
-A GradScaler looks at the parameters of its own process, which are those of one stage. With the scaler given to the
-wrapper, under autocast to float16, and with parameters in float16, ranks compare after each reduction.
+A GradScaler checks the parameters of its own process only, which are those of one stage. If the scaler is passed to the
+wrapper, under autocast to float16, or with float16 parameters, ranks compare after each reduction.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from rannd.runtime.comm.world import World
 
 
 class Overflow:
-    """Spreads what is not finite over the ranks of a deployment of several stages.
+    """Propagates infinite or NaN gradients over the ranks of a deployment with several stages.
 
-    `spare()`: a gradient of a rank that trains nothing, or None.
+    `spare()` returns the placeholder gradient of a rank that has no trainable parameters, or None.
     """
 
     def __init__(self, world: World, spare: Callable[[], torch.Tensor | None]) -> None:
         self._world = world
         self._spare = spare
         self.watched = False
-        """Whether gradients may overflow; alike on all ranks."""
+        """Whether gradients may overflow; the same on all ranks."""
 
     def spread(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Write inf into one of this rank's reduced gradients, where another rank has what is not finite. Collective.
+        """Write inf into one of this rank's reduced gradients if another rank has an infinite or NaN one. Collective.
 
-        Nothing happens where it is not `watched`.
+        No-op if not `watched`.
         """
         if not self.watched:
             return

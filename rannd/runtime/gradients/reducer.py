@@ -1,10 +1,10 @@
-"""Reduce gradients over the ranks that hold a parameter: DistributedDataParallel's mean over all ranks.
+"""All-reduces gradients over the ranks that hold a parameter, to the same mean as DistributedDataParallel.
 
 A parameter may be held by the replicas of one stage, or by several stages (tied weights); its gradient is the sum
-over all of them, divided by the number of ranks. Gradients of one set of holders and one type travel together in
-*buckets*, the latest layers first; a bucket starts as soon as its last gradient is there, while the rest of the
-backward still runs. All ranks start the buckets that they share in the same order. A parameter that got no gradient on
-any rank keeps what it had, so that optimizers skip it as they would alone.
+over all of them, divided by the number of ranks. Gradients with the same holders and dtype are reduced together in
+*buckets*, the last layers first; the all-reduce of a bucket starts as soon as its last gradient is there, while the
+rest of backward still runs. All ranks start the buckets that they share in the same order. The gradient of a parameter
+that got none on any rank is not touched, so that optimizers skip the parameter as in a single process.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020).
 """
@@ -32,29 +32,33 @@ class _Bucket:
     slots: tuple[int, ...]
     names: list[str]
     waiting: int = 0
-    """Gradients that are still to come."""
+    """Number of gradients that are not computed yet."""
     work: dist.Work | None = None
     flat: torch.Tensor | None = None
-    """Flags (who has a gradient at all), then the gradients one behind the other."""
+    """Flags that say which parameters have a gradient, followed by the flattened gradients."""
     active: list[str] = field(default_factory=list)
-    """Names that take part this time: frozen parameters do not."""
+    """Names of the parameters reduced in this step; frozen ones are left out."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Gradients of one backward, by name of the parameter."""
+    """Gradients of one backward, by parameter name."""
 
     gradients: Mapping[str, torch.Tensor]
     reduced: bool
-    """Whether they are the mean over all ranks already."""
+    """Whether they are already the mean over all ranks."""
 
 
 class Reducer:
-    """Moves what gathered in the aliases' gradients, reduced, to the gradients of the user's parameters.
+    """Reduces the gradients accumulated in the aliases and delivers them to the user's parameters.
 
-    `divisor`: the number of ranks that the mean is taken over. `overlap`: reduce while backward runs.
-    `consolidate`: put all gradients of one kind in one buffer. `overflow`: what looks at reduced gradients before
-    they are delivered, in a deployment of several stages.
+    Args:
+        world: The ranks of the job.
+        parameters: Parameters of the deployed model, with their owners and aliases.
+        divisor: Number of ranks that the mean is taken over.
+        overlap: Reduce while backward runs.
+        consolidate: Use a single bucket for all gradients with the same holders and dtype.
+        overflow: Propagates infinite or NaN gradients before delivery, in a deployment with several stages.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class Reducer:
         self._parameters = parameters
         self.divisor = divisor
         self._division = divisor
-        """What the gradients of the backward that runs are still to be divided by."""
+        """Divisor that the running backward's gradients still have to be divided by."""
         self._overlap = overlap
         self._buckets, groups = _make_buckets(world, parameters, consolidate)
         for slots in groups:  # on every rank in the same order
@@ -80,27 +84,27 @@ class Reducer:
         self._hooked: dict[str, torch.Tensor] = {}
         self._armed = False
         self._started = 0
-        """Buckets that have started, of those of this backward."""
+        """Number of buckets whose all-reduce has started in this backward."""
         self._aside: dict[str, torch.Tensor] = {}
         self._ready: dict[str, torch.Tensor] = {}
-        """Reduced gradients that the user's parameters have not got yet."""
+        """Reduced gradients that were not delivered to the user's parameters yet."""
         self._overflow = overflow
         self.something_waits = False
-        """A backward has left gradients to be reduced; alike on all ranks, also where this one has none of them."""
+        """Whether there are gradients to be reduced; the same on all ranks, even if this one has none of them."""
         self.delivered: Callable[[], None] | None = None
-        """Called when the user's parameters have got theirs."""
+        """Called after gradients were delivered to the user's parameters."""
 
     @property
     def compares(self) -> bool:
-        """Whether ranks talk to each other when gradients are delivered."""
+        """Whether delivering gradients is collective, because overflows are compared."""
         return self._overflow is not None and self._overflow.watched
 
     # -- a backward -------------------------------------------------------------------------------------------
 
     def set_aside(self, *, divided: bool = False) -> None:
-        """Keep what waits apart from the gradients of the backward that begins, until `gathered`.
+        """Set accumulated gradients aside, so that the next backward starts from none, until `gathered`.
 
-        `divided`: that backward makes gradients that are divided by `divisor` already, all of which are reduced.
+        `divided`: that backward computes gradients that are already divided by `divisor`, all of which are reduced.
         """
         self._aside = {}
         self._division = 1 if divided else self.divisor
@@ -109,7 +113,7 @@ class Reducer:
                 self._aside[name], alias.grad = alias.grad, None
 
     def gathered(self, *, reduce: bool) -> Gathered:
-        """The gradients of the backward since `set_aside`. Collective with `reduce`."""
+        """Take the gradients computed since `set_aside`, and restore those set aside. Collective with `reduce`."""
         if reduce:
             found = self._finish()
         else:
@@ -124,19 +128,19 @@ class Reducer:
         return Gathered(found, reduce)
 
     def asked_of(self, gathered: Gathered, asked: Asked) -> Gathered:
-        """Of these gradients those that were asked for."""
+        """Select the requested gradients."""
         held = self._parameters.tensors
         found = {name: each for name, each in gathered.gradients.items() if id(held[name]) in asked.ids}
         return Gathered(found, gathered.reduced)
 
     def forget(self) -> None:
-        """Drop the gradients that wait."""
+        """Drop the gradients that were not reduced yet."""
         for name in self._parameters.trainable():
             self._parameters.aliases[name].grad = None
         self.something_waits = False
 
     def accept(self, gathered: Gathered, factor: float, *, keep: bool) -> None:
-        """Let gradients times `factor` wait for `reduce`; `keep`: without changing `gathered`."""
+        """Accumulate gradients times `factor` for the next `reduce`; with `keep`, `gathered` is not changed."""
         self.something_waits = True
         for name, gradient in gathered.gradients.items():
             if factor != 1.0:
@@ -150,7 +154,7 @@ class Reducer:
                 alias.grad = gradient if alias.grad is None else alias.grad + gradient
 
     def arm(self) -> None:
-        """The last backward of pieces begins: start each bucket as soon as it is complete."""
+        """Let each bucket's all-reduce start when it is complete; called before the last microbatch's backward."""
         for name, bucket in self._bucket_of.items():
             alias = self._parameters.aliases[name]
             if len(bucket.slots) > 1 and alias.requires_grad and self._hooked.get(name) is not alias:
@@ -179,7 +183,7 @@ class Reducer:
             self._started += 1
 
     def _finish(self) -> dict[str, torch.Tensor]:
-        """Reduce what has not started, and wait; takes the gradients from the aliases. Collective."""
+        """Start the remaining buckets and wait for all; takes the gradients from the aliases. Collective."""
         if not self._armed:
             self.arm()
         self._armed = False
@@ -232,13 +236,13 @@ class Reducer:
     # -- the user's parameters --------------------------------------------------------------------------------
 
     def reduce(self, asked: Asked | None = None) -> None:
-        """Reduce all gradients that wait, and give them to the user's parameters; see `deliver`. Collective."""
+        """Reduce all accumulated gradients, and deliver them; see `deliver`. Collective."""
         for name, gradient in self._finish().items():
             self._ready[name] = self._ready[name] + gradient if name in self._ready else gradient
         self.deliver(asked)
 
     def deliver(self, asked: Asked | None = None) -> None:
-        """Give reduced gradients to the user's parameters, or to where `asked` wants them."""
+        """Accumulate reduced gradients into the user's parameters, or store them in `asked.found`."""
         ready, self._ready = self._ready, {}
         self.something_waits = False
         if self._overflow is not None:
@@ -257,7 +261,7 @@ class Reducer:
 def _make_buckets(
     world: World, parameters: Parameters, consolidate: bool
 ) -> tuple[list[_Bucket], list[tuple[int, ...]]]:
-    """This rank's buckets in the order in which they start, and all sets of holders: the same list on every rank."""
+    """This rank's buckets in the order in which they start, and all sets of holders, the same list on every rank."""
     kinds: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for name, tensor in parameters.tensors.items():
         if isinstance(tensor, torch.nn.Parameter):

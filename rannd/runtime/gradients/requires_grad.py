@@ -1,7 +1,7 @@
-"""Which parameters are trained, the same on all ranks.
+"""Synchronizes `requires_grad` of parameters over all ranks.
 
-`for p in model.parameters(): p.requires_grad_(False)` reaches the parameters that a rank holds, but a graph is made of
-those of all ranks. What the holder of a parameter says counts.
+`for p in model.parameters(): p.requires_grad_(False)` changes only the parameters that a rank holds, but a graph is
+traced with those of all ranks. The flag on the rank that holds the parameter is decisive.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rannd.runtime.parameters.ownership import Parameters
 
 
 class Frozen:
-    """The flags `requires_grad` of one deployed model."""
+    """The `requires_grad` flags of one deployed model."""
 
     def __init__(self, world: World, parameters: Parameters) -> None:
         self._world = world
@@ -26,11 +26,11 @@ class Frozen:
         return [tensor.requires_grad for tensor in self._own]
 
     def changed(self) -> bool:
-        """Whether this rank has other flags than when the ranks agreed last."""
+        """Whether a flag has changed on this rank since the last `agree`."""
         return self._flags() != self._known
 
     def agree(self) -> None:
-        """Let every rank have the flags that the holders have. Collective."""
+        """Copy the flags from the ranks that hold the parameters to all ranks. Collective."""
         if self._world.size > 1:
             mine = bytes(self._parameters.tensors[name].requires_grad for name in self._names)
             told = self._world.gather_bytes(mine)

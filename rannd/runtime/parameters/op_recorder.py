@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager that records the operators inside."""
-        with self, _Disguise(self):
+        with self, _ReportedDevice(self):
             yield
 
     # -- what a tensor is -------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
         return self.tape.peek(view if view is not None else self._described(self._adopt(tensor)))
 
 
-class _Disguise(TorchFunctionMode):
+class _ReportedDevice(TorchFunctionMode):
     """Function mode that makes recorded tensors report the device requested by the code, and lets it read values."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -219,7 +219,11 @@ class _Disguise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        told = _ABOUT.get(getattr(func, "__self__", None)) if getattr(func, "__name__", "") == "__get__" else None
+        told = (
+            _DEVICE_ATTRIBUTES.get(getattr(func, "__self__", None))
+            if getattr(func, "__name__", "") == "__get__"
+            else None
+        )
         if told is not None:
             with torch._C.DisableTorchFunction():
                 if isinstance(args[0], torch.Tensor) and args[0].is_meta:
@@ -234,7 +238,7 @@ class _Disguise(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_ABOUT: dict[Any, Callable[[torch.device], Any]] = {
+_DEVICE_ATTRIBUTES: dict[Any, Callable[[torch.device], Any]] = {
     torch.Tensor.device: lambda device: device,
     torch.Tensor.is_meta: lambda device: False,
     torch.Tensor.is_cpu: lambda device: device.type == "cpu",

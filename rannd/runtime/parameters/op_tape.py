@@ -221,7 +221,7 @@ class Tape:
                 for leaf, place in zip(leaves, op.results, strict=True):
                     if place is None or place.storage in slots:
                         continue
-                    slots[place.storage] = _laid_out(leaf, place)
+                    slots[place.storage] = _storage_as_recorded(leaf, place)
                     if op.function._schema.name in _EMPTY:
                         blank = True
                         _bytes(slots[place.storage]).fill_(fill)
@@ -284,7 +284,7 @@ def _content(storage: torch.UntypedStorage) -> memoryview:
     return _bytes(storage).cpu().numpy().data
 
 
-def _laid_out(tensor: torch.Tensor, place: View) -> torch.UntypedStorage:
+def _storage_as_recorded(tensor: torch.Tensor, place: View) -> torch.UntypedStorage:
     """Storage of a replayed tensor, copied if its strides or offset differ from the recorded ones."""
     if tensor.stride() == place.stride and tensor.storage_offset() == place.offset:
         kept: torch.UntypedStorage = tensor.untyped_storage()

@@ -1,5 +1,5 @@
-"""A plan for a graph: from the cache, from a file, or made now.
+"""Provides the plan for a graph: from the cache, from a file, or newly made.
 
 In: a `ModelGraph` and the ranks. Out: a `Deployment` that fits the memory of all ranks (`plan_provider.py`, begin
-there), made of measured costs (`profiler.py`).
+there), planned with measured costs (`profiler.py`).
 """

@@ -1,6 +1,6 @@
-"""Deployments in files.
+"""Reads and writes files with deployments.
 
-Here no torch is needed: a file can be shown on a machine that could not run it.
+It does not import torch, so that a file can be shown on a machine without it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _FILE = PlainFile("deployment", "save_deployment", DeploymentError, MAX_BYTES)
 
 
 def read_file(file: Path) -> bytes:
-    """The content of a file that `save_file` wrote; :func:`rannd.plan.deployment.decode` makes a deployment of it.
+    """Read a file written by `save_file`; :func:`rannd.plan.deployment.decode` decodes its content.
 
-    DeploymentError where it cannot be trusted, see PlainFile.
+    DeploymentError if the file cannot be read or trusted, see `PlainFile`.
     """
     return _FILE.read(file)
 
 
 def named(file: Path) -> AbstractContextManager[None]:
-    """What is wrong with the deployment in a file is told with the file's name."""
+    """Context manager that prefixes errors about a deployment with the name of its file."""
     return _FILE.named(file)
 
 
 def save_file(deployment: Deployment, file: Path) -> None:
-    """Write a deployment to a file, whole or not at all, in place of the file that may be there.
+    """Write a deployment to a file atomically, replacing an existing one.
 
-    DeploymentError where it is a symbolic link or a folder, or cannot be written.
+    DeploymentError if the file is a symbolic link or a folder, or cannot be written.
     """
     _FILE.write(encode(deployment), file)

@@ -1,4 +1,4 @@
-"""Write down each graph that runs, as it was planned: ``dump_graph``."""
+"""``dump_graph``: writes each graph with its blocks and stages to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rannd.plan.plan_options import PlanOptions
 def dump(config: Config, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
     """Write `graph` with its blocks and stages to ``<dump_graph_prefix><hash>.json`` and ``.dot``.
 
-    UsageError where a file cannot be written.
+    UsageError if a file cannot be written.
     """
     blocks = (
         make_blocks(Partitioning.of(graph.task), PlanOptions.of(config), world=len(deployment.slots))

@@ -1,4 +1,4 @@
-"""Whether a deployment fits the memory that is free now, on every rank."""
+"""Checks on every rank whether a deployment fits into the memory that is free now."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rannd.runtime.comm.device import free_memory
 from rannd.runtime.comm.world import World
 
 BITS = 4
-"""Limits have so many significant bits, so that few different plans are cached."""
+"""Number of significant bits of memory limits; rounding limits keeps the number of different cached plans small."""
 
 
 def room(world: World, model: nn.Module) -> int:
-    """Bytes that this rank's stage may use: what is free, and what the model holds on the device already.
+    """Bytes that this rank's stage may use: free memory, and memory that the model already uses on the device.
 
-    Ranks of one node share its memory; a cgroup's limit and that of the process (RLIMIT_AS) count.
+    Ranks of one node share its memory. Limits of the cgroup and the process (RLIMIT_AS) are respected.
     """
     held = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -35,7 +35,10 @@ def room(world: World, model: nn.Module) -> int:
 
 
 def short(world: World, model: nn.Module, deployment: Deployment) -> tuple[int, int, int] | None:
-    """(rank, bytes promised for its stage, bytes there) of the rank that lacks most; None where all fit. Collective."""
+    """Find the rank that lacks most memory: (rank, bytes its stage needs, bytes available), None if all fit.
+
+    Collective.
+    """
     here = room(world, model)
     stage = next(stage for stage in deployment.stages if world.slot in stage.slots)
     told = world.gather_numbers([stage.estimate.total_bytes, here])
@@ -47,7 +50,7 @@ def short(world: World, model: nn.Module, deployment: Deployment) -> tuple[int, 
 
 
 def lower_limit(there: int, margin: float) -> int:
-    """Bytes to plan for where only `there` are; `margin` of them stays free."""
+    """Memory limit for planning again if only `there` bytes are available; `margin` is the fraction to keep free."""
     limit = int(there * (1 - margin))
     dropped = max(limit.bit_length() - BITS, 0)
     return max(limit >> dropped << dropped, 1)

@@ -1,4 +1,4 @@
-"""Out of memory: what the plan had promised, what to do, and that the plan is not used again."""
+"""After running out of memory: compares with the plan's estimate, suggests what to do, and discards the cached plan."""
 
 from __future__ import annotations
 
@@ -21,69 +21,69 @@ from rannd.runtime.failure.failure_report import Failure
 GIB = 1024**3
 
 LOWER = 0.9
-"""Part of what was promised that the next plan may use."""
+"""Fraction of the estimated memory that the next plan may use."""
 
 _ASKED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? ?(?:bytes|[KMGT]iB))")
 
 
 @dataclass(frozen=True)
 class MemoryPromise:
-    """What a deployment promised about memory, and where it came from. It outlives the model, and does not hold it."""
+    """Memory estimate of a deployment, and its cache key. Holds no reference to the model, which it may outlive."""
 
     world: World
     config: Config
     cache: Cache
     deployment: Deployment
     usable: int
-    """Bytes of a device that the plan was allowed."""
+    """Bytes of each device that the plan was allowed to use."""
     key: Key | None
-    """In the cache; None for a deployment from a file."""
+    """Cache key of the deployment; None for a deployment from a file."""
     base: Key | None
-    """As `key`, before any limit was lowered."""
+    """Cache key before any memory limit was lowered."""
 
     @property
     def digest(self) -> str:
-        """Names the deployment between ranks."""
+        """Identifier of the deployment in messages between ranks; '' for a deployment from a file."""
         return self.key.digest if self.key is not None else ""
 
     def marks(self, stage: int | None) -> dict[str, Any]:
-        """The fields of a Failure that name the deployment and the next limit."""
+        """Fields of a `Failure`: the deployment, and the memory limit for the next plan."""
         stages = self.deployment.stages
         promised = [stages[stage]] if stage is not None and stage < len(stages) else stages
-        # Below the largest stage, or the same plan would be found again.
+        # It has to be below the largest stage; otherwise the same plan would be found again.
         most = max(each.estimate.total_bytes for each in stages)
         limit = min(max(each.estimate.total_bytes for each in promised), most)
         return {"deployment": self.digest, "limit": int(limit * LOWER)}
 
     def text(self, exc: BaseException, stage: int | None) -> str:
-        """What was promised, asked for and there, and what to do."""
+        """Error text: the requested, free and planned memory, and what to do."""
         device = self.world.device
         free, total = free_memory(device)
         found = _ASKED.search(text_of(exc))
-        parts = [f"out of memory on {device}; asked for: {found[1] if found else 'unknown'}"]
+        parts = [f"out of memory on {device}; requested: {found[1] if found else 'unknown'}"]
         parts.append(f"free now: {amount(free)} of {amount(total)}")
         if stage is not None:
             planned = self.deployment.stages[stage]
             e = planned.estimate
             parts.append(
-                f"the plan promised {amount(e.total_bytes)} for stage {stage} ({planned.name}): parameters "
+                f"the plan estimated {amount(e.total_bytes)} for stage {stage} ({planned.name}): parameters "
                 f"{amount(e.param_bytes)}, gradients {amount(e.grad_bytes)}, activations {amount(e.activation_bytes)}, "
-                f"optimizer {amount(e.optimizer_bytes)}, transfers {amount(e.comm_bytes)}, while an operator's "
-                f"backward runs {amount(e.working_bytes)}; it was allowed {amount(self.usable)}"
+                f"optimizer {amount(e.optimizer_bytes)}, transfers {amount(e.comm_bytes)}, temporary memory of an "
+                f"operator's backward {amount(e.working_bytes)}; its limit was {amount(self.usable)}"
             )
         count = self.deployment.microbatches
-        todo = [f"more and smaller pieces (pipeline_num={2 * count})"]
+        todo = [f"more and smaller microbatches (pipeline_num={2 * count})"]
         if not self.config.checkpointing:
             todo.append("checkpointing=true")
         limit = self.marks(stage)["limit"] / GIB
         todo += [f"a lower mem_limit_gb ({limit:.3g})", "more ranks", "smaller mini-batches"]
         parts.append("what helps: " + ", ".join(todo))
         if self.key is None:
-            parts.append("the deployment is from a file: plan anew without it")
+            parts.append("the deployment is from a file: plan again without it")
         return "; ".join(parts)
 
     def mark(self, failure: Failure) -> None:
-        """Set the cached deployment aside, and let the next run plan for less memory."""
+        """Discard the cached deployment, and let the next run plan for less memory."""
         if self.key is None or self.base is None or not self.world.first_on_node:
             return
         logger = log.get("RaNNCModule")
@@ -92,7 +92,7 @@ class MemoryPromise:
             client.discard(self.key, reason)
             if client.put(limit_key(self.base), msgspec.msgpack.encode(failure.limit)):
                 logger.warning(
-                    "Deployment %s is not used again (%s); the next run plans for at most %s of each device",
+                    "Discarded the cached deployment %s (%s); the next run plans for at most %s of each device",
                     self.key.short,
                     reason,
                     amount(failure.limit),

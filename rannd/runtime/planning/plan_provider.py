@@ -1,9 +1,7 @@
-"""From a traced model to a deployment: ask the daemon, and only on a miss profile and plan.
+"""Provides the deployment of a traced model: looks it up in the cache, and only on a miss profiles and plans.
 
-The one place that knows the order.
-
-Rank 0 talks to its node's daemon and decides; the deployment goes to all ranks as bytes, an error as its text.
-One rank of every other node hands the result to its own node's daemon.
+Rank 0 queries its node's daemon and plans; it broadcasts the encoded deployment, or the error, to all ranks. One rank
+of each other node stores the deployment in its own node's cache.
 """
 
 from __future__ import annotations
@@ -48,9 +46,9 @@ from rannd.runtime.planning.profiler import Measuring, Platform
 from rannd.sources import PLANNING, digest_of
 
 LEASE_WAIT_S = 1200.0
-"""Longest wait for another job that makes the same deployment; it ends at once when that job dies.
+"""Maximum seconds to wait for another job that is making the same deployment; the wait ends if that job dies.
 
-The other ranks wait meanwhile, and give up after the 30 minutes of their groups.
+It has to be less than the 30 minutes after which the other ranks' process groups time out.
 """
 
 _LIMIT = msgspec.msgpack.Decoder(int)
@@ -58,20 +56,20 @@ _LIMIT = msgspec.msgpack.Decoder(int)
 
 @dataclass(frozen=True)
 class Target:
-    """What is planned for."""
+    """Devices, batch size and memory to plan for."""
 
     slots: tuple[Slot, ...]
     rows: int
-    """Of the global batch."""
+    """Rows of the global batch."""
     memory: int
-    """Bytes that may be used of each device."""
+    """Bytes of each device that may be used."""
     made: Provenance
     cluster: Cluster | None = None
-    """Where costs come from; None: they are measured."""
+    """Cluster description to compute costs from; None: they are measured."""
 
 
 class Planner:
-    """What is needed to find the deployment of one graph. All methods that say so are collective."""
+    """Finds or makes the deployment of one graph."""
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class Planner:
         leaves: Sequence[torch.Tensor],
         rows: Sequence[int],
     ) -> None:
-        """`leaves`: this rank's arguments; `rows`: of each rank."""
+        """`leaves`: this rank's tensor arguments; `rows`: number of rows of each rank."""
         self._context = context
         self._world = world = context.world
         self._config = config = context.config
@@ -95,12 +93,12 @@ class Planner:
         self._interleaved = (
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )
-        """Whether backward begins inside a call."""
+        """Whether backward runs inside the forward call."""
         memory = device_memory(world.device, world.local_size)
         self._memory = min(memory for (memory,) in world.gather_numbers([memory]))
         self.usable_memory = self._usable()
-        self._doing: Callable[[str], None] = _nobody
-        """Tells those who wait for this job's plan what it is doing."""
+        self._doing: Callable[[str], None] = _no_progress
+        """Reports progress to jobs that wait for this job's plan."""
         self._used: Key | None = None
         self._base: Key | None = None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
@@ -120,26 +118,26 @@ class Planner:
     # -- the order --------------------------------------------------------------------------------------------
 
     def deployment(self, file: Path | None) -> Deployment:
-        """The deployment from a file, the cache, or a plan made now. Collective."""
+        """Deployment from a file, from the cache, or newly planned. Collective."""
         if file is not None:
             return self._from_file(file)
         self._measuring.given = self._file.load(self._everywhere)
         self._base = self._key()
-        deployment = self._below(self._known_limit(self._base)) or self._found_or_made()
+        deployment = self._within_limit(self._known_limit(self._base)) or self._found_or_made()
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
-            deployment = self._smaller(deployment, *lacking)
-        if self._config.save_graph_profile and not self._measuring.profile:  # the deployment was known
+            deployment = self._replan_for_free_memory(deployment, *lacking)
+        if self._config.save_graph_profile and not self._measuring.profile:  # a cached deployment needed no profile
             self._measuring.costs(self._blocks(len(self._world.slots)))
         self._save_profile()
         return deployment
 
     def profile(self) -> GraphProfile:
-        """Measure the blocks of plans for any number of devices, where they are not known. Collective."""
+        """Measure the blocks of plans for any number of devices, unless already known. Collective."""
         self._measuring.given = self._file.load(self._everywhere)
         fewest = max(self._options.min_partition_num, self._options.partition_num)
         most = max(self._options.max_partition_num, fewest)
-        # Fewer devices have the blocks of the first of these, more devices those of the last.
+        # Plans for fewer devices have the blocks of the first of these, plans for more devices those of the last.
         plans = (self._blocks(devices) for devices in range(fewest, most + 1))
         if self._world.rank == 0:
             log.get("RaNNCModule").info("Running profiler ...")
@@ -150,18 +148,18 @@ class Planner:
         return self._profile()
 
     def _save_profile(self) -> None:
-        """Write what is known to graph_profile_file, where that is wanted. Collective."""
+        """Write measurements to graph_profile_file if save_graph_profile is set. Collective."""
         if self._config.save_graph_profile:
             self._file.save(self._profile(), self._everywhere)
 
     def _profile(self) -> GraphProfile:
-        """What is known of this graph's blocks."""
+        """All known measurements of this graph's blocks."""
         return GraphProfile(
             PROFILE_FORMAT, self._platform.device_model, version(), str(torch.__version__), self._measuring.profile
         )
 
     def _from_file(self, file: Path) -> Deployment:
-        """A deployment that a file has; what it was not planned for is told. Collective."""
+        """Load a deployment from a file; warns about differences from what it was planned for. Collective."""
         logger = log.get("RaNNCModule")
         data = self._everywhere(lambda: read_file(file))
         logger.info("Using the deployment in %s", file)
@@ -170,13 +168,13 @@ class Planner:
         other = differences(deployment, here=self._made, slots=self._world.slots, rows=sum(self._rows))
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
-            other.append(_lacks(*lacking))
+            other.append(_shortage(*lacking))
         for each in other if self._world.rank == 0 else ():
             logger.warning("The deployment in %s is used although %s", file, each)
         return deployment
 
     def promise(self, deployment: Deployment) -> MemoryPromise:
-        """What the deployment promises, for the time when memory runs out."""
+        """Memory estimate of the deployment, for the error message if memory runs out."""
         return MemoryPromise(
             self._world,
             self._config,
@@ -190,9 +188,9 @@ class Planner:
     def _found_or_made(self) -> Deployment:
         key = self._used = self._key()
         client = self._context.cache.client
-        found, lease = self._ask(key)
+        found, lease = self._look_up(key)
         if found:
-            if lease is not None:  # another node had it
+            if lease is not None:  # found in another node's cache
                 lease.release()
             deployment = self._checked(found)
             self._tell_hit(deployment, key)
@@ -207,13 +205,13 @@ class Planner:
             if client is not None:
                 client.put(key, data)
         finally:
-            self._doing, self._measuring.tell = _nobody, None
+            self._doing, self._measuring.tell = _no_progress, None
             if lease is not None:
                 lease.release()
         return self._checked(data)
 
     def dry_run(self, devices: int, cluster: str) -> Deployment:
-        """A plan for so many devices that need not be there: of this kind, or those of a cluster. Collective."""
+        """Plan for `devices` devices that need not exist, of this job's kind or of a described cluster. Collective."""
         rows = math.ceil(sum(self._rows) / self._world.size) * devices
         if not cluster:
             self._measuring.given = self._file.load(self._everywhere)
@@ -229,13 +227,13 @@ class Planner:
     # -- memory -----------------------------------------------------------------------------------------------
 
     def _usable(self, memory: int = 0) -> int:
-        """Bytes that a plan may use of a device with so much memory; 0: of the smallest of this job."""
+        """Bytes that a plan may use of a device with `memory` bytes; 0: of the job's smallest device."""
         memory = memory or self._memory
         limit = min(memory, int(self._config.mem_limit_gb * GIB)) if self._config.mem_limit_gb else memory
         return int(limit * (1 - self._config.mem_margin))
 
     def _known_limit(self, base: Key) -> int:
-        """What an earlier run that ran out of memory left for the next one, 0 for nothing. Collective."""
+        """Memory limit left by an earlier run that ran out of memory, 0 if there is none. Collective."""
         limit = 0
         client = self._context.cache.client
         if client is not None:
@@ -243,16 +241,16 @@ class Planner:
             limit = understood(client, key, client.get(key), _LIMIT) or 0
         return msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(limit)), type=int)
 
-    def _below(self, limit: int) -> Deployment | None:
-        """A deployment for a lower limit, None where there is none, or no limit. Collective."""
+    def _within_limit(self, limit: int) -> Deployment | None:
+        """Deployment for a lower memory limit; None if no plan fits, or `limit` is not lower. Collective."""
         if not 0 < limit < self.usable_memory:
             return None
         first = self._world.rank == 0
         logger = log.get("RaNNCModule")
         if first:
             logger.warning(
-                "An earlier run of this job ran out of memory: planning for %s of each device, not %s (rannc-cache "
-                "clear forgets it)",
+                "An earlier run of this job ran out of memory: planning for %s of each device instead of %s "
+                "(rannc-cache clear removes this limit)",
                 amount(limit),
                 amount(self.usable_memory),
             )
@@ -261,15 +259,15 @@ class Planner:
             return self._found_or_made()
         except DoesNotFitError as exc:
             if first:
-                logger.warning("Planning as before, memory may run out again: %s", exc)
+                logger.warning("Planning without this limit, so memory may run out again: %s", exc)
             self.usable_memory = before
             return None
 
-    def _smaller(self, deployment: Deployment, rank: int, need: int, there: int) -> Deployment:
-        """A deployment for the memory that is free; the one there is, where none fits. Collective."""
+    def _replan_for_free_memory(self, deployment: Deployment, rank: int, need: int, there: int) -> Deployment:
+        """Plan again for the memory that is free; returns `deployment` if no plan fits. Collective."""
         before, used = self.usable_memory, self._used
         limit = lower_limit(there, self._config.mem_margin)
-        what = _lacks(rank, need, there)
+        what = _shortage(rank, need, there)
         if self._world.rank == 0:
             log.get("RaNNCModule").warning("Planning again for %s of each device: %s", amount(limit), what)
         self.usable_memory = limit
@@ -277,7 +275,7 @@ class Planner:
             return self._found_or_made()
         except DoesNotFitError as exc:
             if self._world.rank == 0:
-                log.get("RaNNCModule").warning("No plan fits what is free, the first one is used: %s. %s", what, exc)
+                log.get("RaNNCModule").warning("No plan fits the free memory; using the first plan: %s. %s", what, exc)
             self.usable_memory, self._used = before, used
             return deployment
 
@@ -307,8 +305,8 @@ class Planner:
             optimizer=self._optimizer,
         )
 
-    def _ask(self, key: Key) -> tuple[bytes, Lease | None]:
-        """(the deployment on all ranks or nothing, the right to make it on rank 0)."""
+    def _look_up(self, key: Key) -> tuple[bytes, Lease | None]:
+        """Look up a deployment: returns it on all ranks (b"" if missing), and rank 0's lease for making it."""
         client = self._context.cache.client
         found: bytes = b""
         lease: Lease | None = None
@@ -327,14 +325,14 @@ class Planner:
         return (found, lease) if found else (self._from_other_nodes(key), lease)
 
     def _from_other_nodes(self, key: Key) -> bytes:
-        """A deployment that another node's daemon has; nothing where there is none. Collective."""
+        """Look up a deployment in the other nodes' caches; b"" if there is none. Collective."""
         client = self._context.cache.client
         found = self._context.cache.elsewhere(key)
         if found:
             try:
                 self._checked(found)
             except DeploymentError as exc:
-                log.get("RaNNCModule").warning("The deployment of another node's cache cannot be used: %s", exc)
+                log.get("RaNNCModule").warning("The deployment from another node's cache cannot be used: %s", exc)
                 if client is not None:
                     client.discard(key, str(exc))
                 return b""
@@ -347,7 +345,7 @@ class Planner:
         return deployment
 
     def _make(self, target: Target | None = None) -> bytes:
-        """Profile and plan, for this job or for another target. Collective."""
+        """Profile and plan for `target`, by default this job; returns the encoded deployment. Collective."""
         logger = log.get("RaNNCModule")
         first = self._world.rank == 0
         target = target or Target(self._world.slots, sum(self._rows), self.usable_memory, self._made)
@@ -357,13 +355,13 @@ class Planner:
         lost = self._parts.lost_cut_points
         if lost and first:
             logger.warning(
-                "%d of the model's CutPoints cannot be used: operators before and after them share memory that is "
-                "written into, or belong together",
+                "%d of the model's CutPoints cannot be used: the operators before and after them share memory that is "
+                "written in place, or cannot be separated",
                 lost,
             )
         costs = self._analytic(blocks, target) if target.cluster is not None else self._measuring.costs(blocks)
         if first:
-            logger.info("Profiling finished" if target.cluster is None else f"Times are those of {target.made.costs}")
+            logger.info("Profiling finished" if target.cluster is None else f"Using the costs of {target.made.costs}")
             logger.info("Assuming batch size: %d", target.rows)
         self._doing("planning")
         return self._everywhere(lambda: self._plan(blocks, costs, target))
@@ -372,7 +370,7 @@ class Planner:
         return make_blocks(self._parts, self._options, world=devices)
 
     def _analytic(self, blocks: Sequence[Block], target: Target) -> CostTable:
-        """Costs of the target's cluster, for the pieces that may be planned."""
+        """Compute costs from the description of the target's cluster, for all possible sizes of microbatches."""
         assert target.cluster is not None
         most = max(math.ceil(target.rows / len(target.slots)), 1)
         pieces = 1 if self._graph.task.rows_coupled else self._options.pipeline_num or self._options.max_pipeline
@@ -412,7 +410,7 @@ class Planner:
         return encode(deployment)
 
     def _everywhere(self, make: Callable[[], bytes]) -> bytes:
-        """What rank 0 makes, on all ranks; its error is raised on all of them."""
+        """Call `make` on rank 0 and broadcast its result; an error is raised on all ranks."""
         told = b""
         error: RanndError | None = None
         if self._world.rank == 0:
@@ -438,10 +436,10 @@ class Planner:
                 logger.info(" Subgraph %s runs on rank[%s]", stage.name, ranks)
 
 
-def _lacks(rank: int, need: int, there: int) -> str:
-    return f"rank {rank}'s stage needs {amount(need)}, and {amount(there)} are free or hold the model"
+def _shortage(rank: int, need: int, there: int) -> str:
+    return f"rank {rank}'s stage needs {amount(need)}, but only {amount(there)} are free or used by the model"
 
 
 @functools.cache
-def _nobody(doing: str) -> None:
-    """Nobody waits."""
+def _no_progress(doing: str) -> None:
+    """No-op progress callback."""

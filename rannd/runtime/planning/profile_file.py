@@ -1,4 +1,4 @@
-"""graph_profile_file: measured times that a user keeps on purpose."""
+"""graph_profile_file: loads and saves measured times of blocks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rannd.profile.graph_profile import MAX_BYTES, GraphProfile, decode, encode
 _FILE = PlainFile("graph profile", "save_graph_profile", ProfileError, MAX_BYTES)
 
 Everywhere = Callable[[Callable[[], bytes]], bytes]
-"""What rank 0 makes, on all ranks; its error is raised on all of them."""
+"""Type of a function that calls its argument on rank 0 and broadcasts the result or the error."""
 
 
 class ProfileFile:
-    """The file of one job, where load_graph_profile or save_graph_profile is set. `device`: that of this job."""
+    """Graph profile of one job, if load_graph_profile or save_graph_profile is set. `device`: this job's device."""
 
     def __init__(self, config: Config, device: str) -> None:
         self._load, self._path = config.load_graph_profile, Path(config.graph_profile_file).expanduser()
         self._device = device
         self.digest = ""
-        """Of what was loaded."""
+        """SHA-256 of the loaded file; '' if none was loaded."""
 
     def load(self, everywhere: Everywhere) -> GraphProfile | None:
-        """What the file knows, None where it is not asked for. Collective.
+        """Read the file; None if load_graph_profile is not set. Collective.
 
-        ProfileError where it is no graph profile, or cannot be trusted (see PlainFile).
+        ProfileError if it is not a graph profile, or cannot be read or trusted (see `PlainFile`).
         """
         if not self._load:
             return None
@@ -40,9 +40,11 @@ class ProfileFile:
             data = _FILE.read(self._path)
             with _FILE.named(self._path):
                 found = decode(data)
-            logger.info("Taking times from %s where they are this model's (%d blocks)", self._path, len(found.blocks))
+            logger.info("Using times of this model's blocks from %s (%d blocks)", self._path, len(found.blocks))
             if found.device != self._device:
-                logger.warning("The times in %s are of %s, not of %s", self._path, found.device, self._device)
+                logger.warning(
+                    "The times in %s were measured on %s, this job runs on %s", self._path, found.device, self._device
+                )
             return data
 
         data = everywhere(read)
@@ -50,9 +52,9 @@ class ProfileFile:
         return decode(data)
 
     def save(self, profile: GraphProfile, everywhere: Everywhere) -> None:
-        """Write what is known to the file, besides what it has already. Collective.
+        """Add measurements to the file. Collective.
 
-        ProfileError where it holds something else, or another device's times, or cannot be written.
+        ProfileError if it is not a graph profile, has times of another device, or cannot be written.
         """
 
         def write() -> bytes:
@@ -63,8 +65,8 @@ class ProfileFile:
                     there = decode(data)
                 if there.device != profile.device:
                     raise ProfileError(
-                        f"graph_profile_file={self._path} holds times of {there.device}, and these are of "
-                        f"{profile.device}; name another file"
+                        f"graph_profile_file={self._path} has times of {there.device}, but this job measured times of "
+                        f"{profile.device}; set graph_profile_file to another file"
                     )
                 whole = whole.joined(there)
             _FILE.write(encode(whole), self._path)

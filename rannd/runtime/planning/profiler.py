@@ -1,4 +1,4 @@
-"""Costs of blocks and links on the devices of this job: known ones from the cache, others measured and kept there."""
+"""Measures costs of blocks and links on the devices of this job, or takes them from the cache."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
 _MEASURED = msgspec.msgpack.Decoder(Measured)
 
 Ops = tuple[int, ...]
-"""Operators of the task graph that are measured together."""
+"""Indices of operators of the task graph that are measured together."""
 
 
 @dataclass(frozen=True)
 class Platform:
-    """What measured costs hold for, beside the graph."""
+    """Device, backend and versions that measured costs are valid for."""
 
     device_model: str
     backend: str
@@ -45,10 +45,15 @@ class Platform:
 
 
 class Measuring:
-    """Measures one graph.
+    """Measures the costs of one graph.
 
-    `leaves`: this rank's arguments; `rows`: of each rank; `measured`: sets of its ops, grains or atoms, whose
-    costs add up to those of blocks; `platform` goes into keys.
+    Args:
+        context: Context of the wrapped model.
+        graph: The graph.
+        leaves: This rank's tensor arguments.
+        rows: Number of rows of each rank.
+        measured: Sets of operators (grains or atoms) that are measured; their costs add up to those of blocks.
+        platform: Part of the cache keys.
     """
 
     def __init__(
@@ -66,21 +71,21 @@ class Measuring:
         self._graph = graph
         self._leaves = leaves
         self._most = max(math.ceil(sum(rows) / world.size), 1)
-        """Rows of the largest piece."""
+        """Rows of the largest microbatch."""
         self._whole = bool(graph.coupled)
-        """Whether all pieces are whole mini-batches."""
+        """Whether mini-batches are not split into microbatches."""
         self._measured = measured
-        """Sets of ops that are measured: grains, or atoms."""
+        """Sets of operators that are measured: grains or atoms."""
         self._platform = platform
         self.tell: Callable[[float], None] | None = None
-        """Is told which part of a measurement is done."""
+        """Progress callback; its argument is the fraction of the measurements that is done."""
         self.given: GraphProfile | None = None
-        """From a file: what is known besides what the cache knows."""
+        """Measurements from a file, used in addition to those in the cache."""
         self.profile: dict[str, Measured] = {}
-        """What is known of this graph's blocks by now, by hash."""
+        """Known measurements of this graph's blocks, by hash."""
 
     def costs(self, blocks: Sequence[Block]) -> CostTable:
-        """Costs of all blocks, measured where they are not known, and of the links. Collective."""
+        """Costs of all blocks and of the links, measured unless already known. Collective."""
         parts = self._parts(blocks)
         hashes = iter(block_hashes(self._graph.task, [ops for each in parts for ops in each]))
         keys = [[next(hashes) for _ in each] for each in parts]
@@ -95,13 +100,13 @@ class Measuring:
         return CostTable(tuple(total(each, memory) for each in costs), *self._links())
 
     def measure_all(self, plans: Iterable[Sequence[Block]]) -> None:
-        """Measure the blocks of several plans, with enough rows for any smaller mini-batch. Collective."""
+        """Measure the blocks of several plans, at row counts that suffice for any smaller mini-batch. Collective."""
         parts = list(dict.fromkeys(ops for blocks in plans for each in self._parts(blocks) for ops in each))
         wanted = dict(zip(block_hashes(self._graph.task, parts), parts, strict=True))
         self._measure(wanted, everything=True)
 
     def _parts(self, blocks: Sequence[Block]) -> list[list[Ops]]:
-        """What is measured of each block: its grains, or what it has of them, or its atoms."""
+        """Sets of operators measured for each block: its atoms, or its grains and its parts of split grains."""
         owner = {op: number for number, block in enumerate(blocks) for op in block.ops}
         found: list[list[Ops]] = [[] for _ in blocks]
         for part in self._measured:
@@ -110,7 +115,7 @@ class Measuring:
         return found
 
     def _measure(self, wanted: Mapping[str, Ops], *, everything: bool) -> None:
-        """Let `profile` have all that is `wanted` (operators, by hash). Collective."""
+        """Complete `profile` by the measurements of `wanted` (operators, by hash). Collective."""
         client = self._context.cache.client
         keys = {each: self._profile_key(each) for each in wanted if each not in self.profile}
         known = dict(self.profile)
@@ -183,7 +188,7 @@ class Measuring:
     # -- links ------------------------------------------------------------------------------------------------
 
     def _links(self) -> tuple[LinkCost, LinkCost | None]:
-        """Links inside a node and between nodes, as CostTable has them. Collective."""
+        """Costs of links within a node and between nodes, for `CostTable`. Collective."""
         if self._world.size == 1:
             return copy_speed(self._world.device), None
         key = link_key(

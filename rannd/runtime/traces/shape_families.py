@@ -1,9 +1,8 @@
-"""Calls of one family differ in nothing but sizes (of sequences, of images): they share a trace.
+"""Shares one trace between calls of a *family*, which differ only in sizes (of sequences, of images).
 
-How that is traced: rannd.graph.tracing.dynamic_shapes.
-
-The first call of a family is traced for its own sizes. The second one, of other sizes, makes the template that it and
-all later ones are made from; it is kept in the cache as traces are.
+The first call of a family is traced for its own sizes. The first one with other sizes creates a *template*, a trace
+with dynamic shapes (rannd.graph.tracing.dynamic_shapes), which the graphs of this call and all later ones are made
+from. Templates are cached like traces.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ class _Family:
     checked: str | None = None
     """See StoredTrace."""
     tried: bool = False
-    """It was compared in this run."""
+    """Whether the template was compared with the model in this run."""
     key: Key | None = None
-    """Under which the template is kept, or is to be, until it was compared; None where it cannot be kept."""
+    """Cache key of the template until it has been compared; None afterwards, or if it cannot be cached."""
     new: bool = False
-    """It was made now."""
+    """Whether the template was traced in this run."""
 
 
 class Families:
-    """The templates of one model. Collective."""
+    """Templates of one model. All methods are collective."""
 
     def __init__(self, context: Context, key_of: Callable[[Signature], Key | None]) -> None:
         self._context = context
@@ -51,17 +50,17 @@ class Families:
         self._known: dict[str, _Family] = {}
 
     def graph(self, signature: Signature, leaves: list[torch.Tensor], state: PythonState) -> ModelGraph | None:
-        """The graph of a call out of its family's template; None where there is none, and it has to be traced.
+        """Make the graph of a call from its family's template; None if the call has to be traced.
 
-        `state` is the Python state of the modules: another one is another model.
+        `state` is the Python state of the modules; a template is valid for one state only.
         """
         told = self._world.gather_bytes(signature.key().encode())
         if any(each != told[0] for each in told):
-            return None  # ranks that call the model in different ways: tracing tells
+            return None  # ranks call the model in different ways, which tracing reports
         name = signature.family()
         family = self._known.get(name)
         new = family is None or family.state != state
-        if self._anywhere(new):  # counters may differ from rank to rank
+        if self._anywhere(new):  # the Python state may differ between ranks
             self._known[name] = _Family(signature, state)
             return None
         assert family is not None
@@ -79,36 +78,36 @@ class Families:
         return None if self._anywhere(graph is None) else graph
 
     def checked(self, signature: Signature) -> str | None:
-        """What is known about the template of a call's family, see StoredTrace."""
+        """Result of comparing the template of a call's family with the model, see `StoredTrace.checked`."""
         return self._known[signature.family()].checked
 
     def keep(self, signature: Signature, checked: str | None) -> None:
-        """The template of a call's family can be used; keep it in the cache."""
+        """Store the template of a call's family in the cache, after it was checked."""
         family, client = self._known[signature.family()], self._context.cache.client
         if family.key is not None and client is not None and (family.new or checked != family.checked):
             client.put(family.key, pack(StoredTrace("", checked, family.data)))
         family.checked, family.tried, family.key = checked, True, None
 
     def drop(self, signature: Signature) -> None:
-        """The template of a call's family is wrong: every size is traced on its own."""
+        """Discard the wrong template of a call's family; from now on each size is traced separately."""
         family, client = self._known[signature.family()], self._context.cache.client
         if family.key is not None and not family.new and client is not None:
-            client.discard(family.key, "it computes something else than the model")
+            client.discard(family.key, "its results differ from the model's")
         family.hopeless, family.data, family.key = True, b"", None
 
     def _anywhere(self, here: bool) -> bool:
         return any(each for (each,) in self._world.gather_numbers([int(here)]))
 
     def _template(self, family: _Family, signature: Signature, leaves: list[torch.Tensor], broken: str = "") -> None:
-        """Give a family its template on all ranks, from the cache or made on rank 0; nothing where there cannot be one.
+        """Set a family's template on all ranks, from the cache or traced on rank 0; b"" if it cannot be traced.
 
-        `broken` says why the one in the cache cannot be used.
+        `broken` says why the cached template cannot be used.
         """
         sizes = ", ".join(f"{signature.tensors[tensor].name}[{dim + 1}]" for tensor, dim in signature.open)
         tensors = list(signature.tensors)
         for tensor, dim in signature.open:
             shape = list(tensors[tensor].shape)
-            shape[dim] = 0  # its key is that of no call
+            shape[dim] = 0  # so that the key differs from that of every call
             tensors[tensor] = replace(tensors[tensor], shape=tuple(shape))
         key = self._key_of(replace(signature, tensors=tuple(tensors)))
         found = b""
@@ -130,7 +129,7 @@ class Families:
                     found = pack(StoredTrace("", None, template(self._context.model, signature, leaves)))
                     family.new = True
                 except NoTemplate as exc:
-                    logger.info("Every size of %s is traced on its own: %s", sizes, exc)
+                    logger.info("Each size of %s is traced separately: %s", sizes, exc)
         found = self._world.broadcast_bytes(found)
         if found:
             stored = unpack(found)
@@ -140,7 +139,7 @@ class Families:
         family.hopeless = not family.data
 
     def _readable(self, found: bytes) -> bytes:
-        """A template from the cache; nothing where it is none."""
+        """Return a cached template if it can be decoded, else b""."""
         try:
             if found:
                 unpack(found)
@@ -150,29 +149,29 @@ class Families:
         return found
 
     def tried(self, signature: Signature) -> bool:
-        """Whether this run has compared the template of a call's family."""
+        """Whether the template of a call's family was compared with the model in this run."""
         return self._known[signature.family()].tried
 
     def _instance(self, data: bytes, signature: Signature, leaves: list[torch.Tensor]) -> tuple[ModelGraph | None, str]:
-        """The graph of a call, or else what is wrong with the template, if it is to blame."""
+        """Make a graph from a template; returns (graph, ''), or (None, the template's defect or '')."""
         if not data:
             return None, ""
         try:
             traced = instance(data, self._context.model, signature)
         except NoTemplate as exc:
             if self._world.rank == 0:
-                log.get("RaNNCModule").info("These sizes are traced on their own: %s", exc)
+                log.get("RaNNCModule").info("These sizes are traced separately: %s", exc)
             return None, ""
         except Broken as exc:
             return None, str(exc)
         try:
             return build(self._context.model, signature, leaves, self._world.device, traced), ""
-        except Exception as exc:  # whatever is in it, the model can be traced
-            return None, f"no graph can be built from it: {type(exc).__name__}: {exc}"
+        except Exception as exc:  # cached data may be arbitrarily wrong; the model can still be traced
+            return None, f"building a graph from it failed: {type(exc).__name__}: {exc}"
 
 
 def _differing(one: Signature, other: Signature) -> list[tuple[int, int]]:
-    """(tensor, dimension) of the sizes in which two signatures of a family differ."""
+    """(tensor, dimension) of each size that differs between two signatures of a family."""
     return [
         (number, dim)
         for number, (first, second) in enumerate(zip(one.tensors, other.tensors, strict=True))

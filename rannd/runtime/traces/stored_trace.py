@@ -1,4 +1,4 @@
-"""A trace, or a template of traces, as it lies in the cache."""
+"""Cache format of a trace or template, with the result of its comparison with the model."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from rannd.graph.fx.encoding import Broken
 
 
 class StoredTrace(msgspec.Struct, frozen=True, array_like=True):
-    """The data of a trace, and what was found out about it when it was made."""
+    """Encoded trace, and the result of comparing it with the model."""
 
     graph_hash: str
-    """Of the graph that is built from it; '' for a template."""
+    """Hash of the graph built from it; '' for a template."""
     checked: str | None
-    """'': it was compared with the model, and computes the same; other text: why it could not be compared; None: it was
-    not tried (verify_trace=false)."""
+    """'': its results equal the model's; other text: why they could not be compared; None: they were not compared
+    (verify_trace=false)."""
     data: bytes
 
 
 def pack(trace: StoredTrace) -> bytes:
-    """A trace as bytes."""
+    """Serialize a trace."""
     return msgspec.msgpack.encode(trace)
 
 
 def unpack(data: bytes) -> StoredTrace:
-    """The trace in bytes from a cache; Broken where there is none."""
+    """Deserialize a trace from the cache; Broken if `data` is not a valid one."""
     try:
         return msgspec.msgpack.decode(data, type=StoredTrace)
     except msgspec.DecodeError as exc:
-        raise Broken(f"it is not in the form of a stored trace: {exc}") from exc
+        raise Broken(f"it is not a valid stored trace: {exc}") from exc

@@ -1,4 +1,4 @@
-"""Every new trace is compared with the model once, on rank 0; what is not right runs as one operator."""
+"""Compares each new trace with the model on rank 0; modules that are traced wrongly become single operators."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from rannd.runtime.comm.device import amount
 from rannd.runtime.planning.memory_fit import room
 
 SLACK = 1.5
-"""A comparison may need so many times the memory that is counted for it."""
+"""Safety factor on the estimated memory of a comparison."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What rank 0 found out about a graph."""
+    """Result of comparing a graph with the model on rank 0."""
 
     checked: str | None
-    """'' where it is right; why it could not be compared; None where it is wrong."""
+    """'': the graph is correct; other text: why it could not be compared; None: it is wrong."""
     opaque: tuple[str, ...] = ()
-    """The modules to make leaves of, all of them, where it is wrong."""
+    """If the graph is wrong, paths of all modules that have to become leaves."""
     line: str = ""
-    """What is wrong, and where."""
+    """Description of the error and the module that causes it."""
 
 
 class TraceChecker:
-    """Compares the graphs of one model with it."""
+    """Compares graphs of one model with the model."""
 
     def __init__(self, context: Context) -> None:
         self._world = context.world
@@ -52,17 +52,19 @@ class TraceChecker:
         opaque: Sequence[str],
         retraced: Callable[[Sequence[str]], ModelGraph] | None,
     ) -> Verdict:
-        """Whether a graph is right; the same on all ranks. Collective.
+        """Compare a graph with the model; returns the same verdict on all ranks. Collective.
 
         Args:
-            tensors: Those of rank 0's mini-batch, as the graph's signature has them.
-            empty: Parameters and buffers whose memory holds nothing, because other ranks have them; they get random
-                values for a while. None: no rank has values.
-            opaque: Modules that a comparison made leaves of before.
-            retraced: Traces the model anew with the modules at the given paths as leaves, on this rank alone. None: it
-                is of no interest which module is wrong.
+            graph: The graph.
+            tensors: Tensors of rank 0's mini-batch, in the order of the graph's signature.
+            empty: Parameters and buffers without values on this rank, because other ranks hold them; they are filled
+                with random values. None: no rank has values.
+            opaque: Modules that earlier comparisons have made leaves.
+            retraced: Traces the model again with the modules at the given paths as leaves, on this rank only. None: do
+                not search for the module that is wrong.
 
-        TraceError where the model is wrong even as a single operator.
+        Raises:
+            TraceError: The results differ even if the whole model is a single operator.
         """
         found = b""
         if self._world.rank == 0:
@@ -70,7 +72,7 @@ class TraceChecker:
         verdict = msgspec.msgpack.decode(self._world.broadcast_bytes(found), type=Verdict)
         if verdict.checked is None and "" in opaque:
             raise TraceError(
-                f"the model runs as one operator, and {verdict.line} all the same; please report this model"
+                f"{verdict.line}, even though the whole model runs as one operator; please report this model"
             )
         return verdict
 
@@ -84,17 +86,17 @@ class TraceChecker:
     ) -> Verdict:
         if empty is None:
             return Verdict("no rank has the values of the whole model (meta device)")
-        reason = self._impossible(graph, tensors, empty)
+        reason = self._why_not_comparable(graph, tensors, empty)
         if reason:
             return Verdict(reason)
         begun = time.monotonic()
         try:
-            with _given_values(empty), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the model's own code has warned before
+            with _filled_with_values(empty), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the model's code has already issued its warnings during tracing
                 difference = self._difference(graph, tensors)
                 if difference is None:
                     log.get("RaNNCModule").info(
-                        "The trace computes what the model computes. (compared in %.2f s)", time.monotonic() - begun
+                        "The trace gives the same results as the model. (compared in %.2f s)", time.monotonic() - begun
                     )
                     return Verdict("")
                 if "" in opaque or retraced is None:
@@ -125,19 +127,21 @@ class TraceChecker:
         return Verdict(None, paths, f"{difference}: {described(self._context.model, name)}")
 
     def _difference(self, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
-        with _on(self._world.device, self._context.model):
+        with _moved_to(self._world.device, self._context.model):
             return compare_few(self._context.model, graph, [tensor.to(self._world.device) for tensor in tensors])
 
-    def _impossible(self, graph: ModelGraph, tensors: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]) -> str:
-        """Why a comparison cannot be, '' where nothing speaks against it."""
+    def _why_not_comparable(
+        self, graph: ModelGraph, tensors: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]
+    ) -> str:
+        """Why the graph cannot be compared with the model; '' if it can."""
         state = [*self._context.model.parameters(), *self._context.model.buffers()]
         rows = graph.signature.rows(tensors)
         if rows == 0:
             return "rank 0's mini-batch has no rows"
         if any(tensor.is_meta for tensor in (*state, *tensors)):
-            return "the model, or its mini-batch, is on the meta device"
+            return "the model or the mini-batch is on the meta device"
         if graph.signature.mode.dropout is not None:
-            return "the model itself knows nothing of enable_dropout"
+            return "enable_dropout is set, which the user's model does not follow"
         rows = graph.signature.rows(rows_to_compare(graph, tensors)) if graph.traced.decisions is None else rows
         trained = sum(tensor.numel() * tensor.element_size() for tensor in state if tensor.requires_grad)
         values = sum(value.bytes.at(rows) for value in graph.task.values)
@@ -146,14 +150,13 @@ class TraceChecker:
         held = sum(t.untyped_storage().nbytes() for t in state if t.device.type == self._world.device.type)
         free = room(self._world, self._context.model) - held
         if need > free:
-            return f"rank 0 would need {amount(need)} for it, and {amount(max(free, 0))} is free"
+            return f"rank 0 would need {amount(need)}, but only {amount(max(free, 0))} is free"
         return ""
 
 
 @contextlib.contextmanager
-def _given_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Fill tensors whose memory holds nothing with values that a model could have; whether a graph is right does not
-    depend on which."""
+def _filled_with_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Fill tensors without values with plausible random ones; the result of a comparison does not depend on them."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in tensors:
@@ -166,8 +169,8 @@ def _given_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """The model on the device that its graphs are for."""
+def _moved_to(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Temporarily move the model to the device of its graphs."""
     moved = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.device != device]
     try:
         for tensor, data in moved:

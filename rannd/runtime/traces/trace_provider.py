@@ -1,8 +1,8 @@
-"""The graph of a call on every rank: from the cache, or traced now; the same on all.
+"""Provides the graph of a call, from the cache or newly traced; the same on every rank.
 
-A cached trace is kept under the model's fingerprint (rannd.graph.fingerprint.fingerprint), which is taken before
-anything is traced. All ranks have to have the same one, and the fingerprint has to see everything that the trace
-depends on; otherwise every rank traces. A loaded graph has to have the hash that the stored one had.
+The cache key of a trace is the model's fingerprint (rannd.graph.fingerprint.fingerprint), computed without tracing. The
+cache is used only if the fingerprint covers everything that the trace depends on and is the same on all ranks;
+otherwise every rank traces. A loaded graph must have the same hash as the graph that was stored.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from rannd.sources import CHECKING, TRACING, digest_of
 
 @dataclass(frozen=True)
 class _Made:
-    """What one rank made of a call."""
+    """Graph of a call on one rank, or the error that prevented it."""
 
     graph: ModelGraph | None = None
     data: bytes = b""
-    """For the cache."""
+    """Encoded trace for the cache."""
     cached: bool = False
     checked: str | None = None
-    """What is known from when it was made, see StoredTrace."""
+    """Result of an earlier comparison with the model, see `StoredTrace.checked`."""
     stored: StoredTrace | None = None
-    """As it was found in the cache."""
+    """The cached trace."""
     broken: str = ""
-    """Why the stored trace cannot be used by anybody."""
+    """Why the cached trace is invalid."""
     error: RanndError | None = None
 
     @property
     def decided(self) -> tuple[bool, ...]:
-        """What the model's code decided by the call's tensors."""
+        """Branches that the model's code took depending on the call's tensors."""
         decisions = self.graph.traced.decisions if self.graph is not None else None
         return decisions.values if decisions is not None else ()
 
 
 def other_branches(rank: int) -> str:
-    """The message where ranks decide differently in one step."""
+    """Error message for data-dependent branches that differ between ranks."""
     return (
-        f"what is in the mini-batch of rank {rank} makes the model's Python code take other branches (`if` on a "
-        "tensor) than that of other ranks, but all ranks have to run the same graph in a step: compute such a "
-        "condition without a branch (torch.where), or fill the mini-batches of a step alike"
+        f"the values in the mini-batch of rank {rank} make the model's Python code take other branches (`if` on a "
+        "tensor) than on other ranks, but all ranks have to run the same graph in a step: compute such a condition "
+        "without a branch (torch.where), or arrange mini-batches so that all ranks take the same branches in a step"
     )
 
 
 class Tracer:
-    """Finds the graphs of one model. Collective."""
+    """Provides the graphs of one model. All methods are collective."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -77,15 +77,15 @@ class Tracer:
         self._distrusted = False
         self._proven = False
         self._used: Key | None = None
-        """Of the latest trace that came from the cache."""
+        """Key of the last trace that came from the cache."""
         self.traced = 0
-        """Calls that got a trace of their own."""
+        """Number of calls traced separately, not from a template."""
 
     def distrust(self, why: str) -> None:
-        """Do not take traces from the cache any more: the latest was wrong, and is discarded for later runs."""
+        """Stop using cached traces, because the last one was wrong; it is also discarded for later runs."""
         self._distrusted = True
         if self._world.rank == 0:
-            log.get("RaNNCModule").warning("The cached trace is wrong, the model is traced anew: %s", why)
+            log.get("RaNNCModule").warning("The cached trace is wrong; tracing the model again: %s", why)
         if self._used is not None:
             self._discard(self._used, why)
 
@@ -96,11 +96,15 @@ class Tracer:
         state: PythonState,
         empty: Sequence[torch.Tensor] | None,
     ) -> tuple[ModelGraph, bool]:
-        """The graph of calls with `signature`, and whether it came from the cache.
+        """Graph of calls with `signature`, and whether it came from the cache.
 
-        `state` is the Python state of the model's modules; `empty` are the tensors of the model whose memory holds
-        nothing here, None where no rank has any values. An error on one rank, and graphs that differ, are errors on
-        all. A new graph is compared with the model.
+        A new graph is compared with the model. If a rank fails, or graphs differ between ranks, all ranks raise.
+
+        Args:
+            signature: Signature of the call.
+            tensors: This rank's tensors.
+            state: Python state of the model's modules.
+            empty: Tensors of the model without values on this rank; None if no rank has values.
         """
         home = next((p.device for p in self._context.model.parameters()), self._world.device)
         leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -116,7 +120,7 @@ class Tracer:
             self._prove_hooks()
         made, assumed = _Made(), None
         rows = [count for (count,) in self._world.gather_numbers([signature.rows(leaves)])]
-        follows = any(rows) and not rows[self._world.rank]  # a mini-batch without rows decides as the others do
+        follows = any(rows) and not rows[self._world.rank]  # a rank without rows takes the branches of the others
         if not follows:
             made = self._make(stored, signature, leaves, None, key)
         if any(rows) and not all(rows):
@@ -134,7 +138,7 @@ class Tracer:
         if key is not None and made.data:
             self._keep(key, pack(StoredTrace(graph.task.graph_hash, checked, made.data)))
         self._tell(graph)
-        # Only some ranks may have been able to use the cached trace.
+        # The cached trace may have been usable on some ranks only.
         cached = bool(stored) and all(each for (each,) in self._world.gather_numbers([int(made.cached)]))
         self._used = key if cached else None
         return graph, cached
@@ -150,7 +154,10 @@ class Tracer:
         key: Key | None,
         empty: Sequence[torch.Tensor] | None,
     ) -> tuple[_Made, str | None]:
-        """A graph that computes what the model computes, and what to store about it. Collective."""
+        """Compare a graph with the model, replacing wrongly traced modules by leaves until the results are equal.
+
+        Returns the correct graph and `StoredTrace.checked`. Collective.
+        """
         if self._checker is None or self._from_rank_0(made.checked == ""):
             return made, made.checked
 
@@ -169,7 +176,7 @@ class Tracer:
             opaque = verdict.opaque
             if self._world.rank == 0:
                 log.get("RaNNCModule").warning(
-                    "The traced graph computes something else than the model (%s), which runs as one operator now. "
+                    "The traced graph gives other results than the model (%s), which now runs as one operator. "
                     "Please report this model",
                     verdict.line,
                 )
@@ -183,14 +190,14 @@ class Tracer:
         leaves: list[torch.Tensor],
         empty: Sequence[torch.Tensor] | None,
     ) -> bool:
-        """Whether the graph that was made from a family's template is right. Collective."""
+        """Whether a graph made from a family's template gives the same results as the model. Collective."""
         checked = self._families.checked(signature)
         if self._checker is not None and checked != "" and not self._families.tried(signature):
             verdict = self._checker.verdict(graph, leaves, empty, (), None)
             if verdict.checked is None and self._world.rank == 0:
                 log.get("RaNNCModule").warning(
-                    "The graph for any size computes something else than the model (%s): every size is traced on its "
-                    "own. Please report this model",
+                    "The graph for any size gives other results than the model (%s): each size is traced separately. "
+                    "Please report this model",
                     verdict.line,
                 )
             if verdict.checked is None:
@@ -202,11 +209,11 @@ class Tracer:
         return True
 
     def _prove_hooks(self) -> None:
-        """Know which hooks of the tracer torch runs, from an earlier run if it is kept. Collective."""
+        """Check that torch calls the tracer's hooks, or use the cached result of an earlier run. Collective."""
         if self._proven:
             return
         self._proven = True
-        from rannd.graph.tracing import hook_proofs  # it is of no use where traces come from the cache
+        from rannd.graph.tracing import hook_proofs  # not needed if traces come from the cache
 
         client, kept = self._context.cache.client, b""
         versions = {
@@ -221,7 +228,7 @@ class Tracer:
         kept = self._world.broadcast_bytes(kept)
         if kept == b"all":
             hook_proofs.assume(())
-        elif client is not None and not hook_proofs.failing():  # what fails is tried again in each run
+        elif client is not None and not hook_proofs.failing():  # failures are checked again in each run
             client.put(key, b"all")
 
     def _tell_checked(self, reason: str) -> None:
@@ -242,7 +249,7 @@ class Tracer:
         key: Key | None,
         opaque: Sequence[str] = (),
     ) -> _Made:
-        """The graph that is stored, or a new one, on this rank alone."""
+        """Load the stored graph or trace a new one, on this rank only."""
         broken = ""
         try:
             if stored:
@@ -276,13 +283,13 @@ class Tracer:
             try:
                 data = encode(traced, signature.fixed_rows)
             except Uncodable as exc:
-                log.get("RaNNCModule").info("The trace is not kept in the cache: %s", exc)
+                log.get("RaNNCModule").info("The trace cannot be cached: %s", exc)
         return build(self._context.model, signature, leaves, self._world.device, traced), data
 
     def _load(
         self, stored: StoredTrace, signature: Signature, leaves: list[torch.Tensor], assumed: tuple[bool, ...] | None
     ) -> ModelGraph | None:
-        """The graph in a cached trace; None where it is for other calls. Broken where it is for none."""
+        """Build the graph of a cached trace; None if it is for other calls. Broken if the trace is invalid."""
         traced, rows = decode(stored.data, self._context.model)
         if (rows is not None and rows != signature.rows(leaves)) or signature.rows(leaves) in traced.holes:
             return None
@@ -292,10 +299,10 @@ class Tracer:
         signature = signature.whole(traced.whole, signature.rows(leaves))
         try:
             graph = build(self._context.model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
-        except Exception as exc:  # whatever is in it, the model can be traced
-            raise Broken(f"no graph can be built from it: {type(exc).__name__}: {exc}") from exc
+        except Exception as exc:  # cached data may be arbitrarily wrong; the model can still be traced
+            raise Broken(f"building a graph from it failed: {type(exc).__name__}: {exc}") from exc
         if graph.task.graph_hash != stored.graph_hash:
-            raise Broken("its graph has another hash than the stored one")
+            raise Broken("the hash of its graph differs from the stored one")
         decisions = graph.traced.decisions
         if decisions is not None:
             here = [tensor.to(self._world.device) for tensor in leaves]
@@ -304,7 +311,7 @@ class Tracer:
         return graph
 
     def _agree(self, made: _Made, signature: Signature) -> None:
-        """Raise on every rank where one failed, or where graphs differ."""
+        """Raise on every rank if one of them failed, or if graphs differ between ranks."""
         graph = made.graph
         described = (graph.signature if graph is not None else signature).describe()
         decided = "".join(map(str, map(int, made.decided)))
@@ -324,21 +331,21 @@ class Tracer:
             rows_here, rows_there = (way.partition("/")[2] for way in (way_here, way_there))
             if rows_here != rows_there:
                 raise StepError(
-                    f"the model's code does not leave the number of rows open (the log says where): its graph is for "
+                    f"the model's code specializes its graph on the number of rows (the log says where): it is for "
                     f"{rows_here or 'any number of'} rows on rank 0, and for {rows_there or 'any number of'} on rank "
-                    f"{different[0]}; give all ranks equally many rows"
+                    f"{different[0]}; pass mini-batches of equal size on all ranks"
                 )
             if call_here == call_there and way_here != way_there:
                 raise StepError(other_branches(different[0]))
             what = (
                 f"rank {different[0]} calls the model with {call_there}, rank 0 with {call_here}"
                 if call_here != call_there
-                else f"ranks {different} have another model than rank 0 (graph {other[:12]}, not {mine[:12]})"
+                else f"the model of ranks {different} differs from rank 0's (graph {other[:12]}, not {mine[:12]})"
             )
             raise StepError(f"{what}; build the same model and call it in the same way on every rank")
 
     def _tell(self, graph: ModelGraph) -> None:
-        """What the front-end did, on rank 0's log."""
+        """Log what the front-end did, on rank 0."""
         if self._world.rank != 0:
             return
         logger = log.get("RaNNCModule")
@@ -348,13 +355,13 @@ class Tracer:
             logger.warning("The model runs in data parallel only: %s", graph.traced.record[-1])
         for where in graph.traced.changes:
             logger.warning(
-                "forward changes attribute %s; that is no part of the graph, and is not done when the graph runs", where
+                "forward assigns attribute %s; the graph does not contain this, so it is not done in later calls", where
             )
 
     # -- the cache --------------------------------------------------------------------------------------------
 
     def _key(self, signature: Signature) -> Key | None:
-        """The key of a cached trace, None where there cannot be one. Collective."""
+        """Cache key of a trace; None if it cannot be cached. Collective."""
         if self._distrusted or self._context.cache.off:
             return None
         found = fingerprint(self._context.model, signature)
@@ -370,7 +377,7 @@ class Tracer:
         return None
 
     def _tell_difference(self, components: Mapping[str, str]) -> None:
-        """Log what is different in the model of another rank. Collective."""
+        """Log how another rank's model differs from rank 0's. Collective."""
         told = [msgspec.json.decode(each) for each in self._world.gather_bytes(msgspec.json.encode(components))]
         rank = next((rank for rank, each in enumerate(told) if each != told[0]), 0)
         names = [name for name in told[0] if told[rank].get(name) != told[0][name]]
@@ -380,7 +387,7 @@ class Tracer:
             )
 
     def _find(self, key: Key) -> bytes:
-        """A stored trace on all ranks, or nothing."""
+        """Look up a trace in the cache and broadcast it; b"" if there is none."""
         found = b""
         client = self._context.cache.client
         if client is not None:
@@ -402,7 +409,7 @@ class Tracer:
 
 
 def placed(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
-    """A tensor of a call where the model is; zeros for one without values, with which a model can be planned."""
+    """Move a tensor of a call to the model's device; a meta tensor becomes zeros, which suffice for planning."""
     if tensor.is_meta and home.type != "meta":
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=home)
     return tensor.detach().to(home)

@@ -309,7 +309,7 @@ def gradients_that_differ_between_ranks() -> None:
         pyrannc.clear()
         reference, wrapped = pair(Net)
         pyrannc.delay_grad_allreduce(RANK > 0)
-        refused(StepError, "gradients wait on ranks [1", lambda: wrapped(*batch(RANK)))
+        refused(StepError, "the reduction of gradients is delayed on ranks [1", lambda: wrapped(*batch(RANK)))
         pyrannc.clear()
         reference, wrapped = pair(Net)
         wrapped(*batch(RANK))["loss"].backward()

@@ -26,7 +26,7 @@ raises(UsageError, "not a int", lambda: pyrannc.profile(1, torch.ones(1)))  # ty
 # A model that was profiled is wrapped and trained as any other.
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 wrapped = pyrannc.RaNNCModule(model, optimizer)
-raises(UsageError, "wrapped in a RaNNCModule already", lambda: pyrannc.profile(model, torch.ones(1, 8)))
+raises(UsageError, "already wrapped in a RaNNCModule", lambda: pyrannc.profile(model, torch.ones(1, 8)))
 wrapped(torch.ones(ROWS, 8, dtype=torch.float64)).pow(2).sum().backward()
 optimizer.step()
 assert isinstance(wrapped, nn.Module)

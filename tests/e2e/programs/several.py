@@ -233,6 +233,6 @@ model, _, _ = wrap(network(seed=9), 2)
 model(batches(0)[RANK])
 shared = nn.Sequential(nn.Linear(8, 8).double())
 shared[0].weight = model.get_parameter("0.weight")
-raises(UsageError, "0.weight is 0.weight of a model that is wrapped", lambda: pyrannc.RaNNCModule(shared))
+raises(UsageError, "0.weight is 0.weight of a model that is already wrapped", lambda: pyrannc.RaNNCModule(shared))
 assert SIZE == 2
 print(f"several models are right on rank {RANK}", flush=True)

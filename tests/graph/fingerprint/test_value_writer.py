@@ -105,15 +105,15 @@ BODIES = {
     "return __import__('os').environ": "uses __import__",
     "import time; return x * time.time()": "module time of the standard library",
     "from random import random; return x * random()": "module random of the standard library",
-    "import hidden_helper; return x * hidden_helper.RATE": "imports the module hidden_helper while it runs",
-    "import not_there; return x * not_there.RATE": "imports not_there, which is not loaded yet",
+    "import hidden_helper; return x * hidden_helper.RATE": "imports the module hidden_helper when it is called",
+    "import not_there; return x * not_there.RATE": "imports not_there, which has not been imported yet",
     "from hidden_helper import MISSING; return x * MISSING": "imports MISSING from hidden_helper",
     "h = hidden_helper; return x * h.RATE": "uses the module hidden_helper as a value",
     "return x * getattr(hidden_helper, 'RATE')": "uses the module hidden_helper as a value",
-    "return x * hidden_helper.MISSING": "which the module makes when it is asked for",
+    "return x * hidden_helper.MISSING": "which the module's __getattr__ creates on access",
     "hidden_helper.RATE = 2; return x": "uses the module hidden_helper as a value",
     "return x * hidden_helper.roll()": "function hidden_helper.roll uses module random",
-    "global COUNT; COUNT += 1; return x": "writes the global COUNT",
+    "global COUNT; COUNT += 1; return x": "assigns the global COUNT",
     "return x * self.forward.__func__.__globals__['COUNT']": "uses __globals__",
     "return x * len(nn.Module.__subclasses__())": "uses __subclasses__",
     "return x * dist.get_world_size()": "uses torch.distributed",
@@ -203,7 +203,7 @@ def deep() -> list[Any]:
 
 
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
-    "generator of numbers": (torch.Generator, "a torch._C.Generator has a state that cannot be seen"),
+    "generator of numbers": (torch.Generator, "a torch._C.Generator has state that cannot be read from Python"),
     "random": (lambda: random.Random(0), "module random of the standard library"),
     "numpy's generator": (lambda: np.random.default_rng(0), "numpy.random"),
     "lock": (threading.Lock, "module thread of the standard library"),
@@ -211,9 +211,9 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     "file": (lambda: open(os.devnull), "module io of the standard library"),  # noqa: SIM115
     "path": (pathlib.Path, "module pathlib of the standard library"),
     "environment": (lambda: os.environ, "module os of the standard library"),
-    "generator": (lambda: (n for n in range(3)), "a builtins.generator has a state that cannot be seen"),
-    "iterator": (lambda: iter([1]), "has a state that cannot be seen"),
-    "function that remembers": (lambda: remembered, "keeps results from call to call"),
+    "generator": (lambda: (n for n in range(3)), "a builtins.generator has state that cannot be read from Python"),
+    "iterator": (lambda: iter([1]), "has state that cannot be read from Python"),
+    "function that remembers": (lambda: remembered, "caches results between calls"),
     "module": (lambda: types.ModuleType("mine"), "the module mine is used as a value"),
     "library's module": (lambda: os, "module os of the standard library"),
     "builtin": (lambda: open, "module io of the standard library"),
@@ -230,10 +230,10 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     "large array": (lambda: np.zeros(state_rules.KEY_BYTES + 1, np.uint8), "too large to read"),
     "large bytes": (lambda: bytes(state_rules.KEY_BYTES + 1), "MiB of data"),
     "array of objects": (lambda: np.array([object()], dtype=object), "holds Python objects"),
-    "sparse": (lambda: torch.eye(2).to_sparse(), "of layout torch.sparse_coo is not read"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), "of layout torch.sparse_coo is not supported"),
     "tensor of another class": (lambda: torch.ones(2).as_subclass(Tagged), "is a tensor of another class"),
     "lazy module": (lambda: nn.LazyLinear(3), "is a tensor of another class"),
-    "compiled": (lambda: torch.jit.trace(nn.ReLU(), torch.ones(2)), "has a state that cannot be seen"),
+    "compiled": (lambda: torch.jit.trace(nn.ReLU(), torch.ones(2)), "has state that cannot be read from Python"),
 }  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def test_custom_operators() -> None:
         model.value = torch.ops.rannd_test_unseen.twice
         found = answer(model)
         assert isinstance(found, Unseen)
-        assert "the code of the custom operator rannd_test_unseen::twice cannot be seen" in found.reason
+        assert "the code of the custom operator rannd_test_unseen::twice cannot be read" in found.reason
         model.value = torch.ops.rannd_test_unseen.twice.default
         assert isinstance(answer(model), Unseen)
     model.value = torch.ops.aten.relu

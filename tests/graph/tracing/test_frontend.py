@@ -183,7 +183,7 @@ def test_a_fixed_batch_gets_a_graph_for_its_size(function: Any) -> None:
     assert graph.traced.leaf_paths or graph.signature.fixed_rows == 8
     assert "batch dimension of argument 0 is fixed by the model's code to" in graph.traced.record[0]
     assert graph.traced.record[-1] in (
-        "exported for 8 rows; other sizes of the batch need a graph of their own",
+        "exported for 8 rows; each other batch size needs another graph",
         "module lstm (LSTM) runs as one operator",
     )
 
@@ -205,7 +205,7 @@ def test_what_is_as_long_as_the_batch_by_chance_goes_along_whole(function: Any, 
     assert graph.traced.leaf_paths == ()
     assert len(graph.traced.whole) == 1
     assert [spec.shape for spec in graph.signature.tensors if not spec.batch] in ([(8,)], [(8, 8)])
-    assert "has 8 rows, too, but carries no samples" in graph.traced.record[0]
+    assert "also has size 8 in dimension 0, but carries no samples" in graph.traced.record[0]
     assert_same(in_pieces(graph, model, arguments, [3, 5]), eager(graph, model, arguments))
 
 
@@ -216,7 +216,7 @@ def test_a_model_that_needs_more_rows_than_an_example_has_gets_a_graph_for_its_o
     graph = graph_of(model, *tensors)
     assert graph.signature.fixed_rows == 8
     assert graph.traced.leaf_paths == ()
-    assert "traced for 8 rows, other sizes of the batch need a graph of their own" in graph.traced.record[0]
+    assert "traced for 8 rows, each other batch size needs another graph" in graph.traced.record[0]
     assert_same(in_pieces(graph, model, tensors, [8]), eager(graph, model, tensors))
 
 
@@ -250,9 +250,7 @@ class Strange:
 def test_a_strange_output_is_dropped_and_named() -> None:
     found = traced(Small(lambda m, a: (a, Strange())), torch.randn(3, 6))
     assert found.outputs.unflatten([1]) == (1, None)
-    assert found.record == (
-        "[1] (test_frontend.Strange) of the output cannot be handed back by ranks: None is in its place",
-    )
+    assert found.record == ("[1] (test_frontend.Strange) of the output cannot be returned by ranks and becomes None",)
 
 
 def test_a_model_without_tensor_output_is_refused() -> None:

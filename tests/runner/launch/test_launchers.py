@@ -54,6 +54,10 @@ def test_it_is_the_launcher_of_its_own_environment(shell: Shell) -> None:
     assert Path(launcher[1]).parent == Path(shell.command[0]).parent
 
 
+_under_open_mpi: list[str] = []
+"""Losses of the test below, which are the same for all launchers."""
+
+
 def test_training_equals_that_under_open_mpi(shell: Shell) -> None:
     """More ranks than there may be cores, in two stages."""
     (shell.home / "train.py").write_text(TRAIN)
@@ -61,10 +65,12 @@ def test_training_equals_that_under_open_mpi(shell: Shell) -> None:
     stages = {"RANNC_PARTITION_NUM": "2"}
     code, out, err = shell.run(*options, **stages)
     assert code == 0, err
-    own, shell.command = shell.command, Shell.command
-    code, expected, err = shell.run(*options, **stages)
-    assert code == 0, err
-    assert own != shell.command
     losses = sorted(re.findall(r"rank \d of 4: .*", out))
     assert len(losses) == 12
-    assert losses == sorted(re.findall(r"rank \d of 4: .*", expected))
+    assert shell.command != Shell.command
+    if not _under_open_mpi:
+        shell.command = Shell.command
+        code, out, err = shell.run(*options, **stages)
+        assert code == 0, err
+        _under_open_mpi.extend(sorted(re.findall(r"rank \d of 4: .*", out)))
+    assert losses == _under_open_mpi

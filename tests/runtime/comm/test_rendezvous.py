@@ -37,8 +37,8 @@ def test_find_place(environ: dict[str, str], place: LaunchedRank) -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK=2 is not below WORLD_SIZE=2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, r"RANK='one', WORLD_SIZE='2': whole numbers are wanted"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK=2 has to be at least 0 and less than WORLD_SIZE=2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, r"RANK='one', WORLD_SIZE='2': both have to be integers"),
     ],
 )
 def test_contradictions_are_errors(environ: dict[str, str], message: str) -> None:

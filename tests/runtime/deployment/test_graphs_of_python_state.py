@@ -272,7 +272,7 @@ def test_what_no_code_mentions_is_ignored_until_some_does(caplog: pytest.LogCapt
             inner.config.steps = step
             model(x)
     assert _traces(caplog) == 2
-    assert "Attribute config.steps of the model changed, and no code of the model reads a" in caplog.text
+    assert "Attribute config.steps of the model changed, but no code of the model reads an attribute" in caplog.text
     for each in (inner, plain):
         each.register_forward_hook(lambda module, inputs, output: output * module.config.steps)
     for step in range(7, 10):
@@ -323,7 +323,7 @@ def test_what_forward_keeps_in_containers_and_objects_is_told(caplog: pytest.Log
     inner = Counting()
     pyrannc.RaNNCModule(inner)(torch.randn(2, 4))
     for name in ("cache", "seen", "config.steps"):
-        assert f"forward changes attribute {name} of the model" in caplog.text
+        assert f"forward assigns attribute {name} of the model" in caplog.text
     assert (inner.cache, inner.seen, inner.config.steps) == ({"n": 0}, [], 0)
 
 
@@ -362,7 +362,7 @@ def test_what_hooks_and_objects_do_while_traced_is_not_traced_again(caplog: pyte
         for _ in range(3):
             model(torch.randn(2, 4))
     assert _traces(caplog) == 1
-    assert "forward changes attribute deep.inner.steps of the model" in caplog.text
+    assert "forward assigns attribute deep.inner.steps of the model" in caplog.text
     assert not noted
 
 

@@ -233,11 +233,11 @@ def test_a_loss_that_is_nan_in_one_process() -> None:
         net.bias.fill_(-1.0)
     with pytest.raises(NotANumberError, match=r"the operator log\w* made a NaN"):
         model(torch.ones(2, 4))
-    with pytest.raises(NotANumberError, match="because input argument 0 of this rank holds NaN"):
+    with pytest.raises(NotANumberError, match="because input argument 0 of this rank contains NaN"):
         model(torch.full((2, 4), float("nan")))
     with torch.no_grad():
         net.bias.fill_(float("nan"))
-    with pytest.raises(NotANumberError, match=r"because parameter net\.bias of this rank holds NaN"):
+    with pytest.raises(NotANumberError, match=r"because parameter net\.bias of this rank contains NaN"):
         model(torch.ones(2, 4))
     model.eval()
     assert torch.isnan(model(torch.ones(2, 4)).detach())  # nothing is lost by a look

@@ -157,12 +157,12 @@ def test_what_ranks_do_together_is_refused_in_the_block() -> None:
     wrapped = pyrannc.RaNNCModule(Net())
     wrapped(torch.randn(4, 6))
     for name, do in (
-        ("the making of a RaNNCModule", lambda: pyrannc.RaNNCModule(Net())),
-        ("profile, or", lambda: pyrannc.profile(Net(), torch.randn(4, 6))),
+        ("the constructor of RaNNCModule", lambda: pyrannc.RaNNCModule(Net())),
+        ("profile or", lambda: pyrannc.profile(Net(), torch.randn(4, 6))),
         ("the forward of call 1", lambda: wrapped(torch.ones(4, 6))),
         ("get_param", lambda: wrapped.get_param("first.weight")),
     ):
-        message = rf"{name}.* inside of a block of DistributeModelParams"
+        message = rf"{name}.* inside a block of DistributeModelParams"
         with pytest.raises(UsageError, match=message), pyrannc.DistributeModelParams():
             do()
     with pyrannc.DistributeModelParams():
@@ -399,9 +399,9 @@ def test_a_file_that_is_damaged_after_it_was_looked_at_is_named(tmp_path: Path) 
 
 def test_what_needs_values_before_the_first_call_says_so(tmp_path: Path) -> None:
     wrapped = pyrannc.RaNNCModule(bare())
-    with pytest.raises(UsageError, match=r"first.weight is on the meta device and has no values yet; they come at"):
+    with pytest.raises(UsageError, match=r"first.weight is on the meta device and has no values before"):
         wrapped.get_param("first.weight")
-    with pytest.raises(UsageError, match=r"first.weight is on the meta device and has no values yet"):
+    with pytest.raises(UsageError, match=r"has no values before the model's first call"):
         dict(wrapped.named_parameters(from_global=True))
     with pytest.raises(UsageError, match=r"first.weight is on the meta device; .* a RaNNCModule has them once it was"):
         pyrannc.save_checkpoint(tmp_path / "it", wrapped)

@@ -88,7 +88,7 @@ def test_what_is_no_file_of_a_deployment_is_refused(tmp_path: Path, some: Deploy
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, Path("/dev/zero")):
-        with pytest.raises(DeploymentError, match="is no plain file"):
+        with pytest.raises(DeploymentError, match="is not a regular file"):
             read_file(path)
     with pytest.raises(DeploymentError, match="cannot be read: No such file"):
         read_file(tmp_path / "none")
@@ -100,7 +100,7 @@ def test_what_is_no_file_of_a_deployment_is_refused(tmp_path: Path, some: Deploy
     anybody = tmp_path / "anybody"
     save_file(some, anybody)
     anybody.chmod(0o666)
-    with pytest.raises(DeploymentError, match=r"can be changed by every user .*chmod o-w"):
+    with pytest.raises(DeploymentError, match=r"is writable for every user .*chmod o-w"):
         read_file(anybody)
     anybody.chmod(0o644)
     assert decode(read_file(anybody)) == some

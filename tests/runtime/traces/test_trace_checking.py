@@ -115,7 +115,7 @@ def off(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Switch hooks of the tracer off, and let nobody know."""
     hook_proofs.assume(())
     for name in names:
-        monkeypatch.setattr(export, name, unchanged if name == "watch_dice" else nothing)
+        monkeypatch.setattr(export, name, unchanged if name == "watch_foreign_rng" else nothing)
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +164,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[torch.Tensor], torch.Tensor]]
     "saved tensors": (("watch_gradients",), saving),
     "inference mode": (("watch_gradients",), inferring),
     "node hooks": (("NodesUnseen",), node_hooked),
-    "numpy": (("watch_dice",), numpy_draws),
-    "python": (("watch_dice",), python_draws),
+    "numpy": (("watch_foreign_rng",), numpy_draws),
+    "python": (("watch_foreign_rng",), python_draws),
     "branches": (("no_checkpoints",), branching),
     "data": ((), detached),
 }
@@ -320,8 +320,8 @@ def test_what_a_closure_counts_is_put_back(monkeypatch: pytest.MonkeyPatch, capl
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             model(torch.randn(4, WIDTH, dtype=torch.float64))
-    assert "The trace computes what the model computes" in caplog.text
-    assert "forward changes attribute function of module inner" in caplog.text
+    assert "The trace gives the same results as the model" in caplog.text
+    assert "forward assigns attribute function of module inner" in caplog.text
     assert caplog.text.count("Tracing model") == 1
     assert state == {"calls": 0}
 
@@ -342,7 +342,7 @@ def test_whole_model_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -
         "compare_few",
         lambda *args, **kwargs: right(*args, **kwargs) or trace_checking.Mismatch("it", 1.0),
     )
-    with pytest.raises(TraceError, match="the model runs as one operator"):
+    with pytest.raises(TraceError, match="the whole model runs as one operator"):
         trains_like_the_model(torch.sin, True)
 
 
@@ -420,7 +420,7 @@ def test_sparse_gradients(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.
     model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with caplog.at_level(logging.INFO):
         model(torch.randint(0, 10, (4,))).sum().backward()
-    assert "The trace computes what the model computes" in caplog.text
+    assert "The trace gives the same results as the model" in caplog.text
 
 
 def test_a_model_that_needs_two_rows_gets_them(
@@ -430,7 +430,7 @@ def test_a_model_that_needs_two_rows_gets_them(
     with caplog.at_level(logging.INFO):
         model = wrapped(Model(torch.sin, True).double())
         model(torch.randn(2, WIDTH, dtype=torch.float64))
-    assert "The trace computes what the model computes" in caplog.text
+    assert "The trace gives the same results as the model" in caplog.text
 
 
 def test_under_inference_mode_and_another_default_device(caplog: pytest.LogCaptureFixture) -> None:
