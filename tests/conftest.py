@@ -1,4 +1,4 @@
-"""What the tests of several rooms need: a home of their own for daemon and configuration, and a fork server."""
+"""What the tests of several packages need: a home of their own for daemon and configuration, and a fork server."""
 
 from __future__ import annotations
 

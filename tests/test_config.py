@@ -491,9 +491,9 @@ def test_import_reads_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_every_item_that_has_an_effect_is_read_somewhere() -> None:
-    """No dead switch: an item that no room reads would be set in vain, and silently."""
-    rooms = Path(__file__).resolve().parents[1] / "rannd"
-    texts = [file.read_text() for file in rooms.rglob("*.py") if "config" not in file.relative_to(rooms).parts]
+    """No dead switch: an item that no file reads would be set in vain, and silently."""
+    package = ROOT / "rannd"
+    texts = [file.read_text() for file in package.rglob("*.py") if "config" not in file.relative_to(package).parts]
     unread = [
         name
         for name, row in ITEMS.items()

@@ -21,6 +21,7 @@ from rannd.config import ITEMS
 from rannd.errors import ConfigError
 from rannd.log import loggers, settings
 from rannd.log.pattern import FLAGS, unknown_flag
+from rannd.rank_variables import RANKS
 
 ROOT = Path(__file__).parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -41,7 +42,7 @@ def run(tmp_path: Path) -> Run:
     def run_(code: str, toml: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
         if toml is not None:
             (tmp_path / "logging.toml").write_text(toml)
-        environ = {name: text for name, text in os.environ.items() if name not in loggers._RANK_VARIABLES}
+        environ = {name: text for name, text in os.environ.items() if name not in RANKS}
         environ |= {"PYTHONPATH": str(ROOT), "RANNC_CONF_DIR": str(tmp_path), **variables}
         command = [sys.executable, "-c", _PREFIX.format(directory=str(tmp_path)) + code]
         return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, check=True)

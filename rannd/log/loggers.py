@@ -12,6 +12,7 @@ from rannd.config.reading import config_directory
 from rannd.log import settings as settings_
 from rannd.log.settings import LoggerSettings, LogSettings
 from rannd.log.sinks import SpdlogSinks
+from rannd.rank_variables import RANKS
 
 LOG_FILE = "logging.toml"
 #: The Python logger that is the parent of all others here.
@@ -34,9 +35,6 @@ LOGGERS = (
     "MLPartitioner",
     "DPStaging",
 )
-
-#: Variables in which launchers pass the rank. MPI's come before Slurm's, which a whole batch script inherits.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 
 _lock = threading.Lock()
 _handler: SinkHandler | None = None
@@ -99,7 +97,7 @@ def _flush() -> None:
 
 def rank_of(environ: Mapping[str, str]) -> str:
     """The rank that the launcher assigned, as text; empty if there is none."""
-    return next((environ[name] for name in _RANK_VARIABLES if environ.get(name, "").isdigit()), "")
+    return next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "")
 
 
 def _label(role: str, environ: Mapping[str, str]) -> str:

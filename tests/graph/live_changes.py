@@ -285,14 +285,64 @@ def _setting(put: Callable[[Any], Any], before: Any, after: Any) -> Callable[[An
     return change
 
 
-PROCESS: dict[str, Callable[[Any], Callable[[], None]]] = {
-    "hook of all modules": _global_hook,
-    "default type": _setting(torch.set_default_dtype, torch.float32, torch.float64),
-    "default device": _setting(torch.set_default_device, None, "meta"),
+def _attribute(holder: Any, name: str, after: Any) -> Callable[[Any], Callable[[], None]]:
+    def change(model: Any) -> Callable[[], None]:
+        before = getattr(holder, name)
+        assert before != after
+        setattr(holder, name, after)
+        return lambda: setattr(holder, name, before)
+
+    return change
+
+
+def _inference(model: Any) -> Callable[[], None]:
+    mode = torch.inference_mode()
+    mode.__enter__()
+    return lambda: mode.__exit__(None, None, None)
+
+
+def _autocast_dtype(device: str, before: torch.dtype, after: torch.dtype) -> Callable[[Any], Callable[[], None]]:
+    return _setting(functools.partial(torch.set_autocast_dtype, device), before, after)
+
+
+def _einsum(model: Any) -> Callable[[], None]:
+    """The value behind the property, which may not be set where the package opt_einsum is missing."""
+    behind = vars(torch.backends.opt_einsum.m)
+    before = behind["enabled"]
+    behind["enabled"] = not before
+    return lambda: behind.update(enabled=before)
+
+
+def _warn_only(warn: bool) -> None:
+    torch.use_deterministic_algorithms(False, warn_only=warn)
+
+
+SWITCHED: dict[str, Callable[[Any], Callable[[], None]]] = {
+    "autocast dtypes, cpu": _autocast_dtype("cpu", torch.bfloat16, torch.float16),
+    "autocast dtypes, cuda": _autocast_dtype("cuda", torch.float16, torch.bfloat16),
+    "autocast cache": _setting(torch.set_autocast_cache_enabled, True, False),
+    "inference": _inference,
+    "dtype": _setting(torch.set_default_dtype, torch.float32, torch.float64),
+    "device": _setting(torch.set_default_device, None, "meta"),
     "deterministic": _setting(torch.use_deterministic_algorithms, False, True),
-    "precision": _setting(torch.set_float32_matmul_precision, "highest", "medium"),
-    "attention": _setting(torch.backends.cuda.enable_flash_sdp, True, False),
+    "warn only": _setting(_warn_only, False, True),
+    "fill": _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "anomaly": _setting(torch.autograd.set_detect_anomaly, False, True),
+    "matmul": _setting(torch.set_float32_matmul_precision, "highest", "medium"),
+    "sdp, flash": _setting(torch.backends.cuda.enable_flash_sdp, True, False),
+    "sdp, memory efficient": _setting(torch.backends.cuda.enable_mem_efficient_sdp, True, False),
+    "sdp, math": _setting(torch.backends.cuda.enable_math_sdp, True, False),
+    "sdp, cudnn": _setting(torch.backends.cuda.enable_cudnn_sdp, True, False),
     "mkldnn": _setting(torch._C._set_mkldnn_enabled, True, False),
+    "cudnn, enabled": _attribute(torch.backends.cudnn, "enabled", False),
+    "cudnn, benchmark": _attribute(torch.backends.cudnn, "benchmark", True),
+    "cudnn, deterministic": _attribute(torch.backends.cudnn, "deterministic", True),
     "fast path": _setting(torch.backends.mha.set_fastpath_enabled, True, False),
+    "einsum, enabled": _einsum,
+    "einsum, strategy": _attribute(torch.backends.opt_einsum, "strategy", "greedy"),
 }
+"""What is done to each of torch's switches, by its name in `SWITCHES`, and its part after a comma; the answer undoes
+it."""
+
+PROCESS: dict[str, Callable[[Any], Callable[[], None]]] = {"hook of all modules": _global_hook, **SWITCHED}
 """What is done beside the model; the answer undoes it."""

@@ -1,4 +1,9 @@
-"""Small forwards, each with what is right about its samples: functions of a `Small` model and its arguments."""
+"""Small forwards, each with what is right about its samples: functions of a `Small` model and its arguments.
+
+A new case goes to `row_operators`, which has one table for each family of operators. Here are the forwards of common
+layers and losses, and what makes the arguments; other tests take some of these cases by their names. test_analysis.py
+runs the tables of both files in the same way, and no name is in both.
+"""
 
 from __future__ import annotations
 

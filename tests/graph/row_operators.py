@@ -1,4 +1,9 @@
-"""Operators of torch on samples, each with what is right about it: as `row_cases`, family by family."""
+"""Operators of torch on samples, each with what is right about it: as `row_cases`, family by family.
+
+New cases go here: where the samples stay independent, to the table of the operator's family (`FAMILIES`, which make
+`INDEPENDENT`); where they do not, to `COUPLED`. An operator with a rule of its own gets one of each. `REFUSED` of
+`row_cases` is for names of both files.
+"""
 
 from __future__ import annotations
 
@@ -469,7 +474,8 @@ LOSSES: Cases = {
     ),
 }  # fmt: skip
 
-INDEPENDENT: Cases = {**ROUTED, **PRODUCTS, **ALGEBRA, **PLANES, **WITHIN, **BLOCKS, **LOSSES}
+FAMILIES = (ROUTED, PRODUCTS, ALGEBRA, PLANES, WITHIN, BLOCKS, LOSSES)
+INDEPENDENT: Cases = {name: case for family in FAMILIES for name, case in family.items()}
 
 COUPLED: Cases = {
     "more groups than choices": (partial(_routed, experts=4), [seq]),

@@ -5,7 +5,7 @@ records all of it, in components that a person can compare:
 
 =========  =====================================================================================================
 versions   of Python, torch, rannd, and of every distribution whose code was found, with its requirements
-tracer     the sources of rannd.graph
+tracer     the sources of rannd that determine a trace
 model      the class of the model
 modules    class, attributes and hooks of every module, in order; shared modules by their first name
 tensors    parameters and buffers: type, shape, device type, flags, sharing; not their values
@@ -34,14 +34,12 @@ A fingerprint does not include, and cannot notice:
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +53,7 @@ from rannd.graph.fingerprint.object_reader import attributes_of, modules_of
 from rannd.graph.fingerprint.provenance import PYTHON, file_digest, requirements_of, version_of
 from rannd.graph.fingerprint.state_rules import global_hooks, modes_around, switches
 from rannd.graph.fingerprint.value_writer import Hidden
+from rannd.sources import TRACING, digest_of
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _components(model: nn.Module, signature: Signature) -> dict[str, str]:
     kind = type(model)
     return {
         "versions": _versions(inspector.owners),
-        "tracer": sources_digest(),
+        "tracer": digest_of(TRACING),
         "model": f"{kind.__module__}.{kind.__qualname__}",
         "modules": _digest(lines),
         "tensors": _digest(described),
@@ -214,15 +213,3 @@ def _versions(owners: set[str]) -> str:
     names |= requirements_of("torch")
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return ", ".join([python, f"torch {torch.__version__}", *(f"{name} {version_of(name)}" for name in sorted(names))])
-
-
-@functools.cache
-def sources_digest() -> str:
-    """Digest of the sources of rannd.graph, which determine the trace. Cached: the process has imported them once."""
-    home = sources_folder()
-    return _digest([f"{path.relative_to(home)} {file_digest(str(path))}" for path in sorted(home.rglob("*.py"))])
-
-
-def sources_folder() -> Path:
-    """Folder of the package rannd.graph, including all sub-packages."""
-    return Path(__file__).parents[1]

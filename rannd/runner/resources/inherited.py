@@ -6,16 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
+from rannd.rank_variables import PMIX, WORLDS
 from rannd.runner.resources.allocation import HOSTFILE_VARIABLES, expand_counts
-
-#: Names of rank, size, local rank and local size; the first row whose rank and size are set applies. The same as in
-#: rannd/runtime/comm/rendezvous.py (a test compares them), which is not imported here because it imports torch.
-WORLDS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
 
 _PREFIXES = (
     "OMPI_COMM_WORLD_",
@@ -122,9 +114,9 @@ def rank_here(environ: Mapping[str, str]) -> Rank | None:
             starter=_starter(rank, environ),
             by_srun=by_srun,
         )
-    if "PMIX_RANK" in environ:
+    if PMIX in environ:
         raise UsageError(
-            f"this process was started as a rank by a PMIx launcher (PMIX_RANK={environ['PMIX_RANK']}) that does not "
+            f"this process was started as a rank by a PMIx launcher ({PMIX}={environ[PMIX]}) that does not "
             "say how many there are. Put 'python train.py' there instead of 'rannc-run train.py', or call rannc-run "
             "outside"
         )

@@ -38,13 +38,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rannd.lost_host import LOOK_S, is_lost
+from rannd.rank_variables import MPI_RANKS
 from rannd.runner.watch import processes, wire
 from rannd.runner.watch.line_channel import connect
 
 #: Variable with the watcher's settings, removed from the environment before the rank starts.
 SETTINGS_VARIABLE = "RANND_WATCHER"
-#: Variables in which MPI launchers and Slurm pass the rank's number.
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 #: Bytes of standard error to keep for the failure report.
 _TAIL = 16 << 10
@@ -56,7 +55,7 @@ _HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
     """Return this process's rank as set by the launcher, None outside a launcher."""
-    for name in RANK_VARIABLES:
+    for name in MPI_RANKS:
         if environ.get(name, "").isdecimal():
             return int(environ[name])
     return None
@@ -397,7 +396,7 @@ def main() -> None:
     settings = json.loads(os.environ.pop(SETTINGS_VARIABLE))
     rank = rank_of(os.environ)
     if rank is None:
-        sys.exit(f"rannc-run: the launcher set none of {', '.join(RANK_VARIABLES)}; the rank is unknown")
+        sys.exit(f"rannc-run: the launcher set none of {', '.join(MPI_RANKS)}; the rank is unknown")
     stand_in = os.getpid()
     pid = os.fork()
     if pid != 0:

@@ -33,16 +33,13 @@ class Manifest(msgspec.Struct, frozen=True):
     torch: str
     files: dict[str, FileFacts]
     digest: str = ""
-    """Of all the other fields."""
+    """Of all that the file says beside it, see `_digest`."""
 
     def sealed(self) -> bytes:
         """As the file's bytes."""
-        whole = msgspec.structs.replace(self, digest=self._digest())
-        return msgspec.json.format(msgspec.json.encode(whole, order="deterministic")) + b"\n"
-
-    def _digest(self) -> str:
-        bare = msgspec.structs.replace(self, digest="")
-        return hashlib.sha256(msgspec.json.encode(bare, order="deterministic")).hexdigest()[:16]
+        said = msgspec.json.decode(msgspec.json.encode(self, order="deterministic"))
+        said["digest"] = _digest(said)
+        return msgspec.json.format(msgspec.json.encode(said)) + b"\n"
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
@@ -62,9 +59,10 @@ class Manifest(msgspec.Struct, frozen=True):
                     f"{FORMAT}); update rannd"
                 )
             found = msgspec.json.decode(data, type=Manifest)
+            digest = _digest(msgspec.json.decode(data))
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise CheckpointError(f"{path} is damaged: {exc}") from exc
-        if found._digest() != found.digest:
+        if found.digest != digest:
             raise CheckpointError(f"{path} is damaged: its digest is not that of what it says")
         for name in found.files:
             if Path(name).name != name:
@@ -74,6 +72,15 @@ class Manifest(msgspec.Struct, frozen=True):
 
 class _Format(msgspec.Struct):
     format: int
+
+
+def _digest(said: dict[str, Any]) -> str:
+    """Digest of a manifest as it stands in the file, in the file's order, with an empty text as its own digest.
+
+    Fields that this version does not know count, and those that the file lacks do not: a manifest stays whole for a
+    version of rannd that has one field more, or less.
+    """
+    return hashlib.sha256(msgspec.json.encode({**said, "digest": ""})).hexdigest()[:16]
 
 
 def manifest(prefix: str, ranks: int, step: int | None, files: Mapping[str, FileFacts]) -> Manifest:

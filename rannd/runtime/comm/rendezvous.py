@@ -22,19 +22,9 @@ import torch.distributed as dist
 
 from rannd import log
 from rannd.errors import LaunchError
+from rannd.rank_variables import WORLDS
 from rannd.runtime.comm import network_interface
 from rannd.runtime.failure.connections import Connections
-
-RANK_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
-"""Environment variables with rank, world size, local rank and local world size, for each kind of launcher.
-
-For Slurm the size is that of the step: the batch script itself also has SLURM_PROCID and SLURM_NTASKS, but is no rank.
-"""
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -61,7 +51,7 @@ def find_place(environ: Mapping[str, str]) -> LaunchedRank:
     if dist.is_available() and dist.is_initialized():
         local = environ.get("LOCAL_RANK") or environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
         return LaunchedRank(dist.get_rank(), dist.get_world_size(), int(local or dist.get_rank()), "torch.distributed")
-    for rank, size, local_rank, _ in RANK_VARIABLES:
+    for rank, size, local_rank, _ in WORLDS:
         if rank in environ and size in environ:
             try:
                 place = LaunchedRank(

@@ -7,7 +7,6 @@ of each other node stores the deployment in its own node's cache.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import platform
 from collections.abc import Callable, Sequence
@@ -44,6 +43,7 @@ from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
 from rannd.runtime.planning.profiler import Measuring, Platform
+from rannd.sources import PLANNING, digest_of
 
 LEASE_WAIT_S = 1200.0
 """Maximum seconds to wait for another job that is making the same deployment; the wait ends if that job dies.
@@ -102,7 +102,7 @@ class Planner:
         self._used: Key | None = None
         self._base: Key | None = None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
-        versions["rannd source"] = source_digest()
+        versions["rannd source"] = digest_of(PLANNING)[:16]
         self._platform = Platform(device_model(world.device), backend_of(world.device), versions)
         self._file = ProfileFile(config, self._platform.device_model)
         self._made = Provenance(self._platform.device_model, "measured", version(), str(torch.__version__))
@@ -443,13 +443,3 @@ def _shortage(rank: int, need: int, there: int) -> str:
 @functools.cache
 def _no_progress(doing: str) -> None:
     """No-op progress callback."""
-
-
-def source_digest() -> str:
-    """Digest of the source code that plans depend on, because plans may change without a change of the version."""
-    home = Path(rannd.errors.__file__).parent
-    digest = hashlib.sha256()
-    for room in ("graph", "profile", "plan"):
-        for file in sorted((home / room).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]

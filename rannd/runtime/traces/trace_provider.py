@@ -21,7 +21,7 @@ from rannd.daemon.common.versions import version
 from rannd.errors import RanndError, StepError
 from rannd.graph.call.call_errors import explained
 from rannd.graph.call.signature import Signature
-from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint, sources_digest
+from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
 from rannd.graph.fx.codec import decode, encode
 from rannd.graph.fx.encoding import Broken, Uncodable
 from rannd.graph.model import ModelGraph, build, trace
@@ -31,6 +31,7 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.traces.shape_families import Families
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
 from rannd.runtime.traces.trace_checking import TraceChecker
+from rannd.sources import CHECKING, TRACING, digest_of
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class Tracer:
             "numpy": np.__version__,
             "rannd": version(),
         }
-        key = hooks_key(tracer=sources_digest(), versions=versions)
+        key = hooks_key(tracer=digest_of(TRACING), versions=versions)
         if client is not None:
             kept = client.get(key) or b""
         kept = self._world.broadcast_bytes(kept)
@@ -364,7 +365,7 @@ class Tracer:
         if self._distrusted or self._context.cache.off:
             return None
         found = fingerprint(self._context.model, signature)
-        components = {} if isinstance(found, Unseen) else dict(found.components)
+        components = {} if isinstance(found, Unseen) else {**found.components, "checking": digest_of(CHECKING)}
         key = trace_key(components) if components else None
         told = self._world.gather_bytes(b"" if key is None else key.digest.encode())
         if isinstance(found, Unseen):

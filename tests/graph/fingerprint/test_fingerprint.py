@@ -7,8 +7,6 @@ import enum
 import functools
 import importlib
 import math
-import shutil
-import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from user_code import differences, seen
 
 from rannd.graph.fingerprint import provenance
 from rannd.graph.fingerprint.fingerprint import Fingerprint, fingerprint
+from rannd.sources import TRACING, digest_of
 
 
 class Act(enum.Enum):
@@ -490,31 +489,12 @@ def test_versions_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         provenance.requirements_of.cache_clear()
 
 
-def test_the_sources_of_the_tracer_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = importlib.import_module("rannd.graph.fingerprint.fingerprint")
-    copied = tmp_path / "graph"
-    shutil.copytree(module.sources_folder(), copied, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(module, "__file__", str(copied / "fingerprint" / "fingerprint.py"))
-    for file in ("model.py", "tracing/export.py", "rows/rules/products.py", "fingerprint/bytecode.py"):
-        module.sources_digest.cache_clear()
-        before = seen(Net())
-        assert before == seen(Net())
-        with (copied / file).open("a") as opened:
-            opened.write("\n")
-        assert seen(Net()) == before  # what is loaded stays as it is
-        module.sources_digest.cache_clear()
-        assert differences(seen(Net()), before) == {"tracer"}
-    module.sources_digest.cache_clear()
-
-
-def test_every_module_that_traces_is_in_the_digest_of_sources() -> None:
-    """A trace of another version of rannd would be used without a word, were one of them left out."""
-    module = importlib.import_module("rannd.graph.fingerprint.fingerprint")
-    files = set(module.sources_folder().rglob("*.py"))
-    importlib.import_module("rannd.graph.model")
-    traces = {name: found for name, found in sys.modules.items() if name.startswith("rannd.graph.")}
-    assert len(traces) > 60
-    assert not [name for name, found in traces.items() if Path(found.__file__ or "") not in files]
+def test_the_sources_of_the_tracer_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which files these are: tests/test_sources.py."""
+    before = seen(Net())
+    assert before.components["tracer"] == digest_of(TRACING)
+    monkeypatch.setattr(importlib.import_module("rannd.graph.fingerprint.fingerprint"), "digest_of", "of {}".format)
+    assert differences(seen(Net()), before) == {"tracer"}
 
 
 def test_files_are_read_again_when_they_change(tmp_path: Path) -> None:

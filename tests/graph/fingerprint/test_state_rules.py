@@ -15,7 +15,7 @@ import live_changes
 import numpy as np
 import pytest
 import torch
-from live_changes import MODULES, PROCESS, VALUES, Net, Settings
+from live_changes import MODULES, PROCESS, SWITCHED, VALUES, Net, Settings
 from mutants import EDITS, MODES, Recipe, in_mode, random_recipe, random_value, realised
 from torch import nn
 from user_code import answer
@@ -30,6 +30,7 @@ from rannd.graph.fingerprint.state_rules import (
     MODULE_PARTS,
     ONE_SIDED,
     ModulePart,
+    switches,
 )
 from rannd.graph.modules.guards import changed, kept, state_of
 
@@ -84,6 +85,33 @@ def test_what_modules_are(name: str) -> None:
 @pytest.mark.parametrize("name", PROCESS)
 def test_what_is_around_the_model(name: str) -> None:
     assert seen_by(Net(), PROCESS[name]) == {KEY, GUARD}
+
+
+def _values() -> dict[tuple[str, int], Any]:
+    """(name of a switch, place in it) -> what it is now."""
+    return {
+        (name, place): each
+        for name, value in switches().items()
+        for place, each in enumerate(value if isinstance(value, list) else [value])
+    }
+
+
+def test_every_switch_has_a_case_that_changes_it_alone() -> None:
+    """And each value of a switch that has several."""
+    before, changes = _values(), {}
+    for name, change in SWITCHED.items():
+        undo = change(None)
+        try:
+            after = _values()
+        finally:
+            undo()
+        assert _values() == before, name
+        changes[name] = [place for place in before if after[place] != before[place]]
+    assert {name: len(places) for name, places in changes.items()} == dict.fromkeys(SWITCHED, 1)
+    assert {name: places[0][0] for name, places in changes.items()} == {
+        name: name.partition(",")[0] for name in SWITCHED
+    }
+    assert {places[0] for places in changes.values()} == before.keys()
 
 
 def plain_recipe() -> Recipe:

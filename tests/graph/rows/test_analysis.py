@@ -22,6 +22,7 @@ from rannd.graph.rows.rules.states import FIXED, Reduction, RowIndex, Rows, Scal
 
 INDEPENDENT = {**row_cases.INDEPENDENT, **row_operators.INDEPENDENT}
 COUPLED = {**row_cases.COUPLED, **row_operators.COUPLED}
+TABLES = (row_cases.INDEPENDENT, *row_operators.FAMILIES, row_cases.COUPLED, row_operators.COUPLED)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -45,6 +46,11 @@ def _sizes(rows: int, seed: str) -> list[int]:
     generator = random.Random(seed)
     cuts = sorted(generator.sample(range(1, rows), generator.randint(1, 3)))
     return [high - low for low, high in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
+def test_no_case_hides_another_of_its_name() -> None:
+    assert len({*INDEPENDENT, *COUPLED}) == sum(map(len, TABLES))
+    assert COUPLED.keys() >= REFUSED
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)

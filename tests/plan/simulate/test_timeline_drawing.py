@@ -1,11 +1,17 @@
 """Drawn timelines of every schedule, compared as text with the files in golden/.
 
-A changed schedule shows as a changed drawing. `python tests/plan/simulate/test_timeline_drawing.py` writes the files
-anew; look at the difference before it is kept.
+A changed schedule shows as a changed drawing. This command, in the root of the repository, writes the files anew; look
+at the difference before it is kept:
+
+    PYTHONPATH=.:tests/plan python tests/plan/simulate/test_timeline_drawing.py
 """
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,7 +27,8 @@ from rannd.plan.simulate.step_costs import StepCosts
 from rannd.plan.simulate.timeline import COMPUTE, Event
 from rannd.plan.simulate.timeline_drawing import draw
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "plan" / "golden"
 
 FOUR = chain(4, 2)
 UNEQUAL = Layout(4, 2, ((0, 2), (1,), (3,)), ((-1, 0), (0, 1), (1, 2)), ((0, 1), (1, 2)))
@@ -58,6 +65,22 @@ def test_timelines_are_as_drawn(name: str) -> None:
 
 def test_nothing_is_left_of_other_cases() -> None:
     assert {path.stem for path in GOLDEN.iterdir()} == set(CASES)
+
+
+def test_the_command_writes_the_drawings_anew(tmp_path: Path) -> None:
+    """As the text at the top has it."""
+    assert __doc__
+    command = next(line.strip() for line in __doc__.splitlines() if line.endswith(".py"))
+    (tmp_path / "rannd").symlink_to(ROOT / "rannd")
+    shutil.copytree(ROOT / "tests" / "plan", tmp_path / "tests" / "plan")
+    golden = tmp_path / GOLDEN.relative_to(ROOT)
+    for path in golden.iterdir():
+        path.write_text("old")
+    command = command.replace(" python ", f" {shlex.quote(sys.executable)} ")
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert {path.name: path.read_text() for path in golden.iterdir()} == {
+        path.name: path.read_text() for path in GOLDEN.iterdir()
+    }
 
 
 def test_columns_show_what_runs_in_their_middle() -> None:

@@ -14,19 +14,13 @@ from test_launchers import TRAIN
 from transcript import RANNC_RUN, Shell, program
 
 from rannd.errors import UsageError
-from rannd.runner.resources import inherited
 from rannd.runner.resources.inherited import Rank, rank_here, without_rank
-from rannd.runtime.comm.rendezvous import RANK_VARIABLES
 
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
 
 # --- who this process is --------------------------------------------------------------------------
-
-
-def test_ranks_are_those_that_the_runtime_sees() -> None:
-    assert inherited.WORLDS == RANK_VARIABLES
 
 
 @pytest.mark.parametrize(
