@@ -39,7 +39,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     do_uncoarsening: bool = False
     """Move the boundaries of coarsened blocks to cheaper positions nearby."""
     schedule: str = "1f1b"
-    """Name of the schedule, see run_modes.SCHEDULES."""
+    """Name of the schedule, see schedules.SCHEDULES."""
     opt_param_factor: float = 2.0
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
