@@ -1,4 +1,4 @@
-"""Schedules and ZeRO stages that the planner knows, and the one table of those that the runtime can run.
+"""Run modes: schedules with ZeRO stages that the planner knows, and which of them the runtime can run.
 
 The planner plans, simulates and shows all of them, but chooses only what the runtime can run.
 """
@@ -10,6 +10,9 @@ from collections.abc import Mapping
 import msgspec
 
 from rannd.errors import PlanError
+from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
+
+__all__ = ["RUNS", "SCHEDULES", "RunMode", "check_known", "others"]
 
 
 class RunMode(msgspec.Struct, frozen=True, order=True):
@@ -24,35 +27,36 @@ class RunMode(msgspec.Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str:
-        """Such as 'zb_h1', 'ZeRO 2' or 'zb_h1 with ZeRO 1'; '' for 1F1B or fill-drain without ZeRO."""
-        known = self.schedule if self.schedule == "zb_h1" else ""
+        """Such as 'zb_h1', 'ZeRO 2' or 'zb_h1 with ZeRO 1'; '' if the runtime can run it without ZeRO."""
+        known = "" if self.schedule in SCHEDULES else self.schedule
         return " with ".join(filter(None, (known, f"ZeRO {self.zero}" if self.zero else "")))
 
 
-_STAGES = (1, 2, 3)
 RUNS: Mapping[RunMode, bool] = {
-    RunMode("1f1b"): True,
-    RunMode("fill_drain"): True,
-    RunMode("zb_h1"): False,
-    # Zero-bubble delays parameter gradients, which ZeRO 2 and 3 shard as soon as they are computed.
-    RunMode("zb_h1", 1): False,
-    **{RunMode(schedule, zero): False for schedule in ("1f1b", "fill_drain") for zero in _STAGES},
+    **{RunMode(each.name): each.runs for each in ALL_SCHEDULES.values()},
+    **{RunMode(each.name, zero): False for each in ALL_SCHEDULES.values() for zero in each.zero},
 }
-"""Every run mode, and whether the runtime can run it."""
-
-SCHEDULES = tuple(way.schedule for way, runs in RUNS.items() if runs and not way.zero)
-"""Names of the schedules that the runtime can run."""
+"""Every run mode, and whether the runtime can run it. No ZeRO stage can be run."""
 
 
 def check_known(way: RunMode) -> None:
     """Raise PlanError for a run mode that the planner does not know."""
-    if way not in RUNS:
-        reason = "gradients are sharded as soon as they are computed" if way.zero in _STAGES else "stages are 0 to 3"
-        raise PlanError(f"schedule {way.schedule!r} cannot be planned with ZeRO stage {way.zero}: {reason}")
+    if way in RUNS:
+        return
+    schedule = ALL_SCHEDULES.get(way.schedule)
+    if schedule is None:
+        raise PlanError(f"no schedule is named {way.schedule!r}; use one of {', '.join(ALL_SCHEDULES)}")
+    if way.zero not in range(4):
+        reason = "stages are 0 to 3"
+    elif schedule.delays_weights and way.zero >= 2:
+        reason = "gradients are sharded as soon as they are computed"
+    else:
+        reason = f"it can be planned with {', '.join(map(str, (0, *schedule.zero)))}"
+    raise PlanError(f"schedule {way.schedule!r} cannot be planned with ZeRO stage {way.zero}: {reason}")
 
 
 def others(way: RunMode) -> list[RunMode]:
     """Return the run modes comparable to `way` that the runtime cannot run yet; least sharding first."""
-    interleaved = way.schedule != "fill_drain"
-    found = [each for each, runs in RUNS.items() if not runs and (each.schedule != "fill_drain") == interleaved]
+    turns = ALL_SCHEDULES[way.schedule].takes_turns
+    found = [each for each, runs in RUNS.items() if not runs and ALL_SCHEDULES[each.schedule].takes_turns == turns]
     return sorted(found, key=lambda each: (each.zero, each.schedule))

@@ -1,15 +1,16 @@
-"""The schedules: the order of computations of each slot, and which schedules can be run.
+"""The schedules: the order of computations of each slot, and the one table of what the planner has to know of each.
 
 All of them support any layout: stages with unequal numbers of replicas, values that skip stages, tied weights. To add
-one, add it to `ALL_SCHEDULES`.
+one, add a line to `ALL_SCHEDULES`; nothing else in rannd compares a schedule's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
+
 from rannd.errors import PlanError
-from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.greedy import greedy_orders
 from rannd.plan.schedule.program import Action, ActionKind, Layout, Program
 from rannd.plan.schedule.transfers import with_transfers
@@ -78,13 +79,53 @@ def _windows(layout: Layout) -> list[int]:
     return found
 
 
-ALL_SCHEDULES: Mapping[str, Callable[[Layout, Collection[int]], Program]] = {
-    "1f1b": lambda layout, split: one_forward_one_backward(layout),
-    "fill_drain": lambda layout, split: fill_drain(layout, interleaved=True),
-    "zb_h1": zero_bubble_h1,
-}
-"""Every schedule by name: makes the Program of a step whose backward needs no gradients from the ranks, from a layout
-and the stages whose backward may be split. run_modes.py says which of them can be run."""
+class Schedule(msgspec.Struct, frozen=True):
+    """A schedule: its order of computations, and the properties that the planner reads."""
+
+    name: str
+    program: Callable[[Layout, Collection[int]], Program]
+    """Makes the Program of a step whose backward needs no gradients from the ranks, from a layout and the stages whose
+    backward may be split."""
+    runs: bool
+    """Whether the runtime can run it (without ZeRO); otherwise it is only planned and simulated."""
+    takes_turns: bool
+    """Whether forward and backward take turns: a stage keeps at most :func:`window` microbatches, and E counts the
+    longest round of both. Otherwise it keeps all of its microbatches, and E counts forward and backward apart."""
+    delays_weights: bool
+    """Whether gradients of parameters wait until a slot would be idle: a stage whose backward is split keeps as many
+    microbatches as the first would, and E takes the waiting part out of fill and drain."""
+    zero: tuple[int, ...]
+    """ZeRO stages with which it can be planned."""
+
+
+_TABLE = (
+    Schedule(
+        "1f1b",
+        lambda layout, split: one_forward_one_backward(layout),
+        runs=True,
+        takes_turns=True,
+        delays_weights=False,
+        zero=(1, 2, 3),
+    ),
+    Schedule(
+        "fill_drain",
+        lambda layout, split: fill_drain(layout, interleaved=True),
+        runs=True,
+        takes_turns=False,
+        delays_weights=False,
+        zero=(1, 2, 3),
+    ),
+    # ZeRO 2 and 3 shard parameter gradients as soon as they are computed, and these are delayed.
+    Schedule("zb_h1", zero_bubble_h1, runs=False, takes_turns=True, delays_weights=True, zero=(1,)),
+)
+ALL_SCHEDULES: Mapping[str, Schedule] = {each.name: each for each in _TABLE}
+"""Every schedule by name."""
+
+SCHEDULES = tuple(each.name for each in _TABLE if each.runs)
+"""Names of the schedules that the runtime can run."""
+
+ASKED_SCHEDULE = "fill_drain"
+"""Name of the schedule of calls whose backward the script asks for, so that it cannot begin inside the call."""
 
 
 def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) -> Program:
@@ -97,7 +138,7 @@ def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) 
     """
     if schedule not in ALL_SCHEDULES:
         raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(ALL_SCHEDULES)}")
-    return ALL_SCHEDULES[schedule](layout, split)
+    return ALL_SCHEDULES[schedule].program(layout, split)
 
 
 def interleaved_program(schedule: str, layout: Layout) -> Program:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rannd.plan.deployment import StageEstimate
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.program import AHEAD
+from rannd.plan.schedule.schedules import ALL_SCHEDULES
 from rannd.plan.search.intervals import Intervals, at
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, p2p_us
@@ -123,9 +124,10 @@ class StageTables:
         self.replicas = np.arange(1, world + 1)
         self.pieces = -(-world * variant.microbatches // self.replicas)
         """Maximum number of microbatches of a replica, by number of replicas."""
-        self.steady = variant.schedule != "fill_drain"
+        schedule = ALL_SCHEDULES[variant.schedule]
+        self.steady = schedule.takes_turns
         """Whether forward and backward take turns."""
-        self.splits = variant.schedule == "zb_h1"
+        self.splits = schedule.delays_weights
         """Whether parameter gradients are delayed until a slot would be idle."""
         self.waiting = -(-world // self.replicas)
         """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""

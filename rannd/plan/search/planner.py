@@ -17,6 +17,7 @@ from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import RunMode, check_known, others
+from rannd.plan.schedule.schedules import ASKED_SCHEDULE
 from rannd.plan.search.candidates import Candidate, candidate, candidates, later_candidates
 from rannd.plan.search.estimate import Reductions, StageTables, Variant
 from rannd.plan.search.intervals import Intervals
@@ -78,7 +79,7 @@ def plan(
         PlanError: Constraints contradict each other.
         DoesNotFitError: No plan fits; the message has the smallest memory that would suffice.
     """
-    chosen = way or RunMode(options.schedule if interleaved else "fill_drain")
+    chosen = way or RunMode(options.schedule if interleaved else ASKED_SCHEDULE)
     check_known(chosen)
     if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
