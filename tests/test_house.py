@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -53,6 +54,33 @@ def test_a_public_class_name_is_used_once() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(_relative(file))
     assert {name: files for name, files in found.items() if len(files) > 1 and name not in SAME_CLASS_NAME} == {}
+
+
+OF_OTHERS = {"train.py", "large.py", "back.py", "version.py", "__main__.py"}
+"""Scripts that pages have users write; files of torch and Python."""
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMED = re.compile(r"[\w./]*\w\.py\b")
+
+
+def _known_tails() -> set[str]:
+    """Names of the files of the repository, from any of their folders on: `rules/parts.py`, `parts.py`."""
+    tails = set(OF_OTHERS)
+    for folder in ("rannd", "pyrannc", "tests", "bench", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT).parts
+            tails |= {"/".join(parts[start:]) for start in range(len(parts))}
+    return tails
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_files_that_are_there(page: Path) -> None:
+    assert sorted(set(NAMED.findall(page.read_text())) - _known_tails()) == []
+
+
+def test_code_names_files_that_are_there() -> None:
+    known = _known_tails()
+    wrong = [(_relative(file), name) for file in FILES for name in NAMED.findall(file.read_text()) if name not in known]
+    assert wrong == []
 
 
 def _circle(imports: dict[str, set[str]]) -> list[str]:

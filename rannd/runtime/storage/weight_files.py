@@ -1,6 +1,6 @@
 """Values of parameters in files, read one tensor at a time: safetensors, and torch.distributed.checkpoint.
 
-Every rank reads what it holds and nothing else. Nothing that comes from a file is run (see checkpoint/index.py).
+Every rank reads what it holds and nothing else. Nothing that comes from a file is run (see dcp_metadata.py).
 """
 
 from __future__ import annotations
