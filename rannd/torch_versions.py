@@ -298,6 +298,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module._backward_hooks", "Code of the user's that autograd runs."),
     PrivateName("torch.nn.Module._backward_pre_hooks", "Code of the user's that autograd runs before."),
     PrivateName("torch.nn.Module._buffers", "A module's own buffers, to replace them."),
+    PrivateName("torch.nn.Module._call_impl", "What torch reads of a module whenever it is called."),
     PrivateName("torch.nn.Module._forward_hooks", "Code of the user's that runs after forward."),
     PrivateName("torch.nn.Module._forward_hooks_always_called", "Which of them run where forward fails."),
     PrivateName("torch.nn.Module._forward_hooks_with_kwargs", "Which of them take keyword arguments."),
@@ -313,6 +314,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module._save_to_state_dict", "A method that tracing needs not look into."),
     PrivateName("torch.nn.Module._state_dict_hooks", "Concern saving alone: no part of a cached trace's key."),
     PrivateName("torch.nn.Module._state_dict_pre_hooks", "Concern saving alone: no part of a cached trace's key."),
+    PrivateName("torch.nn.Module._wrapped_call_impl", "What torch reads of a module whenever it is called."),
     PrivateName(
         "torch.nn.Module.state_dict._metadata",
         "Versions of modules in a state_dict, which load_state_dict reads: kept in copies.",
@@ -345,6 +347,10 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.nn.modules.module._global_forward_hooks", "Hooks of all modules, which a cached trace must not miss."
     ),
+    PrivateName(
+        "torch.nn.modules.module._global_forward_hooks_always_called", "Which of them run where forward fails."
+    ),
+    PrivateName("torch.nn.modules.module._global_forward_hooks_with_kwargs", "Which of them take keyword arguments."),
     PrivateName(
         "torch.nn.modules.module._global_forward_pre_hooks", "Hooks of all modules, which a cached trace must not miss."
     ),

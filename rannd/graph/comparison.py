@@ -1,7 +1,7 @@
-"""Does a graph compute what its model computes? Both run on the same rows, with the same random numbers.
+"""Verify a graph against its model by running both on the same rows with the same random numbers.
 
-Compared are the outputs, the gradients of parameters and arguments (of a weighted sum of all outputs), the buffers, and
-the parameters that the code writes into.
+Compares the outputs, the gradients of parameters and arguments (of a weighted sum of all outputs), the buffers, and
+the parameters written in place.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from rannd.graph.rows.loss_weights import counted, pieces_weights
 from rannd.graph.tracing.leaf_recorder import preserved
 
 MOST_ROWS = 2
-"""Rows that a graph is compared with its model on, where it is for any number of them."""
+"""Maximum number of rows in a comparison, unless the graph has a fixed batch size."""
 
 RELATIVE = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""Largest difference of a value, by the type of the computation, relative to the largest element of its tensor."""
+"""Maximum difference of a value per dtype, relative to the largest element of its tensor."""
 RELATIVE_HALF = 0.05
 NOISE = {torch.float64: 1e-12, torch.float32: 1e-6}
-"""What a gradient may differ by besides, relative to the largest of all gradients: sums that are zero but for rounding
-differ by all that they are."""
+"""Additional tolerance for gradients per dtype, relative to the largest of all gradients: sums that would be zero
+without rounding have a large relative error."""
 NOISE_HALF = 2e-3
 
 _MUCH = float("inf")
-"""The difference of what has no number: another type or shape, or nothing at all."""
+"""Difference of values that cannot be subtracted: of another type or shape, or missing."""
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
-"""Namespaces of operators that wait for other ranks."""
+"""Namespaces of collective operators, which wait for other ranks."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What a graph computes otherwise than its model."""
+    """The first value that differs between a graph and its model."""
 
     what: str
     """'output 0', 'the gradient of layers.0.weight' .."""
     by: float
-    """Relative to the model's; infinite where it is not there at all, or of another shape."""
+    """Difference relative to the model's value; infinite if it is missing or has another shape."""
 
     def __str__(self) -> str:
         return f"{self.what} differs by {self.by:.3g} (relative)" if self.by < float("inf") else f"{self.what} differs"
 
 
 class NotComparable(Exception):
-    """A graph and its model cannot be compared; says why."""
+    """A graph and its model cannot be compared; the message says why."""
 
 
 class NotRepeatable(NotComparable):
-    """The model itself differs from one call to the next."""
+    """The model itself gives different results in two calls."""
 
 
 class _Waits(BaseException):
-    """The model's code waits for other ranks. It must not be able to catch this and go another way."""
+    """The model runs a collective. A BaseException, so that its code does not catch it and continue differently."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class _Outcome:
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     half: bool
-    """Computed in half precision, wherever autocast found it fit."""
+    """Whether autocast may have used half precision."""
 
 
 def compare_few(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
-    """As compare, on the first rows of a call where these are enough.
+    """Like compare, on the first rows of a call if possible, otherwise on all of them.
 
-    Some models need more than two: BatchNorm, or a graph network, whose edges go to rows that are not there.
+    Some models need more than two rows: BatchNorm, or a graph network whose edges refer to missing rows.
     """
     few = rows_to_compare(graph, tensors)
     try:
@@ -98,18 +98,18 @@ def compare_few(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Ten
 def compare(
     model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], *, gradients: bool = True
 ) -> Mismatch | None:
-    """The first difference between a graph and its model; None where they compute the same.
+    """Return the first difference between a graph and its model, None if they compute the same.
 
-    `tensors` are those of a call of the graph, on the model's device. What running the model changes (buffers,
-    attributes, random number generators) is left as it was. NotComparable where the model cannot be run here, where it
-    is not the same twice, or where it gives nothing that could be compared.
+    `tensors` are those of a call of the graph, on the model's device. Buffers, attributes and random number generators
+    changed by running the model are restored. NotComparable if the model cannot run here, is not deterministic, or
+    returns nothing that can be compared.
     """
     wanted = gradients and graph.signature.mode.grad
     try:
         with _apart():
             return _compared(model, graph, tensors, wanted)
     except _Waits:
-        raise NotComparable("its code waits for other ranks") from None
+        raise NotComparable("its code calls collectives, which wait for other ranks") from None
     except NotComparable:
         raise
     except Exception as exc:
@@ -119,7 +119,7 @@ def compare(
 def _compared(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> Mismatch | None:
     expected = _of_model(model, graph, tensors, gradients)
     if not _finite(expected):
-        raise NotComparable("what the model computes is not finite")
+        raise NotComparable("the model's outputs are not finite")
     try:
         found = _of_graph(model, graph, tensors, gradients)
     except torch.OutOfMemoryError as exc:
@@ -131,15 +131,15 @@ def _compared(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tenso
         return None
     again = _difference(expected, _of_model(model, graph, tensors, gradients))
     if again is not None:
-        raise NotRepeatable(f"the model is not the same twice: {again}")
+        raise NotRepeatable(f"the model gives different results in two calls: {again}")
     return difference
 
 
 def rows_to_compare(graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The first rows of a call, as few as tell enough; all where the graph is for the call's number of rows alone.
+    """Select the first rows of a call for a comparison; all rows if the graph has a fixed batch size.
 
-    Two are enough, and half of a small mini-batch: both sides run, and together they should take no longer than a
-    step does.
+    At most two rows, and at most half of the mini-batch: model and graph both run, and together they should take no
+    longer than a step.
     """
     rows = graph.signature.rows(tensors)
     count = max(1, min(MOST_ROWS, rows // 2))
@@ -155,15 +155,16 @@ def rows_to_compare(graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> list[
 
 
 class _EqualDraws(TorchDispatchMode):
-    """Gives random operators numbers that depend on the operator and its shapes alone, not on what was drawn before.
+    """Dispatch mode that seeds each random operator from its name and shapes, independent of earlier draws.
 
-    A graph may draw in another order than its model does, or more: a branch on a random number is computed both ways.
+    A graph may draw in a different order than its model, or more: it computes both sides of a branch on a random
+    number.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: dict[torch.Generator, torch.Tensor] = {}
-        """Generators of the script's, and their states before."""
+        """The script's own generators, and their states before the comparison."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,7 +184,7 @@ class _EqualDraws(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Leave torch's random numbers, and what autocast keeps, as they were."""
+    """Restore torch's RNG state afterwards, and clear the autocast cache."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
@@ -193,7 +194,7 @@ def _apart() -> Iterator[None]:
 
 
 def _seed(seed: int) -> None:
-    """As torch.manual_seed, which takes a stack trace each time for devices that are not there yet."""
+    """Like torch.manual_seed, without its costly stack traces for devices that are not initialized."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -201,14 +202,14 @@ def _seed(seed: int) -> None:
 
 @contextlib.contextmanager
 def _alike(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.Tensor]]]:
-    """Gives the parameters that the code has written into."""
-    torch.clear_autocast_cache()  # weights that were cast for another run belong to its autograd graph
+    """Run model or graph under equal conditions and undo its side effects; yields the parameters written in place."""
+    torch.clear_autocast_cache()  # cached casts of weights belong to the autograd graph of another run
     _seed(0)
     draws: Any = _EqualDraws
     equal = draws()
-    with preserved(model), kept_parameters(model) as written:  # generators in attributes are put back by the first
+    with preserved(model), kept_parameters(model) as written:  # `preserved` restores generators in attributes
         try:
-            draw_once(model)  # what was drawn while the model was traced must not be a constant of the graph
+            draw_once(model)  # reveals graphs that hold a random number drawn during tracing as a constant
             with _unhooked(model), direct_checkpoints(), equal:
                 yield written
         finally:
@@ -218,7 +219,7 @@ def _alike(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.
 
 @contextlib.contextmanager
 def _unhooked(model: nn.Module) -> Iterator[None]:
-    """The script's hooks of parameters do not run: they may count, or write down what they see."""
+    """Disable the script's tensor hooks of parameters, which may have side effects such as counting."""
     hooks = [(each, dict(each)) for p in model.parameters() if (each := p._backward_hooks)]
     for each, _ in hooks:
         each.clear()
@@ -293,24 +294,24 @@ def _outcome(
 
 
 def _weights(output: torch.Tensor) -> torch.Tensor:
-    """Gradients to begin with: different for each element, so that no sum over them is zero by chance."""
+    """Gradients of an output to start backward with, different per element so that sums do not cancel by chance."""
     count = torch.arange(output.numel(), device=output.device, dtype=torch.float64)
     return (0.75 + 0.5 * torch.frac(count * 0.6180339887)).to(output.dtype).reshape(output.shape)
 
 
 def _finite(outcome: _Outcome) -> bool:
-    """Whether there is something to compare among the outputs."""
+    """Whether any output has a finite element to compare."""
     tensors = [each for each in outcome.outputs if isinstance(each, torch.Tensor)]
     return any(bool(_dense(each).isfinite().any()) for each in tensors if each.numel())
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    """A gradient of an embedding may be sparse."""
+    """Convert to dense: gradients of embeddings may be sparse."""
     return value if value.layout is torch.strided else value.to_dense()
 
 
 def _difference(expected: _Outcome, found: _Outcome) -> Mismatch | None:
-    """What differs: the gradients from the last parameter on, since a wrong one is carried to all before it."""
+    """First mismatch; gradients are compared from the last parameter on, since errors propagate to earlier ones."""
     half = expected.half
     if len(expected.outputs) != len(found.outputs):
         return Mismatch("the number of outputs", _MUCH)
@@ -321,7 +322,7 @@ def _difference(expected: _Outcome, found: _Outcome) -> Mismatch | None:
     largest = max((_largest(each) for each in expected.gradients.values()), default=0.0)
     for name in reversed(list(dict.fromkeys([*expected.gradients, *found.gradients]))):
         value, other = expected.gradients.get(name), found.gradients.get(name)
-        if value is None or other is None:  # in graphs, what is not used may have a gradient of zero
+        if value is None or other is None:  # in graphs, unused tensors may have a zero gradient instead of None
             only = value if value is not None else other
             assert only is not None
             by = _apart_by(torch.zeros_like(only), only, largest, half)
@@ -339,9 +340,9 @@ def _difference(expected: _Outcome, found: _Outcome) -> Mismatch | None:
 
 
 def _apart_by(value: Any, other: Any, largest: float, half: bool) -> float | None:
-    """By how much two values differ, relative to the first; None where it is not more than rounding explains.
+    """Difference of two values relative to the first, None if it is within tolerance.
 
-    `largest` is the size of the largest of all values of this kind.
+    `largest` is the largest absolute value of all tensors of this kind.
     """
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         same = type(value) is type(other) and (value == other or (value != value and other != other))

@@ -1,13 +1,13 @@
-"""A graph as people and programs read it: JSON, and DOT for Graphviz.
+"""Export a graph as JSON, and as DOT for Graphviz.
 
-No torch in this file: a :class:`Drawing` is plain data. In JSON it is one object with the field names below; ops,
-values, parameters, stages and blocks are numbered by their places in the lists, and a size is [c0, c1, c2], which is
-c0 + c1*rows + c2*rows**2. In DOT it is drawn from the inputs down, edges tell bytes:
+No torch in this file: a :class:`Drawing` is plain data. The JSON file is one object with the field names below;
+operators, values, parameters, stages and blocks are numbered by their list positions, and a size is [c0, c1, c2],
+meaning c0 + c1*rows + c2*rows**2. In DOT the graph runs from the inputs down, with bytes as edge labels:
 
-    inputs ──► ┌ stage 0: MERGE_0_1 ─────┐      orange   a module that runs as one operator
-               │ ┌ block 0 ┐ ┌ block 1 ┐ │      grey     recomputed wherever it is read
+    inputs ──► ┌ stage 0: MERGE_0_1 ─────┐      orange   opaque module that runs as one operator
+               │ ┌ block 0 ┐ ┌ block 1 ┐ │      grey     recomputed by every reader
                │ │ op ─► op├─┤► op     ├─┼──►   dashed   no gradient flows back
-               │ └─────────┘ └─────────┘ │      bold     travels from stage to stage
+               │ └─────────┘ └─────────┘ │      bold     sent from stage to stage
                └─────────────────────────┘ ──► outputs
 """
 
@@ -25,24 +25,24 @@ _STAGES = ("lightblue1", "palegreen1", "lightyellow1", "mistyrose1", "lavender",
 
 
 class DrawnStage(msgspec.Struct, frozen=True):
-    """Ops that run together."""
+    """A pipeline stage."""
 
     name: str
     slots: tuple[int, ...]
-    """The deployment's slots that run it."""
+    """Slots of the deployment that run it."""
     ops: tuple[int, ...]
 
 
 class DrawnBlock(msgspec.Struct, frozen=True):
-    """Ops that the planner places together."""
+    """A block of operators that the planner places as a unit."""
 
     hash: str
-    """Equal for blocks that do the same."""
+    """Structural hash, equal for equal blocks."""
     ops: tuple[int, ...]
 
 
 class Recomputed(msgspec.Struct, frozen=True):
-    """A cheap node that is no op of its own: every op that reads it makes it again."""
+    """A cheap node that is recomputed by every operator that reads it."""
 
     name: str
     target: str
@@ -51,55 +51,55 @@ class Recomputed(msgspec.Struct, frozen=True):
     values: tuple[int, ...]
     """Values that it reads."""
     ops: tuple[int, ...]
-    """Ops that read it."""
+    """Operators that read it."""
 
 
 class Argument(msgspec.Struct, frozen=True):
-    """A tensor that the user gives."""
+    """A tensor argument of the call."""
 
     name: str
     type: str
     shape: tuple[int, ...]
-    """Without the samples' dimension where it has one."""
+    """Without the batch dimension, if it has one."""
     batch: bool
     value: int | None
-    """None where no op reads it."""
+    """Number of its value, None if no operator reads it."""
 
 
 class DrawnOutput(msgspec.Struct, frozen=True):
-    """A tensor or number that the user gets."""
+    """A tensor or number in the model's result."""
 
     position: int
-    """Its place among the leaves of the model's result."""
+    """Leaf index in the model's result."""
     kind: str
-    """How the results of pieces are joined, see losses.Result."""
+    """How the results of microbatches are combined, see loss_weights.Result."""
     value: int | None
-    """None for numbers made of the number of rows."""
+    """Number of its value, None for numbers computed from the number of rows."""
 
 
 class Drawing(msgspec.Struct, frozen=True):
-    """All there is to show of a graph."""
+    """Contents of the exported files."""
 
     call: str
-    """The call that it is the graph of."""
+    """Description of the call that the graph is for."""
     task: TaskGraph
     coupled: str | None
-    """Why rows depend on each other; None where they do not."""
+    """Why rows depend on each other; None if they do not."""
     stages: tuple[DrawnStage, ...]
     blocks: tuple[DrawnBlock, ...]
     arguments: tuple[Argument, ...]
     outputs: tuple[DrawnOutput, ...]
     recomputed: tuple[Recomputed, ...]
     leaves: tuple[str, ...]
-    """Dotted paths of modules that run as one operator; '' is the whole model."""
+    """Dotted paths of opaque modules; '' is the whole model."""
     leaf_ops: frozenset[int]
-    """Ops that are calls of such modules."""
+    """Operators that are calls of opaque modules."""
     record: tuple[str, ...]
-    """What the front-end did."""
+    """Log of the tracing front-end."""
 
 
 def as_json(drawing: Drawing) -> bytes:
-    """The drawing as one JSON object, indented."""
+    """Encode the drawing as one indented JSON object."""
     task = drawing.task
     stage_of = {op: number for number, stage in enumerate(drawing.stages) for op in stage.ops}
     block_of = {op: number for number, block in enumerate(drawing.blocks) for op in block.ops}
@@ -131,12 +131,12 @@ def as_json(drawing: Drawing) -> bytes:
 
 
 def _named(struct: msgspec.Struct) -> dict[str, object]:
-    """A struct that is stored as an array, with the names of its fields."""
+    """Convert an array-like struct to a dict with its field names."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 def as_dot(drawing: Drawing) -> str:
-    """The drawing for Graphviz: ``dot -Tsvg FILE``."""
+    """Write the drawing in DOT, for ``dot -Tsvg FILE``."""
     return "\n".join(_dot(drawing)) + "\n"
 
 
@@ -172,7 +172,7 @@ def _dot(drawing: Drawing) -> Iterator[str]:
     made_by |= {arg.value: f"in{number}" for number, arg in enumerate(drawing.arguments) if arg.value is not None}
     for number, op in enumerate(task.ops):
         for index in op.inputs:
-            if index in made_by:  # the others are weights of losses, which the runtime gives
+            if index in made_by:  # the others are loss weights, which the runtime provides
                 value = task.values[index]
                 style = "" if value.requires_grad else ", style=dashed"
                 if value.producer >= 0 and stage_of[value.producer] != stage_of[number]:
@@ -203,12 +203,12 @@ def _label(drawing: Drawing, number: int) -> str:
 
 
 def size_text(size: Size) -> str:
-    """A size in words: '16 + 24*rows'."""
+    """A size as text: '16 + 24*rows'."""
     terms = ((size.c0, ""), (size.c1, "*rows"), (size.c2, "*rows^2"))
     return " + ".join(f"{factor:.12g}{power}" for factor, power in terms if factor) or "0"
 
 
 def _quoted(text: str) -> str:
-    """A string of DOT. Backslashes would begin an escape, line ends are written as one."""
+    """Quote a DOT string: backslashes and quotes are escaped, line ends become \\n."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\r", "").replace("\n", "\\n")
     return f'"{escaped}"'

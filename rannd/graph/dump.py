@@ -1,4 +1,4 @@
-"""Write a model's graph down for people to read: ``dump_graph``."""
+"""Write a model's graph to JSON and DOT files: option ``dump_graph``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def drawing(
     stages: Sequence[tuple[str, tuple[int, ...]]],
     stage_of: Mapping[Node, int],
 ) -> Drawing:
-    """All there is to show of `graph`.
+    """Collect the contents of the files for `graph`.
 
-    `blocks` are op numbers, `stages` the name and the slots of each stage, `stage_of` gives the stage of every placed
-    node.
+    `blocks` are operator numbers, `stages` the name and the slots of each stage, `stage_of` maps every placed node to
+    its stage.
     """
     traced, placement, task = graph.traced, graph.placement, graph.task
     value_of = {value.name: number for number, value in enumerate(task.values)}
@@ -76,7 +76,7 @@ def drawing(
 
 
 def write(drawing: Drawing, prefix: str) -> tuple[Path, Path]:
-    """Write ``<prefix><hash>.json`` and ``.dot``, each whole or not at all; UsageError where that cannot be."""
+    """Write ``<prefix><hash>.json`` and ``.dot``, each atomically; UsageError if the folder cannot be written."""
     name = f"{prefix}{drawing.task.graph_hash[:12]}"
     contents = {".json": as_json(drawing), ".dot": as_dot(drawing).encode()}
     json, dot = (_write(Path(f"{name}{kind}"), data) for kind, data in contents.items())
@@ -91,7 +91,7 @@ def _write(file: Path, data: bytes) -> Path:
         Path(temporary.name).replace(file)
     except OSError as exc:
         raise UsageError(
-            f"dump_graph: {file} cannot be written: {exc.strerror}; let dump_graph_prefix begin with a folder that is "
-            "there"
+            f"dump_graph: {file} cannot be written: {exc.strerror}; dump_graph_prefix has to begin with a folder "
+            "that exists"
         ) from exc
     return file

@@ -1,4 +1,4 @@
-"""A model ready to be planned, cut and run: from tracing to the task graph."""
+"""Build the ModelGraph of a model: traced graph, placement, loss weights and task graph."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from rannd.graph.tracing.dropout import switch as switch_dropout
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """One graph of a model, with all that is known about it."""
+    """A traced graph of a model with the results of all analyses."""
 
     signature: Signature
     traced: Traced
     placement: Placement
     task: TaskGraph
     nodes: Mapping[str, Node]
-    """Node of each op of the task graph, by its name."""
+    """Maps the name of each operator of the task graph to its node."""
     results: tuple[loss_weights.Result, ...]
     weights: tuple[str, ...]
-    """Names of the arguments that carry the weights of losses, behind the tensors of the signature."""
+    """Names of the placeholders of loss weights, which follow the tensors of the signature."""
     label_counts: GraphModule | None
-    """Computes the denominators of means from a rank's arguments, see losses.label_counts."""
+    """Computes the denominators of means from a rank's arguments, see loss_weights.label_counts."""
     coupled: str | None
-    """Why samples depend on each other; None where they do not."""
+    """Why samples depend on each other; None if they do not."""
     analysis: RowAnalysis
-    """Where the samples are in each value."""
+    """Which dimension of each value holds the samples."""
     idle_cuts: tuple[str, ...] = ()
-    """What to tell of CutPoints that have no effect."""
+    """Messages about CutPoints that have no effect."""
 
     @property
     def sole_loss(self) -> Node | None:
-        """The one scalar that training begins its backward at; None where there is none, or where there are more."""
+        """The scalar output at which backward starts; None unless there is exactly one candidate."""
         mode = self.signature.mode
         found = [
             (node, result.kind)
@@ -70,7 +70,7 @@ def trace(
     assumed: Sequence[bool] | None = None,
     opaque: Sequence[str] = (),
 ) -> tuple[Traced, Signature]:
-    """`rannd.graph.tracing.frontend.trace`, imported when a model is traced: a run from the cache has no use for it."""
+    """Call `rannd.graph.tracing.frontend.trace`, imported lazily because cached runs do not need it."""
     from rannd.graph.tracing import frontend
 
     return frontend.trace(model, signature, leaves, assumed, opaque)
@@ -83,10 +83,10 @@ def build(
     device: torch.device,
     traced: Traced | None = None,
 ) -> ModelGraph:
-    """Trace `model` for calls with `signature` and find out what is needed to plan, cut and run it.
+    """Trace `model` for calls with `signature` and run all analyses needed to plan, partition and execute it.
 
-    `leaves` are the tensors of a real call; `device` is where the graph will run. A model that is `traced` already (it
-    came from a cache) is not traced again.
+    `leaves` are the tensors of a real call; `device` is where the graph will run. If `traced` is given (from the
+    cache), the model is not traced again.
     """
     if traced is None:
         with explained(model, signature, leaves):

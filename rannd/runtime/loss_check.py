@@ -42,7 +42,7 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
         return
     for name, value in _given(executor, step, held).items():
         if has_nan(value):
-            raise NotANumberError(f"{text}, because {name} of this rank holds NaN (check_nan=off trains on)")
+            raise NotANumberError(f"{text}, because {name} of this rank holds NaN (check_nan=off continues training)")
     if executor.mini_batch.counts_no_label(step):
         raise NotANumberError(
             f"{text}, because no label of this rank's mini-batch counts (all are ignored or masked), and the mean "
@@ -53,7 +53,7 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
         executor.world.barrier()  # whose own part is right must not be the first to raise
     raise NotANumberError(
         f"{text}, but no operator made a NaN when the step ran again: look at the inputs, and at what the model "
-        "changes while it runs (check_nan=off trains on)"
+        "changes while it runs (check_nan=off continues training)"
     )
 
 

@@ -256,7 +256,7 @@ class Session:
         for executor in self._graphs.executors():
             executor.computing.seed = seed
 
-    # -- between calls --------------------------------------------------------------------------------------------
+    # -- between calls ----------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
         """Reduce gradients that wait."""

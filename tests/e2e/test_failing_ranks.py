@@ -68,7 +68,7 @@ def test_an_error_in_the_model_is_an_error_everywhere_and_stays(job: Job) -> Non
         assert f"this is rank {rank}, in step 3" in caught[rank]
     for rank in range(3):
         assert f"rank {rank} step 3 finally" in output
-        assert re.search(rf"rank {rank} step 4 caught RankFailedError: rank {origin} .*start the job anew", output)
+        assert re.search(rf"rank {rank} step 4 caught RankFailedError: rank {origin} .*restart the job", output)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,9 @@ def test_other_places(job: Job, what: str, error: str, place: str) -> None:
 @pytest.mark.parametrize("which", ["0", "1"])
 def test_a_rank_that_is_killed(job: Job, which: str) -> None:
     output = _run(job, _job(2, PROGRAM, "kill", which), codes={137}, RANNC_PARTITION_NUM="2")
-    assert re.search(rf"\[error\] rank {which} \(.*\), which runs stage \d, has ended without a word", output), output
+    assert re.search(
+        rf"\[error\] rank {which} \(.*\), which runs stage \d, has ended without an error message", output
+    ), output
 
 
 def test_a_rank_that_leaves_early(job: Job) -> None:
@@ -114,7 +116,7 @@ def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> N
     assert "ValueError: the trap is sprung" in output
     assert output.count("step 3 finally") == 2
     output = _run(job, [*TORCHRUN, PROGRAM, "kill", "0", *how], codes={1}, RANNC_PARTITION_NUM="2")
-    assert re.search(r"rank 0 .*has ended without a word", output), output
+    assert re.search(r"rank 0 .*has ended without an error message", output), output
 
 
 def test_plain_mpirun(job: Job) -> None:
@@ -379,4 +381,4 @@ def test_forked_workers_neither_speak_for_a_rank_nor_keep_it_alive(job: Job, tmp
         r"\[error\] rank 1 .*failed in the script, after step \d: ValueError: Caught ValueError in", output
     ), output
     output = _run(job, [*TORCHRUN, str(script), "rank"], codes={1})
-    assert re.search(r"rank 1 .*has ended without a word", output), output
+    assert re.search(r"rank 1 .*has ended without an error message", output), output

@@ -59,7 +59,7 @@ def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network
     assert "[b:0]" in second
     assert "Using trace" in second
     assert "Using deployment" in second
-    for planning in ("Starting model partitioning", "Running profiler", "No deployment", "No trace"):
+    for planning in ("Starting model partitioning", "Running profiler", "No cached deployment", "No cached trace"):
         assert planning not in second
 
     # A node that never took part asks those that did.

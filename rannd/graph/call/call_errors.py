@@ -64,7 +64,7 @@ def _notes(model: nn.Module, signature: Signature, tensors: Sequence[torch.Tenso
     batch = next((spec.name for spec in signature.tensors if spec.batch), "")
     found = [
         f"{spec.name} has {tensor.shape[0]} rows and {batch} has {rows}: tensors with another number of rows "
-        "than the batch are not split, but given whole to every piece"
+        "than the batch are not split, but passed whole to every microbatch"
         for spec, tensor in zip(signature.tensors, tensors, strict=True)
         if not spec.batch and tensor.ndim
     ]

@@ -188,9 +188,9 @@ def spec_to_text(spec: pytree.TreeSpec) -> str:
         text = pytree.treespec_dumps(spec)
         same = spec_from_text(text) == spec
     except Exception as exc:
-        raise ValueError(f"the structure {spec} has no form as text: {exc}") from exc
+        raise ValueError(f"the structure {spec} cannot be serialized: {exc}") from exc
     if not same:
-        raise ValueError(f"the structure {spec} changes on its way through text")
+        raise ValueError(f"the structure {spec} changes when it is serialized")
     return text
 
 
@@ -224,4 +224,4 @@ def _imported(name: str) -> type:
             found = getattr(found, part, None)
         if isinstance(found, type) and _can_register(found):
             return found
-    raise ValueError(f"the program has no container {name}")
+    raise ValueError(f"the imported modules have no container {name}")

@@ -163,10 +163,18 @@ def modes_around() -> list[Any]:
 
 def global_hooks() -> list[tuple[str, str, Any]]:
     """(container, flags, hook) of the hooks of all modules that there are now, as HOOK_FLAGS has those of one."""
-    found = []
-    for name, flags in HOOK_FLAGS.items():
-        hooks = getattr(torch_modules, f"_global{name}")
-        for key, hook in hooks.items() if hooks else ():
-            flagged = (key in getattr(torch_modules, f"_global{flag}", ()) for flag in flags)
-            found.append((name, "".join(f"{each:d}" for each in flagged), hook))
-    return found
+    containers: tuple[tuple[str, dict[int, Any], tuple[dict[int, bool], ...]], ...] = (
+        ("_forward_pre_hooks", torch_modules._global_forward_pre_hooks, ()),
+        (
+            "_forward_hooks",
+            torch_modules._global_forward_hooks,
+            (torch_modules._global_forward_hooks_with_kwargs, torch_modules._global_forward_hooks_always_called),
+        ),
+        ("_backward_hooks", torch_modules._global_backward_hooks, ()),
+        ("_backward_pre_hooks", torch_modules._global_backward_pre_hooks, ()),
+    )
+    return [
+        (name, "".join(f"{key in each:d}" for each in flagged), hook)
+        for name, hooks, flagged in containers
+        for key, hook in hooks.items()
+    ]

@@ -1,4 +1,4 @@
-"""What nodes do beside computing their result: write into their arguments, share memory, draw random numbers."""
+"""Side effects of nodes: in-place writes, aliasing, random numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rannd.graph.fx.leaf_op import NAME as LEAF
 from rannd.graph.fx.symbolic_values import TensorValue
 from rannd.graph.fx.traced import Traced, arguments, attribute, operator_name
 
-# Operators that may return their argument itself although their schema does not say so.
+# Operators that may return an argument itself or an alias although their schema does not say so.
 _MAY_RETURN_ARGUMENT = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "type_as", "to",
                         "contiguous", "reshape", "flatten", "einsum", "pad", "conj", "resolve_conj", "resolve_neg",
                         "expand_as", "broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d", "real",
@@ -28,7 +28,7 @@ def base_name(node: Node) -> str:
 
 
 def nested_graph(traced: Traced | nn.Module, node: Node) -> tuple[GraphModule, list[Any]] | None:
-    """(graph, arguments) of a region of its own (no_grad, autocast), None for plain operators."""
+    """Return (subgraph, arguments) of a no_grad or autocast region, None for plain operators."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
     root = traced.root if isinstance(traced, Traced) else traced
@@ -41,7 +41,7 @@ def nested_graph(traced: Traced | nn.Module, node: Node) -> tuple[GraphModule, l
 
 
 def written(traced: Traced | nn.Module, node: Node) -> list[Node]:
-    """The arguments that a node writes into."""
+    """Arguments that a node writes in place."""
     if node.op != "call_function":
         return []
     nested = nested_graph(traced, node)
@@ -70,7 +70,7 @@ def _written_inside(inner: GraphModule, given: list[Any]) -> Iterator[Node]:
 
 
 def _returned_inside(inner: GraphModule, given: list[Any]) -> Iterator[Node]:
-    """The arguments of a region whose memory its results may share."""
+    """Arguments of a subgraph that its results may alias."""
     sharing = Aliases(inner)
     output = next(iter(reversed(inner.graph.nodes)))
     returned = {sharing.find(node) for node in output.all_input_nodes}
@@ -86,7 +86,7 @@ def is_random(traced: Traced | nn.Module, node: Node) -> bool:
     if nested is not None:
         return any(is_random(nested[0], inner) for inner in nested[0].graph.nodes)
     if operator_name(node.target) == LEAF:
-        return True  # nobody knows; it is run with random numbers of its own, once
+        return True  # unknown, so it is treated as random
     if not is_random_operator(node.target):
         return False
     named = arguments(node)
@@ -98,12 +98,12 @@ def is_random(traced: Traced | nn.Module, node: Node) -> bool:
 
 
 def is_random_operator(target: object) -> bool:
-    """Whether an operator may draw from torch's random numbers."""
+    """Whether an operator may use torch's random number generator."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 class Aliases:
-    """Sets of nodes that may share memory."""
+    """Disjoint sets of nodes that may share memory."""
 
     def __init__(self, traced: Traced | GraphModule) -> None:
         self._parent: dict[Node, Node] = {}
@@ -112,7 +112,7 @@ class Aliases:
                 self._parent[self.find(node)] = self.find(other)
 
     def find(self, node: Node) -> Node:
-        """A representative of the node's set."""
+        """Return the representative of the node's set."""
         while True:
             above = self._parent.setdefault(node, node)
             if above is node:

@@ -1,9 +1,9 @@
-"""A traced model as data, to be kept in a cache, and back.
+"""Serialize traced models for the cache, and deserialize them.
 
-The data holds the graph, what is known of its values, constants, leaves, and the names of the parameters and buffers
-that it reads, but none of their values. It is msgpack of lists and plain values, compressed; nothing in it is code:
-operators and classes are looked up by name among those that torch and the running program have. What has no such form
-is not stored (Uncodable).
+The data holds the graph, the metadata of its values, constants, opaque calls, and the names (not the values) of the
+parameters and buffers that it reads. The format is zlib-compressed msgpack of lists and plain values. It contains no
+code: operators and classes are looked up by name among those of torch and the running program. Models with anything
+else are not stored (Uncodable).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from rannd.graph.modules.autograd_functions import found_by_name, function_name,
 
 FORMAT = 2
 MOST_CONSTANT_BYTES = 64 * 2**20
-"""Models with more constants than this are not stored."""
+"""Models with larger constants in total are not stored."""
 
 _PYTHON: Mapping[str, Any] = {"_operator": operator, "operator": operator, "math": math, "torch": torch}
-"""Modules whose functions a graph may call beside the operators."""
+"""Python modules whose functions a graph may call besides operators."""
 
 
 def encode(traced: Traced, fixed_rows: int | None) -> bytes:
-    """The data of a traced model, for any number of rows or a fixed one. Raises Uncodable."""
+    """Serialize a traced model, with the batch size it is specialized to, if any. Raises Uncodable."""
     try:
         return _encoded(traced, fixed_rows)
     except ValueError as exc:
@@ -84,9 +84,9 @@ def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
 def decode(
     data: bytes, model: nn.Module, lengths: Mapping[sympy.Symbol, int] | None = None
 ) -> tuple[Traced, int | None]:
-    """The traced model in `data`, reading the tensors of `model`, and the only number of rows it is for, if any.
+    """Deserialize a traced model that reads the tensors of `model`; also returns its fixed batch size, if any.
 
-    `lengths` are put in the place of the symbols of open dimensions (lengths.py). Raises Broken.
+    `lengths` are substituted for the symbols of dynamic dimensions (tracing/dynamic_shapes.py). Raises Broken.
     """
     try:
         return _decoded(msgspec.msgpack.decode(zlib.decompress(data)), model, lengths or {})

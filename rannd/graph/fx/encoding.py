@@ -1,4 +1,4 @@
-"""Arguments, values and sizes as plain data, and back: what `codec` writes graphs with.
+"""Plain-data encoding of node arguments, values and sizes, used by `codec`.
 
 list            ["l", item, ...]          node      ["n", number]         dtype     ["dtype", "float32"]
 tuple           ["t", item, ...]          slice     ["s", start, stop, step]
@@ -32,15 +32,15 @@ _ENUMS = {torch.layout: "layout", torch.memory_format: "memory_format", torch.dt
 
 
 class Uncodable(Exception):
-    """Something in a traced model has no form as data."""
+    """A traced model contains something that cannot be serialized."""
 
 
 class Broken(Exception):
-    """The data is not what this version writes, or does not fit the model."""
+    """Serialized data is invalid, of another version, or does not fit the model."""
 
 
 def argument(value: Any, numbers: Mapping[Node, int]) -> Any:
-    """An argument of a node as data; nodes by `numbers`. Raises Uncodable."""
+    """Encode an argument of a node; nodes become their `numbers`. Raises Uncodable."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         if kind is int and not -(2**63) <= value < 2**63:
@@ -66,7 +66,7 @@ def argument(value: Any, numbers: Mapping[Node, int]) -> Any:
 
 
 def to_argument(value: Any, nodes: list[Node]) -> Any:
-    """The argument in `value`."""
+    """Decode an argument of a node."""
     if type(value) is not list:
         return value
     tag = value[0]
@@ -93,7 +93,7 @@ def to_argument(value: Any, nodes: list[Node]) -> Any:
 
 
 def value_data(value: Any) -> Any:
-    """What a node makes (values.py) as data. Raises Uncodable."""
+    """Encode the symbolic value of a node (symbolic_values.py). Raises Uncodable."""
     if isinstance(value, TensorValue):
         return ["T", str(value.dtype).removeprefix("torch."), *[expression(size) for size in value.shape]]
     if isinstance(value, Number):
@@ -104,7 +104,7 @@ def value_data(value: Any) -> Any:
 
 
 def to_value(value: Any) -> Any:
-    """The value in `value`."""
+    """Decode a symbolic value."""
     if type(value) is not list:
         return value
     tag, *rest = value
@@ -121,7 +121,7 @@ def to_value(value: Any) -> Any:
 
 
 def expression(expr: Any) -> Any:
-    """A size, or a condition on sizes, as data. Raises Uncodable."""
+    """Encode a size, or a condition on sizes. Raises Uncodable."""
     if type(expr) is int:
         return expr
     found = _expression_tree(expr)
@@ -147,7 +147,7 @@ def _expression_tree(expr: Any) -> Any:
 
 
 def to_expression(data: Any) -> Any:
-    """The size or condition in `data`."""
+    """Decode a size or condition."""
     if type(data) is bool:
         return sympy.true if data else sympy.false
     if type(data) is int:

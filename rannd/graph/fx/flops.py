@@ -1,4 +1,4 @@
-"""Floating-point operations of a node's forward pass, from its shapes. A product of (m,k) and (k,n) counts 2mkn."""
+"""Estimate the FLOPs of a node's forward pass from its shapes; a (m,k) x (k,n) matrix product counts 2mkn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rannd.graph.fx.traced import arguments, operator_name
 
 
 def forward_flops(node: Node, rows: int) -> float:
-    """Operations for a piece of `rows` rows; one per element made where no formula knows better."""
+    """FLOPs for a microbatch of `rows` rows; one per result element for operators without a formula."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     made = float(sum(prod(_shape(v, rows)) for v in values if isinstance(v, TensorValue)))
@@ -28,7 +28,7 @@ def forward_flops(node: Node, rows: int) -> float:
     def shape(argument: Any) -> tuple[int, ...]:
         return _shape(argument.meta["val"], rows) if isinstance(argument, Node) else ()
 
-    if operator_name(node.target) == LEAF:  # as if it were linear in all that it holds
+    if operator_name(node.target) == LEAF:  # estimated like linear layers with all of its parameters
         held = sum(prod(shape(tensor)) for tensor in named["tensors"] if tensor.op == "get_attr")
         return made + 2.0 * rows * held
     if name == "linear":
@@ -59,7 +59,7 @@ def forward_flops(node: Node, rows: int) -> float:
 
 
 def computing_type(node: Node) -> str:
-    """The floating-point type of what a node makes, or else of what it reads first: 'float32'; '' for none."""
+    """Floating-point dtype of a node's result, or else of its first such input, e.g. 'float32'; '' if there is none."""
     for near in (node, *node.all_input_nodes):
         value = near.meta.get("val")
         for each in value if isinstance(value, (tuple, list)) else [value]:
@@ -69,7 +69,7 @@ def computing_type(node: Node) -> str:
 
 
 def _einsum(equation: str, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Operations of all operands in one loop; dimensions under an ellipsis are counted from the right."""
+    """FLOPs of a single loop nest over all operands; ellipsis dimensions are matched from the right."""
     sizes: dict[str, int] = {}
     for word, sized in zip(equation.replace(" ", "").split("->")[0].split(","), shapes, strict=True):
         front, dots, back = word.partition("...")
@@ -81,7 +81,7 @@ def _einsum(equation: str, shapes: Sequence[tuple[int, ...]]) -> float:
 
 
 def _shape(value: TensorValue, rows: int) -> tuple[int, ...]:
-    """Shape for so many rows; sizes that depend on what is in a tensor are taken to be the rows."""
+    """Shape for `rows` rows; data-dependent sizes are taken to be `rows`, too."""
     if is_known(value):
         return shape_at(value, rows)
     return tuple(

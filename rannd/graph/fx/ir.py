@@ -1,11 +1,10 @@
-"""The op graph as the planner sees it: ops and values, sizes as functions of the batch.
+"""Torch-free operator graph for the planner: operators and values, with sizes as functions of the batch size.
 
-No torch in this file: ``rannd.plan`` and ``rannc-run --plan-only`` read it without loading torch.
+``rannd.plan`` and ``rannc-run --plan-only`` use this file without importing torch.
 
-A :class:`TaskGraph` holds only ops that have to be placed on a stage. Ops that do not depend on the
-batch (weight transposes) and cheap gradient-free ones that depend on model inputs alone (masks,
-positions) are recomputed wherever they are read; the reader's ``inputs`` and ``params`` already
-include what they read.
+A :class:`TaskGraph` holds only operators that have to be placed on a stage. Operators that do not depend on the
+batch (weight transposes) and cheap gradient-free ones that depend on model inputs alone (masks, positions) are
+recomputed by every reader; the reader's ``inputs`` and ``params`` already include what they read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import msgspec
 
 
 class Size(msgspec.Struct, frozen=True, array_like=True):
-    """A size as a polynomial of the number of rows (samples) in a piece: c0 + c1*rows + c2*rows**2."""
+    """A size as a polynomial of the number of rows (samples) in a microbatch: c0 + c1*rows + c2*rows**2."""
 
     c0: float = 0.0
     c1: float = 0.0
@@ -29,22 +28,22 @@ class Size(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that one op makes (or the user gives) and others read."""
+    """A tensor produced by one operator (or passed by the user) and read by others."""
 
     name: str
     producer: int
-    """Index of the op that makes it; -1 for an input of the model."""
+    """Index of the operator that produces it; -1 for an input of the model."""
     bytes: Size
     requires_grad: bool
     is_output: bool = False
-    """Handed back to the user."""
+    """Whether it is an output of the model."""
     is_sent: bool = True
     """Whether an output travels to the ranks with each microbatch. Losses are summed once a call instead, and numbers
     of rows are known there."""
 
 
 class Param(msgspec.Struct, frozen=True, array_like=True):
-    """A parameter or buffer of the model; tied names are one Param."""
+    """A parameter or buffer of the model; tied parameters are one Param."""
 
     name: str
     bytes: int
@@ -55,40 +54,40 @@ class Param(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):
-    """One op that has to be placed on a stage."""
+    """One operator to be placed on a stage."""
 
     name: str
     target: str
     """The operator, e.g. ``aten::linear``."""
     hash: str
-    """What the op does and to what: operator, plain arguments, types and shapes as functions of the rows, what gets a
-    gradient. Neither names nor its place in the model: equal ops of equal layers have equal hashes."""
+    """Hash of the operator, its plain arguments, dtypes, symbolic shapes and requires_grad flags. It excludes names and
+    the position in the model, so that corresponding operators of equal layers have equal hashes."""
     inputs: tuple[int, ...]
-    """Values read, each once, also through recomputed ops, in the order in which the op's hash numbers them."""
+    """Values read, directly or through recomputed operators, each once, in the order used by the hash."""
     outputs: tuple[int, ...]
     params: tuple[int, ...]
-    """Parameters and buffers read, each once, also through recomputed ops, in the order that the hash knows."""
+    """Parameters and buffers read, likewise."""
     flops: Size
-    """Floating-point operations of the forward pass, estimated from the shapes."""
+    """FLOPs of the forward pass, estimated from the shapes."""
     group: int
-    """Ops of one group have to stay in one stage (in-place ops and aliases, tuple producers, mutated buffers)."""
+    """Operators of one group must be on one stage (in-place writes and aliases, tuple producers, mutated buffers)."""
     module: str = ""
-    """Dotted path of the user's module that ran the op."""
+    """Dotted path of the user's module that ran the operator."""
     segment: int = 0
-    """1 + how many CutPoints were called before: stages may begin only where this number grows. 0 without CutPoints."""
+    """1 + number of CutPoints called before: stages may begin only where this number grows. 0 without CutPoints."""
     dtype: str = ""
-    """The floating-point type it computes in, as 'float32': that of what it makes, or else of what it reads; '' for
-    none (indices, masks). Under autocast the type that the operator was cast to."""
+    """Floating-point dtype it computes in, e.g. 'float32': that of its result, or else of its inputs; '' for none
+    (indices, masks). Under autocast the dtype that the operator was cast to."""
     opaque: str = ""
-    """In words, the user's code that runs as this one operator, so that nothing of it can be placed apart; '' for
-    operators of torch."""
+    """Description of the user's code that runs as this single opaque operator and cannot be split; '' for torch's
+    operators."""
 
 
 class TaskGraph(msgspec.Struct, frozen=True):
-    """The model as a graph of placeable ops, in topological order (an op reads only values made before it).
+    """The model as a graph of operators to be placed, in topological order.
 
-    `rows_coupled` is true where a sample's result depends on other samples (training-mode BatchNorm):
-    then each rank's mini-batch must run whole, so microbatches are not possible.
+    `rows_coupled` is true if a sample's result depends on other samples (training-mode BatchNorm): then each rank's
+    mini-batch must run unsplit, so microbatches are not possible.
     """
 
     graph_hash: str
@@ -97,4 +96,4 @@ class TaskGraph(msgspec.Struct, frozen=True):
     params: tuple[Param, ...]
     rows_coupled: bool
     unused_params: tuple[int, ...] = ()
-    """Parameters and buffers no op reads; they stay with the first stage."""
+    """Parameters and buffers that no operator reads; they stay on the first stage."""

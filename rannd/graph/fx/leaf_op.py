@@ -1,9 +1,9 @@
-"""Submodules, methods and custom Functions that no graph can show: each call of one is a single opaque operator.
+"""Opaque operator ``rannd::leaf``: runs a submodule, method or autograd.Function that cannot be traced.
 
-Such a module's code depends on the values of tensors, or has gradients of its own. The operator ``rannd::leaf`` runs
-the user's module itself, with its hooks and with the tensors that the graph hands in for its parameters and buffers;
-autograd records inside. A table says which module a call belongs to, how its arguments and results are nested, and
-what shapes the results have; `Recorder` finds that out by running the model.
+Such code has data-dependent control flow or its own backward. The operator runs the user's module itself, with its
+hooks, and with tensors of the graph in place of its parameters and buffers; autograd records inside. A table maps
+each call to its module, the structure of its arguments and results, and the shapes of its results;
+`rannd.graph.tracing.leaf_recorder.Recorder` obtains these by running the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _tokens = itertools.count(1)
 
 @dataclass(frozen=True)
 class LeafOutput:
-    """One tensor that a leaf makes. `value` has None for sizes that depend on the contents of tensors."""
+    """Metadata of one tensor returned by an opaque call; `shape` has None for data-dependent sizes."""
 
     dtype: torch.dtype
     shape: tuple[Dim | None, ...]
@@ -43,58 +43,58 @@ class LeafOutput:
 
     @property
     def value(self) -> TensorValue | None:
-        """What is known of it, None where a size is not known beforehand."""
+        """Its symbolic value, None if a size is data-dependent."""
         known = tuple(size for size in self.shape if size is not None)
         return TensorValue(self.dtype, known) if len(known) == len(self.shape) else None
 
 
 @dataclass(frozen=True)
 class LeafCall:
-    """One call of a leaf within a run of the model, as plain data.
+    """One opaque call within a run of the model, as plain data.
 
-    The operator's `tensors` and `written` are, in the order of `sources`, the module's parameters and buffers (str:
-    name within the module) and the tensors among its arguments (int: leaf number); its numbers are the rows of the
-    batch, and then the numbers among the arguments that depend on them (`numbers`: leaf numbers).
+    `tensors` and `written` list, for the operator's arguments of these names, the source of each tensor: a parameter
+    or buffer of the module (str: name within the module) or a tensor among its arguments (int: leaf index). The
+    operator's `numbers` are the number of rows, and then the arguments that depend on it (`numbers`: leaf indices).
     """
 
     path: str
     spec: pytree.TreeSpec
-    """Of (args, kwargs)."""
+    """Structure of (args, kwargs)."""
     tensors: tuple[str | int, ...]
     written: tuple[str | int, ...]
     numbers: tuple[int, ...]
     constants: tuple[tuple[int, Any], ...]
-    """(leaf number, value) of all other arguments."""
+    """(leaf index, value) of all other arguments."""
     made: tuple[LeafOutput, ...]
     result: pytree.TreeSpec
     places: tuple[int, ...]
-    """Leaf number, in the result, of each tensor made."""
+    """Leaf index in the result of each tensor in `made`."""
     result_constants: tuple[tuple[int, Any], ...]
     shares: bool
-    """Results share memory with each other or with what was given. The operator copies them, which is wrong where
-    somebody writes into them later."""
+    """Whether results alias each other or the arguments. The operator copies them, which is wrong if they are written
+    in place later."""
 
 
 class LeafTable:
-    """The calls of leaves of one traced model."""
+    """The opaque calls of one traced model."""
 
     def __init__(self, model: nn.Module, calls: Mapping[str, LeafCall]) -> None:
         self.calls = dict(calls)
-        """By the key without the model's token: ``path#number of the call``."""
+        """Calls by key without the model's token: ``path#call number``."""
         self._modules = {call.path: part_of(model, call.path) for call in calls.values()}
         self.token = next(_tokens)
         self.dropout: bool | None = None
-        """On or off whatever the flags of the modules say, see dropout.py."""
+        """Dropout forced on or off regardless of the modules' training flags, see tracing/dropout.py."""
         _tables[self.token] = self
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the modules, methods and Functions; '' is the whole model."""
+        """Paths of the opaque modules, methods and autograd.Functions; '' is the whole model."""
         return tuple(self._modules)
 
     @property
     def functions(self) -> frozenset[type[torch.autograd.Function]]:
-        """The custom Functions among the leaves."""
+        """The opaque autograd.Functions."""
         return frozenset(each.function for each in self._modules.values() if isinstance(each, FunctionPart))
 
     def key(self, name: str) -> str:
@@ -102,22 +102,22 @@ class LeafTable:
         return f"{self.token}|{name}"
 
     def module(self, path: str) -> nn.Module:
-        """The user's module."""
+        """The user's module at a path."""
         return self._modules[path]
 
 
 def call_name(key: str) -> str:
-    """The key without the model's token."""
+    """Strip the model's token from an operator's key."""
     return key.split("|", 1)[1]
 
 
 def is_whole_model(key: str) -> bool:
-    """Whether the operator with this key runs the model itself, and not a part of it."""
+    """Whether the operator with this key runs the whole model, not a submodule."""
     return call_name(key).startswith("#")
 
 
 def call_of(key: str) -> tuple[LeafTable, LeafCall]:
-    """The table and the call behind an operator's key."""
+    """Look up the table and the call of an operator's key."""
     token, name = key.split("|", 1)
     table = _tables.get(int(token))
     if table is None:
@@ -137,14 +137,14 @@ _LIBRARY.impl("leaf", _leaf, "CompositeExplicitAutograd")
 
 
 def _fake(call: LeafCall, given: Sequence[torch.Tensor], rows: Any) -> list[torch.Tensor]:
-    """Tensors of the right shapes, while the model is traced."""
+    """Fake implementation for tracing: tensors of the recorded shapes."""
     mode = next(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
     found = []
     for made in call.made:
         shape = [_size(size, rows, mode) for size in made.shape]
         tensor = torch.empty(shape, dtype=made.dtype, device=given[0].device)
         if made.requires_grad and torch.is_grad_enabled():
-            tensor = tensor.requires_grad_().clone()  # a copy: code that writes into the result must be able to
+            tensor = tensor.requires_grad_().clone()  # not a leaf tensor, so that in-place writes are allowed
         found.append(tensor)
     return found
 
@@ -167,7 +167,7 @@ def _run(
     written: list[torch.Tensor],
     numbers: Sequence[int],
 ) -> list[torch.Tensor]:
-    """Run the user's module."""
+    """Run the user's module with the given tensors as its parameters, buffers and arguments."""
     module = table.module(call.path)
     state: dict[str, torch.Tensor] = {}
     leaves: list[Any] = [None] * call.spec.num_leaves
@@ -186,7 +186,7 @@ def _run(
         result = module(*args, **kwargs)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
-                if name in state and buffer is not state[name]:  # replaced by another tensor: keep its content
+                if name in state and buffer is not state[name]:  # the module replaced its buffer: copy the new content
                     state[name].copy_(buffer)
     flat, spec = pytree.tree_flatten(result)
     if (
@@ -209,7 +209,7 @@ def _called(path: str) -> str:
 
 
 def _own(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Results that share no memory with what was given, nor with each other, and are contiguous, as traced."""
+    """Make results contiguous, as traced, and clone those that alias the arguments or each other."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in given if tensor.numel()}
     found = []
     for tensor in results:
@@ -222,7 +222,7 @@ def _own(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[tor
 
 
 def _told(call: LeafCall) -> Any:
-    """A result as it was when the model was traced, with words for its tensors."""
+    """The result recorded during tracing, with "a tensor" for each tensor."""
     leaves: list[Any] = ["a tensor"] * call.result.num_leaves
     for place, value in call.result_constants:
         leaves[place] = value
@@ -230,13 +230,13 @@ def _told(call: LeafCall) -> Any:
 
 
 def _outline(result: Any) -> str:
-    """A result in words."""
+    """Printable form of a result, with "a tensor" for each tensor."""
     return repr(pytree.tree_map(lambda leaf: "a tensor" if isinstance(leaf, torch.Tensor) else leaf, result))
 
 
 @contextlib.contextmanager
 def _holding(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A module with `state` in the place of its parameters and buffers, under all names that they have in it."""
+    """Temporarily replace a module's parameters and buffers by `state`, under all of their (tied) names."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     given = {id(named[name]): tensor for name, tensor in state.items()}
     places = [
@@ -249,7 +249,7 @@ def _holding(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[N
     flat = [(each, each._flat_weights) for each in module.modules() if isinstance(each, nn.RNNBase)]
     for held, key, tensor in places:
         held[key] = given[id(tensor)]  # type: ignore[assignment]
-    for each, weights in flat:  # recurrent layers keep another list of their parameters
+    for each, weights in flat:  # nn.RNNBase keeps a second list of its parameters
         each._flat_weights = [given.get(id(weight), weight) for weight in weights]
     try:
         yield

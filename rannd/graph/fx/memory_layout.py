@@ -1,18 +1,16 @@
-"""How values lie in memory, where a graph runs on others than it was traced with.
+"""Keep subgraphs correct when the strides of their inputs differ from those seen during tracing.
 
-Views become reshapes where parts of a graph run.
+In subgraphs, views become reshapes. A trace omits ``contiguous()`` if the traced value was contiguous already, and a
+view of it follows. The strides of a value may depend on everything before it (the output of attention has the
+strides of its query), and a value received from another stage is contiguous. So subgraphs use reshape, which copies
+if no view is possible. Only views of memory that is written in place stay views: a copy would lose the write.
 
-A trace leaves a copy out (``contiguous()``) where the values it saw already lay without gaps, and a view of them
-follows. How a value lies may depend on all that came before (attention lays its result as it is given the query), and
-what a part gets from another lies without gaps in its own order of dimensions. So a part reshapes, which copies where
-a view cannot be. Only where somebody writes into the memory views stay: a copy would not show it.
+The traced graph itself keeps its views, since costs of plans refer to them; but not in no_grad and autocast regions,
+which subgraphs share with it.
 
-The graph itself keeps its views, as the costs of plans know them; but not in regions of its own (no_grad, autocast),
-which parts share with it.
-
-Code that is not traced (custom operators, opaque modules) may read memory as it lies, as a Triton kernel and
-``as_strided`` do. It gets tensors without gaps where it got such when the model was traced: the user's ``contiguous()``
-before it, or a branch on ``is_contiguous()``, is not in the graph.
+Code that is not traced (custom operators, opaque modules) may depend on strides, as Triton kernels and ``as_strided``
+do. It gets contiguous tensors wherever it got contiguous ones during tracing, because the user's ``contiguous()`` or
+branch on ``is_contiguous()`` before it is not in the graph.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ _RESHAPES: dict[Any, Any] = {
 
 
 def reshape(node: Node) -> None:
-    """Make a reshape of a node that is a view."""
+    """Turn a view node into a reshape, in place."""
     if node.target in _RESHAPES and not node.kwargs:
         node.target = _RESHAPES[node.target]
 
 
 def reshape_in_regions(root: GraphModule, inside: bool = False) -> None:
-    """Make reshapes of the views in a graph's regions that share no memory with anything that is written into."""
+    """Turn views inside no_grad and autocast regions into reshapes, unless they alias memory written in place."""
     sharing = Aliases(root)
     touched = {sharing.find(target) for node in root.graph.nodes for target in written(root, node)}
     for node in root.graph.nodes:
@@ -56,9 +54,9 @@ def reshape_in_regions(root: GraphModule, inside: bool = False) -> None:
 
 
 def without_gaps(root: GraphModule) -> frozenset[Node]:
-    """What operators that may read memory as it lies got without gaps in the trace, regions included.
+    """Inputs of stride-dependent operators that were contiguous in the trace, nested regions included.
 
-    The nodes' values have to be those of torch's own tracing, which know how tensors lie.
+    The nodes' values must still be torch's fake tensors, which have strides.
     """
     found: set[Node] = set()
     for node in root.graph.nodes:
@@ -74,9 +72,9 @@ def without_gaps(root: GraphModule) -> frozenset[Node]:
 
 
 def keep_without_gaps(root: GraphModule, dense: Set[Node]) -> None:
-    """Let those operators get what is in `dense` without gaps in every call.
+    """Insert ``contiguous`` before stride-dependent operators for their inputs in `dense`.
 
-    What shares memory with something that is written into stays as it is: a copy would not be seen.
+    Inputs that alias memory written in place are left alone: a copy would lose the write.
     """
     reading = [node for node in root.graph.nodes if _reads_memory(node)]
     if reading:
@@ -97,7 +95,7 @@ def _reads_memory(node: Node) -> bool:
         return False
     name = operator_name(node.target)
     if name == LEAF:
-        return not is_whole_model(str(node.args[0]))  # which runs its own code before
+        return not is_whole_model(str(node.args[0]))  # the whole model gets the caller's tensors
     return node.target.namespace not in ("aten", "prims", "rannd") or name.startswith("aten::as_strided")
 
 
@@ -114,7 +112,7 @@ def _lay(root: GraphModule, node: Node, dense: Set[Node]) -> None:
 
 
 def _is_dense(value: object) -> bool:
-    """Whether a tensor has no gaps, without asking (and so deciding) how large an unknown size is."""
+    """Whether a tensor is contiguous, checked symbolically so that no guard on an unknown size is added."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
     expected = sympy.Integer(1)

@@ -1,11 +1,11 @@
-"""What is known of a value before it is computed: the type of a tensor, and its shape as a function of the rows.
+"""Symbolic values: dtype of a tensor, and its shape as a function of the number of rows.
 
-Only the first dimensions of batch tensors are symbolic when a model is traced, and all of them are the number of
-rows of a piece. So every size is an integer or an expression in one symbol, ROWS. Sizes that depend on what is in
-a tensor (`nonzero`) have symbols of their own, and are not known beforehand.
+Only dimension 0 of batch tensors is symbolic during tracing, and it is always the number of rows of a microbatch. So
+every size is an integer or an expression in one symbol, ROWS. Data-dependent sizes (`nonzero`) have symbols of their
+own (unbacked symbols) and are unknown before the run.
 
-Tracing gives torch's own fake tensors; `abstract` turns them into these values, which are plain data: they can be
-compared, stored, and made again without torch's shape environment.
+Tracing yields torch's fake tensors; `abstract` converts them into these values, which are plain data: they can be
+compared, stored and restored without torch's ShapeEnv.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils._sympy.functions import ToFloat
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 ROWS = sympy.Symbol("rows", integer=True, positive=True)
-"""The number of rows of a piece."""
+"""The number of rows of a microbatch."""
 
 Dim: TypeAlias = "int | sympy.Expr"
-"""A size: a number, or an expression in ROWS."""
+"""A size: an integer, or an expression in ROWS."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorValue:
-    """One tensor."""
+    """Dtype and symbolic shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[Dim, ...]
@@ -40,11 +40,11 @@ class TensorValue:
         return len(self.shape)
 
     def is_floating_point(self) -> bool:
-        """As of a tensor."""
+        """Like torch.Tensor.is_floating_point."""
         return self.dtype.is_floating_point
 
     def is_complex(self) -> bool:
-        """As of a tensor."""
+        """Like torch.Tensor.is_complex."""
         return self.dtype.is_complex
 
     def element_size(self) -> int:
@@ -54,15 +54,15 @@ class TensorValue:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A Python number that is made of the number of rows, or of what is in a tensor."""
+    """A Python number computed from the number of rows or from tensor values."""
 
     kind: Literal["int", "float", "bool"]
     expr: Any
-    """A sympy expression (or condition)."""
+    """A sympy expression, or a condition for "bool"."""
 
 
 Value: TypeAlias = "TensorValue | Number | tuple[Value, ...] | bool | int | float | str | None"
-"""What a node makes. Opaque things (a module in a get_attr node) are None."""
+"""Value of a node. Anything else (a module in a get_attr node) is None."""
 
 
 _KINDS: Mapping[type, Literal["int", "float", "bool"]] = {torch.SymFloat: "float", torch.SymBool: "bool"}
@@ -70,12 +70,12 @@ _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 
 
 def length_symbol(name: str) -> sympy.Symbol:
-    """The symbol n0, n1 ... of a dimension that is left open in a template (lengths.py)."""
+    """Symbol n0, n1 ... of a dynamic dimension of a graph template (tracing/dynamic_shapes.py)."""
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 def with_lengths(value: Value, lengths: Mapping[sympy.Symbol, int]) -> Value:
-    """A value with sizes in the place of their symbols."""
+    """Substitute sizes for the symbols of dynamic dimensions in a value."""
     if isinstance(value, TensorValue):
         return TensorValue(value.dtype, tuple(_put_in(size, lengths) for size in value.shape))
     if isinstance(value, Number):
@@ -93,14 +93,14 @@ def _put_in(size: Dim, lengths: Mapping[sympy.Symbol, int]) -> Dim:
 
 
 def unknown_size(name: str) -> sympy.Symbol:
-    """The symbol of a number that depends on what is in a tensor: u0, u1 ... integers, zuf0 ... floats."""
+    """Symbol of a data-dependent number: integers u0, u1 ..., floats zuf0 ... ."""
     if name.startswith("zuf"):
         return sympy.Symbol(name, real=True)
     return sympy.Symbol(name, integer=True)
 
 
 def abstract(value: Any, fixed: Mapping[sympy.Symbol, Any] | None = None) -> Value:
-    """The value that a traced (fake) one stands for. Symbols are the rows; `fixed` says what others stand for."""
+    """Convert a traced (fake) value. Backed symbols become ROWS, except those mapped by `fixed`."""
     if isinstance(value, torch.Tensor):
         return TensorValue(value.dtype, tuple(_dim(size, fixed) for size in value.shape))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -114,7 +114,7 @@ def abstract(value: Any, fixed: Mapping[sympy.Symbol, Any] | None = None) -> Val
 
 
 def unified(expr: Any, fixed: Mapping[sympy.Symbol, Any] | None = None) -> Any:
-    """An expression or condition that tracing recorded, in the rows; `fixed` says what other symbols stand for."""
+    """Express an expression or condition recorded by tracing in ROWS, except for symbols mapped by `fixed`."""
     return _unified(expr, _key(fixed))
 
 

@@ -1,4 +1,4 @@
-"""What a traced model is: a flat graph of operators, the tensors it reads, and how its outputs are put together."""
+"""Traced models: a flat graph of operators, the tensors it reads, and the structure of its outputs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rannd.graph.fx.leaf_op import LeafTable
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """How the user's output is put together again from the graph's outputs."""
+    """How to rebuild the user's output from the graph's outputs."""
 
     spec: pytree.TreeSpec
     constants: Mapping[int, Any]
-    """Leaf number and value of leaves that are not computed."""
+    """Leaf index to value, for leaves that are not computed."""
     positions: tuple[int, ...]
-    """Leaf number of each output of the graph."""
+    """Leaf index of each output of the graph."""
 
     def unflatten(self, values: list[Any]) -> Any:
-        """The user's output with `values` in the places of the computed leaves."""
+        """Rebuild the user's output with `values` as the computed leaves."""
         leaves: list[Any] = [None] * (len(self.constants) + len(self.positions))
         for position, value in self.constants.items():
             leaves[position] = value
@@ -37,16 +37,16 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What the calls that a graph is for decide, see decisions.py."""
+    """Outcomes of the data-dependent branches for which a graph is valid, see branches/data_dependent.py."""
 
     module: GraphModule
-    """From the tensors of a call to what it decides by, a bool or a tensor of one element each."""
+    """Computes the branch conditions from a call's tensors; each is a bool or a one-element tensor."""
     values: tuple[bool, ...]
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a call with these tensors, on the graph's device, decides like this.
+        """Whether a call with these tensors, on the graph's device, takes the same branches.
 
-        A call without rows decides nothing, ask for others only. The tensors are not changed.
+        Not meant for calls with zero rows. The tensors are not modified.
         """
         try:
             with torch.no_grad():
@@ -55,7 +55,7 @@ class Decisions:
                 told = iter(torch.stack(flags).tolist() if flags else ())
                 truths = [next(told) if isinstance(value, torch.Tensor) else value for value in found]
         except (RuntimeError, IndexError, ValueError):
-            return False  # it gets another graph, or the model itself raises when it is traced
+            return False  # the call gets another graph, or the model raises the error itself during tracing
         return bool(truths == list(self.values))
 
 
@@ -63,28 +63,28 @@ class Decisions:
 class Traced:
     """A traced model.
 
-    `attributes` names, for each get_attr node that holds a tensor, the parameter or buffer (its first name in
-    the model; tied names are one) or the constant it reads; `constants` has the values of the latter.
+    `attributes` maps each get_attr node of a tensor to the name of the parameter or buffer (for tied tensors the first
+    name in the model) or constant it reads; `constants` has the values of the latter.
     """
 
     graph: Graph
     root: nn.Module
-    """Has the tensors and inner graphs that get_attr nodes read."""
+    """Holds the tensors and subgraphs that get_attr nodes read."""
     outputs: OutputSpec
     attributes: Mapping[Node, str]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
-    """Attributes of modules that the forward changed in vain: no graph shows that."""
+    """Module attributes that forward changed; the graph does not reproduce these changes."""
     record: tuple[str, ...] = ()
-    """What the front-end did, a line for each step: what was tried, what failed, and why."""
+    """Log of the tracing front-end, one line per attempt: what was tried, what failed, and why."""
     leaves: LeafTable | None = None
-    """Submodules that run as single operators, where there are some."""
+    """Submodules that run as opaque operators, None if there are none."""
     holes: tuple[int, ...] = ()
-    """Numbers of rows that a rank's mini-batch may not have: the model's code treats them in another way."""
+    """Batch sizes per rank for which the graph is not valid, because the model's code treats them differently."""
     decisions: Decisions | None = None
-    """What calls have to decide for the graph to be theirs; None where it is for all calls of its signature."""
+    """Branch outcomes that a call must have to use the graph; None: valid for all calls of its signature."""
     whole: tuple[int, ...] = ()
-    """Arguments that were as long as the batch, but carry no samples."""
+    """Indices of tensor arguments that have as many rows as the batch but do not carry samples."""
 
     def tensor(self, node: Node) -> torch.Tensor:
         """The parameter, buffer or constant that a get_attr node reads."""
@@ -94,11 +94,11 @@ class Traced:
 
     @property
     def leaf_paths(self) -> tuple[str, ...]:
-        """Dotted paths of the submodules that run as single operators; '' is the whole model."""
+        """Dotted paths of the submodules that run as opaque operators; '' is the whole model."""
         return self.leaves.paths if self.leaves is not None else ()
 
     def named(self, name: str) -> torch.Tensor:
-        """The tensor behind one of `attributes`' names."""
+        """The tensor with one of the names in `attributes`."""
         return self.tensor(next(node for node, each in self.attributes.items() if each == name))
 
     def is_state(self, node: Node) -> bool:
@@ -110,7 +110,7 @@ class Traced:
         return node in self.attributes and isinstance(self.tensor(node), nn.Parameter)
 
     def trainable(self, node: Node) -> bool:
-        """Whether a node reads a tensor that gets a gradient."""
+        """Whether a node reads a tensor that requires a gradient."""
         return self.tensor(node).requires_grad
 
     @property
@@ -120,14 +120,14 @@ class Traced:
 
     @property
     def results(self) -> tuple[Node, ...]:
-        """The nodes whose values are handed back to the user."""
+        """The nodes whose values are returned to the user."""
         output: Node = next(iter(reversed(self.graph.nodes)))
         nodes: tuple[Node, ...] = tuple(output.args[0])  # type: ignore[arg-type]
         return nodes
 
 
 def retarget(traced: Traced, device: torch.device) -> Traced:
-    """Let every operator that names a device (tensors made on the way) make its result on `device`."""
+    """Change the device argument of every operator that has one (tensor creation, copies) to `device`."""
     with any_name():
         _retarget(traced.graph, traced.root, device)
         if traced.decisions is not None:
@@ -143,7 +143,7 @@ def _retarget(graph: Graph, root: nn.Module, device: torch.device) -> None:
         return device if isinstance(value, torch.device) else value
 
     for node in graph.nodes:
-        if node.op == "call_function":  # devices are arguments of their own, never inside lists
+        if node.op == "call_function":  # devices are direct arguments, never inside lists
             if any(isinstance(value, torch.device) for value in node.args):
                 node.args = tuple(replaced(value) for value in node.args)
             if any(isinstance(value, torch.device) for value in node.kwargs.values()):
@@ -156,7 +156,7 @@ def _retarget(graph: Graph, root: nn.Module, device: torch.device) -> None:
 
 
 def attribute(root: nn.Module, target: str) -> Any:
-    """The attribute of `root` with a dotted name."""
+    """Get an attribute of `root` by its dotted name."""
     value: Any = root
     for part in target.split("."):
         value = getattr(value, part)

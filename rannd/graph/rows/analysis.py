@@ -102,16 +102,16 @@ def _analyse(walk: Walk, traced: Traced, signature: Signature) -> RowAnalysis:
     inputs: list[State] = [Rows(0, 1, 1) if spec.batch else FIXED for spec in signature.tensors]
     _walk(walk, traced.graph, traced.root, inputs)
     if signature.fixed_rows is not None:
-        walk.coupled = f"the graph is for {signature.fixed_rows} rows alone"
+        walk.coupled = f"the graph is specialized to batch size {signature.fixed_rows}"
     for node in traced.results:
         state = walk.states[node]
         if isinstance(state, Scalar) and node.meta["val"].ndim:
-            walk.couple(node, "an output that is no single number is made of all samples")
+            walk.couple(node, "an output other than a scalar is reduced over all samples")
             walk.states[node] = WHOLE
         if isinstance(state, (RowIndex, Arange, Sorted)) or (isinstance(state, Rows) and state.outer != 1):
             walk.couple(node, "an output does not have the samples in order")
         if state is WHOLE or isinstance(state, tuple) or state == Scalar(Reduction.OTHER):
-            walk.couple(node, "an output is made of all samples in a way no rule knows")
+            walk.couple(node, "an output depends on all samples in an unsupported way")
     return RowAnalysis(walk.states, walk.coupled, tuple(walk.weighted), tuple(walk.masked), tuple(walk.squeezed))
 
 
@@ -156,7 +156,7 @@ def _follow(walk: Walk, node: Node, states: Sequence[State], root: nn.Module) ->
     if node.target is operator.getitem:
         source = walk.states[node.args[0]]  # type: ignore[index]
         if not isinstance(source, tuple):
-            raise Coupled("an element is taken of something no rule knows")
+            raise Coupled("an element is taken of a value without a rule")
         return source[node.args[1]]  # type: ignore[index]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _nested(walk, node, root)
@@ -178,7 +178,7 @@ def _check(value: Any, state: State) -> None:
     """
     if isinstance(value, (tuple, list)):
         if not isinstance(state, tuple) or len(state) != len(value):
-            raise Coupled("no rule knows all that an op makes")
+            raise Coupled("an operator has results without a rule")
         for each, own in zip(value, state, strict=True):
             if own is not WHOLE:  # users of a WHOLE element are coupled
                 _check(each, own)
@@ -191,24 +191,24 @@ def _check(value: Any, state: State) -> None:
         elif isinstance(state, Arange) or (isinstance(state, Sorted) and state.role not in (Role.COUNTS, Role.ENDS)):
             expected[:1] = [state.inner]
         elif not (state is FIXED or isinstance(state, (Scalar, Sorted))):
-            raise Coupled("no rule knows what an op makes of the samples")
+            raise Coupled("a result depends on the samples in an unsupported way")
         if [multiple_of_rows(size) for size in value.shape] != expected:
-            raise Coupled("a shape is made of the number of rows in a way no rule knows")
+            raise Coupled("a shape depends on the batch size in an unsupported way")
     elif value is not None and state is not FIXED:
-        raise Coupled("a number is made of the samples")
+        raise Coupled("a Python number is computed from the samples")
 
 
 def _apply(walk: Walk, node: Node) -> State:
     """Apply the operator's rule."""
     if operator_name(node.target) == LEAF:
-        raise Coupled("nobody sees into a module that runs as one operator")
+        raise Coupled("a module that runs as one operator may mix samples")
     if not isinstance(node.target, torch._ops.OpOverload):
-        raise Coupled(f"{operator_name(node.target)} is not followed")
+        raise Coupled(f"there is no rule for {operator_name(node.target)}")
     name = base_name(node)
     named = arguments(node)
     for key, argument in named.items():
         if key not in SIZES and any(state_of(walk, leaf) is COUNT for leaf in pytree.tree_leaves(argument)):
-            raise Coupled(f"{operator_name(node.target)} computes with the number of rows")
+            raise Coupled(f"{operator_name(node.target)} computes with the batch size")
     operation = Operation(
         name,
         node,
@@ -223,7 +223,7 @@ def _apply(walk: Walk, node: Node) -> State:
     if rule is None and torch.Tag.pointwise in node.target.tags:
         rule = sorted_pointwise if sorts else pointwise
     if rule is None:
-        raise Coupled(f"no rule knows what {operator_name(node.target)} does to the samples")
+        raise Coupled(f"there is no rule for {operator_name(node.target)}")
     try:
         state = rule(operation)
     except Coupled as reason:
@@ -234,7 +234,7 @@ def _apply(walk: Walk, node: Node) -> State:
         return Scalar(kind)
     if name in ("squeeze", "squeeze_") and _drops_a_single_row(walk, named):
         if walk.inside:
-            raise Coupled(f"{name} drops the dimension of the samples where there is one")
+            raise Coupled(f"{name} drops the batch dimension if it has size 1")
         walk.squeezed.append(node)
     if state == Scalar(Reduction.MEAN) and name in CLASS_LOSSES:
         return masked_mean(walk, node, named)
@@ -257,7 +257,7 @@ def _probed(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Node):
         return ()
     if not is_plain_tensor(value):
-        raise Coupled("a size depends on what is in a tensor")
+        raise Coupled("a size depends on the values of a tensor")
     return shape_at(value.meta["val"], PROBE_ROWS)
 
 
@@ -265,7 +265,7 @@ def _nested(walk: Walk, node: Node, root: nn.Module) -> State:
     """Analyse the subgraph of a no_grad or autocast region."""
     region = nested_graph(root, node) if operator_name(node.target) in REGIONS else None
     if region is None:
-        raise Coupled(f"{operator_name(node.target)} is not followed")
+        raise Coupled(f"there is no rule for {operator_name(node.target)}")
     inner, given = region
     walk.inside += 1
     try:

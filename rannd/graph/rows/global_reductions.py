@@ -85,13 +85,13 @@ def scalar(walk: Walk, node: Node) -> State:
     if name in SCALAR_LINEAR or name in ("sum", "mean"):
         source = node.all_input_nodes[0]
         if _rounds(source.meta["val"].dtype, node.meta["val"].dtype):
-            raise Coupled(f"{operator_name(node.target)} of a number made of all samples rounds it")
+            raise Coupled(f"{operator_name(node.target)} rounds a scalar reduced over all samples")
         return walk.states[source]
     if name == "stack":
         kinds = {state_of(walk, item) for item in named["tensors"]}
         if len(kinds) == 1:
             return kinds.pop()
-        raise Coupled("losses of different kinds are stacked")
+        raise Coupled("losses that need different weights are stacked")
     if name in ("add", "sub", "rsub"):
         return _sum(walk, node, operands)
     if name in ("mul", "div"):
@@ -106,7 +106,7 @@ def scalar(walk: Walk, node: Node) -> State:
                     return Scalar(Reduction.MEAN)
                 if name == "mul" and left.reduction is Reduction.MEAN:
                     return Scalar(Reduction.SUM)
-    raise Coupled(f"{operator_name(node.target)} of a number made of all samples is not linear")
+    raise Coupled(f"{operator_name(node.target)} is not linear in a scalar reduced over all samples")
 
 
 def _sum(walk: Walk, node: Node, operands: dict[str, Any]) -> State:
@@ -121,12 +121,12 @@ def _sum(walk: Walk, node: Node, operands: dict[str, Any]) -> State:
         return kinds.pop()
     for state in states.values():
         if not (state is FIXED or isinstance(state, Scalar)) or state == Scalar(Reduction.OTHER):
-            raise Coupled("a number made of all samples meets single samples")
+            raise Coupled("a scalar reduced over all samples is added to individual samples")
     if kinds == {FIXED, Scalar(Reduction.MEAN)}:
         return Scalar(Reduction.MEAN)
     value = node.meta["val"]
     if walk.inside or not (value.is_floating_point() or value.is_complex()):
-        raise Coupled("terms of different kinds are added where they cannot be weighted")
+        raise Coupled("terms that need different weights are added where no weights can be inserted")
     for key, state in states.items():
         if state is FIXED or state == Scalar(Reduction.MEAN):
             walk.weighted.append((node, key))

@@ -1,6 +1,6 @@
-"""One training step of a bound graph.
+"""Execution of one training step of a bound graph.
 
-In: a mini-batch. Out: the outputs of the call, as part of the script's autograd graph. Begin with `executor.py`,
-which runs a Program: `inputs.py` slices the mini-batch into microbatches, `stage.py` computes one, `p2p.py` moves
-values between stages, `outputs.py` puts results together, `autograd_bridge.py` joins them to `loss.backward()`.
+In: a mini-batch. Out: the outputs of the call, attached to the script's autograd graph. Start with `executor.py`,
+which runs a Program: `inputs.py` slices the mini-batch into microbatches, `stage.py` computes one, `p2p.py` sends
+values between stages, `outputs.py` assembles results, `autograd_bridge.py` connects them to `loss.backward()`.
 """

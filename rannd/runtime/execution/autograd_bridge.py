@@ -1,4 +1,4 @@
-"""The bridge from a call's outputs to the script's autograd graph: its forward has run already."""
+"""Attach a call's outputs to the script's autograd graph with a custom autograd.Function."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def attach(
     delayed: Callable[[], bool],
     share: Share | None = None,
 ) -> list[Any]:
-    """Make the outputs of a call with `tensors` part of the script's autograd graph.
+    """Attach the outputs of a call with `tensors` to the script's autograd graph.
 
-    After a backward the gradients are reduced, unless `delayed()` says that they wait. `share`: where all ranks share
-    the mini-batch of rank 0.
+    Backward reduces the gradients of parameters unless `delayed()` is true. `share` is given if all ranks share the
+    mini-batch of rank 0.
     """
     graph = executor.bound.graph
     places = [
@@ -39,7 +39,7 @@ def attach(
     if not any(marked):
         return outputs
     bridge = _Backward(executor, step, len(outputs), places, delayed, share)
-    # Detached: scripts may write into what is no view, whatever memory it shares.
+    # Detached: autograd forbids in-place writes into differentiable views that a custom Function returns.
     values = [outputs[place].detach() for place in places]
     attached: tuple[torch.Tensor, ...] = _Bridge.apply(bridge, marked, values, executor.anchor.tensor, *tensors)  # type: ignore[no-untyped-call]
     for place, value in zip(places, attached, strict=True):
@@ -48,7 +48,7 @@ def attach(
 
 
 class _Backward:
-    """What the backward of a call needs to know."""
+    """Runs the backward of a call for `_Bridge`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class _Backward:
         self._share = share
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the call's tensors from those of its tensor outputs."""
+        """Compute gradients of the call's input tensors from those of its tensor outputs."""
         given: list[torch.Tensor | None] = [None] * self._outputs
         for place, gradient in zip(self._places, gradients, strict=True):
             given[place] = gradient
@@ -85,7 +85,7 @@ class _Backward:
 
 
 class _Bridge(torch.autograd.Function):
-    """Stands for the whole model in the script's autograd graph: its forward has run already."""
+    """Represents the whole model in the script's autograd graph; its forward has run already."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""A graph bound to the slots of a deployment: what this rank computes of it, and which values travel."""
+"""Bind a graph to a deployment: this rank's stage, and the values sent between stages."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rannd.plan.schedule.schedules import fill_drain, interleaved_program
 from rannd.plan.simulate.layout import layout_of
 
 LARGE_OUTPUT = 1 << 16
-"""Bytes of one row above which an output beside the loss stays where it is made, unless it is asked for."""
+"""Bytes per row above which an output besides the loss is not sent to the ranks in training, unless requested."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A Program, and the values that travel in it."""
+    """A Program and the values that its transfers send."""
 
     program: Program
     edges: Mapping[Edge, tuple[Node, ...]]
-    """Values that travel from stage to stage; stage -1 gives the inputs, the last number takes the outputs."""
+    """Values sent from stage to stage; stage -1 stands for the inputs, stage `len(stages)` for the outputs."""
 
     @property
     def layout(self) -> Layout:
@@ -37,43 +37,43 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LossTraffic:
-    """How a step runs whose backward begins at its one loss, inside the forward call."""
+    """Traffic of a step whose backward starts at its single loss, inside the forward call."""
 
     traffic: Traffic
     loss: Node
     live: frozenset[Node]
     """Nodes that get a gradient."""
     missing: frozenset[Node]
-    """Outputs that are not handed to the ranks."""
+    """Outputs that are not sent to the ranks."""
 
 
 @dataclass(frozen=True)
 class BoundGraph:
-    """One graph, cut for a deployment, as the rank in `slot` runs it."""
+    """A graph partitioned for a deployment, with the stage that the rank in `slot` runs."""
 
     graph: ModelGraph
     traffic: Traffic
-    """For calls whose backward runs when it is asked for, if at all."""
+    """For calls whose backward runs when the script calls it, if at all."""
     interleaved: LossTraffic | None
-    """For calls whose backward may run inside the forward call; None where the graph has no such loss."""
+    """For calls whose backward may run inside the forward call; None if the graph has no single loss."""
     slot: int
     stage: int
     part: Part
     recompute: bool
     constants: Mapping[str, torch.Tensor]
     borrowed: Mapping[str, tuple[int, tuple[int, ...]]]
-    """Tensors that stages read but do not hold: (slot that lends, slots that borrow), lent before each step."""
+    """Tensors that stages read but do not hold: (lending slot, borrowing slots), sent before each step."""
     stage_of: Mapping[Node, int]
     """Stage of every placed node."""
     _live: dict[tuple[bool, ...], frozenset[Node]] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
-        """The layout of all that may travel."""
+        """Layout with all edges, including outputs that an interleaved step does not send."""
         return self.traffic.layout
 
     def live(self, wanted: tuple[bool, ...]) -> frozenset[Node]:
-        """Nodes that get a gradient when the outputs marked in `wanted` do."""
+        """Nodes that get a gradient if the outputs marked in `wanted` have one."""
         if wanted not in self._live:
             self._live[wanted] = _live(self.graph, wanted)
         return self._live[wanted]
@@ -92,7 +92,7 @@ def _live(graph: ModelGraph, wanted: tuple[bool, ...]) -> frozenset[Node]:
 
 
 def planned_stages(graph: ModelGraph, deployment: Deployment) -> dict[Node, int]:
-    """Stage of every placed node of the graph that the deployment was planned for."""
+    """Map every placed node to its stage, for the graph that the deployment was planned for."""
     stage_of: dict[Node, int] = {}
     for number, stage in enumerate(deployment.stages):
         for name in stage.ops:
@@ -112,7 +112,7 @@ def planned_stages(graph: ModelGraph, deployment: Deployment) -> dict[Node, int]
 def tensor_owners(
     graph: ModelGraph, stage_of: Mapping[Node, int], deployment: Deployment
 ) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter and buffer; unused ones stay with the first stage."""
+    """Stages that hold each parameter and buffer; unused ones are on the first stage."""
     owners: dict[str, set[int]] = {name: {0} for name in deployment.unused_params}
     for node in graph.placement.placed:
         for attribute in graph.placement.attributes[node]:
@@ -130,9 +130,9 @@ def bind(
     *,
     all_outputs: bool = False,
 ) -> BoundGraph:
-    """Cut `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph.
+    """Partition `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph.
 
-    `all_outputs`: outputs beside a loss are handed to the ranks in training, however large they are.
+    `all_outputs`: in training, outputs besides the loss are sent to the ranks regardless of their size.
     """
     count = len(deployment.stages)
     if owners is None:
@@ -146,7 +146,7 @@ def bind(
             source = -1 if node.op == "placeholder" else stage_of[node]
             edges.setdefault((source, number), []).append(node)
     for node, result in zip(graph.traced.results, graph.results, strict=True):
-        if result.is_sent:  # numbers of all pieces are added up where they are made
+        if result.is_sent:  # losses are summed on the ranks that compute them
             edges.setdefault((stage_of[node], count), []).append(node)
     layout = _layout(graph, deployment, edges, graph.placement.requires_grad)
     if owners is None:
@@ -211,7 +211,7 @@ def _layout(
 def _loss_traffic(
     graph: ModelGraph, deployment: Deployment, layout: Layout, edges: Mapping[Edge, list[Node]], *, all_outputs: bool
 ) -> LossTraffic | None:
-    """How the graph runs where backward begins at its loss; None where it has not exactly one, or is not trained."""
+    """Traffic of an interleaved step; None if the graph does not have exactly one loss, or is not trained."""
     last, loss = len(layout.stages), graph.sole_loss
     if loss is None:
         return None
@@ -227,7 +227,7 @@ def _loss_traffic(
             nodes = [node for node in nodes if node not in large]
         if nodes:
             kept[edge] = nodes
-    # Outputs have no gradients here: backward begins at the loss alone.
+    # No gradients are sent for outputs: backward starts at the loss alone.
     inner = {edge: nodes if edge[1] < last else [] for edge, nodes in kept.items()}
     new = _layout(graph, deployment, kept, live)
     flowing = tuple(edge for edge in new.grad_edges if inner[edge])
@@ -237,12 +237,12 @@ def _loss_traffic(
 
 
 def _moves(layout: Layout, edge: Edge) -> bool:
-    """Whether some piece changes its slot on an edge."""
+    """Whether some microbatch changes slots on an edge."""
     return any(layout.slot_of(edge[0], piece) != layout.slot_of(edge[1], piece) for piece in range(layout.pieces_total))
 
 
 def _row_bytes(node: Node, kind: str) -> int:
-    """Bytes of an output for one row; all of it where it is not made of rows."""
+    """Bytes per row of an output, or total bytes if it has no batch dimension."""
     value = node.meta["val"]
 
     def size(rows: int) -> int:

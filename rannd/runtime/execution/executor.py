@@ -1,8 +1,8 @@
-"""Run the Program of a bound graph on tensors.
+"""Execute the Program of a bound graph.
 
-A call either runs forward, and backward when it is asked for, or both at once: a graph that is trained by its one loss
-needs nothing from the script to begin its backward, so forward and backward are interleaved piece by piece (1F1B), and
-the gradients wait until the script calls backward.
+A call either runs forward only, and backward when the script calls it, or both at once: for a graph with a single loss
+backward needs nothing from the script, so forward and backward of microbatches are interleaved (1F1B), and the
+gradients are held until the script calls backward.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
 from rannd.runtime.gradients.reducer import Reducer
 
 MOST_SIZES = 64
-"""So many different sizes of mini-batches are remembered."""
+"""Maximum number of cached mini-batch sizes."""
 
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 _FORWARD, _BACKWARD, _BOTH = "forward", "backward", "both"
 
 
 class Executor:
-    """Runs one bound graph, with `state` (name -> tensor to compute with) of this rank's stage."""
+    """Executes one bound graph with `state`, the tensors of this rank's stage by name."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Executor:
         self.world = world = context.world
         self.bound = bound
         self.closed = False
-        """The deployment is gone."""
+        """Whether the deployment has been removed."""
         self.computing = Computing(context, bound, state, seed)
-        """This rank's part."""
+        """This rank's stage."""
         self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, context.averaged)
-        """What this rank gives and gets."""
+        """This rank's inputs and their gradients."""
         self._reducer = reducer
         self._graph = bound.graph
         self._slot = bound.slot
@@ -80,7 +80,7 @@ class Executor:
     # -- sizes ------------------------------------------------------------------------------------------------
 
     def pieces(self, rows: tuple[int, ...]) -> Pieces:
-        """The pieces of a call with `rows` rows of each slot's rank."""
+        """Microbatches of a call with `rows` rows per slot."""
         if rows not in self._sizes:
             self._sizes[rows] = Pieces(self.bound.layout, rows)
             if len(self._sizes) > MOST_SIZES:
@@ -89,7 +89,7 @@ class Executor:
         return self._sizes[rows]
 
     def _phase(self, step: Step, phase: str) -> tuple[Instruction, ...]:
-        """What this slot does in a phase; pieces without rows are left out."""
+        """Instructions of this slot for a phase, without microbatches that have no rows."""
         running = tuple(map(bool, step.pieces.rows))
         if (phase, running) not in self._instructions:
             program = self._traffic(step).program
@@ -109,7 +109,7 @@ class Executor:
         return self.bound.interleaved.traffic
 
     def _parcel(self, step: Step, action: Action, live: frozenset[Node] | None) -> Parcel:
-        """What an action moves."""
+        """Values that a transfer action moves."""
         rows = step.pieces.rows[action.piece]
         key = (step.interleaved, action.src, action.dst, rows, live if action.kind in _GRADS else None)
         found = self._parcels.get(key)
@@ -124,15 +124,15 @@ class Executor:
     # -- phases -----------------------------------------------------------------------------------------------
 
     def forward(self, step: Step, *, reduce: bool) -> list[Any]:
-        """Run the forward phase, with all backwards where the step is interleaved.
+        """Run the forward phase, including all backwards if the step is interleaved.
 
-        `reduce`: reduce the gradients of these backwards. Returns the model's outputs for this rank, in the order of
-        the graph's.
+        `reduce`: reduce the gradients of these backwards. Returns this rank's outputs, in the order of the graph's
+        outputs.
         """
         self.computing.begin()
         self.mini_batch.give(step)
         live = None
-        # What begins divided needs no pass over all gradients at the end; a scaled loss keeps all of its scale.
+        # Dividing the seed saves a pass over all gradients at the end; a scaled loss keeps its full scale.
         division = self._reducer.divisor if reduce and step.seed == 1.0 else 1
         if step.interleaved:
             assert self.bound.interleaved is not None
@@ -155,10 +155,10 @@ class Executor:
     def backward(
         self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, again: bool
     ) -> list[torch.Tensor | None]:
-        """Run the backward phase with this rank's gradients of its outputs; returns those of its inputs.
+        """Run the backward phase from the gradients of this rank's outputs; returns the gradients of its inputs.
 
-        Gradients of parameters wait in the reducer, or are delivered with `reduce`: all, or those that the script asks
-        for. With `again` all is kept for another backward.
+        Gradients of parameters are held in the reducer, or with `reduce` delivered: all, or those requested by
+        torch.autograd.grad. With `again` everything is kept for another backward (retain_graph).
         """
         asked = self.anchor.asked()
         self._check_asked(asked, reduce=reduce)
@@ -204,9 +204,9 @@ class Executor:
         reduce: bool,
         again: bool,
     ) -> list[torch.Tensor | None]:
-        """Backward of a call whose backward has run: hand over what waits, times what the script has made of the loss.
+        """Backward of an interleaved call: deliver the held gradients, scaled by the gradient of the loss.
 
-        That is right because a gradient is linear in the gradient that it begins with.
+        This is correct because gradients are linear in the gradient that backward starts with.
         """
         assert self.bound.interleaved is not None
         assert step.gathered is not None
@@ -214,7 +214,7 @@ class Executor:
         results = self._graph.traced.results
         if any(g is not None for node, g in zip(results, gradients, strict=True) if node is not loss):
             raise StepError(
-                "backward came through an output beside the loss, but this call has run its backward from the loss "
+                "backward came through an output besides the loss, but this call has run its backward from the loss "
                 "already; set interleave_loss=false (RANNC_INTERLEAVE_LOSS=false) to have backward run when it is "
                 "asked for"
             )
@@ -242,7 +242,7 @@ class Executor:
         return [None if g is None else g * factor for g in step.input_gradients]
 
     def _check_asked(self, asked: Asked | None, *, reduce: bool) -> None:
-        """StepError where gradients of parameters are to be returned that cannot be had by themselves."""
+        """StepError if torch.autograd.grad asks for parameters while other gradients wait to be reduced."""
         if asked is not None and asked.found is not None and (not reduce or self._reducer.something_waits):
             raise StepError(
                 "torch.autograd.grad with respect to parameters of a RaNNCModule while gradients wait "
@@ -263,12 +263,12 @@ class Executor:
         reduce: bool,
         totals: bool = False,
     ) -> None:
-        """Carry out instructions; `totals`: and add up over the ranks what they compute for all."""
+        """Execute instructions; with `totals` also all-reduce the globally summed outputs."""
         forward = Exchange(self.world, self.world.forward, self._buffers)
         backward = Exchange(self.world, self.world.backward, self._buffers)
-        # The last backward of pieces has the final gradients of each parameter, the last forward all losses.
+        # The last backward completes the gradients of each parameter, the last forward completes the losses.
         last_backward, last_forward = _last(listed, ActionKind.BACKWARD), _last(listed, ActionKind.FORWARD)
-        # On a GPU the numbers are not there until all is computed; to wait for them would keep it from its work.
+        # On a GPU, copying the sums to the CPU this early would block the launch of further kernels.
         early = totals and self.world.device.type == "cpu"
         if early and last_forward is None:
             self._totals.begin(step)
@@ -325,7 +325,7 @@ class Executor:
             for node, value in values.items():
                 step.values[piece, node] = value
             ours = action.dst < self._last
-        if buffer is not None and ours:  # others go to the script
+        if buffer is not None and ours:  # other values are returned to the script and keep their buffer
             step.borrowed.setdefault(piece, []).append(buffer)
 
     def _give_back(self, step: Step, piece: int) -> None:
@@ -333,7 +333,7 @@ class Executor:
             self._buffers.give(buffer)
 
     def _outputs(self, step: Step) -> list[Any]:
-        """This rank's outputs. Collective where all ranks add up some."""
+        """Assemble this rank's outputs; collective if some are summed over all ranks."""
         missing: frozenset[Node] = frozenset()
         if step.interleaved and self.bound.interleaved is not None:
             missing = self.bound.interleaved.missing
@@ -350,9 +350,10 @@ class Executor:
     def _upstream(
         self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, wanted: bool
     ) -> tuple[frozenset[Node], bool]:
-        """Tell each other which outputs have gradients, and those of numbers, and whether parameters want theirs.
+        """Exchange between ranks which outputs have gradients, and the gradients of globally summed outputs.
 
-        Returns the nodes that get gradients, and whether parameters on any rank want theirs.
+        `wanted`: gradients of parameters are requested on this rank. Returns the nodes that get gradients, and whether
+        gradients of parameters are requested on any rank. Collective.
         """
         results = self._graph.traced.results
         given = dict(zip(results, gradients, strict=True))
@@ -372,5 +373,5 @@ class Executor:
 
 
 def _last(listed: Sequence[Instruction], kind: ActionKind) -> Action | None:
-    """The last computation of a kind."""
+    """The last compute action of a kind."""
     return next((each.action for each in reversed(listed) if each.action and each.action.kind is kind), None)

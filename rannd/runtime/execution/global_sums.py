@@ -1,4 +1,4 @@
-"""Outputs that all ranks add up, as losses: numbers whose parts the pieces compute."""
+"""All-reduce of scalar outputs such as losses, which are sums over the microbatches of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rannd.runtime.execution.step import Step
 
 
 class Totals:
-    """The numbers among the outputs of a graph; `averaged`: see Executor."""
+    """Sums the "global" outputs of a graph; `averaged`: see Executor."""
 
     def __init__(self, world: World, graph: ModelGraph, averaged: int) -> None:
         self._world = world
@@ -27,7 +27,7 @@ class Totals:
         self._lengths = [_length(node) for node in self.nodes]
 
     def take(self, step: Step, piece: int) -> None:
-        """Add what a piece has computed."""
+        """Add the values of a microbatch to this rank's partial sums."""
         for node in self.nodes:
             if (piece, node) in step.values:
                 value = step.values.pop((piece, node))
@@ -35,7 +35,7 @@ class Totals:
                 step.sums[node] = step.sums[node] + value if node in step.sums else value
 
     def begin(self, step: Step) -> None:
-        """All of this rank's parts are there: begin to add up over the ranks, while they go on. Collective."""
+        """Start the asynchronous all-reduce of this rank's partial sums. Collective."""
         if self.nodes:
             flat = [
                 _flat(step.sums[node]) if node in step.sums else torch.zeros(length, dtype=torch.float64)
@@ -45,21 +45,21 @@ class Totals:
             step.sums.clear()
 
     def finish(self, step: Step) -> dict[Node, torch.Tensor]:
-        """The totals, on the device; what `begin` began."""
+        """Wait for the all-reduce started by `begin` and return the totals on the device."""
         if step.total is None:
             return {}
         added, step.total = step.total.finish() / self._averaged, None
         return self._shaped(added)
 
     def packed(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
-        """The gradients of the totals as whole numbers, 0.0 for None."""
+        """Pack the gradients of the totals into integers, with 0.0 for None."""
         numbers: list[float] = []
         for gradient, length in zip(gradients, self._lengths, strict=True):
             numbers += _flat(gradient).tolist() if gradient is not None else [0.0] * length
         return pack_floats(numbers)
 
     def unpacked(self, numbers: Sequence[int]) -> dict[Node, torch.Tensor]:
-        """What `packed` packed."""
+        """Unpack the result of `packed`."""
         return self._shaped(torch.tensor(unpack_floats(numbers), dtype=torch.float64))
 
     def _shaped(self, flat: torch.Tensor) -> dict[Node, torch.Tensor]:
@@ -68,13 +68,13 @@ class Totals:
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
-    """A number as doubles on the CPU."""
+    """Flatten a value to float64 on the CPU; complex numbers become pairs."""
     real = torch.view_as_real(value) if value.is_complex() else value
     return real.detach().reshape(-1).to("cpu", torch.float64)
 
 
 def _shaped(flat: torch.Tensor, node: Node, device: torch.device) -> torch.Tensor:
-    """What `_flat` has made flat, for the output `node`."""
+    """Inverse of `_flat` for the output `node`."""
     shape, dtype = crossing_shape(node, 1), node.meta["val"].dtype
     if dtype.is_complex:
         return torch.view_as_complex(flat.reshape(*shape, 2)).to(device, dtype)
@@ -82,6 +82,6 @@ def _shaped(flat: torch.Tensor, node: Node, device: torch.device) -> torch.Tenso
 
 
 def _length(node: Node) -> int:
-    """How many doubles `_flat` makes of the output `node`."""
+    """Number of float64 elements of `_flat` for the output `node`."""
     numbers = math.prod(crossing_shape(node, 1))
     return 2 * numbers if node.meta["val"].dtype.is_complex else numbers

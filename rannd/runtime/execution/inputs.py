@@ -1,4 +1,4 @@
-"""A rank's mini-batch in pieces: its inputs, the weights of their losses, and gradients both ways."""
+"""Split a rank's mini-batch into microbatches: inputs, loss weights, and gradients of outputs and inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rannd.runtime.execution.step import Step
 
 
 class MiniBatch:
-    """The mini-batches of the rank in `slot`, on `device`; `averaged`: see Context."""
+    """Splits the mini-batches of the rank in `slot`, on `device`; `averaged`: see Context."""
 
     def __init__(self, graph: ModelGraph, slot: int, device: torch.device, averaged: int) -> None:
         self._graph = graph
@@ -24,7 +24,7 @@ class MiniBatch:
         self._nodes = graph.traced.placeholders
 
     def give(self, step: Step) -> None:
-        """Slice the inputs into pieces, and weigh the losses of each."""
+        """Slice the inputs into microbatches, and compute the loss weights of each."""
         specs, sizes = self._graph.signature.tensors, step.pieces
         counts = self._label_counts(step)
         for piece in sizes.of_slot(self._slot):
@@ -46,21 +46,21 @@ class MiniBatch:
                 step.values[piece, node] = tensor
 
     def _label_counts(self, step: Step) -> dict[str, Count]:
-        """Denominators of this rank's means (labels that count), over its whole mini-batch."""
+        """Denominators of this rank's means (e.g. numbers of non-ignored labels), over its whole mini-batch."""
         rows = step.pieces.rank_rows[self._slot]
         if rows == 0:
             return {}
-        if step.whole is not None:  # this rank's part of the labels of all
+        if step.whole is not None:  # this rank's share of the labels of the shared batch
             return counted(self._graph.label_counts, step.whole, rows / step.pieces.total)
         return counted(self._graph.label_counts, step.leaves)
 
     def counts_no_label(self, step: Step) -> bool:
-        """Whether a mean over labels has none to count."""
+        """Whether some mean over labels has a denominator of zero."""
         counts = self._label_counts(step).values()
         return any(not any(each) if isinstance(each, list) else not each for each in counts)
 
     def give_seeds(self, step: Step, gradients: Sequence[torch.Tensor | None], live: frozenset[Node]) -> None:
-        """Split the gradients of the rank's outputs into those of its pieces."""
+        """Split the gradients of the rank's outputs into microbatches, as seeds of their backwards."""
         sizes, pieces = step.pieces, step.pieces.of_slot(self._slot)
         for node, result, gradient in zip(self._graph.traced.results, self._graph.results, gradients, strict=True):
             if node not in live or not result.is_sent:
@@ -78,7 +78,7 @@ class MiniBatch:
                 step.add(piece, node, seed.to(self._device))
 
     def input_gradients(self, step: Step, live: frozenset[Node]) -> list[torch.Tensor | None]:
-        """The gradients of the rank's inputs, from those of its pieces; None where an input has none."""
+        """Combine the gradients of the rank's inputs over its microbatches; None for inputs without gradient."""
         pieces = step.pieces.of_slot(self._slot)
         found: list[torch.Tensor | None] = []
         for node, spec, leaf in zip(self._nodes, self._graph.signature.tensors, step.leaves, strict=False):

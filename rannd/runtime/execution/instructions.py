@@ -1,11 +1,11 @@
-"""What one slot does in a step, with its receives begun early enough to arrive while it computes.
+"""Compile the actions of one slot into instructions that overlap receives with computation.
 
-A Program says in which order the transfers of a pair of slots happen, and what has to be there before an action. This
-file turns the actions of a slot into instructions: each compute action names the messages that it waits for, and
-receives are posted up to `AHEAD` computations before they are needed, but never before an earlier transfer with the
-same slot in the same group: the order of each pair stays the Program's.
+A Program fixes the order of transfers between each pair of slots, and the dependencies of actions. Here each compute
+action gets the list of messages that it waits for, and receives are posted up to `AHEAD` computations before they are
+needed, but never before an earlier transfer with the same slot in the same process group, so that the order within
+each pair stays that of the Program.
 
-What was sent is let go of when a message comes that its receiver sent after having used it.
+Send buffers are released when a message arrives that the receiver sent after having used the data.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _PARTNER = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """One action of a slot; an action None only posts, or waits, at the end."""
+    """One action of a slot with its receives; action None: only post receives, or wait at the end."""
 
     action: Action | None
     posts: tuple[Action, ...] = ()
-    """Receives to begin before it."""
+    """Receives to post before it."""
     awaits: tuple[Action, ...] = ()
-    """Receives whose messages it needs."""
+    """Receives to wait for before it."""
     settles: tuple[Action, ...] = ()
-    """Sends that have arrived once these messages have: their receiver has answered."""
+    """Sends that are complete after `awaits`, because their receiver answered later."""
 
 
 def instructions(slots: Sequence[Iterable[Action]], slot: int) -> tuple[Instruction, ...]:
-    """Instructions for what `slot` does in one phase, in which each of `slots` does the actions listed there."""
+    """Instructions of `slot` for one phase, given the actions of all `slots`."""
     listed = list(slots[slot])
     posts, awaits, answers = _posts(listed), _awaits(listed), _answers(slots, slot)
     found = []
@@ -55,7 +55,7 @@ def instructions(slots: Sequence[Iterable[Action]], slot: int) -> tuple[Instruct
 
 
 def _answers(slots: Sequence[Iterable[Action]], slot: int) -> dict[Action, list[Action]]:
-    """For receives of `slot`, the sends that are known to have arrived by then; each once, with the first of them."""
+    """Map each receive of `slot` to the sends that it shows to be complete; each send is listed once."""
     found: dict[Action, list[Action]] = {}
     for peer in {action.peer for action in slots[slot] if action.kind in _RECEIVES}:
         theirs = list(slots[peer])
@@ -77,16 +77,16 @@ def _answers(slots: Sequence[Iterable[Action]], slot: int) -> dict[Action, list[
 
 
 def _other_side(action: Action, slot: int) -> Action:
-    """What the peer of a transfer of `slot` does."""
+    """The peer's action for a transfer of `slot`."""
     return Action(_PARTNER[action.kind], action.piece, action.src, action.dst, slot)
 
 
 def _posts(listed: list[Action]) -> dict[int, list[Action]]:
-    """The receives to post before each place."""
+    """Receives to post before each position in the list."""
     posts: dict[int, list[Action]] = {}
     computes: list[int] = []
     earliest: dict[tuple[int, bool], int] = {}
-    """Where the next receive from each slot in each group may be posted."""
+    """Earliest position at which the next receive from each slot in each process group may be posted."""
     for place, action in enumerate(listed):
         pair = (action.peer, action.kind in _GRADS)
         if action.kind not in TRANSFERS:
@@ -101,9 +101,9 @@ def _posts(listed: list[Action]) -> dict[int, list[Action]]:
 
 
 def _awaits(listed: list[Action]) -> dict[int, list[Action]]:
-    """The receives whose messages are needed at each place; the end for what is not for the slot's own computations.
+    """Receives to wait for before each position in the list.
 
-    That are outputs, and gradients of inputs: they belong to the rank.
+    Outputs and gradients of inputs, which are not used by the slot's own computations, are awaited at the end.
     """
     consumers = {(action.kind, action.piece): place for place, action in enumerate(listed)}
     awaits: dict[int, list[Action]] = {}

@@ -1,4 +1,4 @@
-"""How the rows of one call are sliced into pieces."""
+"""Slicing of mini-batches into microbatches."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from rannd.plan.schedule.program import Layout
 
 
 class Pieces:
-    """The pieces of a call in which the rank in each slot gives `rows` rows."""
+    """Microbatches of a call in which the ranks' mini-batches have `rows` rows, by slot."""
 
     def __init__(self, layout: Layout, rows: tuple[int, ...]) -> None:
         self.rank_rows = rows
         """Rows of each slot's mini-batch."""
         self.total = sum(rows)
         self.slices: list[tuple[int, int]] = [(0, 0)] * layout.pieces_total
-        """(first row in its rank's mini-batch, number of rows) of each piece; pieces without rows do not run."""
+        """(first row in its rank's mini-batch, number of rows) of each microbatch; those without rows do not run."""
         for slot, count in enumerate(rows):
             for microbatch, each in enumerate(split_rows(count, layout.microbatches)):
                 self.slices[microbatch * layout.world + slot] = each
         self.rows = [count for _, count in self.slices]
         self.first = next((slot for slot, count in enumerate(rows) if count), 0)
-        """The piece whose buffers are kept: the first of the first rank that has rows."""
+        """The microbatch whose buffer updates are kept: the first one of the first slot with rows."""
         self._world = layout.world
 
     def of_slot(self, slot: int) -> list[int]:
-        """Pieces of a rank's own mini-batch that have rows."""
+        """Microbatches with rows of the mini-batch of the rank in `slot`."""
         return [piece for piece in range(slot, len(self.rows), self._world) if self.rows[piece]]
 
 

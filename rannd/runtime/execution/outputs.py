@@ -1,4 +1,4 @@
-"""Put the outputs of a call together from those of its pieces."""
+"""Assemble the outputs of a call from those of its microbatches."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rannd.graph.partition.cut import crossing_shape
 from rannd.graph.rows.loss_weights import Result
 
 Made = Mapping[tuple[int, Node], torch.Tensor]
-"""Values by piece and node."""
+"""Values by (microbatch, node)."""
 
 
 class NotSent(torch.Tensor):
-    """Stands for an output that stayed on the rank that made it; any use of its values raises StepError."""
+    """Placeholder for an output that stayed on the rank that computed it; any use of its values raises StepError."""
 
     _told: str
 
     @staticmethod
     def of(node: Node, rows: int, place: str) -> NotSent:
-        """In place of the output `node` for `rows` rows; `place` is how messages call it."""
+        """Create the placeholder of the output `node` for `rows` rows; `place` is its name in messages."""
         shape, dtype = crossing_shape(node, rows), node.meta["val"].dtype
         found: NotSent = torch.Tensor._make_wrapper_subclass(NotSent, shape, dtype=dtype)
         found._told = (
-            f"{place} of the model, {dtype} {tuple(shape)}, was not sent to this rank: while a loss is trained, large "
-            'outputs beside it stay where they are made. Wrap the model with RaNNCModule(..., outputs="all") to have '
-            "them sent, or read them in eval mode"
+            f"{place} of the model, {dtype} {tuple(shape)}, was not sent to this rank: in training, large outputs "
+            'besides the loss stay where they are computed. Wrap the model with RaNNCModule(..., outputs="all") to '
+            "have them sent, or read them in eval mode"
         )
         return found
 
     @staticmethod
     def like(other: NotSent, shape: tuple[int, ...]) -> NotSent:
-        """As `other`, of another shape."""
+        """Copy of `other` with another shape."""
         found: NotSent = torch.Tensor._make_wrapper_subclass(NotSent, shape, dtype=other.dtype)
         found._told = other._told
         return found
@@ -49,7 +49,7 @@ class NotSent(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Shape, type and device may be asked for."""
+        """Allow queries of shape, dtype and device; raise StepError for anything else."""
         if getattr(func, "__name__", "") == "__get__" or func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -60,7 +60,7 @@ class NotSent(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Operators that came past `__torch_function__`."""
+        """Raise StepError for operators that bypass `__torch_function__`."""
         told = next((each for each in args if isinstance(each, NotSent)), None)
         raise StepError(told._told if told is not None else "an output was not sent to this rank")
 
@@ -86,9 +86,9 @@ def join(
     *,
     shared: bool,
 ) -> list[Any]:
-    """The outputs of a rank whose mini-batch has `rows` rows in `pieces`; None for those that all ranks add up.
+    """Outputs of a rank whose mini-batch has `rows` rows in microbatches `pieces`; None for globally summed ones.
 
-    Also None for those of a rank without rows where the batch is `shared`.
+    Also None on a rank without rows if the batch is `shared`.
     """
     outputs: list[Any] = []
     for place, (node, result) in enumerate(zip(graph.traced.results, graph.results, strict=True)):
@@ -116,7 +116,7 @@ def _joined(node: Node, result: Result, found: list[torch.Tensor], device: torch
 
 
 def _empty(node: Node, device: torch.device) -> torch.Tensor:
-    """An output of a rank without rows."""
+    """Empty output of a rank without rows; StepError if its shape cannot be empty."""
     shape = crossing_shape(node, 0)
     if 0 not in shape:
         raise StepError(

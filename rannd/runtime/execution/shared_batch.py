@@ -1,8 +1,8 @@
-"""`gather_inputs=False`: rank 0's mini-batch is the whole batch, and every rank gets its outputs.
+"""Option `gather_inputs=False`: rank 0's mini-batch is the global batch, and every rank gets all outputs.
 
-Rank 0's tensors go to all ranks; each rank runs a part of the rows, or none where rows depend on each other. All is as
-in one process that runs that batch alone: losses and gradients are not averaged over ranks, and the gradients of
-outputs are those that rank 0 gives.
+Rank 0's tensors are broadcast; each rank runs a part of the rows, or rank 0 all of them if rows depend on each other.
+Results are those of a single process with that batch: losses and gradients are not averaged over ranks, and the
+gradients of outputs are rank 0's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rannd.runtime.execution.outputs import NotSent
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """A tensor, as rank 0 tells of it."""
+    """Metadata of a tensor broadcast by rank 0."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,7 +37,7 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 def from_rank_0(world: World, call: Call) -> Call:
-    """The call with rank 0's tensors in place of this rank's. Collective; StepError where their numbers differ."""
+    """Replace this rank's tensors in a call by rank 0's. Collective; StepError if the numbers of tensors differ."""
     if world.size == 1:
         return call
     mine = [_Told(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in call.tensors]
@@ -46,7 +46,7 @@ def from_rank_0(world: World, call: Call) -> Call:
     if len(set(counts)) > 1:
         other = next(rank for rank, count in enumerate(counts) if count != counts[0])
         raise StepError(
-            f"rank 0 gives {counts[0]} tensors, rank {other} {counts[other]}; with gather_inputs=False the values of "
+            f"rank 0 passes {counts[0]} tensors, rank {other} {counts[other]}; with gather_inputs=False the values of "
             "other ranks do not matter, but their arguments have to be of the same structure as rank 0's"
         )
     tensors = list(call.tensors)
@@ -61,17 +61,17 @@ def from_rank_0(world: World, call: Call) -> Call:
 
 
 def rows_by_slot(world: World, graph: ModelGraph, rows: int) -> tuple[int, ...]:
-    """How many of the rows the rank in each slot runs."""
+    """Number of rows that each slot runs."""
     if graph.coupled is not None:
         return tuple(rows if rank == 0 else 0 for rank in world.rank_of_slot)
     return tuple(count for _, count in split_rows(rows, world.size))
 
 
 class Share:
-    """This rank's part of rank 0's batch in one call. All methods but `inputs` are collective."""
+    """This rank's part of rank 0's batch in one call. All methods except `inputs` are collective."""
 
     def __init__(self, world: World, graph: ModelGraph, rows: tuple[int, ...]) -> None:
-        """`rows`: of the rank in each slot."""
+        """`rows`: number of rows per slot."""
         self._world = world
         self._graph = graph
         self._rows = rows
@@ -80,7 +80,7 @@ class Share:
         self._own = rows[world.slot]
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The rows of this rank."""
+        """Slice the tensors to the rows of this rank."""
         specs = self._graph.signature.tensors
         return [
             tensor.narrow(0, self._first, self._own) if spec.batch else tensor
@@ -88,7 +88,7 @@ class Share:
         ]
 
     def outputs(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs of the whole batch, from those of this rank's part."""
+        """Gather the outputs of the whole batch from the parts of all ranks."""
         return [
             self._whole(node, result, value)
             for node, result, value in zip(self._graph.traced.results, self._graph.results, outputs, strict=True)
@@ -113,7 +113,7 @@ class Share:
         return self._from_slot(slot, node, value, self._rows[slot])
 
     def gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of this rank's outputs, from rank 0's gradients of the whole batch's."""
+        """Broadcast rank 0's gradients of the whole batch's outputs, and slice them to this rank's part."""
         world = self._world
         meet(world, Phase.BACKWARD)
         flags = list(world.broadcast_bytes(bytes(gradient is not None for gradient in gradients)))
@@ -139,7 +139,7 @@ class Share:
         return found
 
     def input_gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of rank 0's tensors, from those of this rank's part; other ranks get the same."""
+        """Gather the gradients of rank 0's tensors from the parts of all ranks; every rank gets the same."""
         if self._world.size == 1:
             return list(gradients)
         found: list[torch.Tensor | None] = []
@@ -162,7 +162,7 @@ class Share:
         return found
 
     def _from_slot(self, slot: int, node: Node, value: Any, rows: int) -> torch.Tensor:
-        """The output of the rank in `slot`."""
+        """Broadcast the output of the rank in `slot`."""
         device = self._world.device
         mine = value.detach().to(device).contiguous() if slot == self._world.slot else None
         part = (

@@ -1,4 +1,4 @@
-"""Compute one piece: forward and backward of the part of the graph that belongs to this rank's stage."""
+"""Forward and backward of one microbatch through this rank's stage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rannd.runtime.execution.step import Saved, Step
 
 
 class Computing:
-    """Runs this rank's part of a bound graph with `state` (name -> tensor to compute with)."""
+    """Runs this rank's stage of a bound graph with `state`, its tensors by name."""
 
     def __init__(self, context: Context, bound: BoundGraph, state: Mapping[str, torch.Tensor], seed: int) -> None:
         self.seed = seed
-        """Random numbers depend on it."""
+        """Base seed of the stage's random numbers."""
         self._world = context.world
         self._finite = context.finite
         self._bound = bound
@@ -30,22 +30,22 @@ class Computing:
         self._loans: dict[str, torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
         self._before: dict[str, torch.Tensor] = {}
-        """Buffers that the part writes into, as they were before the call: every piece begins with them."""
+        """Buffers written by the stage, as they were before the call: every microbatch starts with them."""
         handed = bound.interleaved.traffic.edges if bound.interleaved is not None else {}
         last = len(bound.layout.stages)
         self._handed = frozenset(node for edge, nodes in handed.items() if edge[1] == last for node in nodes)
-        """Outputs that travel to the ranks at the end of an interleaved step."""
+        """Outputs that are sent to the ranks at the end of an interleaved step."""
 
     # -- tensors ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Look at the tensors of a call that begins."""
+        """Prepare the tensors of a call: borrow, look up, and copy written buffers."""
         self._lend()
         self.resolve()
         self._before = {name: self._state[name].detach().clone() for name in self._written}
 
     def resolve(self) -> list[torch.Tensor]:
-        """Find the tensors that the part computes with, in its order."""
+        """Look up the tensor arguments of the stage, in its order."""
         sources = (self._loans, self._bound.constants, self._state)
         self._tensors = [
             next(source[name] for source in sources if name in source) for name in self._bound.part.tensors
@@ -53,7 +53,7 @@ class Computing:
         return self._tensors
 
     def _lend(self) -> None:
-        """Give tensors that other stages hold to those that only read them in this graph."""
+        """Send tensors to the stages that read but do not hold them."""
         world, slot = self._world, self._bound.slot
         for name, (lender, borrowers) in self._bound.borrowed.items():
             if slot == lender:
@@ -67,7 +67,7 @@ class Computing:
                 self._loans[name] = value
 
     def agree_on_buffers(self, step: Step) -> None:
-        """Give the written buffers of the kept piece to the other replicas of the stage."""
+        """Broadcast the written buffers of the microbatch that is kept to the other replicas of the stage."""
         layout, world = self._bound.layout, self._world
         slots = layout.stages[self._bound.stage]
         if not self._written or len(slots) < 2:
@@ -78,7 +78,7 @@ class Computing:
         for name in self._written:
             buffer = self._state[name].detach()
             kinds.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in kinds.values():  # one message a type: a model has many small ones
+        for buffers in kinds.values():  # one message per dtype, since a model has many small buffers
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             dist.broadcast(flat, source, group=group)
             if world.rank != source:
@@ -88,14 +88,14 @@ class Computing:
     # -- one piece --------------------------------------------------------------------------------------------
 
     def forward(self, step: Step, piece: int, live: frozenset[Node] | None) -> None:
-        """Forward of one piece; `live`: the nodes that will get a gradient, None where that is not known yet."""
+        """Forward of one microbatch; `live`: nodes that will get a gradient, None if not known yet."""
         graph = self._bound.graph
         differentiable = graph.placement.requires_grad if live is None else live
         inputs: dict[Node, torch.Tensor] = {}
         for node in self._bound.part.inputs:
             value = step.values.pop((piece, node)).detach()
             if node in graph.placement.writers:
-                value = value.clone()  # it may be the script's own tensor, or share a message with others
+                value = value.clone()  # it may be the script's own tensor, or part of a message buffer
             inputs[node] = value.requires_grad_() if node in differentiable else value
         buffers = {name: tensor.clone() for name, tensor in self._before.items()}
         records = graph.signature.mode.grad
@@ -114,7 +114,7 @@ class Computing:
                     self._state[name].copy_(tensor)
 
     def backward(self, step: Step, piece: int, live: frozenset[Node]) -> None:
-        """Backward of one piece."""
+        """Backward of one microbatch, which recomputes its forward if so planned."""
         saved = step.saved[piece] if step.keep else step.saved.pop(piece)
         outputs = saved.outputs
         world = self._bound.layout.world
@@ -147,14 +147,14 @@ class Computing:
             else:
                 step.outgoing[piece, node] = gradient
         if step.interleaved:
-            for node in self._bound.part.outputs:  # they have been sent
+            for node in self._bound.part.outputs:  # already sent
                 if node not in self._handed:
                     step.values.pop((piece, node), None)
 
     def _run(
         self, step: Step, piece: int, inputs: Mapping[Node, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> dict[Node, torch.Tensor]:
-        """Run the part on a piece; `buffers` replace those that it writes into."""
+        """Run the stage on a microbatch, with `buffers` in place of those that it writes."""
         part = self._bound.part
         tensors = self._tensors
         if buffers:
@@ -169,7 +169,7 @@ class Computing:
 
     @contextlib.contextmanager
     def _random(self, step: Step, piece: int) -> Iterator[None]:
-        """Random numbers that depend on seed, step, piece and stage alone; the script's own stay untouched."""
+        """Fork the RNG with a seed made of base seed, step, microbatch and stage; the script's RNG is unaffected."""
         text = f"{self.seed}/{step.number}/{piece}/{self._bound.stage}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         devices = [self._world.device] if self._world.device.type == "cuda" else []

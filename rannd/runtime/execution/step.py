@@ -1,4 +1,4 @@
-"""One call of the model, from its forward to its backward."""
+"""State of one step: a call of the model, from its forward to its backward."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.gradients.reducer import Gathered
 
 Key = tuple[int, Node]
-"""A piece, and a value of it."""
+"""(microbatch, node) of a value."""
 
 
 @dataclass
 class Saved:
-    """What the backward of a piece needs."""
+    """Tensors saved for the backward of a microbatch."""
 
     inputs: dict[Node, torch.Tensor]
     outputs: dict[Node, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    """Buffers as they were before the step, where the forward has to run again."""
+    """Buffers before the step, if the forward is recomputed."""
 
 
 @dataclass
 class Step:
-    """What is known of a call until its backward is done."""
+    """State of a call until its backward is done."""
 
     number: int
     pieces: Pieces
     leaves: Sequence[torch.Tensor]
     """This rank's tensors, on its device."""
     whole: Sequence[torch.Tensor] | None = None
-    """The tensors of rank 0, where its mini-batch is shared by all."""
+    """Rank 0's tensors, if its mini-batch is shared by all ranks."""
     interleaved: bool = False
-    """Backward runs inside the forward call."""
+    """Whether backward runs inside the forward call (1F1B)."""
     seed: float = 1.0
-    """Gradient of the loss that backward began with."""
+    """Gradient of the loss that an interleaved backward starts with."""
     keep: bool = False
-    """Backward may run again."""
+    """Whether backward may run again (retain_graph)."""
     finished: bool = False
     values: dict[Key, torch.Tensor] = field(default_factory=dict)
     sums: dict[Node, torch.Tensor] = field(default_factory=dict)
-    """Outputs that all ranks add up: the sums over the pieces that were computed here."""
+    """Scalar outputs summed over all ranks: this rank's partial sums over microbatches."""
     total: Sum | None = None
-    """Their sums over the ranks, which are under way."""
+    """Asynchronous all-reduce of these sums."""
     saved: dict[int, Saved] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Gradients that have come for values of this rank's stage, or for its inputs."""
+    """Gradients received for outputs of this rank's stage, or for its inputs."""
     outgoing: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Gradients of what came in from other stages."""
+    """Gradients of values that came from other stages."""
     upstream: dict[Node, list[torch.Tensor]] = field(default_factory=dict)
-    """Gradients of outputs that all ranks add up, as each slot's rank gave them."""
+    """Gradients of globally summed outputs, from the rank in each slot."""
     borrowed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Message buffers that each piece uses."""
+    """Message buffers in use by each microbatch."""
     gathered: Gathered | None = None
     """Gradients of parameters from a backward inside the forward call."""
     input_gradients: list[torch.Tensor | None] = field(default_factory=list)
-    """The same of this rank's inputs."""
+    """Gradients of this rank's inputs from a backward inside the forward call."""
 
     def add(self, piece: int, node: Node, gradient: torch.Tensor) -> None:
-        """Add to the gradient of a piece's value."""
+        """Accumulate the gradient of a microbatch's value."""
         key = (piece, node)
         self.gradients[key] = self.gradients[key] + gradient if key in self.gradients else gradient

@@ -1,5 +1,5 @@
-"""Ranks that fail, hang or compute NaN: every other rank hears of it and ends.
+"""Failure detection: if a rank fails, hangs or computes NaN, all ranks report it and end.
 
-In: errors, closed connections, steps that do not end. Out: one report of the first failure, on every rank. Begin with
-`detector.py` (in every rank) and `coordinator.py` (on rank 0); `side_channel.py` has their messages.
+In: exceptions, closed connections, steps without progress. Out: a report of the first failure, on every rank. Start
+with `detector.py` (on every rank) and `coordinator.py` (on rank 0); `side_channel.py` defines their messages.
 """

@@ -1,9 +1,8 @@
-"""The connections of process groups: which they are, and how to cut them.
+"""Track the sockets of process groups, and shut them down to abort blocked transfers.
 
-A rank that waits in a gloo transfer holds no lock and hears nothing, until the connection that it waits for ends.
-gloo's own `abort` and `shutdown` do not end it (torch 2.13: the wait goes on), shutting its sockets down does: all
-waiting transfers, and all later ones, raise at once. gloo connects all pairs when a group is made, so its sockets
-are those that appear meanwhile.
+A rank blocked in a gloo transfer cannot be interrupted until the connection ends. gloo's own `abort` and `shutdown` do
+not end the wait (torch 2.13), but shutting down its sockets does: all pending and later transfers raise immediately.
+gloo connects all pairs when a group is created, so its sockets are those that appear meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rannd import log
 
 
 class Connections:
-    """The groups of a world, and the sockets behind them."""
+    """Process groups of a world, and their sockets."""
 
     def __init__(self) -> None:
         self._sockets: set[tuple[int, int]] = set()
@@ -30,22 +29,22 @@ class Connections:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """What is connected inside belongs to the groups."""
+        """Record the sockets connected inside this context as the groups' sockets."""
         before = _connected()
         yield
         self._sockets |= _connected() - before
 
     def add(self, group: dist.ProcessGroup | None) -> None:
-        """A group made inside of `recording`."""
+        """Add a process group created inside `recording`."""
         if group is not None:
             self._groups.append(group)
 
     def cut(self) -> None:
-        """End all transfers of this rank: those that wait raise, and later ones, too. There is no way back."""
+        """Shut down all connections of this rank: pending and later transfers raise. Cannot be undone."""
         for descriptor, inode in self._sockets:
             with contextlib.suppress(OSError):
                 if os.fstat(descriptor).st_ino != inode:
-                    continue  # closed, and the number is somebody else's by now
+                    continue  # closed, and the descriptor has been reused
                 with socket.socket(fileno=os.dup(descriptor)) as end:
                     end.shutdown(socket.SHUT_RDWR)
         for group in self._groups:
@@ -53,7 +52,7 @@ class Connections:
                 if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
                     group._get_backend(torch.device("cuda")).abort()
             except (RuntimeError, ValueError) as exc:
-                log.get("RaNNCProcess").warning("a group of NCCL cannot be aborted: %s", exc)
+                log.get("RaNNCProcess").warning("an NCCL process group cannot be aborted: %s", exc)
 
 
 def _connected() -> set[tuple[int, int]]:
@@ -69,6 +68,6 @@ def _connected() -> set[tuple[int, int]]:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as end:
                 if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
-                    end.getpeername()  # OSError where nobody is at the other end
+                    end.getpeername()  # OSError if not connected
                     found.add((descriptor, status.st_ino))
     return found

@@ -1,10 +1,10 @@
-"""The hub of the side channel: decides what has become of the job, and tells all ranks.
+"""Hub of the side channel on rank 0: decides whether the job has failed, and notifies all ranks.
 
 ::
 
-    rank 2 ──Told──► hub: certain?  ── yes ─► Told to all ──► each tells its user ──Heard──► hub ──Heard──► rank 2
-                       │                                                                     (which may end now)
-                       └ no: have all ranks raised an error before they ran anything? Forgiven; after GRACE_S: as yes
+    rank 2 ──Told──► hub: certain?  ── yes ─► Told to all ──► each reports it ──Heard──► hub ──Heard──► rank 2
+                       │                                                                 (which may exit now)
+                       └ no: Forgiven if all ranks raise an error before they run anything; after GRACE_S: as yes
     connection ends without Left ──► Told(gone)      rank waits too long ──Stuck──► Ask to all ──Stacks──► Told(hang)
 """
 
@@ -36,13 +36,13 @@ from rannd.runtime.failure.side_channel import (
 )
 
 GRACE_S = 5.0
-"""So long an error that all ranks may raise alike waits for those of the others."""
+"""Seconds that an error which all ranks may raise alike waits for the errors of the other ranks."""
 ANSWER_S = 10.0
-"""So long a rank has time to show its stacks: its Python may be busy."""
+"""Seconds in which a rank must answer with its stacks; its Python may be busy."""
 
 
 class Hub:
-    """Lives in the watcher thread of rank 0; `selector` calls its `accept` and `serve`."""
+    """Hub of the side channel, run by rank 0's watcher thread; `selector` calls `accept` and `_serve`."""
 
     def __init__(self, size: int, token: str, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         self._size = size
@@ -64,7 +64,7 @@ class Hub:
         selector.register(listener, selectors.EVENT_READ, self.accept)
 
     def accept(self) -> None:
-        """Somebody connects."""
+        """Accept a new connection."""
         with contextlib.suppress(BlockingIOError):
             end, _ = self._listener.accept()
             with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ class Hub:
             self.adopt(Channel(end))
 
     def adopt(self, channel: Channel) -> None:
-        """Listen to a connection."""
+        """Start receiving from a connection, whose rank is unknown until its RankHello."""
         self._strangers.add(channel)
         self._selector.register(channel.socket, selectors.EVENT_READ, lambda: self._serve(channel))
 
@@ -83,7 +83,7 @@ class Hub:
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def tick(self) -> None:
-        """What is due."""
+        """Handle expired deadlines."""
         now = time.monotonic()
         if self._doubts and now >= self._doubts_end:
             self._decide(min(self._doubts.values(), key=lambda each: each.rank))
@@ -91,12 +91,12 @@ class Hub:
             self._judge()
 
     def detach(self) -> None:
-        """Tell nobody anything any more; the connections end with the process."""
+        """Stop sending, but leave the connections open until the process ends."""
         for channel in [*self._channels.values(), *self._strangers]:
             channel.socket.detach()
 
     def forget(self) -> None:
-        """In a forked child: these connections are the parent's."""
+        """Close this process's copies of the parent's sockets, in a forked child."""
         self._listener.close()
         for channel in [*self._channels.values(), *self._strangers]:
             channel.close()
@@ -113,7 +113,7 @@ class Hub:
                 else:
                     self._take(rank, message)
         except ChannelError as exc:
-            log.get("RaNNCProcess").warning("the side channel got what is no message of ours (%s)", exc)
+            log.get("RaNNCProcess").warning("invalid message on the side channel (%s)", exc)
             messages = None
         if messages is None:
             self._drop(channel)
@@ -123,9 +123,9 @@ class Hub:
 
     def _meet(self, channel: Channel, message: AnyMessage) -> int:
         if not isinstance(message, RankHello) or not token_matches(message.token, self._token):
-            raise ChannelError("who connects is not of this job")
+            raise ChannelError("a client is not part of this job")
         if message.rank in self._channels or not 0 <= message.rank < self._size:
-            raise ChannelError(f"there is no second rank {message.rank}")
+            raise ChannelError(f"another client is rank {message.rank}")
         self._strangers.discard(channel)
         self._channels[message.rank] = channel
         self._hellos[message.rank] = message
@@ -153,9 +153,9 @@ class Hub:
                 self._judge()
 
     def _part(self, rank: int) -> None:
-        """Nothing comes from a rank any more."""
+        """Handle the end of a rank's connection: a failure unless the rank has left or the job has failed."""
         if rank not in self._left and self._failure is None:
-            why = "it was killed, or ended without Python's knowledge (out of memory?), or its machine is gone"
+            why = "it was killed, or crashed outside Python (out of memory?), or its machine is gone"
             self._decide(Failure(rank, self._hellos[rank].host, self._hellos[rank].pid, "gone", "", why))
         self._tell(Gone(rank))
         self._all_heard()
@@ -189,7 +189,7 @@ class Hub:
             self._tell(Forgiven())
 
     def _all_heard(self) -> None:
-        """The rank that failed may end once all others have been told."""
+        """Let the failed rank exit once all others have reported the failure."""
         if self._failure is not None and self._channels.keys() <= self._heard | {self._failure.rank}:
             self._tell(Heard())
 
@@ -203,14 +203,14 @@ class Hub:
             self._tell(Ask(self._question))
 
     def _judge(self) -> None:
-        """A hang, unless a rank is still preparing."""
+        """Decide on a hang from the ranks' stacks, and print them; no hang if a rank is still preparing."""
         stuck, answers = self._asked_by, self._answers
         self._asked_by = None
         if stuck is None or any(each.doing == "preparing" for each in answers.values()):
             return
         silent = sorted(self._channels.keys() - answers.keys())
         words = [f"rank {rank} {_doing(answers[rank])}" for rank in sorted(answers)]
-        words += [f"rank {rank} does not answer: it is stopped, or native code holds Python's lock" for rank in silent]
+        words += [f"rank {rank} does not answer: it is stopped, or native code holds the GIL" for rank in silent]
         words += [f"rank {rank} has ended its script" for rank in sorted(self._left)]
         others = [rank for rank in sorted(answers) if answers[rank].doing != "waiting"]
         culprit = (silent or others or [stuck.rank])[0]

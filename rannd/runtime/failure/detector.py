@@ -1,15 +1,15 @@
-"""Nobody waits for a rank that will not come: each rank's watch tells the others of its failure, and hears of theirs.
+"""Failure detector of each rank: reports its failures to the other ranks, and aborts waits for ranks that failed.
 
     with world.watch.inside("forward"):     # around everything that is collective
         ...
 
-An exception that leaves such a block is told to all ranks (rannd.runtime.failure.coordinator), keeps its type and
-traceback, and gets a note that names the place. On the other ranks a thread hears of it, logs it, and cuts this rank's
-connections, so that a thread that waits in a transfer raises; what comes out of the block is a RankFailedError with
-the first rank's story. From then on the ranks are no longer in step, and every later block raises it again.
+An exception that leaves such a block is sent to all ranks (rannd.runtime.failure.coordinator), keeps its type and
+traceback, and gets a note that names its position. On the other ranks the watcher thread logs it and shuts down the
+rank's connections, so that a thread blocked in a transfer raises; the block then raises a RankFailedError that
+describes the first rank's failure. From then on the ranks are out of sync, and every later block raises it again.
 
-An error that all ranks raise before they ran anything (a wrong call, a model that cannot be traced) leaves them in
-step. The thread sleeps in `select` and costs nothing; per block two method calls.
+An error that all ranks raise before they run anything (a wrong call, a model that cannot be traced) leaves them in
+sync. The watcher thread sleeps in `select`; a block costs two method calls.
 """
 
 from __future__ import annotations
@@ -55,48 +55,48 @@ from rannd.runtime.failure.side_channel import (
 )
 
 NEWS_S = 3.0
-"""After a connection broke: so long until the news of why should be here."""
+"""Maximum seconds to wait for the failure report after a connection broke."""
 LEFT_S = 0.5
-"""The same where a rank has left the job in order, which is why already."""
+"""The same if a rank has left the job normally, which explains the broken connection already."""
 HEARD_S = 3.0
-"""The rank that failed ends only when all others have told their users, but waits no longer than this."""
+"""Maximum seconds that the failed rank waits before it exits until all others have reported the failure."""
 FIRST_S = 5.0
-"""The other ranks let the first one end first, so that launchers report that one; no longer than this."""
+"""Maximum seconds that other ranks wait for the failed one to exit first, so that launchers report that one."""
 STUBBORN_S = 20.0
-"""After a failure elsewhere a rank that neither raises nor goes on for so long is ended by force."""
+"""Seconds after a failure elsewhere until a rank that neither raises nor makes progress is killed."""
 MOST_CHECK_S = 5.0
-"""Longest time between two looks of the watchdog."""
+"""Maximum seconds between two checks of the watchdog."""
 
-ANEW = "the ranks are no longer in step; start the job anew"
+ANEW = "the ranks are out of sync; restart the job"
 
 
 class PromisedMemory(Protocol):
-    """What a plan promised about memory, see `rannd.runtime.planning.memory_promise`."""
+    """Memory estimate of a plan, see `rannd.runtime.planning.memory_promise`."""
 
     def marks(self, stage: int | None) -> dict[str, Any]:
-        """The fields of a Failure that name the deployment and the next limit."""
+        """Fields of a Failure that name the deployment and the memory limit of the next plan."""
 
     def text(self, exc: BaseException, stage: int | None) -> str:
-        """What was promised, asked for and there, and what to do."""
+        """Message with the memory planned, requested and available, and what to do."""
 
     def mark(self, failure: Failure) -> None:
-        """Set the cached deployment aside, and let the next run plan for less memory."""
+        """Invalidate the cached deployment, and let the next run plan for less memory."""
 
 
 class FailureDetector:
-    """The watch of this process. One for each world; without other ranks it only writes notes on errors."""
+    """Failure detector of this process, one per world; without other ranks it only adds notes to errors."""
 
     def __init__(self, connections: Connections | None = None) -> None:
         self.where = Where()
         self.connections = connections if connections is not None else Connections()
         self.promises: dict[str, PromisedMemory] = {}
-        """What plans promised, by `Promise.digest`."""
+        """Memory estimates of plans, by `Promise.digest`."""
         self.promise: PromisedMemory | None = None
-        """That of the model that is being called."""
+        """Memory estimate of the model being called."""
         self.stages: dict[int, int] = {}
         """Stage of each rank in the last deployment."""
         self.failure: Failure | None = None
-        """What ended the job."""
+        """The failure that ended the job."""
         self._rank, self._host, self._pid = 0, socket.gethostname(), os.getpid()
         self._hosts: tuple[str, ...] = (self._host,)
         self._channel: Channel | None = None
@@ -114,7 +114,7 @@ class FailureDetector:
         self._left: dict[int, int] = {}
         self._stubborn_at: tuple[float, int] | None = None
         self._stands = False
-        """This rank is what the others wait for in a hang."""
+        """Whether the other ranks are waiting for this rank in a hang."""
         self._timeout = 0.0
         self._still: tuple[float, tuple[object, ...]] | None = None
         self._asked_at: float | None = None
@@ -133,10 +133,10 @@ class FailureDetector:
 
         Args:
             rank: This rank.
-            hosts: Of all ranks.
-            alone: All of them are on one machine.
-            broadcast: Gives rank 0's bytes to all.
-            watchdog_s: A rank that waits for others so long hangs; 0: nobody looks.
+            hosts: Host names of all ranks.
+            alone: All ranks are on one machine.
+            broadcast: Broadcasts rank 0's bytes to all ranks.
+            watchdog_s: Seconds of waiting for other ranks that count as a hang; 0: no watchdog.
         """
         self._rank, self._host, self._timeout = rank, hosts[rank], watchdog_s
         self._hosts = tuple(hosts)
@@ -158,8 +158,8 @@ class FailureDetector:
             self._channel = connect(places, port)
             if self._channel is None:
                 log.get("RaNNCProcess").warning(
-                    "rank %d reaches none of %s, port %d: it will hear late of ranks that fail (GLOO_SOCKET_IFNAME "
-                    "names the interface to use)",
+                    "rank %d cannot connect to any of %s, port %d: it will learn late of failed ranks (set "
+                    "GLOO_SOCKET_IFNAME to the network interface to use)",
                     rank,
                     ", ".join(places),
                     port,
@@ -184,7 +184,7 @@ class FailureDetector:
         sys.excepthook = hook
 
     def _forked(self) -> None:
-        """A child (a DataLoader's worker) is no rank: it must neither speak for this one, nor hold its connections."""
+        """Reset a forked child (e.g. a DataLoader worker): it is no rank, and must not hold its connections."""
         if self._channel is not None:
             self._channel.close()
         if self._hub is not None:
@@ -195,11 +195,11 @@ class FailureDetector:
     # -- blocks -----------------------------------------------------------------------------------------------
 
     def inside(self, call: str) -> Inside:
-        """A block in which this rank needs others; `call` says what it is, for messages."""
+        """Context manager for a block that communicates with other ranks; `call` names it in messages."""
         return Inside(self, call)
 
     def enter(self, call: str) -> None:
-        """See `inside`."""
+        """Enter a block of `inside`; raises RankFailedError if the job has failed."""
         if self._depth == 0:
             if self._own is not None and self._channel is not None and self.failure is None:
                 self._verdict.wait(GRACE_S + NEWS_S)
@@ -210,7 +210,7 @@ class FailureDetector:
         self._depth += 1
 
     def leave(self, exc: BaseException | None) -> None:
-        """See `inside`. Raises what is to be raised instead of `exc`."""
+        """Leave a block of `inside`; may raise a RankFailedError or StepError instead of `exc`."""
         self._depth -= 1
         try:
             if exc is not None:
@@ -241,7 +241,7 @@ class FailureDetector:
         return f"{why}; every rank has to call the model, and backward, equally often"
 
     def _tell(self, exc: BaseException) -> None:
-        """Write a note on an error of this rank, and tell the others of it."""
+        """Add a note to an error of this rank, and report it to the other ranks."""
         failure = failure_of(exc, self.where, rank=self._rank, host=self._host, pid=self._pid)
         if is_out_of_memory(exc):
             failure = msgspec.structs.replace(failure, kind="memory", certain=True)
@@ -261,7 +261,7 @@ class FailureDetector:
                 self._channel.send(Told(failure))
 
     def _uncaught(self, exc: BaseException) -> None:
-        """The script itself fails, or lets an error through."""
+        """Report an uncaught exception of the script."""
         if self.failure is not None and self.failure.rank != self._rank:
             if is_broken(exc):
                 exc.add_note(f"rannd: {self.failure.words()}")
@@ -275,12 +275,12 @@ class FailureDetector:
         return RankFailedError(f"{failure.words()}; {ANEW}", failure.rank)
 
     def _mark(self, failure: Failure) -> None:
-        """The plan that ran out of memory is not used again."""
+        """Invalidate the cached plan that ran out of memory."""
         promise = self.promises.get(failure.deployment)
         if promise is not None:
             try:
                 promise.mark(failure)
-            except Exception as exc:  # the cache never hurts, and the error itself must come through
+            except Exception as exc:  # a failing cache must not hide the error itself
                 log.get("RaNNCProcess").warning("the cached deployment cannot be marked: %s", exc)
 
     # -- the thread -------------------------------------------------------------------------------------------
@@ -294,9 +294,9 @@ class FailureDetector:
                 if self._hub is not None:
                     self._hub.tick()
                 self._look()
-        except Exception as exc:  # a watch that fails must not be silent, and is no reason to end a training
-            log.get("RaNNCProcess").exception("the watch of rank %d has ended: %s", self._rank, exc)
-        for _ in range(2):  # the goodbye of this very rank may still be on its way to the hub
+        except Exception as exc:  # a failing watcher must be logged, but must not end the training
+            log.get("RaNNCProcess").exception("the failure detector of rank %d has stopped: %s", self._rank, exc)
+        for _ in range(2):  # this rank's own Left message may still be on its way to the hub
             for key, _ in self._selector.select(0):
                 key.data()
 
@@ -315,13 +315,13 @@ class FailureDetector:
         try:
             messages = self._channel.receive()
         except ChannelError as exc:
-            log.get("RaNNCProcess").warning("rank %d cannot understand rank 0: %s", self._rank, exc)
+            log.get("RaNNCProcess").warning("rank %d got an invalid message from rank 0: %s", self._rank, exc)
             messages = None
         if messages is None:
             self._selector.unregister(self._channel.socket)
             self._ending = self._stubborn_at is None
             if 0 not in self._left and self.failure is None:
-                why = "it was killed, or ended without Python's knowledge (out of memory?), or its machine is gone"
+                why = "it was killed, or crashed outside Python (out of memory?), or its machine is gone"
                 self._take(Failure(0, self._hosts[0], 0, "gone", "", why))
                 self._ending = False
             for event in self._gone.values():
@@ -345,7 +345,7 @@ class FailureDetector:
                 self._answer(message)
 
     def _take(self, failure: Failure) -> None:
-        """The job has failed."""
+        """Handle the failure of the job: log it, acknowledge it, and shut down connections."""
         if self.failure is not None:
             return
         if failure.kind == "gone":
@@ -376,7 +376,7 @@ class FailureDetector:
         )
 
     def _look(self) -> None:
-        """Does this rank hang?"""
+        """Watchdog: check whether this rank hangs, or ignores a failure elsewhere."""
         now = time.monotonic()
         if self._stubborn_at is not None:
             end, calls = self._stubborn_at
@@ -400,10 +400,10 @@ class FailureDetector:
             self._asked_at = self._asked_at or now
 
     def _force(self) -> None:
-        """The last means: this rank does not come back by itself."""
+        """Kill this process because it does not react to a failure elsewhere."""
         assert self.failure is not None
         text = (
-            f"rannd: rank {self._rank} does not come back from {self.where.words()} and is ended now, because "
+            f"rannd: rank {self._rank} does not return from {self.where.words()} and is killed now, because "
             f"{self.failure.words()}\n{stack_dump.dump()}"
         )
         with contextlib.suppress(OSError, ValueError):
@@ -414,12 +414,12 @@ class FailureDetector:
     # -- ending -----------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """At exit: say goodbye, or let all hear what went wrong, the rank that failed going first."""
+        """At exit: send Left, or make sure that the failure is reported on all ranks; the failed rank exits first."""
         if self._pid != os.getpid() or self._channel is None:
             return
         last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(last, BaseException):
-            self._uncaught(last)  # where the script has replaced sys.excepthook
+            self._uncaught(last)  # in case the script has replaced sys.excepthook
         if self._own is not None and not self._own.certain and self.failure is None:
             self._verdict.wait(LEFT_S if isinstance(last, BaseException) else GRACE_S + LEFT_S)
             own = self._own
@@ -438,14 +438,14 @@ class FailureDetector:
             os.write(self._wakeup[1], b"x")
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(HEARD_S)
-        # The connections end with the process, not before: others take their end for that of this rank.
+        # The connections must end with the process, not before: other ranks take their end for its end.
         self._channel.socket.detach()
         if self._hub is not None:
             self._hub.detach()
 
 
 class Inside:
-    """The block of `FailureDetector.inside`."""
+    """Context manager returned by `FailureDetector.inside`."""
 
     __slots__ = ("_call", "_watch")
 

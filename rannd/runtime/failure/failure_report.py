@@ -1,4 +1,4 @@
-"""What is told of a rank that fails: to its user, and to all other ranks."""
+"""Description of a rank's failure, for its user and for all other ranks."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from rannd.errors import RanndError, text_of
 from rannd.runtime.failure.position import Where
 
 LONGEST = 2000
-"""Letters of an error's text that travel."""
+"""Maximum number of characters of an error's text that are sent."""
 
 _BROKEN = ("gloo", "NCCL", "TCPStore", "Connection closed", "Connection reset", "Broken pipe", "Socket Timeout")
-"""What the errors of torch.distributed hold when a connection breaks; they are plain RuntimeErrors."""
+"""Substrings of torch.distributed's errors when a connection breaks; these are plain RuntimeErrors."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The end of a rank's part in the job."""
+    """Failure of a rank, which ends the job."""
 
     rank: int
     host: str
     pid: int
-    """0: not known."""
+    """0 if unknown."""
     kind: str
-    """``raised``; ``memory`` (ran out of it); ``gone`` (ended without a word); ``hang``."""
+    """``raised``; ``memory`` (out of memory); ``gone`` (process ended without a message); ``hang``."""
     place: str
     """`Where.words`."""
     error: str
-    """Type and text of the error, or what is known instead."""
+    """Type and text of the error, or a description if there is none."""
     stage: int | None = None
     piece: int | None = None
     action: str = ""
     certain: bool = True
-    """False: all ranks may be raising the same error, after which they are still in step."""
+    """False if all ranks may be raising the same error, after which they are still in sync."""
     deployment: str = ""
     """Digest of the cached deployment that ran out of memory."""
     limit: int = 0
-    """Bytes that the next plan may use of a device after that, 0: not known."""
+    """Bytes per device that the next plan may use after running out of memory, 0 if unknown."""
 
     def words(self) -> str:
-        """One line for everybody."""
+        """One-line message for users."""
         who = f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank} ({self.host})"
         if self.kind == "gone":
             runs = "" if self.stage is None else f", which runs stage {self.stage},"
-            return f"{who}{runs} has ended without a word; {self.error}"
+            return f"{who}{runs} has ended without an error message; {self.error}"
         if self.kind == "hang":
             return f"the job hangs: {self.error}"
         what = "ran out of memory" if self.kind == "memory" else "failed"
@@ -58,7 +58,7 @@ def describe(exc: BaseException) -> str:
 
 
 def failure_of(exc: BaseException, where: Where, *, rank: int, host: str, pid: int) -> Failure:
-    """What to tell of an exception on this rank. Errors before any action ran may be on all ranks alike."""
+    """Build the Failure of an exception on this rank; it is not certain if raised before any action ran."""
     return Failure(
         rank=rank,
         host=host,
@@ -74,7 +74,7 @@ def failure_of(exc: BaseException, where: Where, *, rank: int, host: str, pid: i
 
 
 def is_broken(exc: BaseException) -> bool:
-    """Whether an exception says that a connection between ranks broke, and not what the model did."""
+    """Whether an exception was caused by a broken connection between ranks, not by the model."""
     if isinstance(exc, dist.DistError):
         return True
     return isinstance(exc, RuntimeError) and any(word in text_of(exc) for word in _BROKEN)

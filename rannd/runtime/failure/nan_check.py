@@ -1,10 +1,10 @@
-"""NaN: a loss that is not a number ends the training, and says which operator of which stage made the first one.
+"""NaN check of losses: ends the training with an error that names the operator and stage of the first NaN.
 
-A loss that the model computes is the same on all ranks, so all of them see it without a word. To find where it came
-from they run the same step once more, looking at the result of every operator (`check_nan=all` always does): the first
-rank whose stage makes a NaN out of numbers raises, and the others hear of it as of any failure.
+A loss computed by the model is the same on all ranks, so all of them notice a NaN without communication. To find its
+origin they run the same step again and check the result of every operator (as `check_nan=all` always does): the first
+rank whose stage turns numbers into a NaN raises, and the other ranks learn of it as of any failure.
 
-Infinities are left alone: masks are full of them, and GradScaler lives on them.
+Infinities are not checked: masks contain them, and GradScaler relies on them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from rannd.errors import NotANumberError
 
 
 class Finite:
-    """The checks of one wrapped model, as `check_nan` says."""
+    """NaN checks of one wrapped model, as configured by `check_nan`."""
 
     def __init__(self, wanted: str = "loss") -> None:
         self.every = wanted == "all"
-        """Look at the result of every operator."""
+        """Whether to check the result of every operator."""
         self.losses = wanted != "off"
         """Look at the losses of training steps: `rannd.runtime.loss_check`."""
         self._warned = False
 
     def run(self, module: GraphModule, arguments: Sequence[Any]) -> Sequence[Any]:
-        """``module(*arguments)``; with `every`, NotANumberError at the first operator that makes a NaN."""
+        """Run ``module(*arguments)``; with `every`, NotANumberError at the first operator that returns a NaN."""
         if not self.every or any(has_nan(value) for value in arguments):
             return module(*arguments)  # type: ignore[no-any-return]
         return _Looking(module).run(*arguments)  # type: ignore[no-any-return]
 
     def gradients(self, given: Mapping[Any, torch.Tensor | None], found: Mapping[Any, torch.Tensor | None]) -> None:
-        """With `every`: NotANumberError where a backward made a NaN of numbers. Names to gradients."""
+        """With `every`: NotANumberError if a backward turned gradients `given` without NaN into NaN. Keys are names."""
         if not self.every or any(has_nan(value) for value in given.values()):
             return
         for name, value in found.items():
             if has_nan(value):
-                raise NotANumberError(f"check_nan: the gradient of {name} is NaN, those that it is made of are not")
+                raise NotANumberError(
+                    f"check_nan: the gradient of {name} is NaN, but the gradients that it is computed from are not"
+                )
 
     @contextlib.contextmanager
     def looking_at_every_operator(self) -> Iterator[None]:
@@ -57,15 +59,15 @@ class Finite:
         """A warning, the first time."""
         if not self._warned:
             self._warned = True
-            log.get("RaNNCModule").warning("%s (said once)", text)
+            log.get("RaNNCModule").warning("%s (logged once)", text)
 
 
 class _Looking(Interpreter):
-    """Runs a part and looks at the result of every operator."""
+    """Interpreter of a stage that checks the result of every operator."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # the message says it already
+        self.extra_traceback = False  # the message already names the node
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
@@ -73,7 +75,7 @@ class _Looking(Interpreter):
             raise NotANumberError(
                 f"the operator {n.name}{_made_at(n)} made a NaN of {', '.join(self._words(each) for each in n.args)}; "
                 "numbers that overflow, log or sqrt of what is not positive, 0/0, a learning rate too high in earlier "
-                "steps? (check_nan=off trains on)"
+                "steps? (check_nan=off continues training)"
             )
         return result
 
@@ -88,7 +90,7 @@ class _Looking(Interpreter):
 
 
 def _empties(node: Node) -> bool:
-    """Memory that nobody has written yet may hold anything."""
+    """Whether a node returns uninitialized memory, which may contain NaN."""
     return "empty" in str(node.target)
 
 
@@ -102,6 +104,6 @@ def has_nan(value: Any) -> bool:
 
 
 def _made_at(node: Node) -> str:
-    """The module of the user's model that an operator belongs to, if it is known."""
+    """' of module PATH' for the user's module that an operator belongs to, '' if unknown."""
     path = node.meta.get("source", node).meta.get("module") or ""
     return f" of module {path}" if path else ""

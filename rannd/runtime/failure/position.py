@@ -1,4 +1,4 @@
-"""Where this process is in its work: what an error names, and what a watchdog compares."""
+"""Current position of this process (step, stage, microbatch, action), for error messages and the watchdog."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import Any
 
 
 class Where:
-    """The place of the one thread that runs calls of models. Setting it is setting attributes, nothing more.
+    """Position of the thread that runs calls of models; updated by plain attribute assignment.
 
-    The executor sets `stage`, `piece` and `action` (any object; its text is made when somebody asks); `Inside`
-    (rannd.runtime.failure.detector) sets the rest. Other threads only read.
+    The executor sets `stage`, `piece` (the microbatch) and `action` (any object, converted to text only on demand);
+    rannd.runtime.failure.detector sets the rest. Other threads only read.
     """
 
     __slots__ = ("action", "call", "calls", "piece", "preparing", "stage", "step", "thread")
 
     def __init__(self) -> None:
         self.step: int | None = None
-        """Number of the model's call, from 0; None before the first."""
+        """Index of the model's call, None before the first."""
         self.stage: int | None = None
         self.piece: int | None = None
         self.action: Any = None
-        """An action of the Program (``F2``, ``RV2:0>1@1``), None between them."""
+        """Current action of the Program (``F2``, ``RV2:0>1@1``), None between actions."""
         self.call = ""
-        """What of rannd is running (``forward``, ``backward``, ..), '' while the script itself does."""
+        """Running entry point of rannd (``forward``, ``backward``, ..), '' while the script itself runs."""
         self.calls = 0
-        """So many times rannd has been entered."""
+        """Number of entries into rannd so far."""
         self.preparing = False
-        """Tracing, profiling, planning: this takes as long as it takes."""
+        """Whether it is tracing, profiling or planning, which has no time limit."""
         self.thread = threading.main_thread().ident or 0
-        """The thread that entered rannd last."""
+        """Thread that entered rannd last."""
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Equal as long as nothing has happened."""
+        """Snapshot that changes with every update of the position."""
         return (self.calls, self.call, self.step, self.stage, self.piece, id(self.action))
 
     def words(self) -> str:
-        """``step 3, stage 1, piece 2, action F2 (forward)``; what is not known is left out."""
+        """Position as text: ``step 3, stage 1, piece 2, action F2 (forward)``; unknown parts are left out."""
         parts = [
             f"{name} {value}"
             for name, value in (("step", self.step), ("stage", self.stage), ("piece", self.piece))

@@ -1,11 +1,11 @@
-"""The side channel between ranks: news of failures, while the ranks themselves wait for each other.
+"""Side channel between ranks: TCP connections that carry failure reports while ranks wait for each other.
 
-A star of TCP connections: every rank's watcher thread is connected to the hub, in the watcher thread of rank 0. Nothing
-is sent while all goes well; the kernel sees when a rank's process, or (by its probes, see `rannd.lost_host`) its
-machine is gone. On one machine the hub listens on the loopback interface alone. Who connects shows a token that
-the ranks have got through their process group.
+The connections form a star: every rank's watcher thread is connected to the hub in rank 0's watcher thread. Nothing is
+sent during normal operation; the kernel notices when a rank's process or (by keepalive probes, see `rannd.lost_host`)
+its machine is gone. On one machine the hub listens on the loopback interface only. Clients authenticate with a token
+that the ranks received through their process group.
 
-A frame is its length (4 bytes, big-endian) and a message in msgpack, an array that begins with the message's name.
+A frame is its length (4 bytes, big-endian) and a msgpack message, an array that starts with the message's name.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from rannd.lost_host import look_out
 from rannd.runtime.failure.failure_report import Failure
 
 MOST_BYTES = 16 << 20
-"""A longer frame is not one of ours."""
+"""Maximum frame size; longer frames are rejected."""
 CONNECT_S = 5.0
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Anything that travels."""
+    """Base class of all messages."""
 
 
 class RankHello(Message, frozen=True):
-    """The first message of a rank."""
+    """First message of a rank."""
 
     token: str
     rank: int
@@ -44,47 +44,47 @@ class RankHello(Message, frozen=True):
 
 
 class Told(Message, frozen=True):
-    """To the hub: this rank has failed. From the hub: the job has."""
+    """To the hub: this rank has failed. From the hub: the job has failed."""
 
     failure: Failure
 
 
 class Forgiven(Message, frozen=True):
-    """From the hub: all ranks raised an error before they ran anything; they are still in step."""
+    """From the hub: all ranks raised an error before they ran anything, so they are still in sync."""
 
 
 class Left(Message, frozen=True):
-    """To the hub: this rank's script ends well, after so many calls of rannd. From the hub: that rank's does."""
+    """To the hub: this rank's script ends normally, after `calls` calls of rannd. From the hub: `rank` does."""
 
     rank: int
     calls: int
 
 
 class Gone(Message, frozen=True):
-    """From the hub: nothing will come from a rank any more."""
+    """From the hub: the connection to a rank has ended."""
 
     rank: int
 
 
 class Heard(Message, frozen=True):
-    """To the hub: the user of this rank has been told. From the hub: of all ranks."""
+    """To the hub: this rank has reported the failure. From the hub: all ranks have."""
 
 
 class Stuck(Message, frozen=True):
-    """To the hub: this rank waits for others, for too long."""
+    """To the hub: this rank has been waiting for others for too long."""
 
     rank: int
     seconds: float
 
 
 class Ask(Message, frozen=True):
-    """From the hub: what are you doing?"""
+    """From the hub: request for the rank's activity and stacks."""
 
     number: int
 
 
 class Stacks(Message, frozen=True):
-    """To the hub: that."""
+    """To the hub: the answer to Ask."""
 
     number: int
     doing: str
@@ -100,28 +100,28 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 class ChannelError(Exception):
-    """What came in is no message."""
+    """Invalid data was received."""
 
 
 class Channel:
-    """One end of a connection. Sending is safe for threads; receiving is the watcher's."""
+    """One end of a connection. Sending is thread-safe; only the watcher thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
         self._incoming = bytearray()
         end.setblocking(True)
-        end.settimeout(CONNECT_S)  # of sends; what is received is there already
+        end.settimeout(CONNECT_S)  # applies to sends; receives happen only when data is available
 
     def send(self, message: AnyMessage) -> None:
-        """Send, or find out later, when receiving, that the other end is gone."""
+        """Send a message; errors are ignored, since `receive` notices a closed connection."""
         data = _encoder.encode(message)
         with contextlib.suppress(OSError):
             self.socket.sendall(struct.pack(">I", len(data)) + data)
 
     def receive(self) -> list[AnyMessage] | None:
-        """The messages that have come, after the socket was found readable; None at the end.
+        """Receive messages from a readable socket; None if the connection has ended.
 
-        ChannelError for what is no message.
+        ChannelError for invalid data.
         """
         try:
             data = self.socket.recv(1 << 16)
@@ -147,12 +147,12 @@ class Channel:
         return found
 
     def close(self) -> None:
-        """Close it, once."""
+        """Close the socket."""
         self.socket.close()
 
 
 def listen(alone: bool) -> socket.socket:
-    """The hub's door; `alone`: all ranks are on this machine."""
+    """Create the hub's listening socket; `alone`: all ranks are on this machine."""
     if alone:
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     elif socket.has_dualstack_ipv6():
@@ -164,7 +164,7 @@ def listen(alone: bool) -> socket.socket:
 
 
 def addresses(alone: bool) -> list[str]:
-    """Where this machine may be reached, the likeliest first."""
+    """IP addresses of this machine, the most likely reachable one first."""
     if alone:
         return ["127.0.0.1"]
     wanted = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME") or ""
@@ -180,7 +180,7 @@ def addresses(alone: bool) -> list[str]:
 
 
 def connect(places: Sequence[str], port: int) -> Channel | None:
-    """A connection to the hub, None where none of its addresses answers."""
+    """Connect to the hub; None if none of its addresses answers."""
     for place in places:
         with contextlib.suppress(OSError):
             end = socket.create_connection((place, port), timeout=CONNECT_S)
@@ -190,11 +190,11 @@ def connect(places: Sequence[str], port: int) -> Channel | None:
 
 
 def prepare(end: socket.socket) -> None:
-    """Send at once, and find out when the other machine is gone."""
+    """Set TCP_NODELAY and keepalive probes."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     look_out(end, reads_at_once=True)
 
 
 def token_matches(given: str, token: str) -> bool:
-    """Whether who connects is a rank of this job."""
+    """Whether a client's token is that of this job, compared in constant time."""
     return hmac.compare_digest(given.encode(), token.encode())

@@ -1,4 +1,4 @@
-"""Stacks of this process's threads, and what the thread that runs the model is doing."""
+"""Stack dumps of this process's threads, and the activity of the thread that runs the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import rannd
 from rannd.runtime.failure.position import Where
 
 DEEPEST = 60
-"""Frames of a stack that are shown, the innermost ones."""
+"""Maximum number of frames shown per stack, innermost ones."""
 
 _RANND = os.path.dirname(os.path.abspath(rannd.__file__)) + os.sep
 _WAITING = (os.path.dirname(os.path.abspath(dist.__file__)) + os.sep, _RANND + "runtime" + os.sep)
 
 
 def dump() -> str:
-    """The stacks of all threads but the one that asks, innermost call last."""
+    """Stacks of all threads except the calling one, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
@@ -34,10 +34,10 @@ def dump() -> str:
 
 
 def doing(where: Where) -> str:
-    """``waiting`` for other ranks inside of rannd; ``preparing``; ``working`` in a model; in the ``script``.
+    """Activity of the thread that runs the model: ``waiting`` for ranks, ``preparing``, ``working`` or ``script``.
 
-    It waits where Python's innermost function is one of torch.distributed's, or of rannd's runtime itself (which calls
-    the `wait` of a transfer directly): everything else that takes long is somebody else's code.
+    It counts as waiting if Python's innermost frame is in torch.distributed or in rannd's runtime (which calls the
+    `wait` of a transfer directly): anything else that takes long is other code.
     """
     frame = sys._current_frames().get(where.thread)
     if frame is None or not _inside(frame):
@@ -48,7 +48,7 @@ def doing(where: Where) -> str:
 
 
 def line(where: Where) -> str:
-    """``load (train.py:33: time.sleep(9))``: the innermost line of the thread that runs the model."""
+    """Innermost line of the thread that runs the model: ``load (train.py:33: time.sleep(9))``."""
     frame = sys._current_frames().get(where.thread)
     if frame is None:
         return "a thread that has ended"
@@ -58,7 +58,7 @@ def line(where: Where) -> str:
 
 
 def progress(where: Where) -> tuple[object, ...]:
-    """Equal as long as the thread that runs the model stands still."""
+    """Snapshot of the thread that runs the model, equal as long as it makes no progress."""
     frame = sys._current_frames().get(where.thread)
     lines = []
     while frame is not None:

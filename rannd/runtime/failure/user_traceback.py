@@ -1,7 +1,7 @@
-"""Uncaught errors that rannd raises on purpose show the user's own lines, without the frames of rannd and of torch.
+"""Shorten tracebacks of uncaught RanndErrors to the user's own frames, without those of rannd and torch.
 
-Their message says what was wrong and what to do; the frames between it and the script's line are of no use to the user.
-With log_level=debug tracebacks are left whole.
+The message of such an error says what was wrong and what to do; frames inside rannd and torch do not help the user.
+With log_level=debug tracebacks are complete.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from rannd.errors import RanndError
 
 _INSIDE = ("rannd", "pyrannc", "torch")
 _GENERATED = ("<eval_with_key", "<frozen", "<torch_package", "<@beartype")
-"""Names of files of generated code: graphs that run, the import system."""
+"""File name prefixes of generated code: FX graphs, the import system."""
 _MOST_CAUSES = 20
 _installed = False
 
 
 def shorten_tracebacks() -> None:
-    """Install the hook for uncaught exceptions, once in a process; hooks that are there are called by it."""
+    """Install the hook for uncaught exceptions, once per process; it calls the previously installed hook."""
     global _installed
     if _installed:
         return
@@ -38,7 +38,7 @@ def shorten_tracebacks() -> None:
 
 
 def users_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of rannd, of torch, and of generated code."""
+    """Copy a traceback without the frames of rannd, torch and generated code."""
     kept = []
     while trace is not None:
         frame = trace.tb_frame
@@ -53,7 +53,7 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _shorten_causes(exc: BaseException) -> None:
-    """The same for what an error came from. A cause in which none of the user's code ran is not shown."""
+    """Shorten the tracebacks of an error's causes; a cause without user frames is dropped."""
     for _ in range(_MOST_CAUSES):
         cause = exc.__cause__ if exc.__cause__ is not None or exc.__suppress_context__ else exc.__context__
         if cause is None:

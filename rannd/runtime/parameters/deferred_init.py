@@ -1,7 +1,8 @@
-"""DistributeModelParams: a model's constructor runs, unmodified, and nobody holds the whole model.
+"""DistributeModelParams: deferred initialization of models that are too large for one rank.
 
-What the constructor does to tensors is recorded (rannd.runtime.parameters.op_recorder); at the first call of the
-wrapped model each rank remakes the tensors that its stage holds.
+The operators of the unmodified constructor are recorded without allocating tensors
+(rannd.runtime.parameters.op_recorder); at the first call of the wrapped model each rank replays those that its stage's
+tensors depend on.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _REGISTRATIONS = tuple(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to remake a parameter or buffer."""
+    """Recording from which a parameter or buffer can be materialized."""
 
     recorder: Recorder
     view: View
     version: int
-    """The tensor's own count of writes when the recording ended."""
+    """The tensor's version counter when the recording ended."""
 
 
 _recipes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -54,7 +55,7 @@ _recorders: weakref.WeakKeyDictionary[nn.Module, Recorder] = weakref.WeakKeyDict
 
 
 def recipes_of(model: nn.Module) -> dict[int, Recipe]:
-    """How a constructor under DistributeModelParams made the parameters and buffers of a model, by their ids."""
+    """Recipes of a model's parameters and buffers built under DistributeModelParams, by tensor id."""
     found: dict[int, Recipe] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -65,14 +66,14 @@ def recipes_of(model: nn.Module) -> dict[int, Recipe]:
                 continue
             if buffer in _recipes:
                 found[id(buffer)] = _recipes[buffer]
-            elif buffer.is_meta and name in _buffers.get(module, {}):  # `.double()`, `.to(...)`: another object
+            elif buffer.is_meta and name in _buffers.get(module, {}):  # replaced by `.double()`, `.to(...)`
                 recipe = _buffers[module][name]
                 found.setdefault(id(buffer), Recipe(recipe.recorder, recipe.view, buffer._version))
     return found
 
 
 def recorders_of(model: nn.Module) -> list[Recorder]:
-    """What recorded the constructors of a model and its modules, in the model's order."""
+    """Recorders of the constructors of a model's modules, in the model's order."""
     return list(dict.fromkeys(each for module in model.modules() if (each := _recorders.get(module)) is not None))
 
 
@@ -86,31 +87,31 @@ def forget(model: nn.Module) -> None:
 
 
 def draw_seed(world: World) -> int:
-    """A seed for all ranks: what rank 0's default generator gives next, as to any constructor. Collective."""
+    """Draw a seed for all ranks from rank 0's default generator. Collective."""
     meet(world, Phase.DISTRIBUTE)
     drawn = int(torch.randint(2**62, ()))
     return int.from_bytes(world.broadcast_bytes(drawn.to_bytes(8, "big")), "big")
 
 
 class DistributeModelParams(contextlib.ContextDecorator):
-    """Build a model that is larger than the memory of one rank.
+    """Context manager to build a model that is larger than the memory of one rank.
 
-    ``with pyrannc.DistributeModelParams(): model = Net()``: the constructor runs as it is, with everything that it
-    calls, but the tensors that it makes have no memory: they are on the meta device when the block ends. At the first
-    call of the `RaNNCModule` every rank makes those that its stage holds, one at a time, with the values that the
-    constructor gives them. Random values are drawn under seeds made of rank 0's generator (at the begin of the block)
-    and the names of the parameters: they do not depend on the number of ranks or on the plan.
+    ``with pyrannc.DistributeModelParams(): model = Net()`` runs the unmodified constructor, but the tensors that it
+    creates get no memory: after the block they are on the meta device. At the first call of the `RaNNCModule` every
+    rank materializes the tensors of its stage, one at a time, with the values that the constructor gives them. Random
+    values use seeds derived from rank 0's generator (at the start of the block) and the names of the parameters, so
+    they do not depend on the number of ranks or on the plan.
 
-    All ranks have to enter it. What is written to parameters has to be written inside the block: afterwards there is
-    nothing to write to (an error at the first call says which). Tensors made from NumPy arrays or Python lists keep
-    their values in memory, on every rank.
+    All ranks must enter the block. Parameters must be written inside the block: afterwards they have no memory (an
+    error at the first call names the parameter). Tensors created from NumPy arrays or Python lists keep their values
+    in memory, on every rank.
     """
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> DistributeModelParams:
-        if process_flags.building:  # the outer one records everything
+        if process_flags.building:  # nested: the outer block records everything
             return self
         shorten_tracebacks()
         config = configuration.load()
@@ -129,7 +130,7 @@ class DistributeModelParams(contextlib.ContextDecorator):
 
 @contextlib.contextmanager
 def _watched() -> Iterator[weakref.WeakSet[nn.Module]]:
-    """The modules that register something."""
+    """Collect the modules that register parameters, buffers or submodules inside the block."""
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def look(module: nn.Module, name: str, value: Any) -> None:
@@ -145,7 +146,7 @@ def _watched() -> Iterator[weakref.WeakSet[nn.Module]]:
 
 def _register(roots: weakref.WeakSet[nn.Module], recorder: Recorder) -> None:
     for root in list(roots):
-        for module in root.modules():  # copies of modules register nothing
+        for module in root.modules():  # includes copies of modules, which do not trigger the registration hooks
             _recorders[module] = recorder
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 view = recorder.view(tensor) if tensor is not None else None
@@ -159,7 +160,7 @@ def _register(roots: weakref.WeakSet[nn.Module], recorder: Recorder) -> None:
 
 
 def check_unchanged(name: str, tensor: torch.Tensor, recipe: Recipe) -> None:
-    """UsageError where a tensor was written after its recording, or has another shape."""
+    """UsageError if a tensor was written after its recording, or has another shape."""
     if tensor._version != recipe.version:
         raise UsageError(
             f"{name} was written after the block of DistributeModelParams in which it was made; that is lost, because "

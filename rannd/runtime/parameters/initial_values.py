@@ -1,12 +1,12 @@
-"""Where a model's values come from, and getting them to the ranks that hold them.
+"""Initial values of a model's parameters and buffers: find their source, and materialize them on the ranks.
 
-A tensor with memory has its values already; a rank that holds it takes rank 0's. One on the meta device gets them, on
-each rank that holds it and on no other, from the first of these that knows it:
+A tensor with memory already has values; ranks that hold it take rank 0's. A tensor on the meta device is materialized
+only on the ranks that hold it, from the first available source of:
 
-1. the checkpoint that RaNNCModule was given, or that was loaded since (it also replaces values that are there);
-2. rank 0, where it has values there (a model that only rank 0 has built);
-3. the constructor that made it, under DistributeModelParams;
-4. the own initialisation of its module's class.
+1. the checkpoint passed to RaNNCModule or loaded since (it also replaces existing values);
+2. rank 0, if the tensor has values there (a model that only rank 0 has built);
+3. its constructor, recorded under DistributeModelParams;
+4. the initialization method of its module's class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rannd.runtime.parameters.tensor_swap import bare, give, others, plain_tenso
 from rannd.runtime.storage.weight_files import Weights, match, open_weights
 
 MOST_NAMES = 5
-"""So many names are told in one message."""
+"""Maximum number of names in one message."""
 ADVICE = (
     "give RaNNCModule(checkpoint=...) a file that has it, define reset_parameters() in the module's class, or build "
     "the model under pyrannc.DistributeModelParams() in place of torch.device('meta')"
@@ -45,16 +45,16 @@ class InitialValues:
         self._world = world = context.world
         self._sync = context.options.sync
         self._given: dict[str, tuple[Weights, str]] = {}
-        """Checkpoint, and name in it, of tensors, by first name."""
+        """(checkpoint, name in it) of tensors, by first name."""
         self._finish: Callable[[], None] | None = None
         self._own: dict[str, Recipe] = {}
-        """Own initialisation of tensors, by first name."""
+        """Recorded initialization methods of tensors, by first name."""
         self._constructed: dict[str, Recipe] = {}
-        """What constructors under DistributeModelParams did."""
+        """Recorded constructors (DistributeModelParams) of tensors, by first name."""
         self._lacking: set[str] = set()
-        """Tensors that nobody but a checkpoint or the model's code has values for."""
+        """Tensors without values, which only a checkpoint or the model's code can provide."""
         self.bare = False
-        """Some rank has tensors without values."""
+        """Whether some rank has tensors without values."""
         self._look()
         self._seed = draw_seed(world) if self.bare else 0
         if self.bare:
@@ -90,22 +90,22 @@ class InitialValues:
         self._given.update({first[name]: (weights, there) for name, there in names.items()})
 
     def afterwards(self, finish: Callable[[], None]) -> None:
-        """Do something once the values are there and the optimizer has this rank's parameters."""
+        """Register a callback for when values are materialized and the optimizer has this rank's parameters."""
         self._finish = finish
 
     def finish(self) -> None:
-        """Do what was wanted `afterwards`. Collective."""
+        """Run the callback of `afterwards`. Collective."""
         finish, self._finish = self._finish, None
         if finish is not None:
             self._together(finish, CheckpointError)
 
     def prepare(self, used: Callable[[str], bool]) -> None:
-        """Find out how each value will be made, before anything is; `used` tells whether the graph reads a tensor.
+        """Decide the source of each value before materializing any; `used` tells whether the graph reads a tensor.
 
-        UsageError for values that nobody knows. Collective.
+        UsageError for tensors without a source. Collective.
         """
         if self.bare:
-            self._look()  # the script may have given values since
+            self._look()  # the script may have assigned values since
             self._together(lambda: self._prepare(used), UsageError)
             if self._sync:
                 self._check_alike()
@@ -135,7 +135,7 @@ class InitialValues:
         fatal = [name for name in unknown if used(name) or isinstance(tensors[name], nn.Parameter)]
         if fatal:
             raise UsageError(
-                f"{_what(tensors[fatal[0]])} {fatal[0]} is on the meta device, and nothing says what its values are"
+                f"{_what(tensors[fatal[0]])} {fatal[0]} is on the meta device, and has no source of initial values"
                 f"{_owner(self._context.model, fatal[0])}; {ADVICE}"
                 + (f" (also: {_some(fatal[1:])})" if fatal[1:] else "")
             )
@@ -143,7 +143,7 @@ class InitialValues:
             log.get("ParamStorage").warning("Buffers %s have no values and are not used: they read as NaN", unknown)
 
     def _check_alike(self) -> None:
-        """UsageError where ranks would make other values of a tensor: Python's and NumPy's random numbers differ."""
+        """UsageError if ranks would compute different values of a tensor, e.g. due to Python's or NumPy's RNG."""
         recipes = {**self._constructed, **self._own}
         mine = {name: recipe.recorder.tape.digest(recipe.view) for name, recipe in recipes.items()}
         told = self._world.gather_bytes(msgspec.msgpack.encode(mine))
@@ -152,7 +152,7 @@ class InitialValues:
             other = [name for name, digest in by_rank[0].items() if theirs.get(name) != digest]
             if other:
                 raise UsageError(
-                    f"rank {rank} would make other values of {_some(other)} than rank 0: the code that makes them "
+                    f"rank {rank} would compute other values of {_some(other)} than rank 0: the code that makes them "
                     "draws from Python's or NumPy's random numbers, or does something else, or prints values, on some "
                     "ranks only; seed these alike, and let all ranks build the model in the same way"
                 )
@@ -160,10 +160,10 @@ class InitialValues:
     # -- getting them -----------------------------------------------------------------------------------------
 
     def fill(self, own: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Give the tensors that this rank holds their values, one at a time. Collective.
+        """Materialize the tensors that this rank holds, one at a time. Collective.
 
-        Returns the names of those that have their final values on every rank that holds them; all others have rank 0's,
-        or none where rank 0 has to send them.
+        Returns the names of tensors that have their final values on every rank that holds them; the others have or
+        await rank 0's.
         """
         if self.bare or self._given:
             self._together(lambda: self._fill(own, tensors), CheckpointError if self._given else UsageError)
@@ -187,7 +187,7 @@ class InitialValues:
                     value = self._remade(name, recipe, blank)
                     counts["initialisation" if name in self._own else "constructor"] += 1
                 elif tensor.is_meta:
-                    value = torch.full((), float("nan")).expand(tensor.shape)  # from rank 0, or a buffer nobody reads
+                    value = torch.full((), float("nan")).expand(tensor.shape)  # rank 0 sends it, or it is unused
                     value = value if tensor.is_floating_point() else torch.zeros(tensor.shape)
                 else:
                     continue
@@ -198,13 +198,13 @@ class InitialValues:
         try:
             value, holes = recipe.recorder.tape.replay(recipe.view)
         except Unrepeatable as exc:
-            raise UsageError(f"{name} cannot be made again from what its constructor did: {exc}") from exc
-        except Exception as exc:  # operators raise what they like
+            raise UsageError(f"{name} cannot be reproduced from its recorded constructor: {exc}") from exc
+        except Exception as exc:  # operators may raise anything
             if is_out_of_memory(exc):
                 raise
             raise UsageError(
-                f"what makes {name} fails with the values that it gets: {type(exc).__name__}: {exc}; the model's own "
-                "code would fail so without DistributeModelParams and the meta device, too"
+                f"the recorded operators of {name} fail with actual values: {type(exc).__name__}: {exc}; the model's "
+                "own code would fail so without DistributeModelParams and the meta device, too"
             ) from exc
         if holes is not None:
             if name in self._own:
@@ -245,7 +245,7 @@ class InitialValues:
                     break
 
     def close(self) -> None:
-        """Drop what is not needed once the values are there; they are as any model's then."""
+        """Free everything that is not needed once all values are materialized."""
         self.bare = False
         self._lacking = set()
         self._own.clear()
@@ -257,10 +257,10 @@ class InitialValues:
 
     @contextlib.contextmanager
     def readable(self, *, planned_only: bool) -> Iterator[Sequence[torch.Tensor] | None]:
-        """While a graph is traced: what has no values is on the CPU, as in any model, without taking memory.
+        """During tracing, make tensors without values appear on the CPU, without using memory.
 
-        So are constants without values where a graph is `planned_only`; otherwise they are UsageErrors, where the
-        trace fails, as it does where they are read. Gives None then, and no tensors otherwise: all have values.
+        This includes plain tensor attributes if the graph is `planned_only`; otherwise a trace that fails because it
+        reads one raises a UsageError. Yields None in this case, and an empty sequence if all tensors have values.
         """
         if not self.bare:
             yield ()
@@ -277,7 +277,7 @@ class InitialValues:
             raise UsageError(f"{_without(list(lost))}. Tracing ended with: {exc}") from exc
 
     def check_leaves(self, paths: Iterable[str]) -> None:
-        """UsageError where a module that runs as one operator may read a constant without values."""
+        """UsageError if an opaque module may read a plain tensor attribute without values."""
         lost = self._lost() if self.bare else {}
         inside = [name for name in lost for path in paths if not path or f"{name}.".startswith(f"{path}.")]
         if inside:
@@ -297,7 +297,7 @@ class InitialValues:
     # -- all ranks --------------------------------------------------------------------------------------------
 
     def _together(self, act: Callable[[], object], raised: type[RanndError]) -> None:
-        """Run on every rank; an error on one is an error on all."""
+        """Run `act` on every rank; an error on one rank is raised on all."""
         error = ""
         cause: RanndError | None = None
         try:
@@ -343,7 +343,7 @@ def _check_rank_0(by_rank: Sequence[set[str]]) -> None:
 
 
 def _first(model: nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """First name of the tensor behind each name, and the tensors by their first names."""
+    """Map each name to the first name of its tensor, and first names to tensors."""
     names: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}
@@ -357,7 +357,7 @@ def _first(model: nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 
 
 def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a tensor of its own memory that lies as this one does."""
+    """Strides of a dense tensor with the same order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride()
 
 

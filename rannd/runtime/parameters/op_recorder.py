@@ -1,12 +1,12 @@
-"""Run code that makes and initialises tensors without their memory, and write down what it does.
+"""Record the operators of code that creates and initializes tensors, without allocating the tensors.
 
-What is written down is a `rannd.runtime.parameters.op_tape.Tape`.
+The recording is a `rannd.runtime.parameters.op_tape.Tape`.
 
-While a `Recorder` is active, tensors that are made have no memory (they are on the meta device, but say that they are
-where the code has put them), and every operator that writes goes onto its tape.
+While a `Recorder` is active, new tensors are on the meta device, but report the device on which the code created them,
+and every operator that writes is appended to the tape.
 
-Code that reads values while it is recorded (`linspace(...).tolist()`, `if w.any()`) gets them: what they depend on is
-replayed at once.
+Code that reads values during the recording (`linspace(...).tolist()`, `if w.any()`) gets them: the operators that they
+depend on are replayed immediately.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ META = torch.device("meta")
 _READS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
 )
-"""Methods that take values out of a tensor without an operator that shows it."""
+"""Methods that read a tensor's values without dispatching an operator."""
 
 _aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):
-    """Records while it is active (`with recorder.recording()`). Not for several threads.
+    """Dispatch mode that records operators (`with recorder.recording()`). Not thread-safe.
 
     Args:
-        seed: What the seeds of random operators are made of, beside the names of tensors.
+        seed: Base seed; seeds of random operators are derived from it and the names of tensors.
     """
 
     def __init__(self, seed: int) -> None:
@@ -46,33 +46,33 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what runs inside."""
+        """Context manager that records the operators inside."""
         with self, _Disguise(self):
             yield
 
     # -- what a tensor is -------------------------------------------------------------------------------------
 
     def view(self, tensor: torch.Tensor) -> View | None:
-        """How a tensor lies in a recorded storage; None for other tensors."""
+        """View of a tensor on its recorded storage; None for other tensors."""
         if not tensor.is_meta or tensor.layout is not torch.strided:
             return None
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         return None if number is None else view_of(number, tensor)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
-        """Where the recorded code believes a tensor to be."""
+        """Device on which the recorded code created a tensor."""
         view = self.view(tensor)
         return self.tape.storages[view.storage].device if view is not None else tensor.device
 
     def _add(self, storage: torch.UntypedStorage, device: torch.device, **more: Any) -> int:
         if device.type == "cuda":
-            torch.cuda.init()  # so that its generators are there, to be seeded and kept
+            torch.cuda.init()  # creates its generators, which are seeded and restored
         number = self.tape.add(Storage(CPU if device.type == "meta" else device, storage, **more))
         self._numbers[storage._cdata] = number
         return number
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor without memory for one that was not made under the recorder."""
+        """Meta tensor that represents a tensor created outside the recorder, whose storage becomes a constant."""
         if tensor.layout is not torch.strided:
             raise Unrepeatable(f"a tensor of layout {tensor.layout}")
         storage = tensor.untyped_storage()
@@ -130,12 +130,12 @@ class Recorder(TorchDispatchMode):
         try:
             result = func(*args, **run_kwargs)
         except (NotImplementedError, RuntimeError):
-            # Not made for tensors without memory, or the code's own mistake, which shows where the operator has values.
+            # No meta kernel, or an error of the user's code, which then appears when the operator runs with values.
             if not written:
                 if generator is not None:
                     generator.set_state(state)
                 return self._for_real(func, args, kwargs, written)
-            if generator is None:  # otherwise it has run with values above
+            if generator is None:  # otherwise `_advance` has already run it with values
                 with kept_generators():
                     real_args, real = pytree.tree_map_only(torch.Tensor, self.value, (args, kwargs))
                     func(*real_args, **real)
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
             if leaf.untyped_storage()._cdata not in self._numbers:
                 fresh.add(self._add(leaf.untyped_storage(), home))
         if torch.Tag.inplace_view in func.tags and "resize" not in func._schema.name:
-            return result  # a tensor now lies elsewhere: nothing is written
+            return result  # changes only the metadata of a tensor, writes nothing
         writes = fresh | {each.storage for tensor in written if (each := self.view(tensor)) is not None}
         if not writes:
             return result
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
         if "device" in described or "device" in run_kwargs:
             described["device"] = home if home.type != "meta" else CPU
         if not inputs and leaves and any(each.name == "dtype" for each in func._schema.arguments):
-            described["dtype"] = leaves[0].dtype  # the default may be another one later
+            described["dtype"] = leaves[0].dtype  # the default dtype may differ at replay
         self.tape.note(
             TapeOp(
                 func,
@@ -183,12 +183,12 @@ class Recorder(TorchDispatchMode):
         return view
 
     def _advance(self, func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> None:
-        """Draw from the code's own generator what the operator would draw; the values are dropped."""
+        """Advance the code's own generator as the operator would, by running it with values and dropping the result."""
         real_args, real = pytree.tree_map_only(torch.Tensor, self.value, (args, kwargs))
         func(*real_args, **{**real, "generator": generator})
 
     def _for_real(self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[torch.Tensor]) -> Any:
-        """Run an operator with values: it gives a number or a size that depends on them, or writes real memory."""
+        """Run an operator with values, because its result is data-dependent or it writes into real memory."""
         unreal = [tensor for tensor in written if tensor.is_meta]
         if unreal:
             raise Unrepeatable(f"{func} writes to a tensor of DistributeModelParams in a way that cannot be recorded")
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
     # -- values -----------------------------------------------------------------------------------------------
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy with values of a recorded tensor; other tensors as they are."""
+        """Replay a recorded tensor; other tensors are returned unchanged."""
         if not tensor.is_meta:
             return tensor
         view = self.view(tensor)
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _Disguise(TorchFunctionMode):
-    """Lets recorded tensors say that they are where the code has put them, and gives code the values that it reads."""
+    """Function mode that makes recorded tensors report the device requested by the code, and lets it read values."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class _Disguise(TorchFunctionMode):
                 unreal = isinstance(args[0], torch.Tensor) and args[0].is_meta
                 result = func(*pytree.tree_map_only(torch.Tensor, self._recorder.value, args), **kwargs)
             if unreal and func in (torch.Tensor.numpy, torch.Tensor.__array__):
-                result.flags.writeable = False  # what is written there could not reach the tensor
+                result.flags.writeable = False  # writes into the array would not reach the tensor
             return result
         return func(*args, **kwargs)
 
@@ -243,7 +243,7 @@ _ABOUT: dict[Any, Callable[[torch.device], Any]] = {
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that an operator writes."""
+    """Tensor arguments that an operator writes."""
     found: list[torch.Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -1,12 +1,12 @@
-"""What code has done to tensors, written down, and any one of the tensors made again.
+"""Tape of recorded operators, from which individual tensors can be replayed.
 
-A `Tape` is a list of the operators that wrote, each with the storages that it read and wrote. `replay` runs, in order,
-those that the storage of one tensor depends on, and nothing else. The idea is torchdistx's deferred initialisation;
-here it is per storage, so that views, `.data` and in-place operators need no care of their own.
+A `Tape` is a list of operators that write, each with the storages that it reads and writes. `replay` runs, in order,
+only those that the storage of one tensor depends on. The idea is that of torchdistx's deferred initialization;
+tracking storages instead of tensors handles views, `.data` and in-place operators without special cases.
 
-Random operators are not drawn from the script's generators. Each has a seed of its own, made of the name of the
-first tensor that depends on it (`Tape.name_draws`): the same values, whichever of a model's tensors are remade where.
-Operators that are given a generator draw what they would have drawn.
+Random operators do not use the script's generators. Each has its own seed, derived from the name of the first tensor
+that depends on it (`Tape.name_draws`), so that values do not depend on which tensors are replayed where. Operators
+called with an explicit generator draw the same numbers as in the script.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _EMPTY = frozenset(
 
 
 class Unrepeatable(UsageError):
-    """A tensor cannot be remade; says why."""
+    """A tensor cannot be replayed; the message says why."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor, as it lies in a storage."""
+    """Metadata of a tensor as a view of a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class View:
     neg: bool
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor on another storage of the same layout."""
+        """Create the tensor on another storage of the same size."""
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         made.set_(storage, self.offset, self.size, self.stride)
         made = torch._conj(made) if self.conj else made
@@ -55,23 +55,23 @@ class View:
 
 @dataclass
 class Storage:
-    """Memory that tensors of the code lie in."""
+    """A storage used by the recorded code."""
 
     device: torch.device
-    """Where the code believes it to be."""
+    """Device on which the recorded code created it."""
     kept: torch.UntypedStorage
-    """Keeps its address from being given to another one."""
+    """Kept alive so that its address is not reused."""
     value: torch.Tensor | None = None
-    """A tensor with values that lies in a real storage: a constant."""
+    """A constant: a tensor with values in a real storage."""
     version: int = 0
     blank: bool = False
-    """It was there, without values, before anything was recorded."""
+    """Whether it existed, without values, before the recording."""
     writers: list[int] = field(default_factory=list)
 
 
 @dataclass
 class TapeOp:
-    """An operator that wrote; tensors among its arguments are Views."""
+    """A recorded operator that writes; tensors among its arguments are Views."""
 
     function: Any
     args: Any
@@ -81,15 +81,15 @@ class TapeOp:
     writes: frozenset[int]
     random: bool
     generator: torch.Tensor | None = None
-    """State of the generator that the code gave."""
+    """State of the generator passed by the code."""
     seed: int | None = None
 
 
 class Tape:
-    """What was done, in order.
+    """Recorded operators in execution order.
 
     Args:
-        seed: What the seeds of random operators are made of, beside the names of tensors.
+        seed: Base seed; seeds of random operators are derived from it and the names of tensors.
     """
 
     def __init__(self, seed: int) -> None:
@@ -101,23 +101,23 @@ class Tape:
         return len(self._ops)
 
     def note(self, op: TapeOp) -> None:
-        """Write an operator down."""
+        """Append an operator."""
         for storage in op.writes:
             self.storages[storage].writers.append(len(self._ops))
         self._ops.append(op)
 
     def add(self, storage: Storage) -> int:
-        """Its number."""
+        """Register a storage and return its number."""
         self.storages.append(storage)
         return len(self.storages) - 1
 
     def written(self, view: View) -> bool:
-        """Whether anything is known to have been written to the storage of a tensor."""
+        """Whether the storage of a tensor is a constant or has been written."""
         storage = self.storages[view.storage]
         return storage.value is not None or bool(storage.writers)
 
     def peek(self, view: View) -> torch.Tensor:
-        """The tensor as it is by now, for code that reads values while it is recorded."""
+        """Current value of a tensor, for code that reads values during the recording."""
         for number in self._slice(view.storage):
             op = self._ops[number]
             if op.random and op.seed is None:
@@ -127,7 +127,7 @@ class Tape:
         return made
 
     def _slice(self, storage: int) -> list[int]:
-        """The operators that the final content of a storage depends on, in order."""
+        """Indices of the operators that the final content of a storage depends on, in order."""
         found: set[int] = set()
         done: dict[int, int] = {}
         stack = [(storage, len(self._ops))]
@@ -145,7 +145,7 @@ class Tape:
         return sorted(found)
 
     def name_draws(self, views: Iterable[tuple[str, View]]) -> None:
-        """Seed every random operator by the first of these named tensors that depends on it, and by its place there."""
+        """Seed each random operator from the first of these tensors that depends on it, and its index in that slice."""
         for name, view in views:
             drawn = 0
             for number in self._slice(view.storage):
@@ -155,7 +155,7 @@ class Tape:
                     drawn += 1
 
     def digest(self, view: View) -> bytes:
-        """What the content of a tensor follows from: equal where another process would remake the same values."""
+        """Hash of all inputs of a tensor's value: equal in processes that would replay the same values."""
         numbers: dict[int, int] = {}
         told = hashlib.sha256()
 
@@ -168,7 +168,7 @@ class Tape:
                         told.update(_content(value.untyped_storage()))
                 leaf = (numbers[leaf.storage], leaf.dtype, leaf.size, leaf.stride, leaf.offset, leaf.conj, leaf.neg)
             elif isinstance(leaf, torch.device):
-                leaf = leaf.type  # each rank may have a device of its own
+                leaf = leaf.type  # the device index differs between ranks
             told.update(f"{leaf!r};".encode())
 
         for number in self._slice(view.storage):
@@ -182,9 +182,9 @@ class Tape:
         return told.digest()[:8]
 
     def replay(self, view: View) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(The tensor that lies so, remade; where it holds what nobody has written, None for nowhere).
+        """Replay a tensor; returns it and a mask of its uninitialized elements (None if there are none).
 
-        Call it inside `kept_generators`. Raises Unrepeatable.
+        Must be called inside `kept_generators`. Raises Unrepeatable.
         """
         made, blank = self._replay(view, 0xFF)
         if not blank:
@@ -194,7 +194,7 @@ class Tape:
         return made, hole if bool(hole.any()) else None
 
     def _replay(self, view: View, fill: int) -> tuple[torch.Tensor, bool]:
-        """The tensor, and whether any memory that nobody had written was read; such memory is filled with a byte."""
+        """Replay a tensor with uninitialized memory set to the byte `fill`; returns it and whether there was any."""
         slots: dict[int, torch.UntypedStorage] = {}
         blank = False
 
@@ -225,7 +225,7 @@ class Tape:
                     if op.function._schema.name in _EMPTY:
                         blank = True
                         _bytes(slots[place.storage]).fill_(fill)
-                for storage in op.reads | op.writes:  # what nobody reads any more
+                for storage in op.reads | op.writes:  # free storages after their last use
                     if last[storage] == number and storage != view.storage:
                         slots.pop(storage, None)
             made = tensor_of(view)
@@ -236,8 +236,8 @@ class Tape:
         storage = self.storages[number]
         if storage.value is not None:
             if storage.value._version != storage.version:
-                raise Unrepeatable("a tensor that it was made from was changed since")
-            # its own copy: operators that are replayed may write into it
+                raise Unrepeatable("a tensor that it was computed from has been modified since")
+            # a copy, because replayed operators may write into it
             copy: torch.UntypedStorage = storage.value.untyped_storage().clone()
             return copy
         real = torch.UntypedStorage(storage.kept.nbytes(), device=storage.device)
@@ -247,7 +247,7 @@ class Tape:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
-    """Leave torch's default generators as they were."""
+    """Context manager that restores the state of torch's default generators."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
@@ -285,7 +285,7 @@ def _content(storage: torch.UntypedStorage) -> memoryview:
 
 
 def _laid_out(tensor: torch.Tensor, place: View) -> torch.UntypedStorage:
-    """The storage of a remade tensor, which has to lie as the recorded one did."""
+    """Storage of a replayed tensor, copied if its strides or offset differ from the recorded ones."""
     if tensor.stride() == place.stride and tensor.storage_offset() == place.offset:
         kept: torch.UntypedStorage = tensor.untyped_storage()
         return kept
@@ -297,7 +297,7 @@ def _laid_out(tensor: torch.Tensor, place: View) -> torch.UntypedStorage:
 
 
 def _all_ones(tensor: torch.Tensor) -> torch.Tensor:
-    """Where all bits of a number are set: a NaN that no arithmetic makes by itself."""
+    """Mask of elements with all bits set, a NaN pattern that arithmetic does not produce."""
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     whole = parts.reshape(-1, 1).contiguous().view(torch.uint8).eq(0xFF).all(-1).reshape(parts.shape)
     return whole.any(-1) if tensor.is_complex() else whole

@@ -1,8 +1,8 @@
-"""Parameters and buffers of a wrapped model: which rank holds which, and the tensors that its stage computes with.
+"""Ownership of a wrapped model's parameters and buffers: which rank holds which tensors.
 
-The user's parameter objects stay what they are. Those of other stages give their memory back: they keep their
-shape, and read as NaN, so that using one by mistake is seen. A stage computes with *aliases* of its own
-parameters, which share their memory; gradients gather there until they are reduced.
+The user's parameter objects stay the same. The memory of parameters of other stages is freed: they keep their shape
+and read as NaN, so that accidental use is noticed. A stage computes with *aliases* of its own parameters, which share
+their memory; gradients accumulate in the aliases until they are reduced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rannd.runtime.parameters.tensor_swap import give, hollow
 
 
 class Parameters:
-    """The tensors of a model under a deployment. Making it is collective."""
+    """Parameters and buffers of a deployed model. The constructor is collective."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Parameters:
         self.owners = owners
         self.tensors: dict[str, torch.Tensor] = {}
         self.names: dict[str, str] = {}
-        """First name of the tensor behind each name (tied parameters have several)."""
+        """Maps each name to the first name of its tensor (tied parameters have several)."""
         first: dict[int, str] = {}
         for name, tensor in self._all():
             self.names[name] = first.setdefault(id(tensor), name)
@@ -60,9 +60,9 @@ class Parameters:
         yield from self._context.model.named_buffers(remove_duplicate=False)
 
     def _from_rank_0(self, settled: Collection[str]) -> None:
-        """Give rank 0's values to all ranks that hold them (ranks may have been seeded differently).
+        """Send rank 0's values to all ranks that hold them, since ranks may have been seeded differently.
 
-        Not of tensors that are `settled`: their ranks have made or read them, all the same.
+        Tensors in `settled` are skipped: their ranks have initialized or loaded them already, with equal values.
         """
         if self._world.size == 1:
             return
@@ -82,7 +82,7 @@ class Parameters:
                     tensor.copy_(buffer)
 
     def _settle(self) -> None:
-        """Move what is held to the device, and free the rest."""
+        """Move this rank's tensors to the device, and free the memory of all others."""
         own = set(self.own)
         for name, tensor in self.tensors.items():
             if name in own:
@@ -98,14 +98,14 @@ class Parameters:
                 tensor.grad = None
 
     def adopt(self) -> None:
-        """Take over buffers that the script has replaced by other tensors; StepError for parameters."""
+        """Adopt buffers that the script has replaced by other tensors; StepError for replaced parameters."""
         own = set(self.own)
         for name, tensor in self._all():
             first = self.names.get(name)
             if first is None or first != name:
                 if first is None:
                     raise StepError(
-                        f"the model has a new parameter or buffer {name} since it was deployed; wrap it anew"
+                        f"the model has a new parameter or buffer {name} since it was deployed; wrap the model again"
                     )
                 continue
             old = self.tensors[first]
@@ -121,7 +121,7 @@ class Parameters:
         self.refresh()
 
     def refresh(self) -> None:
-        """Make the aliases follow where parameters were given new memory or another requires_grad."""
+        """Update the aliases of parameters whose memory or requires_grad has changed."""
         for name in self.own:
             tensor = self.tensors[name]
             if not isinstance(tensor, nn.Parameter):
@@ -145,9 +145,9 @@ class Parameters:
 
     @contextlib.contextmanager
     def hollow(self) -> Iterator[Sequence[torch.Tensor]]:
-        """While a graph is traced: every tensor on the CPU and contiguous, as in a whole model, without its memory.
+        """During tracing, make every tensor contiguous and on the CPU, as in an undeployed model, without its memory.
 
-        Gives those whose memory holds nothing.
+        Yields the tensors whose memory is uninitialized.
         """
         before = {name: tensor.data for name, tensor in self.tensors.items()}
         empty = []

@@ -1,8 +1,9 @@
-"""The own initialisation of a model on the meta device: what its modules' classes say about fresh parameters.
+"""Initialize a model on the meta device with the initialization methods of its modules.
 
-A model that was built under ``torch.device("meta")`` has lost what its constructors wrote. Its classes know how to do
-it again: `reset_parameters` (torch's modules), `_init_weights` (Hugging Face, timm, nanoGPT), `init_weights`
-(torchtitan). They run here on the whole model, from the inside out, under a Recorder: nothing gets memory.
+A model built under ``torch.device("meta")`` has lost the values that its constructors wrote. Its classes can
+initialize it again: `reset_parameters` (torch's modules), `_init_weights` (Hugging Face, timm, nanoGPT),
+`init_weights` (torchtitan). These run here on the whole model, submodules first, under a Recorder, without memory for
+the tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def record_initialisation(model: nn.Module, wanted: set[int], seed: int) -> Recorder:
-    """Records the initialisation of the modules that have tensors of `wanted` (by id) in or below them.
+    """Record the initialization of all modules that contain, also in submodules, tensors of `wanted` (ids).
 
-    All of the model's tensors have to be on the meta device. UsageError where the code of a module fails.
+    All of the model's tensors must be on the meta device. UsageError if the code of a module fails.
     """
     recorder = Recorder(seed)
     with _attributes_kept(model), torch.no_grad():
@@ -38,15 +39,15 @@ def record_initialisation(model: nn.Module, wanted: set[int], seed: int) -> Reco
                         run()
                 except Exception as exc:
                     raise UsageError(
-                        f"{type(module).__qualname__}.{name} of module {path or 'the model'} fails where it should "
-                        f"initialise a model from the meta device: {type(exc).__name__}: {str(exc).rstrip('.')}; give "
+                        f"{type(module).__qualname__}.{name} of module {path or 'the model'} failed while "
+                        f"initialising a model on the meta device: {type(exc).__name__}: {str(exc).rstrip('.')}; give "
                         "RaNNCModule a checkpoint, or build the model under pyrannc.DistributeModelParams() instead"
                     ) from exc
     return recorder
 
 
 def _inside_out(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module after its submodules, as constructors run."""
+    """Yield every module after its submodules, in the order of constructors."""
     done: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -61,7 +62,7 @@ def _inside_out(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _initialisers(module: nn.Module) -> list[tuple[str, Callable[[], object]]]:
-    """What to call for a module whose submodules are done: (name of the method, call)."""
+    """Initialization methods of a module whose submodules are done: (name, call)."""
     if _is_pretrained(module):
         return [("initialize_weights", lambda: _pretrained(module))]
     found: list[tuple[str, Callable[[], object]]] = []
@@ -91,7 +92,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _pretrained(model: Any) -> None:
-    """As the constructor of a Hugging Face model ends, whatever has been marked as done."""
+    """Initialize a Hugging Face model as its constructor does, including modules marked as initialized."""
     for each in model.modules():
         each.__dict__.pop("_is_hf_initialized", None)
     if hasattr(model, "initialize_weights"):
@@ -102,7 +103,7 @@ def _pretrained(model: Any) -> None:
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Initialisation changes tensors; other attributes of modules, which a graph may depend on, are put back."""
+    """Restore module attributes other than tensors after the initialization, since a graph may depend on them."""
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""The whole model's state, gathered from the ranks that hold its parts, and given back to them."""
+"""Gather the state_dict of the whole model from all ranks, and load one into them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rannd.runtime.storage.weight_files import Given
 
 
 def gather_tensor(world: World, parameters: Parameters, name: str, *, everywhere: bool) -> torch.Tensor | None:
-    """A copy on the CPU of a parameter or buffer, on rank 0 (or all ranks); None on the others. Collective."""
+    """Copy a parameter or buffer to the CPU of rank 0 (or of all ranks); None on other ranks. Collective."""
     tensor = parameters.tensors[name]
     holder = world.rank_of_slot[parameters.slots[name][0]]
     return collect(world, tensor, tensor.shape, tensor.dtype, holder, everywhere=everywhere)
 
 
 def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
-    """A copy on the CPU of a parameter or buffer, by its first name, on all ranks. Collective.
+    """Copy a parameter or buffer, given by its first name, to the CPU of all ranks. Collective.
 
-    StepError where ranks ask for different ones.
+    StepError if ranks ask for different ones.
     """
     meet(world, Phase.GET_PARAM, name)
     found = gather_tensor(world, parameters, name, everywhere=True)
@@ -41,9 +41,9 @@ def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
 def gather_state(
     world: World, parameters: Parameters, model: nn.Module, *, everywhere: bool, keep_vars: bool, **options: Any
 ) -> dict[str, Any]:
-    """The model's own ``state_dict(**options)``, of whole values on the CPU; empty where it does not go. Collective.
+    """Call the model's own ``state_dict(**options)`` with full tensors on the CPU; empty on ranks that do not collect.
 
-    Values come one after the other; a rank that does not collect them never has more than its own.
+    Tensors are sent one at a time; a rank that does not collect them never holds more than its own. Collective.
     """
     if keep_vars:
         raise UsageError(
@@ -66,7 +66,7 @@ def gather_state(
 def own_state(
     parameters: Parameters | None, model: nn.Module, *, prefix: str = "", destination: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """This rank's part of the model's state, under all its names: the tensors themselves, without gradients."""
+    """This rank's part of the model's state, under all tied names; the detached tensors share memory with the model."""
     state: dict[str, Any] = OrderedDict() if destination is None else destination
     if parameters is None:
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -91,10 +91,10 @@ def load_state(
     strict: bool,
     assign: bool,
 ) -> Any:
-    """Load a whole state, given on every rank, into what each rank holds. Collective.
+    """Load a full state, passed on every rank, into the tensors that each rank holds. Collective.
 
-    It goes through the model's own ``load_state_dict``, so that hooks, versions and extra state count. When anything
-    is wrong on any rank, UsageError on all, and no tensor has changed on any.
+    Uses the model's own ``load_state_dict``, so that hooks, versions and extra state work. If anything is wrong on any
+    rank, all ranks raise a UsageError, and no tensor has changed on any.
     """
     meet(world, Phase.LOAD_STATE_DICT)
     error = ""
@@ -118,7 +118,7 @@ def load_state(
 
     try:
         keys, values = _through_model(model, first, memory, state, strict=strict)
-    except Exception as exc:  # hooks of the user's modules raise what they like
+    except Exception as exc:  # hooks of the user's modules may raise anything
         error = f"the state does not fit the model, nothing of it was loaded: {exc}"
         if not state:
             error += "\nThe state is empty: every rank has to give the whole state, not rank 0 alone"
@@ -136,9 +136,9 @@ def load_state(
 
 
 def load_later(values: InitialValues, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
-    """Take a state for the values that a model on the meta device gets when it is deployed; not collective.
+    """Use a state as initial values of a model on the meta device, applied when it is deployed; not collective.
 
-    It goes through the model's own ``load_state_dict``, whose errors are raised as they are.
+    Uses the model's own ``load_state_dict``, whose errors are raised unchanged.
     """
     first: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -162,19 +162,22 @@ def _through_model(
     *,
     strict: bool,
 ) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
-    """What the model's own ``load_state_dict`` returns, and puts where; the model's own tensors stay as they are.
+    """Run the model's own ``load_state_dict`` on substitute tensors; the model's tensors stay unchanged.
 
     Args:
         first: First name of each tensor, by its id.
-        memory: Makes what modules may write to that do more than torch does.
+        memory: Allocates a tensor for modules whose loading code may write into their tensors.
 
-    Raises what hooks and overrides of the user's modules raise; UsageError for a shape that would change.
+    Returns:
+        The result of ``load_state_dict``, and the loaded tensors with their first names.
+
+    Raises what hooks and overrides of the user's modules raise; UsageError if a shape would change.
     """
     careful = type(model).load_state_dict is not nn.Module.load_state_dict
     real: dict[str, torch.Tensor] = {}
 
     def stand_in(place: TensorSlot) -> torch.Tensor | None:
-        """A tensor without memory, into whose place the state's is put; or memory, for modules that write."""
+        """A meta tensor, to be replaced by the state's (assign=True); or memory, for modules that write into it."""
         name, original = first[id(place.original)], place.original.detach()
         if not careful and not _writes(place.module):
             return torch.empty_like(original, device="meta") if place.persistent else None
@@ -207,7 +210,7 @@ def _through_model(
 
 
 def persistent_names(model: nn.Module) -> set[str]:
-    """Names of all tensors in the model's state, also the later names of modules that it has twice."""
+    """Names of all tensors in the model's state_dict, including all names of shared modules."""
     names = set()
     for path, module in model.named_modules(remove_duplicate=False):
         for entries in (module._parameters, module._buffers):
@@ -218,7 +221,7 @@ def persistent_names(model: nn.Module) -> set[str]:
 
 
 def _writes(module: nn.Module) -> bool:
-    """Whether a module may do more in `load_state_dict` than torch does, to its own tensors."""
+    """Whether a module has an override or hooks of `load_state_dict` that may write into its tensors."""
     return (
         type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
         or bool(module._load_state_dict_pre_hooks)
@@ -231,7 +234,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def _detached(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """A copy whose tensors and versions `load_state_dict` may mark as its own."""
+    """Copy of a state with detached tensors and its own metadata, which `load_state_dict` may modify."""
     copied = OrderedDict(
         (name, value.detach() if isinstance(value, torch.Tensor) else value) for name, value in state.items()
     )

@@ -1,7 +1,7 @@
-"""Other tensors in the places of a model's parameters and buffers, for a while.
+"""Temporarily replace a model's parameters and buffers by other tensors.
 
-So `state_dict` and `load_state_dict` run as they are, with all hooks and overrides of the user's modules, over a
-model of which this rank holds a part: they see whole values, or write where nothing is lost.
+This allows `state_dict` and `load_state_dict` to run unmodified, with all hooks and overrides of the user's modules,
+on a model of which this rank holds only a part: they read full tensors, or write into temporary ones.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import nn
 
 @dataclass
 class TensorSlot:
-    """Where a module has a parameter or buffer."""
+    """A parameter or buffer slot of a module."""
 
     module: nn.Module
     key: str
     name: str
-    """Its name in the model's state."""
+    """Its name in the model's state_dict."""
     original: torch.Tensor
     persistent: bool
     standin: torch.Tensor | None = None
 
     @property
     def current(self) -> torch.Tensor | None:
-        """What is there now."""
+        """The tensor in the slot now."""
         found = self.module._parameters.get(self.key)
         return found if found is not None else self.module._buffers.get(self.key)
 
 
 def places(model: nn.Module) -> list[TensorSlot]:
-    """All parameters and buffers, of each module once, in the order of the model's state."""
+    """All parameter and buffer slots, each module once, in the order of the model's state_dict."""
     found: list[TensorSlot] = []
     for path, module in model.named_modules():
         for entries in (module._parameters, module._buffers):
@@ -46,7 +46,7 @@ def places(model: nn.Module) -> list[TensorSlot]:
 
 
 class StandIns:
-    """While entered, `make(place)` is in each place, where it is not None; at the end, the originals are back."""
+    """Context manager that puts `make(place)`, unless None, into each slot, and restores the originals at exit."""
 
     def __init__(self, model: nn.Module, make: Callable[[TensorSlot], torch.Tensor | None]) -> None:
         self.places = places(model)
@@ -69,5 +69,5 @@ class StandIns:
     def __exit__(self, *_: object) -> None:
         for place in self.places:
             if place.current is not place.original:
-                # not into the dicts: modules may have more that follows an assignment (the flat weights of an LSTM)
+                # setattr, because modules may react to assignments (e.g. the flat weights of an LSTM)
                 setattr(place.module, place.key, place.original)

@@ -266,6 +266,6 @@ def test_with_10000_entries_it_is_small(client: Client, daemon_home) -> None:
     values = [chance.randbytes(chance.randrange(1000, 2000)) for _ in many]
     assert client.put_many(zip(many, values, strict=True)) == len(many)
     assert client.get_many(many) == values
-    assert client.why(profile(10_000)).startswith("the nearest profile")
+    assert client.why(profile(10_000))[1].startswith("the nearest profile")
     assert state().entries == len(many)
     assert psutil.Process(daemon_home.pids()[0]).memory_info().rss < 60 * MIB

@@ -301,7 +301,7 @@ def refused() -> None:
         return
     random.seed(RANK)
     model = pyrannc.RaNNCModule(under_context(Drawn))
-    expect("rank 1 would make other values of [layers.1.0.weight] than rank 0", lambda: model(torch.randn(2, WIDTH)))
+    expect("rank 1 would compute other values of [layers.1.0.weight] than rank 0", lambda: model(torch.randn(2, WIDTH)))
     path = FOLDER / ("whole.safetensors" if RANK else "nowhere.safetensors")
     expect("nowhere.safetensors is not there", lambda: pyrannc.RaNNCModule(bare(), checkpoint=path))
     pyrannc.clear()

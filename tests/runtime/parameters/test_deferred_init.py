@@ -243,13 +243,13 @@ class Buffered(Net):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Nobodys, r"parameter middle.scale is on the meta device, and nothing says what its values are \(Sequential "
+        (Nobodys, r"parameter middle.scale is on the meta device, and has no source of initial values \(Sequential "
                   r"middle\); give RaNNCModule\(checkpoint=...\).*DistributeModelParams"),
         (Half, r"scale is on the meta device, and the initialisation of its module \(Half\) leaves 4 of its 6 values"),
-        (Fails, r"Fails.reset_parameters of module the model fails .*: RuntimeError: no way; give RaNNCModule"),
-        (Wrong, r"what makes scale fails with the values that it gets: IndexError: index_copy_.*; the model"),
+        (Fails, r"Fails.reset_parameters of module the model failed .*: RuntimeError: no way; give RaNNCModule"),
+        (Wrong, r"the recorded operators of scale fail with actual values: IndexError: index_copy_.*; the model"),
         (Masked, r"\[mask\]: tensors of the model on the meta device that are neither parameters nor buffers"),
-        (Buffered, r"buffer table is on the meta device, and nothing says what its values are \(Buffered\)"),
+        (Buffered, r"buffer table is on the meta device, and has no source of initial values \(Buffered\)"),
         (lambda: nn.Sequential(nn.LazyLinear(6)), r"parameter 0.weight .* has no shape yet \(a lazy module\)"),
     ],
     ids=["own parameter", "half", "fails", "wrong index", "attribute", "buffer", "lazy"],

@@ -124,7 +124,7 @@ def test_a_tensor_made_before_is_copied_and_not_written() -> None:
     before.zero_()
     view = recorder.view(late)
     assert view is not None
-    with pytest.raises(Unrepeatable, match="was changed since"):
+    with pytest.raises(Unrepeatable, match="has been modified since"):
         recorder.tape.replay(view)
 
 

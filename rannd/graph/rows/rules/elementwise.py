@@ -47,7 +47,7 @@ def prelu(op: Operation) -> State:
     rows = op.rows("self")
     assert rows is not None
     if rows.dim == 1 and op.shape(op.args["weight"]) not in ((), (1,)):
-        raise Coupled("prelu meets a fixed tensor of the size of the batch")
+        raise Coupled("prelu combines samples with a fixed tensor of the batch size")
     return rows
 
 
@@ -78,7 +78,7 @@ def arange(op: Operation) -> State:
     ):
         return Arange(op.out[0] // PROBE_ROWS)
     if op.out != (PROBE_ROWS,) or op.args.get("start", 0) != 0 or type(step) is not int:
-        raise Coupled("arange counts in a way no rule knows")
+        raise Coupled("arange depends on the batch size in an unsupported way")
     return RowIndex(0, step)
 
 

@@ -31,7 +31,7 @@ class _Places:
 def _places(op: Operation, indices: list[Any]) -> _Places:
     used = tuple(dim for dim, value in enumerate(indices) if value is not None)
     if not used or any(_is_mask(indices[dim]) for dim in used):
-        raise Coupled(f"{op.name} with a mask is not followed")
+        raise Coupled(f"{op.name} with a mask is not supported")
     together = used == tuple(range(used[0], used[0] + len(used)))
     return _Places(used, max(len(op.shape(indices[dim])) for dim in used), used[0] if together else 0)
 
@@ -59,7 +59,7 @@ def _looked_up(op: Operation, indices: list[Any]) -> Rows:
         elif isinstance(state, Rows):
             found.add((ndim - state.dim, state.outer, state.inner))
         elif state is not FIXED:
-            raise Coupled(f"{op.name} is steered by a number made of all samples")
+            raise Coupled(f"{op.name} has an index computed from all samples")
         if rows is not None and dim == rows.dim and not isinstance(state, RowIndex):
             raise Coupled(f"{op.name} picks samples")
     if len(found) != 1:
@@ -94,7 +94,7 @@ def index_put(op: Operation) -> State:
     shape, state = op.shape(values), op.as_rows(values)
     if state is None:
         if len(shape) >= right and shape[-right] != 1:
-            raise Coupled(f"{op.name} meets a fixed tensor of the size of the batch")
+            raise Coupled(f"{op.name} combines samples with a fixed tensor of the batch size")
     elif (len(shape) - state.dim, state.outer, state.inner) != (right, target.outer, target.inner):
         raise Coupled(f"{op.name} combines different samples")
     return rows
@@ -106,7 +106,7 @@ def _masked(op: Operation, rows: Rows, mask: Node, values: Node) -> State:
     shape = op.shape(values)
     single = all(size == 1 for size in shape[: max(len(shape) - behind, 0)])
     if op.as_rows(mask) != rows or op.state(values) is not FIXED or not single:
-        raise Coupled(f"{op.name} with a mask is not followed")
+        raise Coupled(f"{op.name} with a mask is not supported")
     return rows
 
 
@@ -155,7 +155,7 @@ def searchsorted(op: Operation) -> State:
         return rows
     rows = together(op, name, "self")
     if rows.dim == len(op.out) - 1:
-        raise Coupled("searchsorted works across the samples")
+        raise Coupled("searchsorted works along the batch dimension")
     return rows
 
 

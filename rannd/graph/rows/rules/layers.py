@@ -57,7 +57,7 @@ def instance_norm(op: Operation) -> State:
 def recurrent(op: Operation) -> State:
     """Returns (output, states ...); states have shape (layers, batch, width)."""
     if "batch_first" not in op.args:
-        raise Coupled(f"{op.name} of packed sequences is not followed")
+        raise Coupled(f"{op.name} of packed sequences is not supported")
     rows = op.rows("input")
     first = 0 if op.args["batch_first"] else 1
     if rows is None or rows.dim != first or len(op.shape(op.args["input"])) != 3:
@@ -66,7 +66,7 @@ def recurrent(op: Operation) -> State:
     for state in leaves(op.args["hx"]):
         found = op.as_rows(state)
         if found is not None and (found.dim, found.outer, found.inner) != (1, rows.outer, rows.inner):
-            raise Coupled(f"{op.name} has a state of other samples")
+            raise Coupled(f"{op.name} has a hidden state of other samples")
     return (rows, *(Rows(1, rows.outer, rows.inner),) * (len(op.node.meta["val"]) - 1))
 
 
@@ -165,7 +165,7 @@ def matrices(op: Operation) -> State:
         raise Coupled(f"{op.name} combines different samples")
     (rows,), (ndim,) = states, ndims
     if rows is None or rows.dim >= ndim - 2:
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     return everywhere(op, rows)
 
 

@@ -27,7 +27,7 @@ def triplet_margin_loss(op: Operation) -> State:
     """Compares vectors along the last dimension; one loss per triplet."""
     rows = aligned(op, [op.args[name] for name in ("anchor", "positive", "negative")])
     if rows.dim == -1:
-        raise Coupled("triplet_margin_loss works across the samples")
+        raise Coupled("triplet_margin_loss works along the batch dimension")
     if op.args["reduction"] == 0:
         return Rows(len(op.out) + rows.dim + 1, rows.outer, rows.inner)
     return _reduced(op.args["reduction"])

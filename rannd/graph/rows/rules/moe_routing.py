@@ -64,7 +64,7 @@ def _role(op: Operation, value: Any, *roles: Role) -> Sorted:
     """State of a `Sorted` argument; Coupled unless it has one of the roles."""
     state = op.state(value)
     if not isinstance(state, Sorted) or state.role not in roles:
-        raise Coupled(f"{op.name} works across the samples, which are sorted")
+        raise Coupled(f"{op.name} mixes samples, which are sorted")
     return state
 
 
@@ -90,7 +90,7 @@ def _choices(op: Operation, by: Node) -> int | None:
 def convert(op: Operation) -> State:
     state = _role(op, op.args["self"], *Role)
     if state.role is not Role.VALUES and op.node.meta["val"].dtype not in EXACT:
-        raise Coupled(f"{op.name} makes other numbers of an order")
+        raise Coupled(f"{op.name} converts an order to a dtype that cannot hold it")
     return state
 
 
@@ -102,7 +102,7 @@ def divide(op: Operation) -> State:
         return pointwise(op)
     rounds = op.name == "floor_divide" or op.args.get("rounding_mode") in ("floor", "trunc")
     if not rounds or type(by) is not int or by < 1 or state.inner % (state.share * by):
-        raise Coupled(f"{op.name} of the order of samples is not followed")
+        raise Coupled(f"{op.name} of the order of samples is not supported")
     return replace(state, share=state.share * by)
 
 
@@ -115,7 +115,7 @@ def take(op: Operation) -> State:
         chosen, first = op.args["indices"][0], len(op.args["indices"]) == 1
     source = op.state(op.args["self"])
     if not first or chosen is None:
-        raise Coupled(f"{op.name} works across the samples, which are sorted")
+        raise Coupled(f"{op.name} mixes samples, which are sorted")
     state = _role(op, chosen, Role.ORDER, Role.INVERSE, Role.KEYS)
     if state.role is Role.KEYS and source is FIXED:
         return replace(state, role=Role.VALUES)
@@ -123,7 +123,7 @@ def take(op: Operation) -> State:
         return replace(state, role=Role.VALUES, share=1)
     if state.role is Role.INVERSE and source == replace(state, role=Role.VALUES):
         return Rows(0, 1, state.inner)
-    raise Coupled(f"{op.name} works across the samples, which are sorted")
+    raise Coupled(f"{op.name} mixes samples, which are sorted")
 
 
 @sorted_rule("histc")
@@ -132,7 +132,7 @@ def count(op: Operation) -> State:
     state = _role(op, op.args["self"], Role.KEYS)
     bins = op.args["bins"]
     if bins < 2 or (op.args["min"], op.args["max"]) != (0, bins - 1) or _choices(op, state.by) != bins:
-        raise Coupled("histc counts something else than what the samples chose")
+        raise Coupled("histc does not count the samples' choices exactly")
     return replace(state, role=Role.COUNTS)
 
 
@@ -140,7 +140,7 @@ def count(op: Operation) -> State:
 def ends(op: Operation) -> State:
     state = _role(op, op.args["self"], Role.COUNTS)
     if op.node.meta["val"].dtype not in EXACT:
-        raise Coupled("cumsum does not hold all numbers")
+        raise Coupled("cumsum has a dtype that cannot hold all counts")
     return replace(state, role=Role.ENDS)
 
 
@@ -169,7 +169,7 @@ def invert(op: Operation) -> State:
     places = {Arange(state.inner), RowIndex(0)} if state.inner == 1 else {Arange(state.inner)}
     given = [op.state(each) for each in op.args["indices"]]
     if given != [order] or op.state(op.args["values"]) not in places or op.args.get("accumulate") or state.share != 1:
-        raise Coupled(f"{op.name} works across the samples, which are sorted")
+        raise Coupled(f"{op.name} mixes samples, which are sorted")
     return replace(state, role=Role.INVERSE)
 
 
@@ -178,7 +178,7 @@ def invert_by_sorting(op: Operation) -> State:
     """argsort of a permutation is its inverse."""
     state = _role(op, op.args["self"], Role.ORDER)
     if state.share != 1 or op.args.get("descending"):
-        raise Coupled("argsort of the order of samples is not followed")
+        raise Coupled("argsort of the order of samples is not supported")
     return replace(state, role=Role.INVERSE)
 
 
@@ -191,10 +191,10 @@ def behind(op: Operation) -> State:
         return state
     ndim = len(op.shape(op.args["self"])) + (op.name == "unsqueeze")
     if ndim < 2 or 0 in dims_of(op.args.get("dim", 0), ndim):
-        raise Coupled(f"{op.name} works across the samples, which are sorted")
+        raise Coupled(f"{op.name} mixes samples, which are sorted")
     for value in op.args.values():
         if any(each is not op.args["self"] and op.state(each) is not FIXED for each in leaves(value)):
-            raise Coupled(f"{op.name} works across the samples, which are sorted")
+            raise Coupled(f"{op.name} mixes samples, which are sorted")
     made = op.node.meta["val"]
     return (state,) * len(made) if isinstance(made, tuple) else state
 
@@ -217,7 +217,7 @@ def pointwise(op: Operation) -> State:
     for tensor in tensors:
         shape = op.shape(tensor)
         if op.state(tensor) is FIXED and len(shape) >= place and shape[-place] != 1:
-            raise Coupled(f"{op.name} meets a fixed tensor of the size of the batch")
+            raise Coupled(f"{op.name} combines samples with a fixed tensor of the batch size")
     if len(op.out) != place:
         raise Coupled(f"{op.name} combines different samples")
     return state

@@ -32,7 +32,7 @@ class Operation:
     def out(self) -> tuple[int, ...]:
         """Shape of the result."""
         if not isinstance(self.node.meta["val"], TensorValue):
-            raise Coupled(f"{self.name} makes something else than one tensor")
+            raise Coupled(f"{self.name} does not return a single tensor")
         return self.shape(self.node)
 
     def rows(self, name: str) -> Rows | None:
@@ -116,7 +116,7 @@ def aligned(op: Operation, values: list[Any]) -> Rows:
         if isinstance(value, Node) and op.state(value) is FIXED:
             shape = op.shape(value)
             if len(shape) >= right and shape[-right] != 1:
-                raise Coupled(f"{op.name} meets a fixed tensor of the size of the batch")
+                raise Coupled(f"{op.name} combines samples with a fixed tensor of the batch size")
     return Rows(-right, outer, inner)
 
 
@@ -124,9 +124,9 @@ def away(op: Operation, name: str, dims: set[int]) -> Rows:
     """State of argument `name`; Coupled if one of `dims`, along which the operator works, holds the samples."""
     rows = op.rows(name)
     if rows is None:
-        raise Coupled(f"{op.name} is steered by the samples")
+        raise Coupled(f"{op.name} has a fixed input, but other arguments that depend on the samples")
     if rows.dim in dims:
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     return rows
 
 
@@ -134,7 +134,7 @@ def filled(shape: tuple[int, ...]) -> Rows:
     """State of a tensor of `shape` with the same (or random) values for every sample."""
     holding = [dim for dim, size in enumerate(shape) if size and size % PROBE_ROWS == 0]
     if len(holding) != 1:
-        raise Coupled("a shape is made of the number of rows in a way no rule knows")
+        raise Coupled("a shape depends on the batch size in an unsupported way")
     return Rows(holding[0], 1, shape[holding[0]] // PROBE_ROWS)
 
 

@@ -129,7 +129,7 @@ def repeat_interleave(op: Operation) -> State:
     """Repeat each element, which adds to `inner`."""
     times, dim = op.args.get("repeats"), op.args.get("dim")
     if not isinstance(times, int) or dim is None:
-        raise Coupled("repeat_interleave is steered by a tensor")
+        raise Coupled("repeat_interleave takes its repeats from a tensor")
     rows = op.rows("self")
     assert rows is not None
     return replace(rows, inner=rows.inner * times) if rows.dim == dim % len(op.out) else rows

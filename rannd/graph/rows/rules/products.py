@@ -47,7 +47,7 @@ def _product(op: Operation, left: Any, right: Any) -> Rows:
     for value, state in ((left, a), (right, b)):
         shape = op.shape(value)
         if state is None and place > 2 and len(shape) >= place and shape[-place] != 1:
-            raise Coupled(f"{op.name} meets a fixed tensor of the size of the batch")
+            raise Coupled(f"{op.name} combines samples with a fixed tensor of the batch size")
     return Rows(len(op.out) - place, outer, inner)
 
 
@@ -88,7 +88,7 @@ def _sum_of_products(op: Operation, inputs: list[tuple[str, Any]], result: str) 
         if op.state(tensor) is FIXED and any(
             own == letter and size != 1 for own, size in zip(letters, op.shape(tensor), strict=True)
         ):
-            raise Coupled(f"{op.name} meets a fixed tensor of the size of the batch")
+            raise Coupled(f"{op.name} combines samples with a fixed tensor of the batch size")
     if letter not in result:
         return Scalar(Reduction.SUM)
     return Rows(result.index(letter), outer, inner)
@@ -146,7 +146,7 @@ def inner(op: Operation) -> State:
     """Dot product of two vectors; batched `inner` is not supported."""
     left, right = list(op.args.values())[:2]
     if len(op.shape(left)) != 1 or len(op.shape(right)) != 1:
-        raise Coupled(f"{op.name} of several vectors is not followed")
+        raise Coupled(f"{op.name} of batches of vectors is not supported")
     return _sum_of_products(op, [("a", left), ("a", right)], "")
 
 
@@ -163,7 +163,7 @@ def cdist(op: Operation) -> State:
             raise Coupled("cdist compares all samples with each other")
         shape = op.shape(op.args[other])
         if place > 2 and op.rows(other) is None and len(shape) >= place and shape[-place] != 1:
-            raise Coupled("cdist meets a fixed tensor of the size of the batch")
+            raise Coupled("cdist combines samples with a fixed tensor of the batch size")
         places.add((kept if place == 2 else place, rows.outer, rows.inner))
     if len(places) != 1:
         raise Coupled("cdist combines different samples")
@@ -186,5 +186,5 @@ def attention(op: Operation) -> State:
     mask = op.args.get("attn_mask")
     rows = aligned(op, values if mask is None else [*values, mask])
     if -rows.dim <= 2:
-        raise Coupled("attention works across the samples")
+        raise Coupled("attention works along the batch dimension")
     return Rows(len(op.out) + rows.dim, rows.outer, rows.inner)

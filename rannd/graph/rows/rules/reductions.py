@@ -57,7 +57,7 @@ def reduce(op: Operation) -> State:
     if rows.dim in dims:
         if op.name in ("sum", "mean", "nansum", "count_nonzero"):
             return Scalar(Reduction.MEAN if op.name == "mean" else Reduction.SUM)
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     keep = op.args.get("keepdim", False)
     return everywhere(op, replace(rows, dim=rows.dim - (0 if keep else sum(dim < rows.dim for dim in dims))))
 
@@ -79,7 +79,7 @@ def renorm(op: Operation) -> State:
     """Normalizes each slice along `dim` independently."""
     rows = op.rows("self")
     if rows is None or rows.dim != op.args["dim"] % len(op.out):
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     return rows
 
 
@@ -92,5 +92,5 @@ def compare(op: Operation) -> State:
     dim = op.args.get("dim", -1) % ndim
     place = ndim + rows.dim
     if place == dim:
-        raise Coupled(f"{op.name} works across the samples")
+        raise Coupled(f"{op.name} works along the batch dimension")
     return Rows(place - (not keep and dim < place), rows.outer, rows.inner)

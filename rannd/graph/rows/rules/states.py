@@ -12,9 +12,9 @@ from torch.fx import Node
 class PlainState(enum.Enum):
     """States without fields."""
 
-    FIXED = "does not depend on the samples"
-    COUNT = "a number made of the number of rows"
-    WHOLE = "depends on the samples in a way no rule knows"
+    FIXED = "a value that does not depend on the samples"
+    COUNT = "a number computed from the batch size"
+    WHOLE = "a value that depends on the samples in an unsupported way"
 
 
 @dataclass(frozen=True)
