@@ -48,9 +48,9 @@ lint: $(STAMP)
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command as lint; lint()"
 
-# Two workers, a file each at a time, in order: jobs are long, and come before many short tests, so that both workers end
-# at about the same time. A rank has one thread, whoever starts it.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Workers take a file each at a time, in order: jobs are long, and come before many short tests, so that all workers end at
+# about the same time. One worker more than cores: jobs wait now and then. A rank has one thread, whoever starts it.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint $(LAUNCHERS)
 	$(PYTEST) -m "not full"
