@@ -50,7 +50,8 @@ lint: $(STAMP)
 
 # Workers take a file each at a time, in order: jobs are long, and come before many short tests, so that all workers end at
 # about the same time. One worker more than cores: jobs wait now and then. A rank has one thread, whoever starts it.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Bytecode is kept, also where the caller's environment says otherwise: each rank imports most of rannd.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint $(LAUNCHERS)
 	$(PYTEST) -m "not full"

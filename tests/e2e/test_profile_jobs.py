@@ -61,14 +61,14 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
     other = GraphProfile(written.format, "abacus", written.rannd, written.torch, slow)
     file.write_bytes(encode(other))
     output = job.train(2, *TUTORIAL, RANNC_LOAD_GRAPH_PROFILE="true", **variables)
-    assert f"The times in {file} are of abacus" in output
+    assert f"The times in {file} were measured on abacus" in output
     times = [float(number) for number in re.findall(r"fwd_time=(\d+)", output)]
     assert max(times) > 1e6, output
 
     planned = job.run(
         *("rannc-run", "--plan-only", "-np", "4", FORK, *TUTORIAL), RANNC_LOAD_GRAPH_PROFILE="true", **variables
     )
-    assert f"The times in {file} are of abacus" in planned
+    assert f"The times in {file} were measured on abacus" in planned
     assert max(float(number) for number in re.findall(r"fwd_time=(\d+)", planned)) > 1e6
     output = job.train(2, *TUTORIAL, code=1, RANNC_SAVE_GRAPH_PROFILE="true", **variables)
     assert "has times of abacus" in output

@@ -35,7 +35,7 @@ def test_the_plan_has_the_least_e_of_all(hundred: int) -> None:
         assert same(instance, instance.plan(), instance.reference.best(math.inf)), seed
 
 
-@pytest.mark.parametrize("share", [None, 1.0, 1.2])
+@pytest.mark.parametrize("share", [None, pytest.param(1.0, marks=pytest.mark.full), 1.2])
 @pytest.mark.parametrize("way", LATER, ids=lambda way: f"{way.schedule} {way.zero}")
 def test_it_has_in_every_way_that_cannot_be_run_yet(way: RunMode, share: float | None) -> None:
     seen = Counter[bool]()
