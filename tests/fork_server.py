@@ -7,13 +7,15 @@
 
 The proxy hands over its arguments, directory, environment and output, forwards signals, and ends as the rank ends. A
 rank whose proxy or server is gone is killed. What differs from a start of its own: the rank is no descendant of
-rannc-run, variables that are read while a process or torch starts (LD_PRELOAD, malloc's, PYTHONPATH) have no effect,
-and all ranks have one hash seed. So tests of the launcher, of processes and signals, of memory, of what is imported and
-of what pages tell users to type start their ranks themselves, and so does tests/parity.
+rannc-run, its objects are not destroyed at its end, variables that are read while a process or torch starts
+(LD_PRELOAD, malloc's, PYTHONPATH) have no effect, and all ranks have one hash seed. So tests of the launcher, of
+processes and signals, of memory, of what is imported and of what pages tell users to type start their ranks themselves,
+and so does tests/parity.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -25,11 +27,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 VARIABLE = "RANK_FORK_SERVER"
 """Names the socket."""
@@ -129,6 +132,29 @@ def run(arguments: list[str]) -> None:
     exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), main.__dict__)
 
 
+def end(function: Callable[[list[str]], None], arguments: list[str]) -> NoReturn:
+    """Calls `function` and ends this process as Python does, but for taking the interpreter apart.
+
+    That would copy most pages of the server, and takes longer than many a script.
+    """
+    code: object = 0
+    try:
+        function(arguments)
+    except SystemExit as exc:
+        code = exc.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(int(code or 0) & 0xFF)
+
+
 def stand_for_a_rank(path: str) -> int:
     """The proxy's part: how the rank ended, as subprocess gives it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -148,7 +174,7 @@ def stand_for_a_rank(path: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        run(serve(sys.argv[2])["arguments"])
+        end(run, serve(sys.argv[2])["arguments"])
     else:
         code = stand_for_a_rank(os.environ.pop(VARIABLE))
         if code < 0:
