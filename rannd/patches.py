@@ -34,6 +34,7 @@ import logging
 import sys
 import threading
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,7 @@ class GlobalHook:
         return _HookUse(self, function)
 
 
-class Use:
+class Use(ABC):
     """One application of a patch or hook, see `patched` and `install`."""
 
     def __init__(self, of: Patch | GlobalHook) -> None:
@@ -137,11 +138,13 @@ class Use:
             if self in _active:
                 _active.remove(self)
 
+    @abstractmethod
     def _place(self) -> None:
-        raise NotImplementedError
+        """Apply it, under the lock."""
 
+    @abstractmethod
     def _undo(self) -> None:
-        raise NotImplementedError
+        """Undo what `_place` did, if anything, under the lock."""
 
     def __str__(self) -> str:
         return f"{self.of.name} ({self.of.why}), {f'in thread {self.thread}' if self.thread else 'in all threads'}"

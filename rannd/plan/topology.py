@@ -96,8 +96,7 @@ def place(replicas: Sequence[int], placement: str) -> tuple[tuple[int, ...], ...
     "replicas": each stage has the slots after those of the previous stage. "stages": replica j of R serves the ranks
     around (j + 1/2) / R of the world, and gets a slot there. If stages have equally many replicas, those that a rank's
     microbatches pass through are neighbours (on one node, if they fit), and the rank's own slot is one of them.
-    Otherwise
-    each of the pipelines side by side (Layout.pipelines) has neighbouring slots.
+    Otherwise each of the pipelines side by side (Layout.pipelines) has neighbouring slots.
     """
     if placement == "replicas":
         return tuple(tuple(range(a, b)) for a, b in pairwise(accumulate(replicas, initial=0)))

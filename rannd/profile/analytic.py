@@ -32,8 +32,7 @@ def analytic_costs(
     """Return costs of `blocks` (op numbers) on devices of `cluster`, for microbatches of `fewest` to `most` rows.
 
     Times follow the formula above for `fewest` and for `most` rows, with linear interpolation in between, which is
-    never
-    below the formula. With more than one of `nodes`, links between nodes are included.
+    never below the formula. With more than one of `nodes`, links between nodes are included.
     """
     roofline = _Roofline(graph, cluster)
     inside, between = cluster.link.inside, cluster.link.between

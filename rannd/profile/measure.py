@@ -203,8 +203,7 @@ def _forward(
     """Run a forward and return the outputs that require gradients.
 
     Saved-tensor hooks keep autograd from rejecting a backward over values that were modified in place: a model that
-    cannot
-    be trained for that reason may still be evaluated, and is planned as if it were trained.
+    cannot be trained for that reason may still be evaluated, and is planned as if it were trained.
     """
     with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.enable_grad():
         outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
@@ -283,8 +282,7 @@ def _zero_indices(part: Part) -> None:
     """Replace uninitialised integer tensors (``torch.empty``) by zeros.
 
     A part that inverts a permutation (``inverse[order] = arange(n)``) writes all elements for the model's own values,
-    but
-    not for synthetic ones.
+    but not for synthetic ones.
     """
     graph = part.module.graph
     for node in graph.nodes:

@@ -161,8 +161,7 @@ def _line(many: int, more: float, few: int = 0, less: float = 0.0) -> Size:
     """Return the line through (`few`, `less`) and (`many`, `more`), clamped to be non-decreasing and non-negative.
 
     Where it would be negative at 0 rows, the parabola through (0, 0) is used instead: each row then takes longer,
-    because
-    caches overflow.
+    because caches overflow.
     """
     if few == 0:
         return Size(0.0, more / many)

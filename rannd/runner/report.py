@@ -44,8 +44,7 @@ def exit_code(result: JobResult) -> int:
     """Return rannc-run's own exit code.
 
     128 + signal after Ctrl-C, SIGTERM, SIGHUP or a closed standard output; else the first failing rank's, 128 + signal
-    if
-    it was killed, 7 if its host was lost; else the launcher's, if it ended under running ranks; 7 if ranks never
+    if it was killed, 7 if its host was lost; else the launcher's, if it ended under running ranks; 7 if ranks never
     started.
     """
     if result.signal:

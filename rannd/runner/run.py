@@ -123,8 +123,7 @@ def main(
     """Start COMMAND, a Python script with its arguments, as the ranks of one job.
 
     All arguments after the script are passed to it. Flags override RANNC_<ITEM> variables, these override
-    rannc_conf.toml:
-    docs/configuration.md lists the items.
+    rannc_conf.toml: docs/configuration.md lists the items.
     """
     _open_closed_streams()
     here = None if check or show_config else rank_here(os.environ)

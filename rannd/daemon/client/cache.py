@@ -206,8 +206,7 @@ class Client:
         """Explain why `key` was missed: the change since the nearest entry of the same model, and the whole comparison.
 
         For example ('batch 128 -> 64', 'the nearest deployment in the cache, ..., differs in global_batch 64, there
-        128').
-        The first is '' if the cache has no entry of the model; both are '' without a daemon.
+        128'). The first is '' if the cache has no entry of the model; both are '' without a daemon.
         """
         if self._mode in ("off", "refresh"):
             return "", ""

@@ -9,8 +9,7 @@ Tables (their version is `FORMAT`, in the file's name and in its ``user_version`
 
 ``length`` is that of the value as it is stored, ``size`` that before compression (0: not compressed). ``checksum`` is
 BLAKE2b-128 of key, kind, format, components, size and value. An entry whose checksum does not match is a miss: it is
-set
-aside, counted, and replaced by the next write.
+set aside, counted, and replaced by the next write.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ def make_atoms(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
     """Return sets of op indices (each sorted), in a topological order close to the program's order.
 
     Every op is in exactly one atom, every group is inside one atom, and an atom reads only values of itself and of
-    earlier
-    atoms.
+    earlier atoms.
     """
     if not graph.ops:
         return ()

@@ -121,10 +121,8 @@ class _Line:
         """Run `coarsen` with the lowest weight limit, or a higher one that makes the heaviest block much lighter.
 
         With the mean weight of `most` blocks as the limit, too many blocks remain if equal layers do not divide evenly:
-        of 144
-        layers, 36 blocks of 4. Compaction then merges four pairs into blocks of 8; a higher limit gives 28 blocks of 5,
-        and one
-        of 4.
+        of 144 layers, 36 blocks of 4. Compaction then merges four pairs into blocks of 8; a higher limit gives 28
+        blocks of 5, and one of 4.
         """
         every, best = self.cuts, None
         for step in range(STEPS + 1):
@@ -210,8 +208,7 @@ def _boundary_bytes(graph: TaskGraph, atoms: tuple[tuple[int, ...], ...]) -> lis
     """Return the cost in bytes of a cut before each atom.
 
     It counts values that are produced before the cut and read after it, once each, and trainable parameters that are
-    read
-    on both sides, whose gradients would have to be summed across stages.
+    read on both sides, whose gradients would have to be summed across stages.
     """
     place = {op: index for index, atom in enumerate(atoms) for op in atom}
     first: dict[tuple[str, int], int] = {}

@@ -16,8 +16,7 @@ def cut_places(graph: TaskGraph, parts: Sequence[Sequence[int]]) -> list[bool]:
     """Return for each part (op indices, in topological order), and for the end, whether a stage may begin there.
 
     At a CutPoint, all ops that run before it must be in earlier parts than all that run after it. The first position
-    and
-    the end always count.
+    and the end always count.
     """
     count = len(parts)
     if not has_cut_points(graph):

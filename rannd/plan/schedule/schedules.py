@@ -35,9 +35,8 @@ def one_forward_one_backward(layout: Layout) -> Program:
     """1F1B: each slot runs backwards as early as possible to keep few microbatches (PipeDream-Flush, interleaved).
 
     A slot of stage s has at most :func:`window` microbatches in flight; the order is that of ``greedy``. With one
-    replica
-    per stage it is the well-known order, but with one more forward ahead: ``F0 F1 F2 B0 F3 B1 ...`` in the first of two
-    stages.
+    replica per stage it is the well-known order, but with one more forward ahead: ``F0 F1 F2 B0 F3 B1 ...`` in the
+    first of two stages.
 
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
     """
@@ -48,8 +47,7 @@ def zero_bubble_h1(layout: Layout, split: Collection[int]) -> Program:
     """ZB-H1: 1F1B that delays parameter gradients until a slot would be idle or keeps too much (interleaved).
 
     `split`: the stages whose backward is split into two halves. Between forward and second half a slot has at most as
-    many
-    microbatches as the first stage has under 1F1B, so the fullest device needs no more memory.
+    many microbatches as the first stage has under 1F1B, so the fullest device needs no more memory.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2.2.
     """
@@ -61,10 +59,8 @@ def window(layout: Layout, stage: int) -> int:
     """Return the maximum number of microbatches that a slot of `stage` keeps in flight under 1F1B.
 
     A microbatch is in flight while all later stages run it, and a stage with R replicas takes R times as long for one
-    as a
-    stage of equal weight with one replica. One more covers the time of transfers: without it every slot waits for two
-    of
-    them in every round.
+    as a stage of equal weight with one replica. One more covers the time of transfers: without it every slot waits for
+    two of them in every round.
     """
     return _windows(layout)[stage]
 

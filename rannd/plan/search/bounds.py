@@ -84,8 +84,7 @@ class Bounds:
         """Return bounds for what is missing before a stage that ends at `end`; it and the missing ones have `devices`.
 
         Tables ``[start, replicas - 1]`` of that stage: longest round; fill and reduction; all together; forward, which
-        is not
-        part of a drain.
+        is not part of a drain.
         """
         rounds = self.rounds[left, :end, :devices][:, ::-1]
         return (

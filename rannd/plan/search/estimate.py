@@ -73,8 +73,7 @@ class Reductions:
         """Return times of the reduction and its last bucket for stages that end at `end`: ``[start, replicas - 1]``.
 
         `inside`: whether the replicas are on one node; None: they count as on different nodes if there are several.
-        With ZeRO
-        own gradients are only reduce-scattered, half of an all-reduce.
+        With ZeRO own gradients are only reduce-scattered, half of an all-reduce.
         """
         part = 0.5 if zero else 1.0
         whole, bucket = (self._at(each, end, inside) * part for each in (self._own, self._bucket))
@@ -180,8 +179,7 @@ class StageTables:
         """Return the terms of all stages that end before block `end`, if later stages have `used` devices.
 
         Tables are ``[start, replicas - 1]`` for ``start < end`` and as many replicas as there are devices left; a stage
-        that
-        starts with block 0 takes them all, any other leaves at least one.
+        that starts with block 0 takes them all, any other leaves at least one.
         """
         key = (end, used)
         found = self._known.get(key)
@@ -282,10 +280,8 @@ class StageTables:
         """Return the maximum number of microbatches that a stage keeps, if later stages have `used` devices.
 
         They are counted from forward to backward, or to its second half if the backward is split (`split`). With `used`
-        None,
-        the result is the maximum for any later stages. See schedules.py for the numbers of 1F1B and zb_h1. The result
-        is
-        ``[start, replicas - 1]``, or one row for all starts.
+        None, the result is the maximum for any later stages. See schedules.py for the numbers of 1F1B and zb_h1. The
+        result is ``[start, replicas - 1]``, or one row for all starts.
         """
         if not self.steady or used is None:
             return self.pieces[None]

@@ -91,8 +91,7 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
     """Return the plan with the smallest E of all that fit.
 
     `tables`: one per variant; `stages`: number of stages, 0: free. Of equal plans the first one found is kept; the
-    order is
-    deterministic.
+    order is deterministic.
     """
     best: Choice | None = None
     passed: list[Choice] = []

@@ -149,8 +149,7 @@ def gpu_count(environ: Mapping[str, str]) -> int:
     """Return the number of GPUs that a rank would see, without importing torch.
 
     nvidia-smi lists the GPUs (if it is missing, /dev/nvidia0 and on), CUDA_VISIBLE_DEVICES those that may be used:
-    entries
-    after one that does not exist do not count, as in CUDA.
+    entries after one that does not exist do not count, as in CUDA.
     """
     there = _gpus_by_tool()
     if there is None:

@@ -162,8 +162,7 @@ class Monitor:
         """Run until no process of the job is left.
 
         Meanwhile SIGINT, SIGTERM and SIGHUP end the job, a second one immediately, and SIGUSR1 and SIGUSR2 are
-        forwarded to the
-        ranks. The previous handlers are restored.
+        forwarded to the ranks. The previous handlers are restored.
         """
         self._wakeup, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         handlers = {}

@@ -285,8 +285,7 @@ class Watcher:
         with contextlib.suppress(ProcessLookupError):
             if signum == signal.SIGINT:
                 # As Ctrl-C in a terminal: the whole process group. Other signals go to the rank only, so that its
-                # worker processes
-                # are still there while it saves a checkpoint.
+                # worker processes are still there while it saves a checkpoint.
                 try:
                     os.killpg(self._pid, signum)
                 except ProcessLookupError:  # the rank has not created its group yet
