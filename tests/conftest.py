@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import select
@@ -109,6 +110,13 @@ def daemon_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonHome]:
     finally:
         home.end_daemons()
         shutil.rmtree(base)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_not_looked_at_again() -> None:
+    """Keeps the garbage collector to what a file's tests make: torch and all tests together are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,11 @@
     rannc-run ── mpirun ── watcher ── python fork_server.py train.py   (a proxy, without torch)
     pytest ── python fork_server.py --serve SOCKET ── the rank         (forked for the proxy)
 
-The proxy hands over its arguments, directory, environment and output, forwards signals, and ends as the rank ends. A
-rank whose proxy or server is gone is killed. What differs from a start of its own: the rank is no descendant of
-rannc-run, its objects are not destroyed at its end, variables that are read while a process or torch starts
-(LD_PRELOAD, malloc's, PYTHONPATH) have no effect, and all ranks have one hash seed. So tests of the launcher, of
-processes and signals, of memory, of what is imported and of what pages tell users to type start their ranks themselves,
-and so does tests/parity.
+The proxy hands over its arguments, directory, environment, output and namespaces, forwards signals, and ends as the
+rank ends. A rank whose proxy or server is gone is killed. What differs from a start of its own: the rank is no
+descendant of rannc-run, it cannot start MPI, its objects are not destroyed at its end, variables that are read while a
+process or torch starts (LD_PRELOAD, malloc's, PYTHONPATH) have no effect, and all ranks have one hash seed. So tests of
+processes and signals, of memory, of MPI and of what is imported start their ranks themselves.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-VARIABLE = "RANK_FORK_SERVER"
-"""Names the socket."""
+VARIABLE = "TORCH_FORK_SERVER"
+"""Names the socket; so called because rannc-run passes TORCH_* on to ranks of other nodes."""
+NAMESPACES = ("net", "uts", "mnt")
+"""Those of the proxy are the rank's: tests/nodes has a network, a name and a home for each node."""
 PRELOADED = ("torch", "sympy", "torch.distributed", "torch.export._trace", "torch._dynamo", "pyrannc")
 """What nearly every job imports, of other people's: the project's own code is imported by each rank."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -85,7 +86,7 @@ def serve(path: str) -> dict[str, Any]:
                     os.killpg(pid, signal.SIGKILL)
         if listener.fileno() in ready:
             proxy, _ = listener.accept()
-            size, output, _, _ = socket.recv_fds(proxy, 8, 3)
+            size, passed, _, _ = socket.recv_fds(proxy, 8, 3 + len(NAMESPACES))
             with proxy.makefile("rb") as text:
                 told = json.loads(text.read(int.from_bytes(size, "big")) or "null")
             if told is None:
@@ -97,23 +98,28 @@ def serve(path: str) -> dict[str, Any]:
                     os.close(other)
                     beside.close()
                 proxy.close()
-                _become(told, output, server)
+                _become(told, passed, server)
                 return dict(told)
-            for fd in output:
+            for fd in passed:
                 os.close(fd)
             with suppress(OSError):
                 proxy.sendall(b"%d\n" % pid)
             proxies[os.pidfd_open(pid)] = (pid, proxy)
 
 
-def _become(told: dict[str, Any], output: list[int], server: int) -> None:
-    """Makes this fork what a process that was started would be."""
+def _become(told: dict[str, Any], passed: list[int], server: int) -> None:
+    """Makes this fork what a process that was started would be: `passed` are its standard streams and namespaces."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)
-    for target, fd in enumerate(output):
+    for target, fd in enumerate(passed[:3]):
         os.dup2(fd, target)
+        os.close(fd)
+    for name, fd in zip(NAMESPACES, passed[3:], strict=True):
+        if os.fstat(fd).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino and libc.setns(fd, 0):
+            raise OSError(ctypes.get_errno(), f"the namespace {name} cannot be entered")
         os.close(fd)
     os.chdir(told["folder"])
     os.environ.clear()
@@ -142,8 +148,11 @@ def end(function: Callable[[list[str]], None], arguments: list[str]) -> NoReturn
         function(arguments)
     except SystemExit as exc:
         code = exc.code
-    except Exception:
-        sys.excepthook(*sys.exc_info())
+    except Exception as exc:
+        trace = exc.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(exc), exc, trace)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -162,7 +171,8 @@ def stand_for_a_rank(path: str) -> int:
     text = json.dumps(told).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
-        socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2])
+        namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+        socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2, *namespaces])
         server.sendall(text)
         with server.makefile("rb") as answers:
             rank = int(answers.readline())

@@ -21,7 +21,10 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_run(job: Job, page: Path, tmp_path: Path) -> None:
-    """In a folder with the examples, and with the tutorial as ``train.py``; srun, docker and the like are stand-ins."""
+    """In a folder with the examples, and with the tutorial as ``train.py``; srun, docker and the like are stand-ins.
+
+    Ranks are forks; test_main_job.py starts the first commands of README as a newcomer does.
+    """
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     tutorial = (ROOT / "examples" / "tutorial.py").read_text()
     (tmp_path / "train.py").write_text(
@@ -29,9 +32,8 @@ def test_commands_run(job: Job, page: Path, tmp_path: Path) -> None:
     )
     tools = install(tmp_path / "tools")
     path = f"{tools}:{job.environment['PATH']}"
-    for number, block in enumerate(blocks(page)):
-        if page.name != "README.md" or number == 1:  # the first commands of README start ranks as for a newcomer
-            install_forking(tools, "rannc-run", "python")
+    install_forking(tools, "rannc-run", "python")
+    for block in blocks(page):
         job.run("bash", "-euo", "pipefail", "-c", block, folder=tmp_path, PATH=path)
 
 

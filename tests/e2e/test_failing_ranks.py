@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -97,9 +98,9 @@ def test_other_places(job: Job, what: str, error: str, place: str) -> None:
     assert last.split()[2] == origin, output
 
 
-@pytest.mark.parametrize("which", ["0", "1"])
-def test_a_rank_that_is_killed(job: Job, which: str) -> None:
-    output = _run(job, _job(2, PROGRAM, "kill", which), codes={137}, RANNC_PARTITION_NUM="2")
+@pytest.mark.parametrize(("which", "start"), [("0", _job), ("1", _forks)], ids=["0", "1"])
+def test_a_rank_that_is_killed(job: Job, which: str, start: Callable[..., list[str]]) -> None:
+    output = _run(job, start(2, PROGRAM, "kill", which), codes={137}, RANNC_PARTITION_NUM="2")
     assert re.search(
         rf"\[error\] rank {which} \(.*\), which runs stage \d, has ended without an error message", output
     ), output
@@ -114,7 +115,7 @@ def test_a_rank_that_leaves_early(job: Job) -> None:
 
 @pytest.mark.parametrize("how", [(), pytest.param(("join",), marks=pytest.mark.full)])
 def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> None:
-    command = [*TORCHRUN, PROGRAM, "model", "1", *how]
+    command = [*TORCHRUN, FORK, PROGRAM, "model", "1", *how]
     output = _run(job, command, codes={1}, RANNC_PARTITION_NUM="2")
     found = re.search(r"\[error\] rank (\d) .*failed in step 3, stage \d, piece \d, action F\d", output)
     assert found, output
@@ -135,7 +136,7 @@ def test_plain_mpirun(job: Job) -> None:
     ("signum", "command"),
     [
         pytest.param(signal.SIGINT, _job(2), id="SIGINT to rannc-run"),
-        pytest.param(signal.SIGTERM, _job(2), id="SIGTERM to rannc-run"),
+        pytest.param(signal.SIGTERM, _job(2), id="SIGTERM to rannc-run", marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, [*TORCHRUN], id="SIGTERM to torchrun"),
         pytest.param(signal.SIGINT, [*TORCHRUN], id="SIGINT to torchrun", marks=pytest.mark.full),
     ],

@@ -40,7 +40,7 @@ def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job, first_run
     assert re.search(estimate, first)
     assert re.search(r"\[Decomposer\] \[info\]  Assigned subgraph MERGE_\d+_\d+ to rank\[", first)
 
-    second = job.run(*AS_TYPED, *TUTORIAL)
+    second = job.train(2, *TUTORIAL)
     assert not [line for line in PLANNING if line in second]
     assert re.search(r"Using deployment [0-9a-f]+ from the cache", second)
     assert _losses(second) == _losses(first)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from network import Network, reason_for_none
 
 
 @pytest.fixture
-def network() -> Iterator[Callable[..., Network]]:
+def network(forks: Path) -> Iterator[Callable[..., Network]]:
     """Makes a network; it ends with the test."""
     reason = reason_for_none()
     if reason:
@@ -19,7 +20,7 @@ def network() -> Iterator[Callable[..., Network]]:
     made: list[Network] = []
 
     def make(count: int, *, own_on_loopback: bool = False) -> Network:
-        made.append(Network(count, own_on_loopback=own_on_loopback))
+        made.append(Network(count, forks, own_on_loopback=own_on_loopback))
         return made[-1]
 
     yield make

@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import fork_server
 import psutil
 
 from rannd.runner.watch.processes import die_with_parent
@@ -118,6 +119,7 @@ class Node:
             "TMPDIR": str(home / "tmp"),
             "XDG_RUNTIME_DIR": str(home / "run"),
             "PRTE_MCA_plm_ssh_agent": str(self.network.agent),
+            fork_server.VARIABLE: str(self.network.forks),
         }
 
     def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
@@ -200,10 +202,12 @@ class Node:
 class Network:
     """Nodes called a, b, ... on one switch.
 
-    `own_on_loopback`: each node's own name is on 127.0.1.1 there, as Debian's installer leaves it.
+    `own_on_loopback`: each node's own name is on 127.0.1.1 there, as Debian's installer leaves it. `forks`: the socket
+    of the fork server for scripts that are run through it.
     """
 
-    def __init__(self, count: int, *, own_on_loopback: bool = False) -> None:
+    def __init__(self, count: int, forks: Path, *, own_on_loopback: bool = False) -> None:
+        self.forks = forks
         self.base = Path(tempfile.mkdtemp(prefix="rn-", dir="/tmp"))  # short: paths of sockets
         self.home = self.base / "home"
         """The home directory, another one on each node."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import fork_server
 import pytest
 from network import Network, Node
 from other_launchers import other_shell
@@ -14,6 +15,7 @@ from other_launchers import other_shell
 pytestmark = pytest.mark.ranks
 
 PROGRAM = Path(__file__).parents[1] / "e2e" / "programs" / "whole_batch.py"
+FORKED = (fork_server.__file__, str(PROGRAM))
 STAGES = {"RANNC_PARTITION_NUM": "2"}
 
 
@@ -26,7 +28,7 @@ def digests(output: str) -> dict[str, set[str]]:
 
 
 def trained(node: Node, hosts: str) -> str:
-    code, output = node.run("rannc-run", "--hosts", hosts, str(PROGRAM), **STAGES)
+    code, output = node.run("rannc-run", "--hosts", hosts, *FORKED, **STAGES)
     assert output.count("after step 3: done") == 3, output
     assert code == 0, output
     return output
@@ -80,7 +82,7 @@ def test_other_launchers_reach_other_nodes(network: Callable[..., Network], name
         "I_MPI_HYDRA_BOOTSTRAP": "ssh",
         "I_MPI_HYDRA_BOOTSTRAP_EXEC": str(made.agent),
     }
-    options = ("--hosts", "localhost:2,b:2", str(PROGRAM))
+    options = ("--hosts", "localhost:2,b:2", *FORKED)
     code, output = made.made[0].run(*shell.command, *options, **STAGES, **agents)
     assert code == 0, output
     assert len(digests(output)) == 4

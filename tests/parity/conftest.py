@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from parity.cases import SEED
@@ -14,9 +15,9 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def home() -> Iterator[Home]:
+def home(forks: Path) -> Iterator[Home]:
     """Directories of the jobs; their daemon and everything else that still runs there ends with the session."""
-    made = Home()
+    made = Home(forks)
     yield made
     made.close()
     assert made.strays() == []

@@ -14,7 +14,8 @@ from parity.launch import Home, run
 
 
 @pytest.mark.ranks
-def test_a_case_that_hangs_says_where_and_leaves_no_process(home: Home) -> None:
+def test_a_case_that_hangs_says_where_and_leaves_no_process() -> None:
+    home = Home()
     case = Case("mean", ranks=2)
     # nothing trains in a millisecond: for the worker this case hangs
     outcome = run([case], home, "ddp", case_seconds=0.001)[case.name]
@@ -22,6 +23,7 @@ def test_a_case_that_hangs_says_where_and_leaves_no_process(home: Home) -> None:
     assert "hangs" in outcome.error
     assert "most recent call first" in outcome.error
     assert [process for process in home.strays() if "worker.py" in " ".join(process.cmdline())] == []
+    home.close()
 
 
 def test_a_home_is_private_and_ends_with_what_lives_in_it() -> None:

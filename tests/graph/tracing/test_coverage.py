@@ -21,15 +21,33 @@ MOST_IN_LEAVES = 0.2
 """A model counts as traced with at most this share of its parameters in leaves."""
 TRACED_SHARE = 0.95
 
-_shares: dict[str, float] = {}
-"""Share of the parameters in leaves, of each model that was traced."""
+FEW = {
+    "gpt2", "llama", "bloom", "mixtral", "qwen2-moe", "olmoe", "mamba", "rwkv", "bert", "distilbert", "deberta",
+    "deberta-v2", "xlnet", "longformer", "big bird", "t5", "longt5, global", "mbart", "vit", "swin", "beit", "regnet",
+    "mobilenet-v2", "segformer", "clip", "siglip", "wav2vec2", "patchtst", "informer", "autoencoder", "generator",
+    "u-net", "graph network", "codebook", "BatchNorm", "siamese", "lstm, packed", "lstm, time first", "gru, both ways",
+    "einsum attention", "dataclass", "nested inputs", "tied", "checkpointed", "control flow", "autograd.Function",
+    "experts, looped", "experts, scattered", "moving averages",
+}  # fmt: skip
+"""Those that are looked at in every run of the tests: they have all operators of the zoo."""
+
+_seen: dict[str, Specimen] = {}
+"""The models that were traced."""
 
 
-@pytest.fixture(scope="module", params=ZOO, ids=str)
+def specimen_named(name: str) -> Specimen:
+    if name not in _seen:
+        _seen[name] = specimen_of(next(entry for entry in ZOO if entry.name == name))
+    return _seen[name]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(e, marks=() if e.name in FEW else pytest.mark.full) for e in ZOO],
+    ids=str,
+)
 def traced(request: pytest.FixtureRequest) -> Specimen:
-    made = specimen_of(request.param)
-    _shares[made.entry.name] = made.share_in_leaves
-    return made
+    return specimen_named(request.param.name)
 
 
 @pytest.fixture
@@ -96,12 +114,22 @@ def test_cut_at_random_places(specimen: Specimen) -> None:
     specimen.compare(specimen.entry.batch(3), *stagings)
 
 
+def test_names_are_of_the_zoo() -> None:
+    assert {*FEW, *OWN_LIMITS} <= {entry.name for entry in ZOO}
+    assert len(ZOO) >= 50
+
+
+@pytest.mark.full
 def test_nearly_all_models_are_traced() -> None:
     """At least 95 % of the models have at least 80 % of their parameters outside leaves."""
-    assert len(ZOO) >= 50
-    for entry in ZOO:
-        if entry.name not in _shares:  # only this test was asked for
-            made = specimen_of(entry)
-            _shares[entry.name] = made.share_in_leaves
-    opaque = {name: share for name, share in _shares.items() if share > MOST_IN_LEAVES}
+    shares = {entry.name: specimen_named(entry.name).share_in_leaves for entry in ZOO}
+    opaque = {name: share for name, share in shares.items() if share > MOST_IN_LEAVES}
     assert len(opaque) <= (1 - TRACED_SHARE) * len(ZOO), opaque
+
+
+@pytest.mark.full
+def test_the_few_have_every_operator() -> None:
+    operators = {
+        entry.name: {str(node.target) for node in specimen_named(entry.name).graph.placement.placed} for entry in ZOO
+    }
+    assert set().union(*operators.values()) == set().union(*(operators[name] for name in FEW))

@@ -1,13 +1,14 @@
 """Starts real ranks for many cases at once and collects what they record.
 
-A start of ranks costs seconds (they import torch), so all cases of one number of ranks run in one start.
-A case that fails or hangs ends its start; the cases behind it run in the next one.
+A start of ranks costs seconds, so all cases of one number of ranks run in one start, as forks of a process that has
+torch imported. A case that fails or hangs ends its start; the cases behind it run in the next one.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import fork_server
 import psutil
 
 from parity.case import Case, encode_cases
@@ -39,9 +41,14 @@ class Outcome:
 
 
 class Home:
-    """Private configuration, cache and runtime directories, in which jobs run and their daemon lives."""
+    """Private configuration, cache and runtime directories, in which jobs run and their daemon lives.
 
-    def __init__(self) -> None:
+    Args:
+        forks: Socket of the fork server that ranks are taken from (tests/fork_server.py); None: they start themselves.
+    """
+
+    def __init__(self, forks: Path | None = None) -> None:
+        self.forks = forks
         # short: the path of a socket has at most 107 bytes; mkdtemp makes it ours and 0700
         self.path = Path(tempfile.mkdtemp(prefix="rp-", dir="/tmp"))
         for name in ("conf", "cache", "run", "home"):
@@ -127,9 +134,15 @@ def _start(ranks: int, backend: str, first: int, folder: Path, home: Home, secon
     """One start of all ranks, to its end. Returns the file with what they printed."""
     mpirun = Path(sysconfig.get_path("scripts")) / "mpirun"
     command = [str(mpirun), "-np", str(ranks), "--oversubscribe", "--bind-to", "none"]
-    command += [sys.executable, str(WORKER), backend, str(first), str(folder)]
+    command += [sys.executable, *([fork_server.__file__] if home.forks else [])]
+    command += [str(WORKER), backend, str(first), str(folder)]
     log = folder / f"start{first}.log"
     environment = {**home.environment(), "PARITY_CASE_SECONDS": str(case_seconds)}
+    if home.forks:
+        # Ranks that know where to meet do not start MPI, which wants to be in the process that mpirun started.
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        environment |= {fork_server.VARIABLE: str(home.forks), **meeting}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

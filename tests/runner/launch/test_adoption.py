@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
 from other_launchers import NAMES, other_shell
 from test_launchers import TRAIN
@@ -16,6 +17,7 @@ from transcript import RANNC_RUN, Shell, program
 from rannd.errors import UsageError
 from rannd.runner.resources.inherited import Rank, rank_here, without_rank
 
+FORK = fork_server.__file__
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
@@ -132,14 +134,14 @@ def test_an_adopted_rank_gets_its_arguments_and_configuration(shell: Shell) -> N
 
 
 @pytest.mark.ranks
-def test_a_rank_of_torchrun(shell: Shell) -> None:
+def test_a_rank_of_torchrun(shell: Shell, forks: Path) -> None:
     (shell.home / "train.py").write_text(TRAIN)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python")
     shell.command = (*torchrun, *shell.command)
-    code, out, err = shell.run("train.py")
+    code, out, err = shell.run(FORK, "train.py", **{fork_server.VARIABLE: str(forks)})
     assert code == 0, err
     assert len(re.findall(r"rank [01] of 2: ", out)) == 6
-    assert "rannc-run: already rank 0 of 2, started by torchrun: running train.py as it\n" in err
+    assert f"rannc-run: already rank 0 of 2, started by torchrun: running {FORK} as it\n" in err
 
 
 @pytest.mark.ranks
@@ -248,10 +250,10 @@ def test_the_dry_run_names_what_is_forgotten(shell: Shell) -> None:
 
 
 @pytest.mark.ranks
-def test_torchrun_with_one_process(shell: Shell) -> None:
+def test_torchrun_with_one_process(shell: Shell, forks: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--standalone", "--no-python")
     (shell.home / "train.py").write_text(TRAIN)
     shell.command = (*torchrun, *shell.command)
-    code, out, err = shell.run("-np", "2", "train.py")
+    code, out, err = shell.run("-np", "2", FORK, "train.py", **{fork_server.VARIABLE: str(forks)})
     assert code == 0, err
     assert len(re.findall(r"rank [01] of 2: ", out)) == 6

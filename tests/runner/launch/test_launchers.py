@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
 from other_launchers import NAMES, other_shell
 from test_orphans import (  # noqa: F401 - the same, with the launchers of this file
@@ -58,11 +59,11 @@ _under_open_mpi: list[str] = []
 """Losses of the test below, which are the same for all launchers."""
 
 
-def test_training_equals_that_under_open_mpi(shell: Shell) -> None:
+def test_training_equals_that_under_open_mpi(shell: Shell, forks: Path) -> None:
     """More ranks than there may be cores, in two stages."""
     (shell.home / "train.py").write_text(TRAIN)
-    options = ("-np", "4", "train.py")
-    stages = {"RANNC_PARTITION_NUM": "2"}
+    options = ("-np", "4", fork_server.__file__, "train.py")
+    stages = {"RANNC_PARTITION_NUM": "2", fork_server.VARIABLE: str(forks)}
     code, out, err = shell.run(*options, **stages)
     assert code == 0, err
     losses = sorted(re.findall(r"rank \d of 4: .*", out))

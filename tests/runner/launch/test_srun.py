@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
 from other_launchers import environment_without_mpi
 from stand_in_srun import install, recorded
@@ -28,9 +29,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     made.end()
 
 
-def test_ranks_train_under_srun(shell: Shell) -> None:
+def test_ranks_train_under_srun(shell: Shell, forks: Path) -> None:
     (shell.home / "train.py").write_text(TRAIN)
-    code, out, err = shell.run("-np", "2", "train.py")
+    code, out, err = shell.run("-np", "2", fork_server.__file__, "train.py", **{fork_server.VARIABLE: str(forks)})
     assert code == 0, err
     assert len(re.findall(r"rank [01] of 2: ", out)) == 6
     options = ["--cpu-bind=none", "--overcommit", "--kill-on-bad-exit=0", "--export=ALL", "--ntasks=2"]
@@ -78,16 +79,18 @@ def test_hosts_of_the_user_are_named_to_srun(shell: Shell) -> None:
     assert "--nodelist=n2 --ntasks-per-node=2" in out
 
 
-def test_a_rank_of_srun_is_adopted_and_meets_the_others_without_mpi(shell: Shell) -> None:
+def test_a_rank_of_srun_is_adopted_and_meets_the_others_without_mpi(shell: Shell, forks: Path) -> None:
     """srun rannc-run train.py"""
     (shell.home / "train.py").write_text(TRAIN)
     srun, own = str(shell.home / "bin" / "srun"), shell.command
     shell.command = (srun, "--ntasks=2", *own)
     # The host has to be one that can be reached: the node list is of one node, which is then this machine.
-    code, out, err = shell.run("--no-tune", "train.py", **ALLOCATION)
+    variables = {**ALLOCATION, fork_server.VARIABLE: str(forks)}
+    code, out, err = shell.run("--no-tune", fork_server.__file__, "train.py", **variables)
     assert code == 0, err
     assert len(re.findall(r"rank [01] of 2: ", out)) == 6
-    assert err.count("rannc-run: already rank 0 of 2, started by Slurm's srun: running train.py as it\n") == 1
+    told = f"rannc-run: already rank 0 of 2, started by Slurm's srun: running {fork_server.__file__} as it\n"
+    assert err.count(told) == 1
 
 
 def test_ranks_of_srun_agree_on_where_to_meet(shell: Shell) -> None:

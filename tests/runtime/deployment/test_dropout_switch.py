@@ -100,7 +100,17 @@ def whole_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANNC_PIPELINE_NUM", "1")
 
 
-@pytest.mark.parametrize(("name", "gradients"), [*((name, True) for name in MODELS), ("transformer", False)])
+ALIKE = ("by name", "channels", "alpha")
+"""Ways to write dropout that the others stand for, but in `make test-full`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients"),
+    [
+        *(pytest.param(name, True, marks=[pytest.mark.full] if name in ALIKE else []) for name in MODELS),
+        ("transformer", False),
+    ],
+)
 def test_off_is_evaluation_and_on_is_training(name: str, gradients: bool) -> None:
     model = MODELS[name]().double()
     x = torch.randn(6, 8, dtype=torch.float64)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 MODEL = """
@@ -32,12 +33,18 @@ step(model, torch.randn(4, {width}))
 """
 
 
+@pytest.fixture(autouse=True)
+def _forks(forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fork_server.VARIABLE, str(forks))
+
+
 def run(folder: Path, *, body: str = "", wrapped: str = "", width: int = 4, **variables: str) -> str:
     """The error output of a script on one rank."""
     script = folder / "train.py"
     script.write_text(MODEL.format(body=body, wrapped=wrapped, width=width))
     environ = {**os.environ, "RANNC_CONF_DIR": str(folder), "RANNC_CACHE": "off", **variables}
-    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, check=False)
+    command = [sys.executable, fork_server.__file__, str(script)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     return done.stderr
 
