@@ -20,6 +20,16 @@ Slurm's size is that of the step: the script of sbatch has a SLURM_PROCID and th
 PMIX = "PMIX_RANK"
 """The rank of a PMIx launcher, which tells no size: enough to name a process, not to be one of a job's ranks."""
 
+
+def without_size(rank: str) -> str:
+    """Message for a process that has a rank in `PMIX` and no size: it must not train alone."""
+    return (
+        f"this process was started as a rank by a PMIx launcher ({PMIX}={rank}) that does not say how many ranks there "
+        "are. Start the script with rannc-run from outside that launcher, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+        f"MASTER_ADDR and MASTER_PORT for each rank; if this is the only process, unset {PMIX}"
+    )
+
+
 RANKS = (WORLDS[0][0], PMIX, *(rank for rank, *_ in WORLDS[1:]))
 """All variables with a rank, in the order in which they apply. MPI's come before Slurm's, which a whole batch script
 inherits."""

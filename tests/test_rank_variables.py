@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rannd
-from rannd.errors import UsageError
+from rannd.errors import LaunchError, UsageError
 from rannd.log import loggers
 from rannd.rank_variables import MPI_RANKS, PMIX, RANKS, WORLDS
 from rannd.runner.resources.inherited import rank_here
@@ -45,9 +45,10 @@ def test_a_rank_without_a_size_has_a_name_only() -> None:
     environ = {PMIX: "3"}
     assert loggers.rank_of(environ) == "3"
     assert watcher.rank_of(environ) == 3
-    assert find_place(environ).size == 1
-    with pytest.raises(UsageError, match=PMIX):
-        rank_here(environ)
+    for place, error in ((rank_here, UsageError), (find_place, LaunchError)):
+        with pytest.raises(error, match=rf"{PMIX}=3\) that does not say how many ranks"):
+            place(environ)
+    assert find_place({**environ, "RANK": "3", "WORLD_SIZE": "4"}).size == 4
 
 
 def test_the_lists_differ_only_where_they_say_so() -> None:

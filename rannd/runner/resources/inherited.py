@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
-from rannd.rank_variables import PMIX, WORLDS
+from rannd.rank_variables import PMIX, WORLDS, without_size
 from rannd.runner.resources.allocation import HOSTFILE_VARIABLES, expand_counts
 
 _PREFIXES = (
@@ -115,11 +115,7 @@ def rank_here(environ: Mapping[str, str]) -> Rank | None:
             by_srun=by_srun,
         )
     if PMIX in environ:
-        raise UsageError(
-            f"this process was started as a rank by a PMIx launcher ({PMIX}={environ[PMIX]}) that does not "
-            "say how many there are. Put 'python train.py' there instead of 'rannc-run train.py', or call rannc-run "
-            "outside"
-        )
+        raise UsageError(without_size(environ[PMIX]))
     return None
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from rannd import log
 from rannd.errors import LaunchError
-from rannd.rank_variables import WORLDS
+from rannd.rank_variables import PMIX, WORLDS, without_size
 from rannd.runtime.comm import network_interface
 from rannd.runtime.failure.connections import Connections
 
@@ -47,7 +47,7 @@ class LaunchedRank:
 
 
 def find_place(environ: Mapping[str, str]) -> LaunchedRank:
-    """Determine this process's rank without communication. LaunchError if environment variables are inconsistent."""
+    """Determine this process's rank without communication. LaunchError: variables disagree, or no size."""
     if dist.is_available() and dist.is_initialized():
         local = environ.get("LOCAL_RANK") or environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
         return LaunchedRank(dist.get_rank(), dist.get_world_size(), int(local or dist.get_rank()), "torch.distributed")
@@ -66,6 +66,8 @@ def find_place(environ: Mapping[str, str]) -> LaunchedRank:
                     f"{rank}={place.rank} has to be at least 0 and less than {size}={place.size}; start the job again"
                 )
             return place
+    if PMIX in environ:
+        raise LaunchError(without_size(environ[PMIX]))
     return LaunchedRank()
 
 

@@ -74,7 +74,7 @@ def test_who_started_this_process(environ: dict[str, str], rank: Rank | None) ->
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2: the rank must be a number below the size; unset"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2: the rank must be a number below the size"),
         ({"RANK": "²", "WORLD_SIZE": "3"}, "RANK=², WORLD_SIZE=3: the rank must be a number below the size"),
-        ({"PMIX_RANK": "0"}, r"PMIx launcher \(PMIX_RANK=0\) that does not say how many.*Put 'python train.py' there"),
+        ({"PMIX_RANK": "0"}, r"PMIx launcher \(PMIX_RANK=0\) that does not say how many.*from outside that launcher"),
     ],
 )
 def test_variables_that_make_no_sense(environ: dict[str, str], message: str) -> None:
