@@ -38,7 +38,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_those_that_come_along_are_read_by_name() -> None:
-    assert cluster_names() == ["a100x8", "cpu", "h100x8", "h200x8", "v100x8", "workstation"]
+    assert {"a100x8", "cpu", "v100x8", "workstation"} <= set(cluster_names())
+    assert cluster_names() == sorted(path.stem for path in FOLDER.glob("*.toml"))
     assert (ROOT / "conf" / "clusters").resolve() == FOLDER.resolve()
     for name in cluster_names():
         cluster = load_cluster(name)

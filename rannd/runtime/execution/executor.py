@@ -304,10 +304,12 @@ class Executor:
             elif action.kind is ActionKind.SEND_VALUES:
                 parcel = self._parcel(step, action, None)
                 forward.send(action, parcel, {node: step.values[piece, node] for node in parcel.nodes})
-            else:
+            elif action.kind is ActionKind.SEND_GRADS:
                 parcel = self._parcel(step, action, live)
                 source = step.gradients if action.dst == self._last else step.outgoing
                 backward.send(action, parcel, {node: source.pop((piece, node)) for node in parcel.nodes})
+            else:
+                raise StepError(f"internal error: action {action} cannot be executed; please report this")
         forward.finish()
         backward.finish()
         if totals and not early:

@@ -7,10 +7,11 @@ import zlib
 
 import msgspec
 import pytest
+import row_cases
+import row_operators
 import torch
 from leaf_models import Between, Counting, Deciding, Masking, Nested, Outer, Pair
 from pieces import CPU, assert_same, eager, in_pieces, signature_of
-from row_cases import COUPLED, INDEPENDENT
 from torch import Tensor, nn
 from zoo import ZOO, Entry
 
@@ -53,16 +54,20 @@ def test_public_models(entry: Entry) -> None:
     assert_same(in_pieces(other, model, tensors, [4]), expected, exact=True)
 
 
-CASES = [*INDEPENDENT, *COUPLED]
+CASES = {
+    **row_cases.INDEPENDENT,
+    **row_cases.COUPLED,
+    **row_operators.INDEPENDENT,
+    **row_operators.COUPLED,
+}
+FEW = [*CASES][::12]
 
 
-@pytest.mark.parametrize(
-    "name", [*CASES[::5], *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n not in CASES[::5])]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in CASES])
 def test_every_operator(name: str) -> None:
     from pieces import Small
 
-    function, arguments = (INDEPENDENT | COUPLED)[name]
+    function, arguments = CASES[name]
     model = Small(function)
     signature, tensors = signature_of(model, *[make() for make in arguments])
     traced, signature = trace(model, signature, tensors)
