@@ -61,6 +61,8 @@ CASES = {
     **row_operators.COUPLED,
 }
 FEW = [*CASES][::12]
+NOT_STORED = {"determinant": "torch.return_types has no name by which pytree finds it again"}
+"""Traces that are made anew in each job."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in CASES])
@@ -71,6 +73,10 @@ def test_every_operator(name: str) -> None:
     model = Small(function)
     signature, tensors = signature_of(model, *[make() for make in arguments])
     traced, signature = trace(model, signature, tensors)
+    if name in NOT_STORED:
+        with pytest.raises(Uncodable, match="return_types"):
+            encode(traced, signature.fixed_rows)
+        return
     loaded, _ = decode(encode(traced, signature.fixed_rows), model)
     assert graph_hash(loaded, signature) == graph_hash(traced, signature)
 
