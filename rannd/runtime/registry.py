@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rannd.errors import UsageError
+from rannd.runtime.parameters.absent import is_absent
 
 _wrapped: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 """Wrapper -> wrapped model."""
@@ -61,7 +62,7 @@ def ensure_free(model: nn.Module) -> None:
                     "give each its own copy"
                 )
     for name, tensor in model.named_parameters():
-        if _freed(tensor):
+        if is_absent(tensor):
             raise UsageError(
                 f"parameter {name} has no values on this rank: a RaNNCModule that was dropped had freed it, because "
                 "other ranks hold it; call undeploy() before a RaNNCModule is dropped, or build the model again"
@@ -71,13 +72,3 @@ def ensure_free(model: nn.Module) -> None:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _freed(tensor: torch.Tensor) -> bool:
-    """Whether a parameter was freed because other stages hold it: its data is then one NaN, expanded."""
-    if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter) or tensor.numel() < 2:
-        return False
-    data = tensor.detach()
-    if data.layout is not torch.strided or any(data.stride()) or not (data.is_floating_point() or data.is_complex()):
-        return False
-    return bool(data.reshape(-1)[0].isnan())

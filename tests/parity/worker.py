@@ -4,7 +4,7 @@ usage: mpirun -np N python worker.py {rannc|ddp} FIRST FOLDER
 
 Reads FOLDER/cases.json, skips the cases before number FIRST, and writes for each of the others
 `<number>.rank<rank>.npz`, or `.error` with a traceback. A rank that fails takes the job down: the others
-wait for it in a collective. `.stuck` receives every thread's stack where a case takes too long.
+wait for it in a collective. `.stuck` receives every thread's stack where a case takes too long or crashes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def main() -> None:
     for number in range(first, len(cases)):
         stem = folder / f"{number}.rank{backend.rank}"
         with stem.with_suffix(f"{stem.suffix}.stuck").open("w") as stuck:
+            faulthandler.enable(stuck)  # the file says where a rank crashes, as well
             faulthandler.dump_traceback_later(limit, exit=True, file=stuck)
             try:
                 save(ranks.train(cases[number], backend), stem.with_suffix(f"{stem.suffix}.npz"))
@@ -44,6 +45,7 @@ def main() -> None:
                 sys.stderr.flush()
                 os._exit(3)  # not sys.exit: leaving in order would wait for the other ranks
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
     backend.close()
 
 

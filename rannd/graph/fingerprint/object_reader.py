@@ -38,7 +38,15 @@ from torch import nn
 
 from rannd.graph.fingerprint.allowlists import HARMLESS
 from rannd.graph.fingerprint.introspect import HEAP_TYPE, cells, mro_of, vars_of
-from rannd.graph.fingerprint.state_rules import GUARD_ITEMS, GUARD_LEVELS, HOOK_FLAGS, INTERNAL, TENSORS, UNDO_VALUES
+from rannd.graph.fingerprint.state_rules import (
+    GUARD_ITEMS,
+    GUARD_LEVELS,
+    HOOK_FLAGS,
+    INTERNAL,
+    TENSORS,
+    UNDO_VALUES,
+    class_of,
+)
 
 CACHED = type(functools.lru_cache(len))
 """The class of functions decorated with functools.lru_cache."""
@@ -122,7 +130,7 @@ class Form:
             return Sort.FUNCTION
         if self.parts is not None:
             return Sort.PARTS
-        if any(kind is each for each in TENSORS):
+        if any(class_of(kind) is each for each in TENSORS):
             return Sort.TENSOR
         if kind is np.ndarray:
             return Sort.ARRAY

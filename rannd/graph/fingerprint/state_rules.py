@@ -92,14 +92,26 @@ IGNORED = {
 }
 """Attributes that differ between processes and are read only for saving."""
 
-IGNORED_OF_TENSORS = ("_dynamo",)
-"""Prefixes of attributes that torch.export leaves on tensors."""
+IGNORED_OF_TENSORS = ("_dynamo", "_rannd_")
+"""Prefixes of attributes that torch.export and rannd's runtime leave on tensors."""
 
 TENSOR = ("class", "dtype", "shape", "requires_grad", "attributes")
 """Properties of a tensor in both, beside its identity (guard) or its values and name (key)."""
 
 TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 """Plain tensor classes, in contrast to tensor subclasses."""
+
+STANDS_FOR = "_rannd_stands_for"
+"""Attribute of classes that tensors of other ranks have for a while: their own class."""
+
+_dict_of = type.__dict__["__dict__"].__get__
+
+
+def class_of(kind: type) -> type:
+    """The class that a tensor of class `kind` has for the user's code."""
+    found: type = _dict_of(kind).get(STANDS_FOR, kind)
+    return found
+
 
 ONE_SIDED = {
     "device and strides of a tensor": "key only: deploying a model moves tensors to other memory between calls",

@@ -30,6 +30,7 @@ from rannd.graph.fingerprint.state_rules import (
     MODULE_PARTS,
     TENSORS,
     ModulePart,
+    class_of,
     global_hooks,
     modes_around,
     switches,
@@ -123,12 +124,13 @@ class SnapshotWriter:
         self.held += tensors.values()
         written: list[object] = []
         for name, tensor in tensors.items():
-            if type(tensor) not in TENSORS:
+            kind = type(tensor)
+            if kind not in TENSORS and class_of(kind) not in TENSORS:
                 written.append((id(tensor), tensor is not None and tensor.requires_grad))
                 continue
             written.append((id(tensor), tensor.requires_grad, tensor.dtype, tensor.shape))
             if tensor.__dict__ and (more := self._tensor_attributes(tensor)):
-                found[name] = _OBJECT, id(tensor), id(type(tensor)), more
+                found[name] = _OBJECT, id(tensor), id(class_of(kind)), more
         found[key] = tuple(tensors), written
 
     def _children(self, key: str, modules: dict[str, Any], own: dict[str, Any], found: dict[str, object]) -> None:

@@ -17,6 +17,7 @@ from rannd.runtime.comm.gather_objects import agree_on_errors
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.global_optimizer import whole_optimizer
 from rannd.runtime.optim.optimizer_state import gather_states
+from rannd.runtime.parameters.absent import make_present
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_tensor
 
@@ -62,6 +63,7 @@ def _restore(world: World, parameters: Parameters, origin: Origin, name: str, te
     if name in parameters.own and tensor.device == home:
         return  # this rank holds it, and on the right device
     gradient = tensor.grad
+    make_present(tensor)
     tensor.grad = None
     tensor.data = value.to(home)
     if gradient is not None:

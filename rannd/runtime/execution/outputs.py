@@ -13,12 +13,13 @@ from rannd.graph.fx.sizes import number_at
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import crossing_shape
 from rannd.graph.rows.loss_weights import Result
+from rannd.runtime.parameters.valueless import Valueless
 
 Made = Mapping[tuple[int, Node], torch.Tensor]
 """Values by (microbatch, node)."""
 
 
-class NotSent(torch.Tensor):
+class NotSent(Valueless, torch.Tensor):  # type: ignore[misc]
     """Placeholder for an output that stayed on the rank that computed it; any use of its values raises StepError."""
 
     _told: str
@@ -45,35 +46,9 @@ class NotSent(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"NotSent({self._told})"
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Allow queries of shape, dtype and device; raise StepError for anything else."""
-        if getattr(func, "__name__", "") == "__get__" or func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        told = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, NotSent))
-        raise StepError(told._told)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Raise StepError for operators that bypass `__torch_function__`."""
-        told = next((each for each in args if isinstance(each, NotSent)), None)
-        raise StepError(told._told if told is not None else "an output was not sent to this rank")
-
-
-_HARMLESS = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.__len__,
-}
+    def refusal(self, what: str) -> Exception:
+        """See `Valueless`."""
+        return StepError(self._told)
 
 
 def join(

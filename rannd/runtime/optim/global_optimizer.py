@@ -1,7 +1,7 @@
 """Give an optimizer's instance a ``state_dict`` and ``load_state_dict`` that take `from_global`.
 
 With `from_global` they are collectives about all ranks' parameters; without it they are the class's own, about this
-rank's.
+rank's. Saving only a part of the state by mistake is an error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rannd.errors import UsageError
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.optimizer_state import gather_optimizer, load_optimizer
@@ -23,8 +24,17 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
         return whole
     whole.attach()
 
-    def state_dict(*, from_global: bool = False) -> dict[str, Any]:
-        """The class's own, or with `from_global` the state of a single process's optimizer, on rank 0. Collective."""
+    def state_dict(*, from_global: bool | None = None) -> dict[str, Any]:
+        """The class's own, or with `from_global` the state of a single process's optimizer, on rank 0. Collective.
+
+        UsageError where this rank has only a part of the parameters, unless `from_global` is given.
+        """
+        if from_global is None and (missing := whole.elsewhere()):
+            raise UsageError(
+                f"this rank's optimizer has no state of {missing} parameters that other ranks hold. Call "
+                "optimizer.state_dict(from_global=True) on all ranks (rank 0 gets the whole state), or use "
+                "pyrannc.save_checkpoint; optimizer.state_dict(from_global=False) is this rank's part alone"
+            )
         return gather_optimizer(whole, everywhere=False) if from_global else whole.own_state_dict()
 
     def load_state_dict(state_dict: Mapping[str, Any], *, from_global: bool = False) -> None:

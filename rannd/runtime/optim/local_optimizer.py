@@ -121,6 +121,10 @@ class WholeOptimizer:
         """Whether this rank has a parameter; what belongs to no deployed model is on all ranks."""
         return id(parameter) not in self._elsewhere
 
+    def elsewhere(self) -> int:
+        """Number of the optimizer's parameters that this rank does not have."""
+        return sum(not self.holds(parameter) for group in self.groups for parameter in group)
+
     def holder(self, parameter: torch.Tensor) -> int:
         """The first rank that has a parameter."""
         place = self._places.get(id(parameter))

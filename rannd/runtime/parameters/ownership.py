@@ -1,7 +1,7 @@
 """Ownership of a wrapped model's parameters and buffers: which rank holds which tensors.
 
-The user's parameter objects stay the same. The memory of parameters of other stages is freed: they keep their shape
-and read as NaN, so that accidental use is noticed. A stage computes with *aliases* of its own parameters, which share
+The user's parameter objects stay the same. The memory of parameters of other stages is freed, and any use of their
+values is an error (`absent`). A stage computes with *aliases* of its own parameters, which share
 their memory; gradients accumulate in the aliases until they are reduced.
 """
 
@@ -18,6 +18,7 @@ from rannd.errors import StepError
 from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.world import finish
+from rannd.runtime.parameters.absent import all_present, make_absent
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.tensor_swap import give, hollow
 
@@ -90,12 +91,17 @@ class Parameters:
                     tensor.data = tensor.data.to(self._world.device)
                     if tensor.grad is not None:
                         tensor.grad.data = tensor.grad.data.to(self._world.device)
-            elif tensor.is_meta:
+                continue
+            if tensor.is_meta:
                 give(tensor, hollow(tensor))
-                tensor.grad = None
-            elif tensor.is_floating_point() or tensor.is_complex():
-                tensor.data = hollow(tensor, tensor.device)
-                tensor.grad = None
+            # Integers are kept for later graphs: code that is traced may branch on them.
+            floating = tensor.is_floating_point() or tensor.is_complex()
+            make_absent(tensor, hollow(tensor, tensor.device) if floating else tensor.data, self._holder(name))
+
+    def _holder(self, name: str) -> str:
+        """Name, ranks and stages of a tensor, for messages."""
+        ranks = sorted(self._world.rank_of_slot[slot] for slot in self.slots[name])
+        return f"{name} on {_counted('rank', ranks)} ({_counted('stage', self.owners[name])})"
 
     def adopt(self) -> None:
         """Adopt buffers that the script has replaced by other tensors; StepError for replaced parameters."""
@@ -149,14 +155,19 @@ class Parameters:
 
         Yields the tensors whose memory is uninitialized.
         """
-        before = {name: tensor.data for name, tensor in self.tensors.items()}
-        empty = []
-        try:
-            for tensor in self.tensors.values():
-                if not tensor.is_contiguous() or tensor.device.type != "cpu":
-                    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    empty.append(tensor)
-            yield empty
-        finally:
-            for name, tensor in self.tensors.items():
-                tensor.data = before[name]
+        with all_present(self.tensors.values()):
+            before = {name: tensor.data for name, tensor in self.tensors.items()}
+            empty = []
+            try:
+                for tensor in self.tensors.values():
+                    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        empty.append(tensor)
+                yield empty
+            finally:
+                for name, tensor in self.tensors.items():
+                    tensor.data = before[name]
+
+
+def _counted(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

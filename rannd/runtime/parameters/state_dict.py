@@ -114,7 +114,7 @@ def load_state(
     values: list[tuple[str, torch.Tensor]] = []
 
     def memory(name: str, original: torch.Tensor) -> torch.Tensor:
-        return original.clone() if name in own else torch.zeros(original.shape, dtype=original.dtype)
+        return original.detach().clone() if name in own else torch.zeros(original.shape, dtype=original.dtype)
 
     try:
         keys, values = _through_model(model, first, memory, state, strict=strict)
@@ -146,7 +146,7 @@ def load_later(values: InitialValues, model: nn.Module, state: Mapping[str, Any]
 
     def memory(name: str, original: torch.Tensor) -> torch.Tensor:
         bare = original.is_meta
-        return torch.zeros(original.shape, dtype=original.dtype) if bare else original.clone()
+        return torch.zeros(original.shape, dtype=original.dtype) if bare else original.detach().clone()
 
     keys, found = _through_model(model, first, memory, state, strict=strict)
     given = dict(found)
@@ -178,7 +178,7 @@ def _through_model(
 
     def stand_in(place: TensorSlot) -> torch.Tensor | None:
         """A meta tensor, to be replaced by the state's (assign=True); or memory, for modules that write into it."""
-        name, original = first[id(place.original)], place.original.detach()
+        name, original = first[id(place.original)], place.original
         if not careful and not _writes(place.module):
             return torch.empty_like(original, device="meta") if place.persistent else None
         if name not in real:

@@ -1,0 +1,140 @@
+"""Absent tensors: parameters and buffers of the model that other ranks hold.
+
+An absent tensor stays the same object, with shape, dtype, device, requires_grad and grad, but has no values: every
+operation that would read or write them raises a UsageError that names the tensor, its stage and its rank. The
+operations that make a new tensor like it (``torch.zeros_like``) work.
+
+It is a tensor subclass without storage: the object's implementation is exchanged (as by torch.utils.swap_tensors, see
+`tensor_swap`), and its class becomes a subclass of its own class, so that ``isinstance`` still holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rannd.errors import UsageError
+from rannd.graph.fingerprint.state_rules import STANDS_FOR
+from rannd.runtime.parameters.tensor_swap import exchange
+from rannd.runtime.parameters.valueless import Valueless
+
+_KINDS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "tensor")
+_LIKE = {*(f"{kind}_like" for kind in _KINDS), *(f"new_{kind}" for kind in _KINDS)}
+"""Functions that make a new tensor of the same kind."""
+
+
+@dataclass(frozen=True)
+class _Absence:
+    """What is known of an absent tensor."""
+
+    holder: str
+    """Name, stage and rank, for messages."""
+    kept: torch.Tensor
+    """Holds the implementation that the object had: without memory, but for integers."""
+    kind: type[torch.Tensor]
+    """Class that the object had."""
+
+
+class _Absent(Valueless):
+    """Mixin of the classes of absent tensors."""
+
+    _rannd_absence: _Absence
+
+    def refusal(self, what: str) -> Exception:
+        return UsageError(
+            f"{what} needs the values of {self._rannd_absence.holder}: this rank does not have them. Call the "
+            "RaNNCModule, not the model inside it, to compute; its state_dict(), get_param(name) or undeploy(), called "
+            "on all ranks, give values to other ranks"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _LIKE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*map(_kept, args), **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __repr__(self, **_: Any) -> str:
+        made: Any = self
+        absence = self._rannd_absence
+        return f"{absence.kind.__name__}({made.dtype}, {tuple(made.shape)}, values of {absence.holder})"
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Whether other ranks hold this tensor's values."""
+    return isinstance(tensor, _Absent)
+
+
+def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str) -> None:
+    """Make a tensor absent; its gradient is dropped.
+
+    Args:
+        tensor: The tensor; not absent.
+        kept: What `make_present` without a value gives back; of the same shape and dtype.
+        holder: Name, stage and rank, for messages.
+    """
+    kind = type(tensor)
+    impl: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        _class_for(torch.Tensor),
+        tensor.shape,
+        strides=tensor.stride(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        requires_grad=tensor.requires_grad,
+    )
+    tensor.grad = None
+    tensor.data = kept
+    _exchange(tensor, impl)
+    impl.__class__ = torch.Tensor
+    tensor.__class__ = _class_for(kind)
+    tensor._rannd_absence = _Absence(holder, impl, kind)  # type: ignore[attr-defined]
+
+
+def make_present(tensor: torch.Tensor) -> None:
+    """Undo `make_absent`: the tensor is what was kept of it. No-op for other tensors."""
+    if not is_absent(tensor):
+        return
+    absence: _Absence = tensor.__dict__.pop("_rannd_absence")
+    requires_grad = tensor.requires_grad
+    tensor.__class__ = absence.kind
+    _exchange(tensor, absence.kept)
+    tensor.requires_grad_(requires_grad)
+
+
+@contextlib.contextmanager
+def all_present(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, absent tensors are what was kept of them."""
+    absences = [(tensor, tensor._rannd_absence) for tensor in tensors if is_absent(tensor)]  # type: ignore[attr-defined]
+    try:
+        for tensor, _ in absences:
+            make_present(tensor)
+        yield
+    finally:
+        for tensor, absence in absences:
+            make_absent(tensor, tensor.data, absence.holder)
+
+
+def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange implementations; the object's hooks stay."""
+    there: Any = other
+    here: Any = tensor
+    there._backward_hooks = here._backward_hooks
+    there._post_accumulate_grad_hooks = here._post_accumulate_grad_hooks
+    exchange(tensor, other)
+
+
+@functools.cache
+def _class_for(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    entries = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, STANDS_FOR: kind}
+    return type(kind.__name__, (_Absent, kind), entries)
+
+
+def _kept(value: Any) -> Any:
+    return value._rannd_absence.kept.detach() if isinstance(value, _Absent) else value

@@ -1,0 +1,120 @@
+"""What a script may do with a model of which each rank holds a part: nothing reads values that are elsewhere.
+
+With one stage (argument: 1) each rank holds all of it, and everything is as without rannd.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+
+import pyrannc
+from rannd.errors import UsageError
+
+STAGES = int(sys.argv[1])
+
+
+def trained(net: nn.Module, steps: int, ids: torch.Tensor) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    model: Any = pyrannc.RaNNCModule(net, optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return model, optimizer
+
+
+torch.manual_seed(0)
+config = transformers.GPT2Config(
+    n_layer=2, n_head=2, n_embd=16, n_positions=16, vocab_size=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+net = transformers.GPT2LMHeadModel(config).double()
+net.register_buffer("counted", torch.tensor(7))
+ids = torch.randint(3, 32, (4, 8))
+model, optimizer = trained(net, 2, ids)
+rank = pyrannc.get_rank()
+
+folder = tempfile.mkdtemp()
+uses: dict[str, Callable[[], Any]] = {
+    "call": lambda: net(ids),
+    "generate": lambda: net.generate(ids[:1, :3], max_new_tokens=2, pad_token_id=0),
+    "generate by the wrapper": lambda: model.generate(ids[:1, :3], max_new_tokens=2, pad_token_id=0),
+    "save_pretrained": lambda: net.save_pretrained(folder),
+    "save_pretrained by the wrapper": lambda: model.save_pretrained(folder),
+    "state_dict": net.state_dict,
+    "deepcopy": lambda: copy.deepcopy(net),
+    "AveragedModel": lambda: torch.optim.swa_utils.AveragedModel(net),
+    "pickle": lambda: pickle.dumps(net),
+    "torch.save": lambda: torch.save(net, io.BytesIO()),
+    "save_model": lambda: safetensors.torch.save_model(net, f"{folder}/model.safetensors"),
+    "average": lambda: [p.detach().mul(0.9) for p in net.parameters()],
+    "norm": lambda: sum(p.norm() for p in net.parameters()),
+    "histogram": lambda: [p.detach().cpu().numpy() for p in net.parameters()],
+    "optimizer": optimizer.state_dict,
+}
+own_part = r"call optimizer\.state_dict\(from_global=True\) on all ranks"
+names = {*dict(net.named_parameters()), *dict(net.named_buffers())}
+for name, use in uses.items():
+    if STAGES == 1:
+        use()
+        continue
+    print(name, flush=True)
+    with pytest.raises(UsageError) as caught:
+        use()
+    if name == "optimizer":
+        assert re.search(own_part, str(caught.value), re.IGNORECASE), caught.value
+        continue
+    found = re.search(r"needs the values of (\S+) on rank (\d) \(stage (\d)\)", str(caught.value))
+    assert found is not None, caught.value
+    assert int(found[2]) != rank, caught.value
+    assert found[1] in names, caught.value
+
+# What the model is goes on,
+whole = transformers.GPT2LMHeadModel(config).double().eval()
+assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in whole.parameters())
+assert all(p.requires_grad and p.dtype == torch.float64 and not p.is_meta for p in net.parameters())
+assert len(repr(list(net.parameters()))) > 100
+assert len(str(net)) > 100
+# and so does training, and what gathers values.
+state = model.state_dict(rank0_only=False)
+assert not any(value.isnan().any() for value in state.values() if value.is_floating_point())
+assert int(state["counted"]) == 7
+model.eval()
+with torch.no_grad():
+    logits = model(input_ids=ids).logits
+model.train()
+whole.load_state_dict({name: value for name, value in state.items() if name != "counted"})
+if torch.distributed.is_initialized():
+    every = [torch.empty_like(logits) for _ in range(pyrannc.get_world_size())]
+    torch.distributed.all_gather(every, logits.contiguous())
+    assert all(torch.equal(each, every[0]) for each in every)
+torch.testing.assert_close(logits, whole(ids).logits, rtol=1e-9, atol=1e-9)
+model.load_state_dict(state)
+model.undeploy()
+assert all(torch.equal(p, state[n]) for n, p in net.named_parameters())
+assert {type(p) for p in net.parameters()} == {nn.Parameter}
+net.save_pretrained(folder)
+assert net.generate(ids[:1, :3], max_new_tokens=2, pad_token_id=0).shape[1] > 3
+optimizer.zero_grad()
+model(input_ids=ids, labels=ids).loss.backward()
+optimizer.step()
+
+# A wrapped model that was dropped keeps what it had, and no more.
+pyrannc.clear()
+if STAGES > 1:
+    with pytest.raises(UsageError, match=r"undeploy\(\)"):
+        pyrannc.RaNNCModule(net)
+print(f"absent values are right on rank {rank}", flush=True)
