@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection
 
 from rannd.errors import LaunchError
+from rannd.runner.last_words import last_words
 from rannd.runner.watch.monitor import JobResult, RankEnd
 
 _SIGNAL_WORDS = {
@@ -116,10 +117,9 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _table(ends: list[RankEnd]) -> list[str]:
-    rows = [("host", "rank", "pid", "time", "end", "last line of standard error")]
+    rows = [("host", "rank", "pid", "time", "end", "error")]
     for end in ends:
         clock = time.strftime("%H:%M:%S", time.localtime(end.time)) + f".{int(end.time % 1 * 1000):03d}"
-        last = next((line.strip() for line in reversed(end.tail.splitlines()) if line.strip()), "-")
-        rows.append((end.host, str(end.rank), str(end.pid), clock, _end_words(end), last))
+        rows.append((end.host, str(end.rank), str(end.pid), clock, _end_words(end), last_words(end.tail)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return ["  " + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]

@@ -61,7 +61,7 @@ def test_the_first_failure_is_last(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     text = report(result, "Open MPI", {0, 1, 2}, "/logs/run").splitlines()
     assert text[0] == "rannc-run: 2 of 3 ranks failed, the first failure last:"
-    assert text[1].split()[1:7] == ["host", "rank", "pid", "time", "end", "last"]
+    assert text[1].split()[1:] == ["host", "rank", "pid", "time", "end", "error"]
     assert text[2].endswith("killed by SIGKILL (out of memory is likely, unless someone killed it)  -")
     assert text[3].split()[1:4] == ["node1", "2", "102"]
     assert text[3].endswith("exit code 1" + " " * 60 + "ValueError: x")

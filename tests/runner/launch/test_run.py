@@ -15,7 +15,7 @@ from rannd.config.cluster import cluster_file
 
 pytestmark = pytest.mark.ranks
 
-TABLE_HEAD = r"host +rank +pid +time +end +last line of standard error"
+TABLE_HEAD = r"host +rank +pid +time +end +error"
 
 
 def lines_of(text: str, rank: int) -> list[str]:
@@ -167,7 +167,9 @@ def test_a_crash_at_start(shell: Shell) -> None:
     assert "RuntimeError: this program crashes at its start" in lines_of(err, 0) + lines_of(err, 1)
     assert re.search(r"of 2 ranks failed", err)
     assert re.search(TABLE_HEAD, err)
-    assert re.search(r"exit code 1 +RuntimeError: this program crashes at its start$", err, re.MULTILINE)
+    assert re.search(
+        r"exit code 1 +RuntimeError: this program crashes at its start \(crash_at_start.py:\d\)$", err, re.MULTILINE
+    )
 
 
 def test_the_exit_code_is_the_first_failing_ranks(shell: Shell) -> None:
