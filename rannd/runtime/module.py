@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -130,6 +132,8 @@ class RaNNCModule(nn.Module):
         )
         self._session = Session(Context.of(current(config), config, model, optimizer, options))
         self.training = model.training
+        if type(self).forward is RaNNCModule.forward:
+            self.__dict__["forward"] = _forward_like(self, model)
         _wrapped.add(self)
         registry.enter(self, model)
         grad_norm.install()
@@ -145,6 +149,24 @@ class RaNNCModule(nn.Module):
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
             self.save_deployment(self._config.deployment_file)
         return output
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped model, as DistributedDataParallel names it. After the first call each rank has a part of it."""
+        inner: nn.Module = self._inner
+        return inner
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward does not reduce gradients; the first backward behind it reduces all. On all ranks.
+
+        As in DistributedDataParallel; the same as `pyrannc.delay_grad_allreduce`, which all wrapped models share.
+        """
+        before, process_flags.delayed = process_flags.delayed, True
+        try:
+            yield
+        finally:
+            process_flags.delayed = before
 
     def allreduce_grads(self) -> None:
         """Reduce the gradients that `delay_grad_allreduce(True)` has delayed. Collective."""
@@ -204,6 +226,11 @@ class RaNNCModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes in the wrapped model."""
+        if name == "_ddp_params_and_buffers_to_ignore":  # the first thing that DistributedDataParallel looks at
+            raise UsageError(
+                "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients over all ranks itself; use "
+                "it without DistributedDataParallel"
+            )
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -412,10 +439,12 @@ class RaNNCModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RaNNCModule:
-        """Ignore `.to()`, `.cuda()` and the like with a warning: every rank computes on its own device."""
-        log.get("RaNNCModule").warning(
-            "A RaNNCModule cannot be moved or converted; move or convert the model before it is wrapped"
-        )
+        """Ignore `.to()`, `.cuda()` and the like: every rank computes on its own device. Warns of changes of dtype."""
+        probes = {dtype: torch.empty(0, dtype=dtype) for dtype in {p.dtype for p in self._inner.parameters()}}
+        if any(fn(probe).dtype != dtype for dtype, probe in probes.items()):
+            log.get("RaNNCModule").warning(
+                "A RaNNCModule cannot be converted to another dtype; convert the model before it is wrapped"
+            )
         return self
 
     def drop(self) -> None:
@@ -423,6 +452,22 @@ class RaNNCModule(nn.Module):
         self._session.close()
         registry.leave(self)
         self._session = _Dropped()  # type: ignore[assignment]
+
+
+def _forward_like(wrapper: RaNNCModule, model: nn.Module) -> Callable[..., Any]:
+    """The wrapper's `forward` with the signature of the model's, which data collators and trainers look at."""
+    here = weakref.ref(wrapper)  # else only the garbage collector would free a wrapper
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module = here()
+        if module is None:
+            raise StepError("the RaNNCModule that this forward belongs to is gone; keep a reference to it")
+        return RaNNCModule.forward(module, *args, **kwargs)
+
+    forward.__doc__ = RaNNCModule.forward.__doc__
+    with contextlib.suppress(TypeError, ValueError):  # a forward written in C has none
+        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 class _Dropped:

@@ -1,0 +1,122 @@
+"""What scripts written for DistributedDataParallel do with their wrapper."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pyrannc
+from rannd.errors import UsageError
+from rannd.runtime.comm import process_flags
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, pixels: Tensor, labels: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        return self.layer(pixels).square().mean() * scale
+
+
+def wrapped(net: nn.Module | None = None) -> Any:
+    net = net or Named()
+    return pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_the_signature_is_the_models() -> None:
+    model = wrapped()
+    assert inspect.signature(model.forward) == inspect.signature(Named().forward)
+    assert list(inspect.signature(model.forward).parameters) == ["pixels", "labels", "scale"]
+    loss = model(torch.ones(2, 4), scale=2.0)
+    assert torch.equal(model.forward(torch.ones(2, 4), scale=2.0), loss)
+
+
+def test_a_wrapper_ends_with_its_last_name() -> None:
+    model = wrapped()
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_subclass_may_have_a_forward_of_its_own() -> None:
+    class Twice(pyrannc.RaNNCModule):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) * 2
+
+    net = Named()
+    model = Twice(net)
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(model(x), net(x) * 2)
+
+
+def test_module_is_the_wrapped_model() -> None:
+    net = Named()
+    assert wrapped(net).module is net
+
+
+def test_no_sync_delays_until_its_end() -> None:
+    model, plain = wrapped(), Named()
+    plain.load_state_dict(model.state_dict())
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    with model.no_sync():
+        assert process_flags.delayed
+        model(x).backward()
+        assert all(p.grad is None for p in model.parameters())
+    model(y).backward()
+    (plain(x) + plain(y)).backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    assert not process_flags.delayed
+    pyrannc.delay_grad_allreduce(True)
+    with model.no_sync():
+        pass
+    assert process_flags.delayed
+
+
+@pytest.mark.parametrize("change", ["to('cpu')", "cpu()", "to(torch.float32)", "float()"])
+def test_what_changes_nothing_is_silent(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = wrapped()
+    with caplog.at_level(logging.WARNING):
+        assert eval(f"model.{change}") is model
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("change", ["to(torch.float64)", "half()", "bfloat16()"])
+def test_a_conversion_is_told(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = wrapped()
+    with caplog.at_level(logging.WARNING):
+        eval(f"model.{change}")
+    assert ["cannot be converted to another dtype" in each.getMessage() for each in caplog.records] == [True]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_another_wrapper_around_it_is_refused() -> None:
+    model = wrapped()
+    with pytest.raises(UsageError, match=r"averages gradients over all ranks itself; use it without Distr"):
+        nn.parallel.DistributedDataParallel(model)
