@@ -31,6 +31,18 @@ from rannd.runtime.session import Session
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
 
 
+_NOT_COMPILED = (
+    "torch.compile(RaNNCModule(..)): a RaNNCModule runs graphs of its own on several ranks, which torch.compile cannot "
+    "compile; use it without torch.compile"
+)
+_ASKED_BY_WRAPPERS = {
+    "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients "
+    "over all ranks itself; use it without DistributedDataParallel",
+    "_initialize_hook": _NOT_COMPILED,
+}
+"""Attributes that other wrappers look for in the module that they wrap, and what to tell their users."""
+
+
 class RaNNCModule(nn.Module):
     """A model that runs on all ranks of the job.
 
@@ -226,11 +238,8 @@ class RaNNCModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes in the wrapped model."""
-        if name == "_ddp_params_and_buffers_to_ignore":  # the first thing that DistributedDataParallel looks at
-            raise UsageError(
-                "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients over all ranks itself; use "
-                "it without DistributedDataParallel"
-            )
+        if name in _ASKED_BY_WRAPPERS:
+            raise UsageError(_ASKED_BY_WRAPPERS[name])
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -385,6 +394,10 @@ class RaNNCModule(nn.Module):
         unexpected_keys += [f"{prefix}{name}" for name in keys.unexpected_keys] if strict else []
 
     # -- as any module ----------------------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """UsageError: see the message."""
+        raise UsageError(_NOT_COMPILED)
 
     def __deepcopy__(self, memo: Any) -> RaNNCModule:
         raise UsageError(

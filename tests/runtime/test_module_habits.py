@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,26 @@ def test_a_conversion_is_told(change: str, caplog: pytest.LogCaptureFixture) -> 
         eval(f"model.{change}")
     assert ["cannot be converted to another dtype" in each.getMessage() for each in caplog.records] == [True]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [lambda model: torch.compile(model, backend="eager"), lambda model: model.compile()],
+    ids=["function", "method"],
+)
+def test_torch_compile_is_refused(compiled: Callable[[Any], Any]) -> None:
+    model = wrapped()
+    with pytest.raises(UsageError, match=r"runs graphs of its own on several ranks, which torch\.compile cannot"):
+        compiled(model)
+    model(torch.ones(2, 4)).backward()
+
+
+def test_compiled_parts_of_the_model_train() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    plain = copy.deepcopy(net)
+    net[1] = torch.compile(net[1], backend="eager")
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(wrapped(net)(x), plain(x))
 
 
 @pytest.fixture
