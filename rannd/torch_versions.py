@@ -260,6 +260,10 @@ PRIVATE_NAMES = (
         "torch._C._storage_Use_Count", "Whether a message buffer is still referenced, before it is used again."
     ),
     PrivateName(
+        "torch.nn.modules.lazy._LazyProtocol._initialize_hook",
+        "torch.compile looks for it in the module that it wraps: there a RaNNCModule refuses.",
+    ),
+    PrivateName(
         "torch._C._swap_tensor_impl",
         "Swaps the contents of a parameter; torch.utils.swap_tensors refuses tensors with weak references.",
     ),

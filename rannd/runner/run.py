@@ -18,6 +18,7 @@ from rannd import __version__, planned
 from rannd.config import ITEMS, Config
 from rannd.errors import ConfigError, LaunchError, PlanError, RanndError, UsageError
 from rannd.runner.adoption import Adopted, adopt
+from rannd.runner.hints import hints
 from rannd.runner.job import Job, prepare
 from rannd.runner.launch import session_folder
 from rannd.runner.report import exit_code, report
@@ -145,6 +146,8 @@ def main(
     if dry_run:
         click.echo(job.describe())
         return
+    for line in hints(asked, job):
+        _say(line)
     if job.preflight and not plan_only:
         job = _ready(job, items, script="" if module else command[0])
     if items.cache != "off":

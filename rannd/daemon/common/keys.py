@@ -207,6 +207,10 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
 }
 
 
+KINDS = tuple(sorted(_ESSENTIALS))
+"""Kinds of entries."""
+
+
 def _versions(versions: Mapping[str, str]) -> dict[str, str]:
     missing = sorted(REQUIRED_VERSIONS - versions.keys())
     if missing:

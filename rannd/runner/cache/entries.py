@@ -15,6 +15,7 @@ import rich.table
 
 from rannd.daemon.cli_common import configured_session, size_text
 from rannd.daemon.client.requests import DaemonSession
+from rannd.daemon.common.keys import KINDS
 from rannd.daemon.common.printable import plain
 from rannd.daemon.common.protocol import MAX_SECONDS, EntryInfo
 from rannd.errors import UsageError
@@ -71,9 +72,9 @@ def only(session: DaemonSession, key: str, otherwise: str = "") -> EntryInfo:
 
 
 def checked_kind(kind: str | None) -> str | None:
-    """Validate a kind; UsageError if it cannot be one."""
-    if kind is not None and not re.fullmatch("[a-z][a-z_]{0,31}", kind):
-        raise UsageError(f"--kind {kind!r} is not a kind; `rannc-cache ls` shows the kinds")
+    """Validate a kind; UsageError if there is none of that name."""
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f"--kind {kind!r}: there is no such kind of entry; kinds are {', '.join(KINDS)}")
     return kind
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +128,12 @@ def mutations(value: Any) -> list[Any]:
     if len(value) > 1 and value[0] != value[-1]:
         found.append(type(value)(reversed(value)))
     return found
+
+
+def test_every_kind_has_words() -> None:
+    """Where a key is made, its kind is one that `rannc-cache` knows."""
+    text = Path(keys.__file__).read_text()
+    assert set(re.findall(r'make_key\(\s*"(\w+)"', text)) == set(keys.KINDS)
 
 
 @pytest.mark.parametrize(
