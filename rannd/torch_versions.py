@@ -260,8 +260,8 @@ PRIVATE_NAMES = (
         "torch._C._storage_Use_Count", "Whether a message buffer is still referenced, before it is used again."
     ),
     PrivateName(
-        "torch.nn.modules.lazy._LazyProtocol._initialize_hook",
-        "torch.compile looks for it in the module that it wraps: there a RaNNCModule refuses.",
+        "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+        "Whether torch.compile runs the code around a call: a RaNNCModule refuses that.",
     ),
     PrivateName(
         "torch._C._swap_tensor_impl",

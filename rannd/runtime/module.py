@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from rannd import config as configuration
 from rannd import log
@@ -38,7 +39,6 @@ _NOT_COMPILED = (
 _ASKED_BY_WRAPPERS = {
     "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients "
     "over all ranks itself; use it without DistributedDataParallel",
-    "_initialize_hook": _NOT_COMPILED,
 }
 """Attributes that other wrappers look for in the module that they wrap, and what to tell their users."""
 
@@ -155,6 +155,8 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's mini-batch and return its outputs. Collective."""
+        if get_eval_frame_callback():
+            raise UsageError(_NOT_COMPILED)
         planned = self._session.deployment is not None
         with self._session.world.watch.inside("forward"):
             output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: process_flags.delayed)

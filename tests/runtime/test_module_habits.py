@@ -109,9 +109,10 @@ def test_a_conversion_is_told(change: str, caplog: pytest.LogCaptureFixture) -> 
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @pytest.mark.parametrize(
     "compiled",
-    [lambda model: torch.compile(model, backend="eager"), lambda model: model.compile()],
+    [lambda model: torch.compile(model, backend="eager")(torch.ones(2, 4)), lambda model: model.compile()],
     ids=["function", "method"],
 )
 def test_torch_compile_is_refused(compiled: Callable[[Any], Any]) -> None:
