@@ -36,11 +36,6 @@ _NOT_COMPILED = (
     "torch.compile(RaNNCModule(..)): a RaNNCModule runs graphs of its own on several ranks, which torch.compile cannot "
     "compile; use it without torch.compile"
 )
-_ASKED_BY_WRAPPERS = {
-    "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients "
-    "over all ranks itself; use it without DistributedDataParallel",
-}
-"""Attributes that other wrappers look for in the module that they wrap, and what to tell their users."""
 
 
 class RaNNCModule(nn.Module):
@@ -240,8 +235,11 @@ class RaNNCModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes in the wrapped model."""
-        if name in _ASKED_BY_WRAPPERS:
-            raise UsageError(_ASKED_BY_WRAPPERS[name])
+        if name == "_ddp_params_and_buffers_to_ignore":  # the first thing that DistributedDataParallel looks at
+            raise UsageError(
+                "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients over all ranks itself; use "
+                "it without DistributedDataParallel"
+            )
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -454,11 +452,13 @@ class RaNNCModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RaNNCModule:
-        """Ignore `.to()`, `.cuda()` and the like: every rank computes on its own device. Warns of changes of dtype."""
-        probes = {dtype: torch.empty(0, dtype=dtype) for dtype in {p.dtype for p in self._inner.parameters()}}
-        if any(fn(probe).dtype != dtype for dtype, probe in probes.items()):
+        """Ignore `.to()`, `.cuda()` and the like, with a warning if they would change a dtype or the rank's device."""
+        dtypes = dict.fromkeys(parameter.dtype for parameter in self._inner.parameters())
+        probes = [torch.empty(0, dtype=dtype, device=self._session.world.device) for dtype in dtypes]
+        if any((moved := fn(probe)).dtype != probe.dtype or moved.device != probe.device for probe in probes):
             log.get("RaNNCModule").warning(
-                "A RaNNCModule cannot be converted to another dtype; convert the model before it is wrapped"
+                "A RaNNCModule cannot be moved or converted: every rank computes on its own device. Convert the model "
+                "before it is wrapped; the configuration item `device` chooses between CPU and GPU"
             )
         return self
 

@@ -100,13 +100,13 @@ def test_what_changes_nothing_is_silent(change: str, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-@pytest.mark.parametrize("change", ["to(torch.float64)", "half()", "bfloat16()"])
-def test_a_conversion_is_told(change: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("change", ["to(torch.float64)", "half()", "bfloat16()", "to('meta')"])
+def test_what_would_change_something_is_told(change: str, caplog: pytest.LogCaptureFixture) -> None:
     model = wrapped()
     with caplog.at_level(logging.WARNING):
         eval(f"model.{change}")
-    assert ["cannot be converted to another dtype" in each.getMessage() for each in caplog.records] == [True]
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert ["cannot be moved or converted" in each.getMessage() for each in caplog.records] == [True]
+    assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float32, "cpu")}
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")

@@ -16,6 +16,8 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from rannd.graph.fingerprint.introspect import vars_of
+
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 KEY_ITEMS = 200_000
@@ -104,12 +106,10 @@ TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 STANDS_FOR = "_rannd_stands_for"
 """Attribute of classes that tensors of other ranks have for a while: their own class."""
 
-_dict_of = type.__dict__["__dict__"].__get__
-
 
 def class_of(kind: type) -> type:
     """The class that a tensor of class `kind` has for the user's code."""
-    found: type = _dict_of(kind).get(STANDS_FOR, kind)
+    found: type = vars_of(kind).get(STANDS_FOR, kind)
     return found
 
 

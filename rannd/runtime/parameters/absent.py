@@ -20,7 +20,7 @@ import torch
 
 from rannd.errors import UsageError
 from rannd.graph.fingerprint.state_rules import STANDS_FOR
-from rannd.runtime.parameters.tensor_swap import exchange
+from rannd.runtime.parameters.tensor_swap import exchange_below_hooks
 from rannd.runtime.parameters.valueless import Valueless
 
 _KINDS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "tensor")
@@ -91,7 +91,7 @@ def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str) -> None:
     )
     tensor.grad = None
     tensor.data = kept
-    _exchange(tensor, impl)
+    exchange_below_hooks(tensor, impl)
     impl.__class__ = torch.Tensor
     tensor.__class__ = _class_for(kind)
     tensor._rannd_absence = _Absence(holder, impl, kind)  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def make_present(tensor: torch.Tensor) -> None:
     absence: _Absence = tensor.__dict__.pop("_rannd_absence")
     requires_grad = tensor.requires_grad
     tensor.__class__ = absence.kind
-    _exchange(tensor, absence.kept)
+    exchange_below_hooks(tensor, absence.kept)
     tensor.requires_grad_(requires_grad)
 
 
@@ -119,15 +119,6 @@ def all_present(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for tensor, absence in absences:
             make_absent(tensor, tensor.data, absence.holder)
-
-
-def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange implementations; the object's hooks stay."""
-    there: Any = other
-    here: Any = tensor
-    there._backward_hooks = here._backward_hooks
-    there._post_accumulate_grad_hooks = here._post_accumulate_grad_hooks
-    exchange(tensor, other)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Ownership of a wrapped model's parameters and buffers: which rank holds which tensors.
 
 The user's parameter objects stay the same. The memory of parameters of other stages is freed, and any use of their
-values is an error (`absent`). A stage computes with *aliases* of its own parameters, which share
-their memory; gradients accumulate in the aliases until they are reduced.
+values is an error (`absent`). A stage computes with *aliases* of its own parameters, which share their memory;
+gradients accumulate in the aliases until they are reduced.
 """
 
 from __future__ import annotations

@@ -24,17 +24,23 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         other: Any = nn.Parameter(value, requires_grad=tensor.requires_grad)
     else:
         other = value.detach().requires_grad_(tensor.requires_grad)
-    hooked: Any = tensor
-    other._backward_hooks = hooked._backward_hooks
-    other._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
-    exchange(tensor, other)
     kept: torch.Tensor = other
+    exchange_below_hooks(tensor, kept)
     return kept
 
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Let two objects change contents, gradients with them: undoes a `give` with what it returned."""
     torch._C._swap_tensor_impl(one, other)
+
+
+def exchange_below_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """The same, but the hooks of `tensor` stay its own."""
+    here: Any = tensor
+    there: Any = other
+    there._backward_hooks = here._backward_hooks
+    there._post_accumulate_grad_hooks = here._post_accumulate_grad_hooks
+    exchange(tensor, other)
 
 
 @contextlib.contextmanager
