@@ -303,6 +303,10 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module._backward_pre_hooks", "The user's backward pre-hooks."),
     PrivateName("torch.nn.Module._buffers", "A module's own buffers, to replace them."),
     PrivateName("torch.nn.Module._call_impl", "Attribute that torch reads in each call of a module."),
+    PrivateName(
+        "torch.nn.Module._compiled_call_impl",
+        "Called in place of a module and its hooks; unlike other attributes not copied or pickled with it.",
+    ),
     PrivateName("torch.nn.Module._forward_hooks", "The user's forward hooks."),
     PrivateName("torch.nn.Module._forward_hooks_always_called", "Which of them run even if forward raises."),
     PrivateName("torch.nn.Module._forward_hooks_with_kwargs", "Which of them take keyword arguments."),

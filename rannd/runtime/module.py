@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,9 @@ from rannd.runtime.comm.lockstep import forget_uncompared
 from rannd.runtime.comm.world import current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
-from rannd.runtime.parameters.state_dict import copy_of, gather_state, load_later, load_state, own_state
+from rannd.runtime.gradients.bypass_watch import BypassWatch
+from rannd.runtime.inner_calls import InnerCalls
+from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.planning.deployment_file import save_file
 from rannd.runtime.session import Session
 
@@ -143,6 +146,11 @@ class RaNNCModule(nn.Module):
             self.__dict__["forward"] = _forward_like(self, model)
         _wrapped.add(self)
         registry.enter(self, model)
+        session = self._session
+        self._calls = InnerCalls(self, model, RaNNCModule.forward, lambda: session.deployment is not None)
+        self._bypass: BypassWatch | None = None
+        if optimizer is not None and session.world.size > 1 and session.world.rank == 0:  # that one tells
+            self._bypass = BypassWatch(optimizer, model, lambda: session.delivered)
         grad_norm.install()
         autograd_inputs.install()
 
@@ -153,7 +161,7 @@ class RaNNCModule(nn.Module):
         if get_eval_frame_callback():
             raise UsageError(_NOT_COMPILED)
         planned = self._session.deployment is not None
-        with self._session.world.watch.inside("forward"):
+        with self._session.world.watch.inside("forward"), self._calls.aside():
             output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: process_flags.delayed)
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
             self.save_deployment(self._config.deployment_file)
@@ -246,44 +254,65 @@ class RaNNCModule(nn.Module):
             inner = self.__dict__.get("_inner")
             if inner is None:
                 raise
-            return getattr(inner, name)
+            found = getattr(inner, name)
+            return functools.partial(self._save_pretrained, found) if name == "save_pretrained" else found
+
+    def _save_pretrained(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Save the whole model by its own method, on rank 0 alone. Collective; returns None on other ranks."""
+        return call_whole(self._session.world, self._session.parameters, self._inner, method, args, kwargs)
 
     def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True, from_global: bool = False
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+        from_global: bool = False,
+        own: bool = False,
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters that this rank holds (all of them before the first call).
+        """Iterate over all parameters of the model, in the model's order; those of other stages have no values here.
 
-        With `from_global`, over CPU copies of all parameters, on every rank; collective.
+        With `own`, over those alone that this rank holds (all of them before the first call). With `from_global`, over
+        CPU copies of all parameters, on every rank; collective.
         """
-        yield from self._named(self._inner.named_parameters(prefix, recurse, remove_duplicate), prefix, from_global)
+        named = self._inner.named_parameters(prefix, recurse, remove_duplicate)
+        yield from self._named(named, prefix, from_global, own)
 
     def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True, from_global: bool = False
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+        from_global: bool = False,
+        own: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over the buffers that this rank holds; see `named_parameters`."""
-        yield from self._named(self._inner.named_buffers(prefix, recurse, remove_duplicate), prefix, from_global)
+        """Iterate over the model's buffers; see `named_parameters`."""
+        named = self._inner.named_buffers(prefix, recurse, remove_duplicate)
+        yield from self._named(named, prefix, from_global, own)
 
-    def parameters(self, recurse: bool = True, from_global: bool = False) -> Iterator[nn.Parameter]:
+    def parameters(self, recurse: bool = True, from_global: bool = False, own: bool = False) -> Iterator[nn.Parameter]:
         """Iterate over parameters without names; see `named_parameters`."""
-        for _, parameter in self.named_parameters(recurse=recurse, from_global=from_global):
+        for _, parameter in self.named_parameters(recurse=recurse, from_global=from_global, own=own):
             yield parameter
 
-    def buffers(self, recurse: bool = True, from_global: bool = False) -> Iterator[torch.Tensor]:
+    def buffers(self, recurse: bool = True, from_global: bool = False, own: bool = False) -> Iterator[torch.Tensor]:
         """Iterate over buffers without names; see `named_buffers`."""
-        for _, buffer in self.named_buffers(recurse=recurse, from_global=from_global):
+        for _, buffer in self.named_buffers(recurse=recurse, from_global=from_global, own=own):
             yield buffer
 
-    def _named(self, pairs: Iterator[tuple[str, Any]], prefix: str, from_global: bool) -> Iterator[tuple[str, Any]]:
+    def _named(
+        self, pairs: Iterator[tuple[str, Any]], prefix: str, from_global: bool, own: bool
+    ) -> Iterator[tuple[str, Any]]:
+        self._session.alive()
         held = self._session.parameters
-        own = set(held.own) if held is not None else set()
+        mine = set(held.own) if held is not None else set()
         for name, tensor in pairs:
             if held is None:
                 yield name, _copy(name, tensor) if from_global else tensor
                 continue
-            first = held.names[name.removeprefix(f"{prefix}.") if prefix else name]
-            if from_global:
+            first = held.names.get(name.removeprefix(f"{prefix}.") if prefix else name)
+            if from_global and first is not None:
                 yield name, copy_of(self._session.world, held, first)
-            elif first in own:
+            elif not own or first in mine:
                 yield name, tensor
 
     def get_param(self, name: str) -> torch.Tensor:
@@ -402,8 +431,7 @@ class RaNNCModule(nn.Module):
     def __deepcopy__(self, memo: Any) -> RaNNCModule:
         raise UsageError(
             "a RaNNCModule cannot be copied, because each rank holds only a part of the model. Copy the model before "
-            "it is wrapped; for an average of its parameters (EMA), average list(model.parameters()), the parameters "
-            "that this rank holds"
+            "it is wrapped; for an average of its parameters (EMA), use pyrannc.AveragedModel(model)"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -465,6 +493,9 @@ class RaNNCModule(nn.Module):
     def drop(self) -> None:
         """Drop deployment and graphs; see `pyrannc.clear`."""
         self._session.close()
+        self._calls.stop()
+        if self._bypass is not None:
+            self._bypass.close()
         registry.leave(self)
         self._session = _Dropped()  # type: ignore[assignment]
 

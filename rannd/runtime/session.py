@@ -64,6 +64,8 @@ class Session:
         self._tracing = CallTracing(context, self.values, self._graphs.state)
         self._deployer = Deployer(context, self.values)
         self._steps = 0
+        self.delivered = 0
+        """How often gradients were reduced and given to the parameters."""
         self.dropout: bool | None = None
         """Value of `RaNNCModule.enable_dropout`; None: the modules' training flags decide."""
         if context.optimizer is not None:
@@ -207,6 +209,7 @@ class Session:
             deployed.parameters.adopt()
         else:
             self._deployed = self._deployer.deploy(self._tracing.planned(graph, call), call, rows)
+            self._deployed.reducer.delivered.append(self._count)
         assert self._deployed is not None
         executor = self._deployer.bind(self._deployed, graph, self._seed)
         number = self._graphs.add(graph.signature, executor, state)
@@ -244,6 +247,9 @@ class Session:
     def something_waits(self) -> bool:
         """Whether there are gradients that were not reduced yet."""
         return self._deployed is not None and self._deployed.reducer.something_waits
+
+    def _count(self) -> None:
+        self.delivered += 1
 
     @property
     def random_position(self) -> tuple[int, int]:

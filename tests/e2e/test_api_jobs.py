@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from job import Job
 
@@ -34,3 +36,20 @@ def test_cut_points_and_dropout(job: Job) -> None:
 def test_values_of_other_ranks_are_not_read(job: Job, stages: str) -> None:
     output = job.train(2, "tests/e2e/programs/absent_values.py", stages, RANNC_PARTITION_NUM=stages)
     assert output.count("absent values are right on rank") == 2
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_averages_by_hand_are_right_or_an_error(job: Job, stages: str) -> None:
+    output = job.train(2, "tests/e2e/programs/naive_averages.py", stages, RANNC_PARTITION_NUM=stages)
+    assert output.count(" is right") == 8
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_the_model_inside_runs_the_plan(job: Job, stages: str, tmp_path: Path) -> None:
+    output = job.train(2, "tests/e2e/programs/inner_calls.py", stages, str(tmp_path), RANNC_PARTITION_NUM=stages)
+    assert output.count(" is right") == 4
+    assert output.count("methods that call the model are right") == 2
+    told = (
+        "optimizer.step found a gradient of body.0.weight, but no backward went through the RaNNCModule since the last"
+    )
+    assert output.count(told) == (stages == "1")

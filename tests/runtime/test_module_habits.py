@@ -142,3 +142,56 @@ def test_another_wrapper_around_it_is_refused() -> None:
     model = wrapped()
     with pytest.raises(UsageError, match=r"averages gradients over all ranks itself; use it without Distr"):
         nn.parallel.DistributedDataParallel(model)
+
+
+def test_a_compiled_model_runs_its_graph_and_gets_its_call_back(capfd: pytest.CaptureFixture[str]) -> None:
+    def compiled(*_: Any) -> Any:
+        raise AssertionError("this is the code of torch.compile")
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    net._compiled_call_impl = compiled
+    model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), 0.1))
+    assert "compile() of the wrapped model has no effect" in capfd.readouterr().err
+    model(torch.ones(2, 4)).sum().backward()
+    net(torch.ones(2, 4)).sum().backward()
+    pyrannc.clear()
+    with pytest.raises(AssertionError, match=r"torch\.compile"):
+        net(torch.ones(2, 4))
+
+
+def test_a_wrapper_that_is_gone_leaves_the_model_as_it_was() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model: Any = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), 0.1))
+    model(torch.ones(2, 4))
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
+    assert net(torch.ones(2, 4)).shape == (2, 2)
+    assert copy.deepcopy(net)(torch.ones(2, 4)).shape == (2, 2)
+    assert "_compiled_call_impl" not in vars(copy.deepcopy(net))
+
+
+def test_a_whole_model_that_is_opaque_is_recomputed() -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            while float(y.abs().max()) > 1:  # no graph can show it
+                y = y / 2
+            return y
+
+    net = Deciding()
+    plain = copy.deepcopy(net)
+    model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), 0.1))
+    x = torch.full((2, 4), 9.0)
+    for call in (model, net):
+        found, wanted = call(x), plain(x)
+        torch.testing.assert_close(found, wanted)
+        net.zero_grad()
+        found.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)

@@ -26,6 +26,8 @@ def _advice(value: Any) -> str:
         return "make a tensor of it, torch.as_tensor(x), or x.item() where it is a single number"
     if isinstance(value, nn.Module):
         return "make it an attribute of the model, so that its parameters are the model's"
+    if type(value).__module__.startswith("transformers.") and type(value).__qualname__.endswith("Cache"):
+        return "ranks do not pass a cache of keys and values on; generate without one: generate(.., use_cache=False)"
     if isinstance(value, Iterator):
         return "it can be read only once; pass a list of what it gives"
     if isinstance(value, Set):

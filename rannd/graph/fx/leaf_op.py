@@ -183,7 +183,8 @@ def _run(
         leaves[place] = constant
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
     with _substituted(module, state), direct_checkpoints(), forced(module, table.dropout):
-        result = module(*args, **kwargs)
+        # A call of the whole model would run its RaNNCModule.
+        result = module(*args, **kwargs) if call.path else module._call_impl(*args, **kwargs)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 if name in state and buffer is not state[name]:  # the module replaced its buffer: copy the new content

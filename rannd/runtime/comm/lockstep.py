@@ -41,6 +41,7 @@ class Phase(enum.IntEnum):
     ALLREDUCE_GRADS = 14
     WRAP = 15
     DISTRIBUTE = 16
+    SAVE_PRETRAINED = 17
 
 
 _PLACES = {

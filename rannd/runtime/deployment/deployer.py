@@ -141,7 +141,7 @@ class Deployer:
             overflow=overflow if len(deployment.stages) > 1 else None,
         )
         if clip_watch is not None:
-            reducer.delivered = clip_watch.reduced
+            reducer.delivered.append(clip_watch.reduced)
         held = grad_norm.ClippedParameters(world, parameters, len(deployment.stages))
         grad_norm.enter(held)
         frozen = Frozen(world, parameters)

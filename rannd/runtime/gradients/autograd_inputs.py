@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from rannd import log, patches
+from rannd.errors import UsageError
+from rannd.runtime.parameters.absent import is_absent
 from rannd.runtime.parameters.ownership import Parameters
 
 # `backward` and `grad` call it, under whatever name they were imported.
@@ -83,6 +85,12 @@ def _run(
         return call(inputs, allow_unreachable)
     ours = frozenset().union(*(anchor.ids for anchor in concerned)) & ids
     others = [each for each in inputs if id(each) not in ours]
+    absent = None if accumulate_grad else next(filter(is_absent, inputs), None)
+    if absent is not None:
+        raise UsageError(
+            f"torch.autograd.grad with respect to {absent!r}: its gradient is on the rank that holds it. Pass "
+            "model.parameters(own=True), the parameters of this rank, or call backward()"
+        )
     given = (*others, *(anchor.leaf if accumulate_grad else anchor.tensor for anchor in concerned))
     before, _asked = _asked, Asked(ours, None if accumulate_grad else {})
     try:

@@ -91,7 +91,7 @@ class Reducer:
         self._overflow = overflow
         self.something_waits = False
         """Whether there are gradients to be reduced; the same on all ranks, even if this one has none of them."""
-        self.delivered: Callable[[], None] | None = None
+        self.delivered: list[Callable[[], None]] = []
         """Called after gradients were delivered to the user's parameters."""
 
     @property
@@ -254,8 +254,8 @@ class Reducer:
                     asked.found[id(tensor)] = hooked(name, tensor, ready[name])
                 elif name in ready:
                     give(name, tensor, ready[name])
-        if self.delivered is not None:
-            self.delivered()
+        for call in self.delivered:
+            call()
 
 
 def _make_buckets(

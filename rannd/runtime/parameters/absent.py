@@ -49,7 +49,8 @@ class _Absent(Valueless):
         return UsageError(
             f"{what} needs the values of {self._rannd_absence.holder}: this rank does not have them. Call the "
             "RaNNCModule, not the model inside it, to compute; its state_dict(), get_param(name) or undeploy(), called "
-            "on all ranks, give values to other ranks"
+            "on all ranks, give values to other ranks; pyrannc.AveragedModel averages parameters; "
+            "model.parameters(own=True) are those of this rank alone"
         )
 
     @classmethod

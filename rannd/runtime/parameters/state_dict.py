@@ -48,7 +48,7 @@ def gather_state(
     if keep_vars:
         raise UsageError(
             "state_dict(keep_vars=True) gives the parameters themselves, but this rank holds only its own; use "
-            "model.named_parameters() for those"
+            "model.named_parameters(own=True) for those"
         )
     meet(world, Phase.STATE_DICT)
     parameters.adopt()
@@ -61,6 +61,47 @@ def gather_state(
     with StandIns(model, lambda place: whole.get(first[id(place.original)])):
         state: dict[str, Any] = model.state_dict(**options)
     return state
+
+
+def call_whole(
+    world: World,
+    parameters: Parameters | None,
+    model: nn.Module,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a method of the model on rank 0, where all tensors meanwhile have their values, on the CPU. Collective.
+
+    Returns:
+        What the method returns; None on other ranks.
+
+    Raises:
+        What the method raises, on rank 0; UsageError with its text on other ranks.
+    """
+    whole: dict[str, torch.Tensor | None] = {}
+    first: dict[int, str] = {}
+    with world.watch.inside("save_pretrained"):
+        meet(world, Phase.SAVE_PRETRAINED)
+        if parameters is not None:
+            parameters.adopt()
+            first = {id(tensor): name for name, tensor in parameters.tensors.items()}
+            wanted = dict.fromkeys(first[id(place.original)] for place in places(model))
+            whole = {name: gather_tensor(world, parameters, name, everywhere=False) for name in wanted}
+    result, failure, told = None, None, ""
+    if world.rank == 0:
+        try:
+            with StandIns(model, lambda place: whole.get(first.get(id(place.original), ""))):
+                result = method(*args, **kwargs)
+        except Exception as exc:  # the user's method may raise anything
+            failure = exc
+            told = f"{getattr(method, '__name__', 'the method')} failed on rank 0: {type(exc).__name__}: {exc}"
+    told = world.broadcast_bytes(told.encode() if world.rank == 0 else None).decode()
+    if failure is not None:
+        raise failure
+    if told:
+        raise UsageError(told)
+    return result
 
 
 def own_state(

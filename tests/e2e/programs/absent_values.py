@@ -48,12 +48,11 @@ model, optimizer = trained(net, 2, ids)
 rank = pyrannc.get_rank()
 
 folder = tempfile.mkdtemp()
+x = torch.ones(1, 3, 16, dtype=torch.float64)
 uses: dict[str, Callable[[], Any]] = {
-    "call": lambda: net(ids),
-    "generate": lambda: net.generate(ids[:1, :3], max_new_tokens=2, pad_token_id=0),
-    "generate by the wrapper": lambda: model.generate(ids[:1, :3], max_new_tokens=2, pad_token_id=0),
+    "forward": lambda: net.forward(ids),
+    "submodule": lambda: (net.transformer.h[0](x), net.transformer.h[1](x)),
     "save_pretrained": lambda: net.save_pretrained(folder),
-    "save_pretrained by the wrapper": lambda: model.save_pretrained(folder),
     "state_dict": net.state_dict,
     "deepcopy": lambda: copy.deepcopy(net),
     "AveragedModel": lambda: torch.optim.swa_utils.AveragedModel(net),

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     for _ in range(2):
         model(torch.randn(4, 8)).square().mean().backward()
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in model.parameters(own=True):
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
     Path(sys.argv[1], str(pyrannc.get_rank())).write_text(json.dumps(sorted(set(sys.modules) - ALONE)))

@@ -73,7 +73,7 @@ def same(found: Tensor, wanted: Tensor, what: str) -> None:
 
 def same_gradients(wrapped: nn.Module, reference: nn.Module) -> None:
     wanted = dict(reference.named_parameters())
-    for name, parameter in wrapped.named_parameters():
+    for name, parameter in wrapped.named_parameters(own=True):
         assert (parameter.grad is None) == (wanted[name].grad is None), name
         if parameter.grad is not None:
             same(parameter.grad, wanted[name].grad, name)
@@ -147,7 +147,7 @@ def several_forwards() -> None:
     all_ranks(reference, seed=1)
     all_ranks(reference, seed=2, factor=lambda rank: 3.0)
     one, two = (wrapped(*batch(RANK, seed=seed))["loss"] for seed in (1, 2))
-    assert all(parameter.grad is None for parameter in wrapped.parameters())
+    assert all(parameter.grad is None for parameter in wrapped.parameters(own=True))
     (one + 3 * two).backward()
     same_gradients(wrapped, reference)
     wrapped.zero_grad()
@@ -224,7 +224,7 @@ def gradients_that_are_asked_for() -> None:
     for build in (Net, lambda: Outside(False)):
         reference, wrapped = pair(build)
         loss_of(wrapped, x, target)
-        kept = dict(wrapped.named_parameters())
+        kept = dict(wrapped.named_parameters(own=True))
         accumulated: list[str] = []
         for name, parameter in kept.items():
             parameter.register_post_accumulate_grad_hook(lambda p, n=name, done=accumulated: done.append(n))

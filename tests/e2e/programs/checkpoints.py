@@ -144,7 +144,7 @@ def train() -> None:
 
 def check_states(run: Run) -> None:
     """The states of model and optimizer are a single process's, and load back."""
-    parameters = {id(p) for p in run.model.parameters()}
+    parameters = {id(p) for p in run.model.parameters(own=True)}
     everything = len(list(run.inner.parameters()))
     assert 2 < len(parameters) < everything, f"the plan gives this rank {len(parameters)} of {everything}"
     model, optimizer = run.state()

@@ -40,7 +40,7 @@ def backward(model: pyrannc.RaNNCModule, plain: Plain, step: int) -> None:
 model, plain = wrap()
 backward(model, plain, 0)
 assert len(model.deployment.stages) == 2
-own = {name for name, _ in model.named_parameters()}
+own = {name for name, _ in model.named_parameters(own=True)}
 assert own != {name for name, _ in plain.model.named_parameters()}
 
 ways = {
@@ -102,17 +102,17 @@ raises(
 raises(
     UsageError,
     "clip the two separately",
-    lambda: torch.nn.utils.clip_grad_norm_([*list(model.parameters())[:1], *head.parameters()], 1.0),
+    lambda: torch.nn.utils.clip_grad_norm_([*list(model.parameters(own=True))[:1], *head.parameters()], 1.0),
 )
 pyrannc.barrier()
 
 # What is not finite, on one stage, is told on all.
 backward(model, plain, 9)
 if RANK == 0:
-    next(iter(model.parameters())).grad.view(-1)[0] = math.nan
+    next(iter(model.parameters(own=True))).grad.view(-1)[0] = math.nan
 raises(RuntimeError, "is non-finite", lambda: model.clip_grad_norm(1.0, error_if_nonfinite=True))
 assert model.clip_grad_norm(1.0).isnan()
-assert all(p.grad.isnan().all() for p in model.parameters())
+assert all(p.grad.isnan().all() for p in model.parameters(own=True))
 
 # Gradients that wait cannot be clipped.
 model.zero_grad()
@@ -153,7 +153,7 @@ def train(clip: object) -> int:
 
 
 def alone(model: pyrannc.RaNNCModule) -> None:
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters(own=True)]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     for gradient in gradients:
         gradient.mul_(0.01 / norm)

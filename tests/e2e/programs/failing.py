@@ -92,7 +92,7 @@ def main() -> None:
             if wrong:
                 go_wrong(what)
             if wrong and what == "hook":
-                next(iter(model.parameters())).register_hook(fail_in_hook)
+                next(iter(model.parameters(own=True))).register_hook(fail_in_hook)
             shift = torch.full((4, 16), SHIFTS.get(what, 0.0) if wrong else 0.0)
             optimizer.zero_grad()
             model(torch.randn(4, 8), shift).square().sum().backward()

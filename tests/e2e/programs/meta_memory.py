@@ -100,7 +100,7 @@ def main() -> None:
         with torch.no_grad():
             model(x)
         peak = resident("VmHWM") - before
-        held = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6
+        held = sum(p.numel() * p.element_size() for p in model.parameters(own=True)) / 1e6
         print(f"{way}: model {SIZE_MB:.0f} built {built:.0f} held {held:.0f} peak {peak:.0f} MB", flush=True)
         pyrannc.clear()
         del model, inner, optimizer

@@ -169,7 +169,7 @@ def hooks(inside: bool) -> None:
     loss(model, given[RANK]).backward()
     plain.gradients([lambda m, x=x: loss(m, x) for x in given])
     expected = dict(plain.model.named_parameters())
-    own = {name for name, _ in model.named_parameters()}
+    own = {name for name, _ in model.named_parameters(own=True)}
     held: list[set[str]] = [set() for _ in given]
     dist.all_gather_object(held, own)  # a stage may have none
     assert set().union(*held) == set(expected)
@@ -182,10 +182,10 @@ def hooks(inside: bool) -> None:
     for parameter in model.parameters():  # and after the deployment
         parameter.register_hook(replace)
         parameter.register_post_accumulate_grad_hook(after)
-    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    kept = {name: parameter.grad for name, parameter in model.named_parameters(own=True)}
     loss(model, given[RANK]).backward()
     assert not seen
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(own=True):
         same(parameter.grad, expected[name].grad * 2, f"hooks of {name}")  # (1 + 3) / 2
         assert parameter.grad is kept[name]  # added in place
     pyrannc.delay_grad_allreduce(True)
@@ -195,7 +195,7 @@ def hooks(inside: bool) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     pyrannc.delay_grad_allreduce(False)
     model.allreduce_grads()
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(own=True):
         same(parameter.grad, expected[name].grad * 3, f"hooks of {name}, once for two backwards")
     assert set(names.values()) >= own
     pyrannc.clear()
@@ -208,13 +208,13 @@ hooks(True)
 def fused() -> None:
     """Optimizers that step in the backward, parameter by parameter."""
     model, _, plain = wrap(network(seed=8), 2)
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in [*model.parameters(), *plain.model.parameters()]}
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in [*model.parameters(own=True), *plain.model.parameters()]}
 
     def step(parameter: nn.Parameter) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
-    for parameter in model.parameters():
+    for parameter in model.parameters(own=True):
         parameter.register_post_accumulate_grad_hook(step)
     for number in range(3):
         given = batches(number)

@@ -119,7 +119,7 @@ model(batches(0)[RANK]).sum().backward()
 raises(StepError, "gradients were not reduced yet", model.undeploy)
 pyrannc.delay_grad_allreduce(False)
 model.allreduce_grads()
-optimizer.state[next(iter(model.parameters()))]["mine"] = object() if RANK == 0 else 1
+optimizer.state[next(iter(model.parameters(own=True)))]["mine"] = object() if RANK == 0 else 1
 raises(UsageError, "'mine'", model.undeploy)
 assert any(is_absent(p) for p in inner.parameters())  # nothing has changed
 optimizer.state.clear()

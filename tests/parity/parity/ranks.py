@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -26,6 +27,10 @@ class Backend(Protocol):
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module: ...
     def delay(self, model: nn.Module, on: bool) -> None: ...
     def allreduce(self, model: nn.Module) -> None: ...
+    def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters whose values and gradients this rank holds."""
+        ...
+
     def plan(self, model: nn.Module, record: Record) -> None: ...
     def reset(self) -> None: ...
     def barrier(self) -> None: ...
@@ -52,6 +57,9 @@ class Rannc:
 
     def allreduce(self, model: nn.Module) -> None:
         cast(Any, model).allreduce_grads()
+
+    def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        return cast(Any, model).named_parameters(own=True)
 
     def plan(self, model: nn.Module, record: Record) -> None:
         deployment = cast(Any, model).deployment
@@ -91,6 +99,9 @@ class Ddp:
 
     def allreduce(self, model: nn.Module) -> None:
         raise NotImplementedError("DistributedDataParallel reduces in backward only")
+
+    def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        return model.named_parameters()
 
     def plan(self, model: nn.Module, record: Record) -> None:
         record["plan/replicas"] = array(torch.tensor([dist.get_world_size()]))
@@ -164,7 +175,7 @@ class Rank:
         self.backend.allreduce(self.model)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        named = self.model.named_parameters()
+        named = self.backend.own(self.model)
         return {self._canonical[name.removeprefix("module.")]: parameter for name, parameter in named}
 
     def optimize(self, step: int) -> None:
