@@ -34,9 +34,11 @@ from rannd.runtime.planning.deployment_file import read_file as _read_file
 from rannd.runtime.profiling import profile
 
 if TYPE_CHECKING:
+    from rannd.runtime.averaged_model import AveragedModel
     from rannd.runtime.checkpoint.checkpoint_api import load_checkpoint, save_checkpoint
 
 __all__ = [
+    "AveragedModel",
     "CutPoint",
     "DistributeModelParams",
     "RaNNCModule",
@@ -55,7 +57,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the checkpoint API at its first use: torch.distributed.checkpoint adds a fifth to torch's import time."""
+    """Import at first use what takes time: torch.distributed.checkpoint adds a fifth to torch's import time."""
+    if name == "AveragedModel":
+        from rannd.runtime.averaged_model import AveragedModel
+
+        return AveragedModel
     if name in ("load_checkpoint", "save_checkpoint"):
         from rannd.runtime.checkpoint import checkpoint_api
 

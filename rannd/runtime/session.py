@@ -8,9 +8,10 @@ stage, `_finish_call` returns the outputs to the script.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +35,18 @@ from rannd.runtime.loss_check import check_losses
 from rannd.runtime.optim.global_optimizer import whole_optimizer
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.parameters.state_dict import gather_tensor
 from rannd.runtime.planning.memory_promise import MemoryPromise
+
+
+class Follower(Protocol):
+    """Keeps values for each of the model's tensors where the tensors are."""
+
+    def deployed(self) -> None:
+        """Called when the model was deployed."""
+
+    def undeploying(self, parameters: Parameters) -> None:
+        """Called before the model is undeployed. Collective."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,10 @@ class Session:
         self._tracing = CallTracing(context, self.values, self._graphs.state)
         self._deployer = Deployer(context, self.values)
         self._steps = 0
+        self.followers: list[weakref.ref[Follower]] = []
+        """What has values for each of the model's tensors; in the same order on all ranks."""
+        self.settled = self.world.size == 1 and not self.values.bare
+        """Whether the undeployed model has its values, the same on all ranks."""
         self.delivered = 0
         """How often gradients were reduced and given to the parameters."""
         self.dropout: bool | None = None
@@ -215,6 +231,10 @@ class Session:
         number = self._graphs.add(graph.signature, executor, state)
         if deployed is None:
             self.values.close()
+            for each in self.followers:
+                follower = each()
+                if follower is not None:
+                    follower.deployed()
             if self.world.rank == 0:
                 logger.info("Routes verification passed.")
             logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
@@ -290,10 +310,25 @@ class Session:
         meet(self.world, Phase.UNDEPLOY)
         deployed.parameters.adopt()
         deployed.frozen.agree()
+        self._gather_followers(deployed.parameters)
         undeploy(self.world, deployed.parameters, deployed.origin, self._context.optimizer)
+        self.settled = True
         self.close()
         if self.world.rank == 0:
             log.get("RaNNCModule").info("Every rank has the whole model again; the next call deploys it again")
+
+    def _gather_followers(self, parameters: Parameters) -> None:
+        """Tell followers of an undeployment; not those that are gone on some rank, as garbage is collected anytime."""
+        here = [each() for each in self.followers]
+        everywhere = zip(*self.world.gather_numbers([int(each is not None) for each in here]), strict=True)
+        for follower, alive in zip(here, everywhere, strict=True):
+            if follower is not None and all(alive):
+                follower.undeploying(parameters)
+
+    def gather(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        """Copy what its holder has for a tensor to the CPU of all ranks, by its first name. Collective."""
+        assert self._deployed is not None
+        return gather_tensor(self.world, self._deployed.parameters, name, everywhere=True, value=value)
 
     def alive(self) -> None:
         """No-op; raises in the object that replaces a session after `pyrannc.clear`."""

@@ -53,3 +53,17 @@ def test_the_model_inside_runs_the_plan(job: Job, stages: str, tmp_path: Path) -
         "optimizer.step found a gradient of body.0.weight, but no backward went through the RaNNCModule since the last"
     )
     assert output.count(told) == (stages == "1")
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_averages_of_a_wrapped_model(job: Job, stages: str, tmp_path: Path) -> None:
+    def run(ranks: int, what: str, stages: str) -> None:
+        program, folder = "tests/e2e/programs/averaged_model.py", str(tmp_path / "checkpoint")
+        output = job.train(ranks, program, stages, folder, what, RANNC_PARTITION_NUM=stages)
+        assert output.count("averages are right on rank") == ranks
+
+    run(2, "train", stages)
+    run(2, "save", stages)
+    run(1, "before", "1")
+    run(3, "after", "3" if stages == "2" else "1")
+    run(2, "before", "2")

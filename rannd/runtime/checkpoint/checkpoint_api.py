@@ -11,6 +11,7 @@ from torch import nn
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import UsageError
+from rannd.runtime.averaged_model import AveragedModel
 from rannd.runtime.checkpoint import loading, saving
 from rannd.runtime.checkpoint.async_save import PendingSave
 from rannd.runtime.checkpoint.content import MODEL
@@ -28,6 +29,7 @@ def save_checkpoint(
     *,
     scheduler: Any = None,
     scaler: Any = None,
+    averaged: AveragedModel | None = None,
     step: int | None = None,
     extra: Any = None,
     asynchronous: bool = False,
@@ -43,6 +45,7 @@ def save_checkpoint(
         model: A RaNNCModule, before or after its first call, or a plain module, which rank 0 writes.
         optimizer: The optimizer that the model was wrapped with.
         scheduler, scaler: Anything with state_dict and load_state_dict, the same on all ranks; rank 0's is saved.
+        averaged: The `pyrannc.AveragedModel` of the model.
         step: A number to be given back.
         extra: Plain data to be given back, rank 0's: None, numbers, texts, bytes, lists, tuples, dicts.
         asynchronous: Return when this rank's values are copied to the CPU, and write while the script goes on. The
@@ -58,7 +61,7 @@ def save_checkpoint(
             is as it was.
         StepError: Ranks are at different places of the script.
     """
-    world, subject = _subject(model, optimizer, scheduler, scaler)
+    world, subject = _subject(model, optimizer, scheduler, scaler, averaged)
     if isinstance(model, RaNNCModule) and model._session.something_waits:
         log.get("RaNNCModule").warning(
             "Gradients wait for their reduction (delay_grad_allreduce); a checkpoint does not have them. Save after "
@@ -74,6 +77,7 @@ def load_checkpoint(
     *,
     scheduler: Any = None,
     scaler: Any = None,
+    averaged: AveragedModel | None = None,
     strict: bool = True,
     rng: bool = True,
     prefix: str | None = None,
@@ -86,7 +90,7 @@ def load_checkpoint(
 
     Args:
         path: A folder that `save_checkpoint` or ``torch.distributed.checkpoint.save`` wrote.
-        model, optimizer, scheduler, scaler: What to load; what is left out is not loaded.
+        model, optimizer, scheduler, scaler, averaged: What to load; what is left out is not loaded.
         strict: The checkpoint has exactly the model's names.
         rng: Put random numbers back as well: the script's on ranks that the saved job had, and the model's.
         prefix: What comes before the model's names in the index; None: as `save_checkpoint` wrote it, else nothing.
@@ -99,7 +103,7 @@ def load_checkpoint(
         UsageError: The optimizer is not the one that the model was wrapped with.
         StepError: Ranks are at different places of the script.
     """
-    world, subject = _subject(model, optimizer, scheduler, scaler)
+    world, subject = _subject(model, optimizer, scheduler, scaler, averaged)
     found, position = loading.load(world, path, subject, prefix=prefix, strict=strict, rng=rng)
     if position is not None and isinstance(model, RaNNCModule):
         model._session.resume(*position)
@@ -107,12 +111,18 @@ def load_checkpoint(
 
 
 def _subject(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, scaler: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    scaler: Any,
+    averaged: AveragedModel | None,
 ) -> tuple[World, Subject]:
     if not isinstance(model, nn.Module):
         raise UsageError(f"a checkpoint is of a torch.nn.Module, not of a {type(model).__qualname__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__qualname__}; a torch.optim.Optimizer is wanted")
+    if averaged is not None and (not isinstance(averaged, AveragedModel) or averaged.module is not model):
+        raise UsageError("averaged is a pyrannc.AveragedModel of the model that is saved or loaded")
     if isinstance(model, RaNNCModule):
         model._session.alive()
         session = model._session
@@ -120,7 +130,8 @@ def _subject(
             session.parameters.adopt()
         values = session.values if session.parameters is None and session.values.bare else None
         whole = _whole(optimizer, session.world)
-        subject = Subject(model._inner, session.parameters, session.random_position, whole, scheduler, scaler, values)
+        position = session.random_position
+        subject = Subject(model._inner, session.parameters, position, whole, scheduler, scaler, values, averaged)
         return session.world, subject
     config = configuration.load()
     log.setup(level=config.log_level)

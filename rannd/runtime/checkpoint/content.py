@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rannd.errors import UsageError
+from rannd.runtime.averaged_model import AveragedModel
 from rannd.runtime.comm.gather_objects import seal
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
@@ -17,6 +18,7 @@ from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import persistent_names
 
 MODEL = "model."
+AVERAGED = "averaged"
 EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
@@ -110,6 +112,19 @@ def put_model(content: Content, world: World, parameters: Parameters | None, mod
             state = module.get_extra_state()
             seal(state, f"the extra state {name}")
             content.put((*home, name), copied(state))
+
+
+def average_name(name: str) -> tuple[str, ...]:
+    """Where the average of a tensor belongs in the nested dict that the checkpoint is."""
+    return (AVERAGED, name)
+
+
+def put_averages(content: Content, world: World, parameters: Parameters | None, averaged: AveragedModel) -> None:
+    """Add the averages that this rank writes."""
+    for name, value in averaged.held().items():
+        holder = 0 if parameters is None else world.rank_of_slot[parameters.slots[name][0]]
+        if holder == world.rank:
+            content.put(average_name(name), value.detach())
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:

@@ -15,6 +15,8 @@ from rannd import log
 from rannd.errors import CheckpointError, RanndError
 from rannd.runtime.checkpoint.async_save import settle
 from rannd.runtime.checkpoint.content import (
+    AVERAGED,
+    average_name,
     class_name,
     dotted,
     extra_states,
@@ -83,7 +85,9 @@ def load(
     error = _damaged(world, found)
     agree_on_errors(world, error, CheckpointError)
     local: dict[str, Any] | None = None
+    averages: dict[str, torch.Tensor] = {}
     try:
+        averages = _averages(found, subject)
         # the optimizer's state is read beside the present one: that may still fail without harm
         local = _optimizer_state(found, subject, states=subject.values is None)
     except Exception as exc:  # torch raises all kinds of errors for files that do not fit their index
@@ -91,6 +95,8 @@ def load(
     agree_on_errors(world, error, CheckpointError)
     try:
         _put(found, subject, local)
+        if subject.averaged is not None:
+            subject.averaged.put(averages, int(found.script["averaged"]))
     except Exception as exc:
         error = f"loading {folder} failed half way, do not go on with this model: {exc}"
     agree_on_errors(world, error, CheckpointError)
@@ -130,6 +136,8 @@ def _look(world: World, folder: Path, subject: Subject, prefix: str | None, stri
                 + ("" if script else f": it has no {MANIFEST} and {SCRIPT}")
                 + f"; load it without {name}"
             )
+    if subject.averaged is not None and script.get("averaged") is None:
+        raise CheckpointError(f"{folder} has no averages; load it without averaged")
     if prefix is None:
         prefix = manifest.prefix if manifest is not None else ""
     return _compare(world, folder, manifest, index, script, subject, prefix, strict)
@@ -180,7 +188,7 @@ def _compare(
     missing += [name for name in extras if name not in described]
     unexpected = [name for name in described if name not in known and name not in extras]
     if prefix == "":  # a plain checkpoint may have more than a model in it
-        unexpected = [name for name in unexpected if not name.startswith("optimizer.")]
+        unexpected = [name for name in unexpected if not name.startswith(("optimizer.", f"{AVERAGED}."))]
     if strict:
         wrong += [f"{name} is not in the checkpoint" for name in missing]
         wrong += [f"{name} is not in the model" for name in unexpected]
@@ -262,6 +270,27 @@ def _optimizer_state(found: _Found, subject: Subject, *, states: bool = True) ->
     state = skeleton.join(target, {name for group in held for name in group} if states else ())
     read_values(found.folder, found.index, tensors)
     return state.state_dict(held)
+
+
+def _averages(found: _Found, subject: Subject) -> dict[str, torch.Tensor]:
+    """The averages of what this rank holds, read beside the present ones."""
+    if subject.averaged is None or not found.script["averaged"]:
+        return {}
+    held = subject.averaged.own()
+    about = found.index.state_dict_metadata
+    names = {dotted(average_name(name)): name for name in held}
+    for there, name in names.items():
+        saved = about.get(there)
+        if there in about and (not isinstance(saved, TensorStorageMetadata) or saved.size != held[name].shape):
+            raise CheckpointError(f"{there} has not the shape of {name}. Nothing was loaded")
+    values = {
+        there: torch.empty(held[name].shape, dtype=held[name].dtype) for there, name in names.items() if there in about
+    }
+    missing = [name for there, name in names.items() if there not in about and isinstance(held[name], nn.Parameter)]
+    if missing:
+        raise CheckpointError(f"{found.folder} has no average of {missing[0]}. Nothing was loaded")
+    read_values(found.folder, found.index, values)
+    return {names[there]: value for there, value in values.items()}
 
 
 def _put(found: _Found, subject: Subject, local: dict[str, Any] | None) -> None:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from rannd.errors import CheckpointError, RanndError, UsageError
+from rannd.runtime.averaged_model import AveragedModel
 from rannd.runtime.checkpoint.async_save import PendingSave, settle, start
-from rannd.runtime.checkpoint.content import Content, class_name, put_model, put_optimizer
+from rannd.runtime.checkpoint.content import Content, class_name, put_averages, put_model, put_optimizer
 from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, check_plain, manifest
 from rannd.runtime.checkpoint.rng_state import random_state
 from rannd.runtime.comm.gather_objects import agree_on_errors, seal, unseal
@@ -45,6 +46,7 @@ class Subject:
     scaler: Any = None
     values: InitialValues | None = None
     """Of a model that waits for its values (meta device): what is loaded is read when it is deployed."""
+    averaged: AveragedModel | None = None
 
     def check(self) -> None:
         """UsageError for what cannot be saved or loaded."""
@@ -114,10 +116,14 @@ def _outline(world: World, subject: Subject, content: Content, prefix: str, step
         raise UsageError(wrong)
     subject.check()
     put_model(content, world, subject.parameters, subject.model, prefix)
+    if subject.averaged is not None:
+        put_averages(content, world, subject.parameters, subject.averaged)
     said: dict[str, Any] = {"rng": random_state(world.device), "position": subject.position}
     if subject.optimizer is not None:
         said["optimizer"] = vars(put_optimizer(content, subject.optimizer, subject.model))
         said["class"] = class_name(subject.optimizer.optimizer)
+    if subject.averaged is not None:
+        said["averaged"] = subject.averaged.n_averaged
     if world.rank == 0:
         for name in ("scheduler", "scaler"):
             each = getattr(subject, name)
@@ -137,6 +143,7 @@ def _script(told: list[dict[str, Any]], step: int | None, extra: Any) -> bytes:
         "position": first["position"],
         "scheduler": first.get("scheduler"),
         "scaler": first.get("scaler"),
+        "averaged": first.get("averaged"),
         "optimizer": None,
     }
     if "optimizer" in first:

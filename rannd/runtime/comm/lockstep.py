@@ -42,11 +42,15 @@ class Phase(enum.IntEnum):
     WRAP = 15
     DISTRIBUTE = 16
     SAVE_PRETRAINED = 17
+    AVERAGE = 18
+    AVERAGES = 19
 
 
 _PLACES = {
     Phase.WRAP: "profile or the constructor of RaNNCModule",
     Phase.DISTRIBUTE: "DistributeModelParams",
+    Phase.AVERAGE: "the constructor of AveragedModel",
+    Phase.AVERAGES: "state_dict or undeploy of an AveragedModel",
     Phase.GET_PARAM: "get_param, or another function that gathers parameters",
 }
 

@@ -20,11 +20,17 @@ from rannd.runtime.parameters.substitutes import StandIns, TensorSlot, places
 from rannd.runtime.storage.weight_files import Given
 
 
-def gather_tensor(world: World, parameters: Parameters, name: str, *, everywhere: bool) -> torch.Tensor | None:
-    """Copy a parameter or buffer to the CPU of rank 0 (or of all ranks); None on other ranks. Collective."""
+def gather_tensor(
+    world: World, parameters: Parameters, name: str, *, everywhere: bool, value: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Copy a parameter or buffer to the CPU of rank 0 (or of all ranks); None on other ranks. Collective.
+
+    `value`: what its holder has in its place; of the same shape and dtype.
+    """
     tensor = parameters.tensors[name]
     holder = world.rank_of_slot[parameters.slots[name][0]]
-    return collect(world, tensor, tensor.shape, tensor.dtype, holder, everywhere=everywhere)
+    mine = tensor if value is None else value
+    return collect(world, mine, tensor.shape, tensor.dtype, holder, everywhere=everywhere)
 
 
 def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
@@ -39,9 +45,18 @@ def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
 
 
 def gather_state(
-    world: World, parameters: Parameters, model: nn.Module, *, everywhere: bool, keep_vars: bool, **options: Any
+    world: World,
+    parameters: Parameters,
+    model: nn.Module,
+    *,
+    everywhere: bool,
+    keep_vars: bool,
+    values: Mapping[str, torch.Tensor] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Call the model's own ``state_dict(**options)`` with full tensors on the CPU; empty on ranks that do not collect.
+
+    `values`: what this rank has in place of the tensors that it holds, by first names.
 
     Tensors are sent one at a time; a rank that does not collect them never holds more than its own. Collective.
     """
@@ -54,7 +69,10 @@ def gather_state(
     parameters.adopt()
     first = {id(tensor): name for name, tensor in parameters.tensors.items()}
     wanted = dict.fromkeys(first[id(place.original)] for place in places(model) if place.persistent)
-    whole = {name: gather_tensor(world, parameters, name, everywhere=everywhere) for name in wanted}
+    others = values or {}
+    whole = {
+        name: gather_tensor(world, parameters, name, everywhere=everywhere, value=others.get(name)) for name in wanted
+    }
     if not everywhere and world.rank != 0:
         destination: dict[str, Any] | None = options.get("destination")
         return OrderedDict() if destination is None else destination
@@ -174,6 +192,25 @@ def load_state(
             if name in own:
                 parameters.tensors[name].copy_(value)
     return keys
+
+
+def read_state(
+    parameters: Parameters | None, model: nn.Module, state: Mapping[str, Any], *, strict: bool
+) -> dict[str, torch.Tensor]:
+    """What the model's own ``load_state_dict`` would load of a full state, by first names; the model stays unchanged.
+
+    Raises what hooks and overrides of the user's modules raise.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        first.setdefault(id(tensor), name)
+
+    def memory(_: str, original: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(original.shape, dtype=original.dtype)
+
+    if parameters is not None:
+        parameters.adopt()
+    return dict(_through_model(model, first, memory, state, strict=strict)[1])
 
 
 def load_later(values: InitialValues, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
