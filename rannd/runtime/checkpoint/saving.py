@@ -143,9 +143,10 @@ def _script(told: list[dict[str, Any]], step: int | None, extra: Any) -> bytes:
         "position": first["position"],
         "scheduler": first.get("scheduler"),
         "scaler": first.get("scaler"),
-        "averaged": first.get("averaged"),
         "optimizer": None,
     }
+    if "averaged" in first:
+        script["averaged"] = first["averaged"]
     if "optimizer" in first:
         parts = [NamedState[str](**each["optimizer"]) for each in told]
         script["optimizer"] = {"class": first["class"], **vars(merge(parts))}
