@@ -43,6 +43,8 @@ class CallTracing:
         self._values = values
         self._state = state
         self._tracer = Tracer(context)
+        self._whole: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+        """Tensors of calls (by structure) that carry no samples, so that a size like the batch's is chance."""
 
     def graph(self, call: Call, mode: Mode, held: Parameters | None) -> ModelGraph:
         """Graph of a call; `held`: the model's parameters, once it is deployed.
@@ -58,11 +60,17 @@ class CallTracing:
             msgspec.msgpack.decode(data, type=list[list[int]])
             for data in self._world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
         ]
-        signature = classify(call, mode, shapes)
-        if self._world.rank == 0:
-            more = "" if held is None else " for other inputs or another mode"
-            log.get("RaNNCModule").info("Tracing model%s ...", more)
-        return self._trace(signature, call, held)
+        whole = self._whole.setdefault((str(call.spec), call.positions), set())
+        signature = classify(call, mode, shapes, whole)
+        if self._world.rank == 0 and held is None:
+            log.get("RaNNCModule").info("Tracing model ...")
+        graph = self._trace(signature, call, held)
+        whole |= {
+            number
+            for number, spec in enumerate(graph.signature.tensors)
+            if not spec.batch and spec.shape and spec.shape[0] > 1
+        }
+        return graph
 
     def rows(self, graph: ModelGraph, call: Call) -> list[int]:
         """Number of rows (samples) of each rank. StepError if all mini-batches are empty."""

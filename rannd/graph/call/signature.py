@@ -209,12 +209,14 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     return Call(spec, tuple(names), tuple(tensors), tuple(positions), tuple(constants))
 
 
-def classify(call: Call, mode: Mode, shapes: Sequence[Sequence[Sequence[int]]]) -> Signature:
+def classify(
+    call: Call, mode: Mode, shapes: Sequence[Sequence[Sequence[int]]], whole: Collection[int] = ()
+) -> Signature:
     """Decide which tensors carry the batch.
 
     `shapes[rank][i]` is the shape of tensor i on each rank, so that all ranks decide alike. A rank's batch size is the
     most frequent first dimension of its tensors (the earliest one on ties); a tensor carries the batch if its first
-    dimension has that size on every rank.
+    dimension has that size on every rank, and it is not one of `whole`, of which earlier calls have shown otherwise.
     """
     if not call.tensors:
         given = ", ".join([*(repr(value) for _, value in call.constants[:3]), *(["..."] if call.constants[3:] else [])])
@@ -230,11 +232,13 @@ def classify(call: Call, mode: Mode, shapes: Sequence[Sequence[Sequence[int]]]) 
             )
     rows = []
     for other in shapes:
-        sizes = [shape[0] for shape in other if shape]
+        sizes = [shape[0] for number, shape in enumerate(other) if shape and number not in whole]
         rows.append(Counter(sizes).most_common(1)[0][0] if sizes else 0)
     specs = []
     for index, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
-        batch = all(bool(other[index]) and other[index][0] == count for other, count in zip(shapes, rows, strict=True))
+        batch = index not in whole and all(
+            bool(other[index]) and other[index][0] == count for other, count in zip(shapes, rows, strict=True)
+        )
         shape = tuple(tensor.shape[1:] if batch else tensor.shape)
         specs.append(TensorSpec(name, tensor.dtype, shape, batch, tensor.requires_grad))
     if not any(spec.batch for spec in specs):

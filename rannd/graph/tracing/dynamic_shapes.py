@@ -25,6 +25,9 @@ from rannd.graph.fx.traced import Traced
 from rannd.graph.modules.source_location import Offence
 from rannd.graph.tracing.batch_dim import MOST_ROWS
 
+SMALLEST = 3
+"""Templates are not traced with smaller sizes: torch.export treats 0 and 1 differently, and code may subtract."""
+
 LARGEST_CHECKED = 65
 """Conditions on rows and sizes together are evaluated for numbers of rows from two to below this."""
 
@@ -41,17 +44,23 @@ class _Stored(msgspec.Struct):
 
 
 def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
-    """Trace a model for all sizes of the dimensions in ``signature.open``, and serialize it. NoTemplate on failure."""
+    """Trace a model for all sizes of the dimensions in ``signature.open``, and serialize it. NoTemplate on failure.
+
+    The template has the branches that the model's code takes for the values in `leaves`.
+    """
     # Imported lazily: runs that get their traces from the cache do not need the tracer.
     from rannd.graph.branches.data_dependent import Undecidable
     from rannd.graph.tracing.export import Notes, TracedCall, example_inputs, export, shown, traced_of
 
+    signature, leaves = _enlarged(signature, leaves)
     examples = example_inputs(signature, leaves)
     notes = Notes()
     try:
-        program = export(model, signature, examples, TracedCall(examples), notes=notes)
-        if notes.decided or notes.chances:
-            raise NoTemplate("the model's code branches on the values of tensors")
+        program = export(
+            model, signature, examples, TracedCall(leaves if signature.rows(leaves) else examples), notes=notes
+        )
+        if notes.chances:
+            raise NoTemplate("the model's code branches on random numbers")
         symbols = _symbols(program, signature)
         found = shown(model, program, notes, symbols)
         traced = traced_of(model, found)
@@ -101,6 +110,28 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
         if not isinstance(value, TensorValue) or value.shape[1 if spec.batch else 0 :] != spec.shape:
             raise NoTemplate(f"{spec.name} has the shape {spec.shape}")
     return dataclasses.replace(traced, record=())
+
+
+def _enlarged(signature: Signature, leaves: list[torch.Tensor]) -> tuple[Signature, list[torch.Tensor]]:
+    """The call with larger sizes in its open dimensions, where these are small; their differences stay the same.
+
+    Values are repeated: only branches depend on them, and whoever uses a template checks those.
+    """
+    sizes = [signature.tensors[tensor].shape[dim] for tensor, dim in signature.open]
+    if not all(sizes):
+        raise NoTemplate("a dimension is 0")
+    if min(sizes) >= SMALLEST:
+        return signature, leaves
+    tensors, leaves = list(signature.tensors), list(leaves)
+    for tensor, dim in signature.open:
+        spec = tensors[tensor]
+        size = spec.shape[dim]
+        where = torch.arange(size + SMALLEST, device=leaves[tensor].device) % size
+        leaf = leaves[tensor].detach().index_select(dim + spec.batch, where)
+        leaves[tensor] = leaf.requires_grad_(spec.requires_grad)
+        shape = (*spec.shape[:dim], size + SMALLEST, *spec.shape[dim + 1 :])
+        tensors[tensor] = dataclasses.replace(spec, shape=shape)
+    return dataclasses.replace(signature, tensors=tuple(tensors)), leaves
 
 
 def _sizes(program: Any, signature: Signature) -> list[Any]:

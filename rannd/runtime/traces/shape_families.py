@@ -1,14 +1,15 @@
-"""Shares one trace between calls of a *family*, which differ only in sizes (of sequences, of images).
+"""Shares traces between calls of a *family*, which differ only in sizes (of sequences, of images).
 
 The first call of a family is traced for its own sizes. The first one with other sizes creates a *template*, a trace
 with dynamic shapes (rannd.graph.tracing.dynamic_shapes), which the graphs of this call and all later ones are made
-from. Templates are cached like traces.
+from. Calls for which the model's code takes other branches get templates of their own, up to a few. Templates are
+cached like traces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,22 +23,35 @@ from rannd.graph.tracing.dynamic_shapes import NoTemplate, instance, template
 from rannd.runtime.comm.context import Context
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
 
+MOST_TEMPLATES = 4
+"""Maximum number of templates of a family."""
+MOST_FAILURES = 2
+"""Number of templates that could not be traced, or not be used, after which a family gets no more."""
+
+
+@dataclass
+class _Template:
+    data: bytes
+    checked: str | None
+    """See StoredTrace."""
+    key: Key | None
+    """Cache key of the template until it has been compared; None afterwards, or if it cannot be cached."""
+    new: bool
+    """Whether the template was traced in this run."""
+    tried: bool = False
+    """Whether the template was compared with the model in this run."""
+
 
 @dataclass
 class _Family:
     first: Signature
     state: PythonState
     open: tuple[tuple[int, int], ...] = ()
-    data: bytes = b""
-    hopeless: bool = False
-    checked: str | None = None
-    """See StoredTrace."""
-    tried: bool = False
-    """Whether the template was compared with the model in this run."""
-    key: Key | None = None
-    """Cache key of the template until it has been compared; None afterwards, or if it cannot be cached."""
-    new: bool = False
-    """Whether the template was traced in this run."""
+    templates: list[_Template] = field(default_factory=list)
+    """The last one used is the first."""
+    made: int = 0
+    """Number of templates for the present open dimensions, which numbers their cache keys."""
+    failures: int = 0
 
 
 class Families:
@@ -50,7 +64,7 @@ class Families:
         self._known: dict[str, _Family] = {}
 
     def graph(self, signature: Signature, leaves: list[torch.Tensor], state: PythonState) -> ModelGraph | None:
-        """Make the graph of a call from its family's template; None if the call has to be traced.
+        """Make the graph of a call from its family's templates; None if the call has to be traced.
 
         `state` is the Python state of the modules; a template is valid for one state only.
         """
@@ -65,78 +79,102 @@ class Families:
             return None
         assert family is not None
         differing = _differing(family.first, signature)
-        if not differing or family.hopeless:
-            return None
-        if not family.data or not set(differing) <= set(family.open):
-            family.open = tuple(sorted({*family.open, *differing}))
-            self._template(family, replace(signature, open=family.open), leaves)
-        graph, broken = self._instance(family.data, signature, leaves)
-        if family.data and self._anywhere(bool(broken)):
-            self._template(family, replace(signature, open=family.open), leaves, broken or "another rank cannot use it")
-            graph, broken = self._instance(family.data, signature, leaves)
-            family.hopeless |= self._anywhere(bool(broken))
-        return None if self._anywhere(graph is None) else graph
+        wanted = tuple(sorted({*family.open, *differing}))
+        if not differing or any(signature.tensors[tensor].shape[dim] < 2 for tensor, dim in wanted):
+            return None  # torch.export treats sizes 0 and 1 differently
+        if wanted != family.open:
+            family.open, family.templates, family.made, family.failures = wanted, [], 0, 0
+        graph = self._of_known(family, signature, leaves)
+        if graph is None and family.failures < MOST_FAILURES and len(family.templates) < MOST_TEMPLATES:
+            made = self._template(family, replace(signature, open=family.open), leaves)
+            if made is not None:
+                family.templates.insert(0, made)
+                graph = self._of_known(family, signature, leaves)
+            family.failures += graph is None
+        return graph
+
+    def _of_known(self, family: _Family, signature: Signature, leaves: list[torch.Tensor]) -> ModelGraph | None:
+        """Make the graph of a call from one of a family's templates, which becomes the first; None if none fits it."""
+        for each in list(family.templates):
+            graph, broken = self._instance(each.data, signature, leaves)
+            if self._anywhere(bool(broken)):
+                self._discard(family, each, broken or "another rank cannot use it")
+            elif not self._anywhere(graph is None):
+                family.templates.remove(each)
+                family.templates.insert(0, each)
+                return graph
+        return None
+
+    def _discard(self, family: _Family, broken: _Template, why: str) -> None:
+        client = self._context.cache.client
+        if self._world.rank == 0 and broken.key is not None and client is not None:
+            log.get("RaNNCModule").warning("The cached trace %s cannot be used: %s", broken.key.short, why)
+            client.discard(broken.key, why)
+        family.templates.remove(broken)
+        if broken.new:  # not from the cache: another one would be no better
+            family.failures = MOST_FAILURES
+        else:
+            family.made -= 1
 
     def checked(self, signature: Signature) -> str | None:
-        """Result of comparing the template of a call's family with the model, see `StoredTrace.checked`."""
-        return self._known[signature.family()].checked
+        """Result of comparing the template that was used last for a call's family, see `StoredTrace.checked`."""
+        return self._used(signature).checked
+
+    def tried(self, signature: Signature) -> bool:
+        """Whether the template that was used last for a call's family was compared with the model in this run."""
+        return self._used(signature).tried
 
     def keep(self, signature: Signature, checked: str | None) -> None:
-        """Store the template of a call's family in the cache, after it was checked."""
-        family, client = self._known[signature.family()], self._context.cache.client
-        if family.key is not None and client is not None and (family.new or checked != family.checked):
-            client.put(family.key, pack(StoredTrace("", checked, family.data)))
-        family.checked, family.tried, family.key = checked, True, None
+        """Store the template that was used last for a call's family in the cache, after it was checked."""
+        used, client = self._used(signature), self._context.cache.client
+        if used.key is not None and client is not None and (used.new or checked != used.checked):
+            client.put(used.key, pack(StoredTrace("", checked, used.data)))
+        used.checked, used.tried, used.key = checked, True, None
 
     def drop(self, signature: Signature) -> None:
         """Discard the wrong template of a call's family; from now on each size is traced separately."""
         family, client = self._known[signature.family()], self._context.cache.client
-        if family.key is not None and not family.new and client is not None:
-            client.discard(family.key, "its results differ from the model's")
-        family.hopeless, family.data, family.key = True, b"", None
+        used = self._used(signature)
+        if used.key is not None and not used.new and client is not None:
+            client.discard(used.key, "its results differ from the model's")
+        family.templates, family.failures = [], MOST_FAILURES
+
+    def _used(self, signature: Signature) -> _Template:
+        return self._known[signature.family()].templates[0]
 
     def _anywhere(self, here: bool) -> bool:
         return any(each for (each,) in self._world.gather_numbers([int(here)]))
 
-    def _template(self, family: _Family, signature: Signature, leaves: list[torch.Tensor], broken: str = "") -> None:
-        """Set a family's template on all ranks, from the cache or traced on rank 0; b"" if it cannot be traced.
-
-        `broken` says why the cached template cannot be used.
-        """
+    def _template(self, family: _Family, signature: Signature, leaves: list[torch.Tensor]) -> _Template | None:
+        """The next template of a family, from the cache or traced on rank 0; None if it cannot be traced."""
         sizes = ", ".join(f"{signature.tensors[tensor].name}[{dim + 1}]" for tensor, dim in signature.open)
         tensors = list(signature.tensors)
         for tensor, dim in signature.open:
             shape = list(tensors[tensor].shape)
-            shape[dim] = 0  # so that the key differs from that of every call
+            shape[dim] = -family.made  # so that the key differs from that of every call
             tensors[tensor] = replace(tensors[tensor], shape=tuple(shape))
+        family.made += 1
         key = self._key_of(replace(signature, tensors=tuple(tensors)))
-        found = b""
-        family.key, family.checked, family.tried, family.new = key, None, False, False
+        found, new = b"", False
         if self._world.rank == 0:
             logger = log.get("RaNNCModule")
             client = self._context.cache.client
             if key is not None and client is not None:
-                if broken:
-                    logger.warning("The cached trace %s cannot be used: %s", key.short, broken)
-                    client.discard(key, broken)
-                else:
-                    found = self._readable(client.get(key) or b"")
+                found = self._readable(client.get(key) or b"")
             if found and key is not None:
                 logger.info("Using trace %s for any size of %s from the cache", key.short, sizes)
             else:
                 try:
                     logger.info("Tracing model for any size of %s ...", sizes)
                     found = pack(StoredTrace("", None, template(self._context.model, signature, leaves)))
-                    family.new = True
+                    new = True
                 except NoTemplate as exc:
-                    logger.info("Each size of %s is traced separately: %s", sizes, exc)
+                    logger.info("No trace for any size of %s: %s", sizes, exc)
         found = self._world.broadcast_bytes(found)
-        if found:
-            stored = unpack(found)
-            family.data, family.checked = stored.data, stored.checked
-        else:
-            family.data = b""
-        family.hopeless = not family.data
+        if not found:
+            return None
+        stored = unpack(found)
+        return _Template(stored.data, stored.checked, key, self._anywhere(new))
 
     def _readable(self, found: bytes) -> bytes:
         """Return a cached template if it can be decoded, else b""."""
@@ -148,22 +186,18 @@ class Families:
             return b""
         return found
 
-    def tried(self, signature: Signature) -> bool:
-        """Whether the template of a call's family was compared with the model in this run."""
-        return self._known[signature.family()].tried
-
     def _instance(self, data: bytes, signature: Signature, leaves: list[torch.Tensor]) -> tuple[ModelGraph | None, str]:
         """Make a graph from a template; returns (graph, ''), or (None, the template's defect or '')."""
-        if not data:
-            return None, ""
         try:
             traced = instance(data, self._context.model, signature)
-        except NoTemplate as exc:
-            if self._world.rank == 0:
-                log.get("RaNNCModule").info("These sizes are traced separately: %s", exc)
+        except NoTemplate:
             return None, ""
         except Broken as exc:
             return None, str(exc)
+        if traced.decisions is not None and signature.rows(leaves):  # a rank without rows follows the others
+            here = [tensor.to(self._world.device) for tensor in leaves]
+            if not traced.decisions.hold(here):
+                return None, ""
         try:
             return build(self._context.model, signature, leaves, self._world.device, traced), ""
         except Exception as exc:  # cached data may be arbitrarily wrong; the model can still be traced

@@ -117,6 +117,8 @@ class Tracer:
         key = self._key(signature)
         stored = self._find(key) if key is not None else b""
         if not stored:
+            if self.traced > 1 and self._world.rank == 0:
+                log.get("RaNNCModule").info("Tracing model for other inputs or another mode ...")
             self._prove_hooks()
         made, assumed = _Made(), None
         rows = [count for (count,) in self._world.gather_numbers([signature.rows(leaves)])]
