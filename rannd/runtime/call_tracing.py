@@ -27,12 +27,9 @@ from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.traces.trace_provider import Tracer
 
-MANY_GRAPHS = 16
-"""Number of traces of one model after which a warning is logged."""
-
 
 class CallTracing:
-    """Traces the model for calls that are the same on all ranks. All methods but `warn_of_many` are collective.
+    """Traces the model for calls that are the same on all ranks. All methods but `keep_refusal` are collective.
 
     `state` returns the Python state of the model's modules.
     """
@@ -62,7 +59,7 @@ class CallTracing:
         ]
         whole = self._whole.setdefault((str(call.spec), call.positions), set())
         signature = classify(call, mode, shapes, whole)
-        if self._world.rank == 0 and held is None:
+        if self._world.rank == 0 and not self._tracer.looked:
             log.get("RaNNCModule").info("Tracing model ...")
         graph = self._trace(signature, call, held)
         whole |= {
@@ -81,25 +78,22 @@ class CallTracing:
             raise StepError("the mini-batches of all ranks are empty; skip the step")
         return rows
 
-    def planned(self, graph: ModelGraph, call: Call) -> ModelGraph:
-        """Graph to plan for, derived from the first call's; compared with the model if `verify_partitioning` is set."""
-        graph = self._as_trained(graph, call)
+    def check(self, graph: ModelGraph, call: Call) -> None:
+        """Compare the graph to plan for with the model if `verify_partitioning` is set. TraceError on this rank."""
         if self._context.config.verify_partitioning and not self._context.config.partitioning_dry_run_np:
             self._verify(graph, call)
-        return graph
 
-    def warn_of_many(self, call: Call) -> None:
-        """Warn once if the model is traced again and again."""
-        if self._tracer.traced == MANY_GRAPHS and self._world.rank == 0:
-            log.get("RaNNCModule").warning(
-                "The model was traced %d times, the last time for %s; a graph is specialized on numbers and strings "
-                "among the arguments and on all sizes but the batch's. Pass what changes from call to call as tensors",
-                MANY_GRAPHS,
-                ", ".join(f"{name}: {tuple(t.shape)}" for name, t in zip(call.names, call.tensors, strict=True)),
-            )
+    @property
+    def traced(self) -> int:
+        """Number of calls traced separately."""
+        return self._tracer.traced
 
-    def _as_trained(self, graph: ModelGraph, call: Call) -> ModelGraph:
-        """Graph of this call in training mode, if there is an optimizer and the call is not already in training mode.
+    def keep_refusal(self, read: Sequence[str]) -> None:
+        """Store that the last call could not be traced with these arguments unread, or (none) numbers as inputs."""
+        self._tracer.keep_refusal(read)
+
+    def planned(self, graph: ModelGraph, call: Call) -> ModelGraph:
+        """Graph to plan for: of this call in training mode, if there is an optimizer.
 
         So an evaluation before the first step does not change the plan. A model that cannot be called like this in
         training (because it needs labels, say) is planned for the call as it is.
@@ -133,7 +127,7 @@ class CallTracing:
                     graph, _ = self._tracer.graph(signature, call.tensors, self._state(), empty)
         if not config.partitioning_dry_run_np:
             self._values.check_leaves(graph.traced.leaf_paths)
-        if self._world.rank == 0 and held is None:
+        if self._world.rank == 0 and not self._tracer.looked:
             log.get("RaNNCModule").info("Converting torch model to IR ...")
         return graph
 

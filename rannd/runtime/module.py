@@ -17,7 +17,6 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import StepError, UsageError
-from rannd.graph.call.signature import flatten_call
 from rannd.plan.deployment import Deployment
 from rannd.runtime import registry
 from rannd.runtime.comm import process_flags
@@ -162,7 +161,7 @@ class RaNNCModule(nn.Module):
             raise UsageError(_NOT_COMPILED)
         planned = self._session.deployment is not None
         with self._session.world.watch.inside("forward"), self._calls.aside():
-            output = self._session.run(flatten_call(args, kwargs), self._inner.training, lambda: process_flags.delayed)
+            output = self._session.run(args, kwargs, self._inner.training, lambda: process_flags.delayed)
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
             self.save_deployment(self._config.deployment_file)
         return output

@@ -10,7 +10,6 @@ from torch import nn
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import UsageError
-from rannd.graph.call.signature import flatten_call
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime import registry
 from rannd.runtime.comm.context import Context
@@ -52,4 +51,4 @@ def profile(model: nn.Module, inputs: Any) -> GraphProfile:
     world = current(config)
     session = Session(Context.of(world, config, model))
     with world.watch.inside("profile"):
-        return session.profile(flatten_call(args, kwargs), model.training)
+        return session.profile(args, kwargs, model.training)

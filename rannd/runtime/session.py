@@ -8,18 +8,22 @@ stage, `_finish_call` returns the outputs to the script.
 
 from __future__ import annotations
 
+import contextlib
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from rannd import log
 from rannd.errors import StepError
-from rannd.graph.call.signature import Call, Mode
+from rannd.graph.call.plain_arguments import ArgumentsChanged
+from rannd.graph.call.signature import Call, Mode, flatten_call
 from rannd.plan.deployment import Deployment
 from rannd.profile.graph_profile import GraphProfile
+from rannd.runtime.argument_learning import ArgumentLearning
 from rannd.runtime.call_tracing import CallTracing
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import Phase, agree, meet
@@ -37,6 +41,9 @@ from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_tensor
 from rannd.runtime.planning.memory_promise import MemoryPromise
+from rannd.runtime.retraces import Retraces
+
+_T = TypeVar("_T")
 
 
 class Follower(Protocol):
@@ -74,6 +81,8 @@ class Session:
         self.values = InitialValues(context)
         self._graphs = Graphs(context)
         self._tracing = CallTracing(context, self.values, self._graphs.state)
+        self._arguments = ArgumentLearning(world, self._tracing.keep_refusal, inputs=context.config.verify_trace)
+        self._retraces = Retraces()
         self._deployer = Deployer(context, self.values)
         self._steps = 0
         self.followers: list[weakref.ref[Follower]] = []
@@ -90,14 +99,20 @@ class Session:
 
     # -- calls ------------------------------------------------------------------------------------------------
 
-    def run(self, call: Call, training: bool, delayed: Callable[[], bool]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, delayed: Callable[[], bool]) -> Any:
         """Run one call and return its output for this rank's samples.
 
         `delayed()` returns whether the reduction of gradients is delayed, now and when backward runs.
         """
-        ready = self._prepare_call(call, training, waits=delayed())
+        ready = self._flattened(args, kwargs, lambda call: self._prepare_call(call, training, waits=delayed()))
         outputs = self._run_call(ready)
         return self._finish_call(ready, outputs, delayed)
+
+    def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], use: Callable[[Call], _T]) -> _T:
+        """Use the flattened arguments of a call, again if tracing shows that they have to be flattened differently."""
+        while True:
+            with contextlib.suppress(ArgumentsChanged):
+                return use(flatten_call(args, kwargs, self._arguments.known))
 
     def _prepare_call(self, call: Call, training: bool, *, waits: bool) -> ReadyCall:
         """Find the graph that all ranks run for a call, and this rank's part of the mini-batch."""
@@ -137,7 +152,7 @@ class Session:
         graph, tensors = ready.executor.bound.graph, ready.call.tensors
         if ready.share is not None:
             outputs = ready.share.outputs(outputs)
-        home = tensors[0].device
+        home = ready.call.home
         outputs = [
             value.to(home) if isinstance(value, torch.Tensor) and not isinstance(value, NotSent) else value
             for value in outputs
@@ -208,23 +223,33 @@ class Session:
             watch.where.preparing = True
             number = self._bind_graph(call, mode)
             watch.where.preparing, watch.promise = False, self._promise
-        self._tracing.warn_of_many(call)
+        if self.world.rank == 0:
+            self._retraces.warn_of_many(self._tracing.traced, call)
         return number
 
     def _bind_graph(self, call: Call, mode: Mode) -> int:
         """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""
         logger = log.get("RaNNCModule")
         state, deployed = self._graphs.state(), self._deployed
-        graph = self._tracing.graph(call, mode, self.parameters)
+        varying = self._graphs.varying(call, mode)
+        self._arguments.may_be_inputs(varying)
+        begun = time.monotonic()
+        with self._arguments.noted(call):
+            graph = self._tracing.graph(call, mode, self.parameters)
+            planned = self._tracing.planned(graph, call) if deployed is None else None
         self._graphs.look_again()
         twin = self._graphs.twin(graph, state)
         if twin is not None:
             return twin
+        if self.world.rank == 0:
+            self._retraces.note(varying, self._graphs.changed_attributes(graph, state), time.monotonic() - begun)
         rows = self._tracing.rows(graph, call)
-        if deployed is not None:
+        if planned is None:
+            assert deployed is not None
             deployed.parameters.adopt()
         else:
-            self._deployed = self._deployer.deploy(self._tracing.planned(graph, call), call, rows)
+            self._tracing.check(planned, call)
+            self._deployed = self._deployer.deploy(planned, call, rows)
             self._deployed.reducer.delivered.append(self._count)
         assert self._deployed is not None
         executor = self._deployer.bind(self._deployed, graph, self._seed)
@@ -240,11 +265,16 @@ class Session:
             logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
         return number
 
-    def profile(self, call: Call, training: bool) -> GraphProfile:
+    def profile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> GraphProfile:
         """Measure the blocks of a call's graph, for plans on any number of ranks; nothing is deployed."""
-        with self._context.cache.connected():
-            graph = self._tracing.graph(call, Mode.current(training, self.dropout), None)
+
+        def measured(call: Call) -> GraphProfile:
+            with self._arguments.noted(call):
+                graph = self._tracing.graph(call, Mode.current(training, self.dropout), None)
             return self._deployer.profile(graph, call, self._tracing.rows(graph, call))
+
+        with self._context.cache.connected():
+            return self._flattened(args, kwargs, measured)
 
     # -- state ------------------------------------------------------------------------------------------------
 

@@ -67,3 +67,10 @@ def test_averages_of_a_wrapped_model(job: Job, stages: str, tmp_path: Path) -> N
     run(1, "before", "1")
     run(3, "after", "3" if stages == "2" else "1")
     run(2, "before", "2")
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_batches_with_ids_and_numbers_that_change(job: Job, stages: str) -> None:
+    program = "tests/e2e/programs/plain_arguments.py"
+    output = job.train(2, program, stages, RANNC_PARTITION_NUM=stages, RANNC_CACHE="off")
+    assert output.count("plain arguments are right on rank") == 2

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rannd.graph.call.signature import Call, Mode, Signature, argument_name
+from rannd.graph.call.unread import Unread
 
 LONGEST = 80
 MODE = "mode"
@@ -79,15 +80,23 @@ def _told(rank: int, call: Mapping[str, str], first: int, usual: Mapping[str, st
     return structural if len(structural) == len(lines) else [line for line in lines if line not in structural]
 
 
-def _named(spec: pytree.TreeSpec, words: Mapping[int, str], mode: Mode) -> dict[str, str]:
+def leaf_names(spec: pytree.TreeSpec) -> list[str]:
+    """Name of each leaf of a call's arguments."""
     slots = pytree.tree_unflatten([_Slot(position) for position in range(spec.num_leaves)], spec)
     paths, _ = pytree.tree_flatten_with_path(slots)
-    found = {argument_name(path): words[leaf.position] for path, leaf in paths}
+    return [argument_name(path) for path, _ in sorted(paths, key=lambda each: each[1].position)]
+
+
+def _named(spec: pytree.TreeSpec, words: Mapping[int, str], mode: Mode) -> dict[str, str]:
+    found = {name: words[position] for position, name in enumerate(leaf_names(spec))}
     return {**found, f"the {STRUCTURE} of the arguments": str(spec)[:2000], MODE: _mode(mode)}
 
 
 def _constants(constants: Sequence[tuple[int, Any]]) -> dict[int, str]:
-    return {position: f"{type(value).__name__} {value!r}"[:LONGEST] for position, value in constants}
+    return {
+        position: str(value) if type(value) is Unread else f"{type(value).__name__} {value!r}"[:LONGEST]
+        for position, value in constants
+    }
 
 
 def _mode(mode: Mode) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rannd.errors import TraceError
+from rannd.graph.call.unread import is_unread, note
 
 _HELD = (type(None), bool, int, float, complex, str, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool,
          torch.dtype, torch.device)  # fmt: skip
@@ -168,7 +169,9 @@ def plain_output(result: Any, dropped: list[str]) -> Any:
     paths, spec = pytree.tree_flatten_with_path(result)
     leaves = []
     for path, leaf in paths:
-        if not isinstance(leaf, _HELD):
+        if is_unread(leaf):
+            note(leaf)  # returning it needs its value
+        elif not isinstance(leaf, _HELD):
             name = pytree.keystr(path) or "the result"
             dropped.append(f"{name} ({type(leaf).__module__}.{type(leaf).__qualname__})")
             leaf = None

@@ -2,7 +2,8 @@
 
 Arguments may be nested (tuples, lists, dicts, dataclasses). Tensors become graph inputs: *batch* tensors have the
 samples in dimension 0 and are sliced into microbatches, *whole* tensors are passed unsliced with every microbatch.
-All other leaves (None, numbers, strings) are constants of the graph.
+All other leaves (None, numbers, strings) are constants of the graph, but for those that no code reads (`unread.py`),
+and numbers that change from call to call, which become whole tensors (`plain_arguments.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import torch.utils._pytree as pytree
 
 from rannd.errors import UsageError
 from rannd.graph.call.containers import register_containers
+from rannd.graph.call.plain_arguments import NUMBERS, PlainArguments, without_unread
 from rannd.graph.call.refusal import refusal
+from rannd.graph.call.unread import Unread, UnreadArgument
 
+_TYPICAL = (torch.Tensor, torch.nn.Parameter, type(None), bool)
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
@@ -89,6 +93,8 @@ class Signature:
     """Batch size that the graph is specialized to, None if it is dynamic."""
     open: tuple[tuple[int, int], ...] = ()
     """(tensor, dimension of its `shape`) of further dimensions to trace as dynamic."""
+    numbers: tuple[int, ...] = ()
+    """Tensors that are numbers in the call."""
 
     def open_dims(self, tensor: int) -> list[int]:
         """Dynamic dimensions of a tensor, batch dimension included."""
@@ -112,6 +118,7 @@ class Signature:
                 self.mode,
                 self.fixed_rows,
                 self.open,
+                self.numbers,
             )
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -146,6 +153,8 @@ class Signature:
         """Whether `call` runs the same graph."""
         if mode != self.mode or call.spec != self.spec or call.positions != self.positions:
             return False
+        if call.numbers != self.numbers:
+            return False
         if [(i, type(c), c) for i, c in call.constants] != [(i, type(c), c) for i, c in self.constants]:
             return False
         rows = {
@@ -161,13 +170,14 @@ class Signature:
             for s, leaf in zip(self.tensors, call.tensors, strict=True)
         )
 
-    def unflatten(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Rebuild (args, kwargs) with `tensors` as the tensor leaves."""
+    def unflatten(self, tensors: Sequence[Any], *, traced: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Rebuild (args, kwargs) with `tensors` as the tensor leaves; numbers stay tensors if `traced`."""
         leaves: list[Any] = [None] * (len(self.positions) + len(self.constants))
-        for position, tensor in zip(self.positions, tensors, strict=True):
-            leaves[position] = tensor
+        for number, (position, tensor) in enumerate(zip(self.positions, tensors, strict=True)):
+            plain = number in self.numbers and not traced and isinstance(tensor, torch.Tensor)
+            leaves[position] = tensor.item() if plain else tensor
         for position, value in self.constants:
-            leaves[position] = value
+            leaves[position] = UnreadArgument(value) if type(value) is Unread else value
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -182,18 +192,45 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     positions: tuple[int, ...]
     constants: tuple[tuple[int, Any], ...]
+    numbers: tuple[int, ...] = ()
+    """Tensors that are numbers in the call."""
+
+    @property
+    def unread(self) -> list[Unread]:
+        """The arguments that are taken for unread."""
+        return [value for _, value in self.constants if type(value) is Unread]
+
+    @property
+    def home(self) -> torch.device:
+        """Device of the call's tensors."""
+        return next(tensor.device for number, tensor in enumerate(self.tensors) if number not in self.numbers)
 
     def shapes(self) -> list[list[int]]:
         """Shape of every tensor, to be sent to the other ranks."""
         return [list(t.shape) for t in self.tensors]
 
 
-def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flatten a call's arguments; UsageError for leaves that are neither dense tensors nor plain values."""
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: PlainArguments | None = None) -> Call:
+    """Flatten a call's arguments; UsageError for leaves that are neither dense tensors nor plain values.
+
+    `plain` says what is known of arguments that are not tensors; None: all are part of the call, with their values.
+    """
     ordered = {name: kwargs[name] for name in sorted(kwargs)}
-    register_containers((args, ordered))
-    paths, spec = pytree.tree_flatten_with_path((tuple(args), ordered))
-    names, tensors, positions, constants = [], [], [], []
+    tree = (tuple(args), ordered)
+    register_containers(tree)
+    paths, spec = pytree.tree_flatten_with_path(tree)
+    if plain is not None and any(type(leaf) not in _TYPICAL for _, leaf in paths):
+        rows = {leaf.shape[0] for _, leaf in paths if isinstance(leaf, torch.Tensor) and leaf.ndim}
+        parts = [
+            without_unread(each, plain, argument_name, rows, (pytree.SequenceKey(number),))
+            for number, each in enumerate(tree)
+        ]
+        paths, spec = pytree.tree_flatten_with_path(tuple(parts))
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    positions: list[int] = []
+    constants: list[tuple[int, Any]] = []
+    numbers: list[int] = []
     for position, (path, leaf) in enumerate(paths):
         name = argument_name(path)
         if isinstance(leaf, torch.Tensor):
@@ -202,11 +239,16 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             names.append(name)
             tensors.append(leaf)
             positions.append(position)
-        elif isinstance(leaf, CONSTANT_TYPES):
+        elif plain is not None and plain.is_input(name, leaf):
+            numbers.append(len(tensors))
+            names.append(name)
+            tensors.append(torch.tensor(leaf, dtype=NUMBERS[type(leaf)], device="cpu"))
+            positions.append(position)
+        elif isinstance(leaf, (Unread, *CONSTANT_TYPES)):
             constants.append((position, leaf))
         else:
             raise UsageError(refusal(name, leaf))
-    return Call(spec, tuple(names), tuple(tensors), tuple(positions), tuple(constants))
+    return Call(spec, tuple(names), tuple(tensors), tuple(positions), tuple(constants), tuple(numbers))
 
 
 def classify(
@@ -244,7 +286,7 @@ def classify(
     if not any(spec.batch for spec in specs):
         described = ", ".join(f"{n}: {tuple(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True))
         raise UsageError(f"no argument carries the batch in its first dimension ({described})")
-    return Signature(call.spec, tuple(specs), call.positions, call.constants, mode)
+    return Signature(call.spec, tuple(specs), call.positions, call.constants, mode, numbers=call.numbers)
 
 
 def argument_name(path: tuple[Any, ...]) -> str:

@@ -48,6 +48,7 @@ from torch import nn
 from torch.utils._device import DeviceContext
 
 from rannd.graph.call.signature import Signature
+from rannd.graph.call.unread import Unread
 from rannd.graph.fingerprint.code_inspector import Inspector
 from rannd.graph.fingerprint.object_reader import attributes_of, modules_of
 from rannd.graph.fingerprint.provenance import PYTHON, file_digest, requirements_of, version_of
@@ -168,9 +169,12 @@ def _call(inspector: Inspector, signature: Signature) -> str:
     for spec in signature.tensors:
         shape = ", ".join(map(str, spec.shape))
         lines.append(f"{spec.name!r} {spec.dtype} ({shape}) {spec.batch:d}{spec.requires_grad:d}")
-    lines.append(f"{signature.positions} {signature.fixed_rows}")
+    lines.append(f"{signature.positions} {signature.fixed_rows} {signature.numbers}")
     for position, value in signature.constants:
-        lines.append(f"{position} {inspector.write(value, f'argument {position}', f'argument {position}')}")
+        if type(value) is Unread:
+            lines.append(f"{position} unread {value.kind.__module__}.{value.kind.__qualname__}")
+        else:
+            lines.append(f"{position} {inspector.write(value, f'argument {position}', f'argument {position}')}")
     return f"{signature.describe()} {_digest(lines)[:32]}"
 
 

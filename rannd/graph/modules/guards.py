@@ -27,7 +27,7 @@ from torch import nn
 from rannd.graph.fingerprint.object_reader import modules_of
 from rannd.graph.fingerprint.state_rules import HOOK_FLAGS, INTERNAL
 from rannd.graph.modules.contained_objects import Contents, has_memory
-from rannd.graph.modules.snapshot import ABSENT, SnapshotWriter, differing, forget_names, places
+from rannd.graph.modules.snapshot import ABSENT, SnapshotWriter, differing, forget_names, places, plain_values
 from rannd.graph.modules.source_location import Offence, SourceLocation
 
 HOOKS = tuple(name for hooks, flags in HOOK_FLAGS.items() for name in (hooks, *flags))
@@ -96,6 +96,8 @@ class Change:
     """Location of the difference inside the attribute, as a Python expression; empty if the attribute is replaced."""
     names: tuple[str, ...] = ()
     """Names of the attributes in `inner`."""
+    values: tuple[object, ...] = field(default=(), compare=False)
+    """The former and the present value if both are numbers or strings."""
 
     def unread(self, read: Container[str]) -> str | None:
         """A name that code must read to notice the change and that is not in `read`; None if all of them are."""
@@ -128,7 +130,9 @@ def changed(before: PythonState, after: PythonState) -> list[Change]:
         one, other = before.modules.get(module, {}), after.modules.get(module, {})
         for key in differing(one, other):
             where = places(one.get(key), other.get(key))
-            found += [Change(module, key, inner, names) for inner, names in where]
+            own = key not in INTERNAL and key != "__class__"
+            values = plain_values(one.get(key), other.get(key)) if own else ()
+            found += [Change(module, key, inner, names, values) for inner, names in where]
     return found
 
 

@@ -43,7 +43,8 @@ _AS_THEY_ARE = frozenset(
 ABSENT, _TRUE, _FALSE = object(), object(), object()
 _OBJECT, _ITEMS, _PARTS, _MODULE = object(), object(), object(), object()
 _OPENED = (Sort.OBJECT, Sort.PARTS, Sort.FUNCTION, Sort.MODULE)
-_PACK = struct.Struct("d").pack
+_DOUBLE = struct.Struct("d")
+_PACK = _DOUBLE.pack
 _CONTENTS = "[]"
 """Key of an object's items among its attributes, if it is a container."""
 Path = tuple[str, tuple[str, ...]]
@@ -277,6 +278,14 @@ _SKIPPED = frozenset(name for name, part in MODULE_PARTS.items() if part in (Mod
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Keys whose values differ between two dicts of recorded values."""
     return [key for key in dict.fromkeys([*one, *other]) if one.get(key, ABSENT) != other.get(key, ABSENT)]
+
+
+def plain_values(*recorded: Any) -> tuple[object, ...]:
+    """The values of attributes that are numbers or strings; () unless all are."""
+    found = [
+        _DOUBLE.unpack(each)[0] if type(each) is bytes and len(each) == _DOUBLE.size else each for each in recorded
+    ]
+    return tuple(found) if all(type(each) in (int, float, str) for each in found) else ()
 
 
 def places(old: Any, new: Any) -> list[Path]:

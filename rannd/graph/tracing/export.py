@@ -77,7 +77,7 @@ class _Flat(nn.Module):
         self.training = model.training
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        args, kwargs = self._signature.unflatten(tensors)
+        args, kwargs = self._signature.unflatten(tensors, traced=True)
         if self._notes is None or self._deciding is None:  # strict export would trace through our code
             return self.model(*args, **kwargs)
         batch = next(tensor for tensor, spec in zip(tensors, self._signature.tensors, strict=True) if spec.batch)

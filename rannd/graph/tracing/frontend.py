@@ -29,6 +29,7 @@ from rannd.graph.branches.branch_selection import MOST_CHANCES, MoreOperators, N
 from rannd.graph.branches.data_dependent import Undecidable
 from rannd.graph.call.call_errors import numbers_by_row
 from rannd.graph.call.signature import Signature
+from rannd.graph.call.unread import Unread
 from rannd.graph.fx.leaf_op import LeafTable
 from rannd.graph.fx.traced import Traced
 from rannd.graph.modules.autograd_functions import function_path
@@ -109,7 +110,8 @@ class _FrontEnd:
         empty = signature.rows(leaves) == 0
         self._sample = TracedCall(example_inputs(signature, leaves) if empty else leaves, assumed if empty else None)
         self._record: list[str] = []
-        self._strict_tried = False
+        # Strict export reads the code of the stand-ins, which note that they are read, instead of calling it.
+        self._strict_tried = any(type(value) is Unread for _, value in signature.constants)
         self._offended = False
         self._functions_tried: set[str] = set()
 
@@ -148,6 +150,8 @@ class _FrontEnd:
                     paths, attempt = [*paths, function], other
                     continue
                 self._note(f"{described(self._model, function)} cannot run as one operator: {other.problem}")
+            if self._signature.numbers:
+                raise TraceError(f"numbers cannot be inputs of the graph: {self._why(attempt)}")
             found = self._culprits(attempt, paths)
             if "" in found or self._share({*paths, *found}) > LARGE_SHARE:
                 better = self._method(attempt, paths)
@@ -401,7 +405,7 @@ class _FrontEnd:
         return [(self._signature.rows(examples), partial(self._run, examples)) for examples in sizes]
 
     def _run(self, examples: Sequence[torch.Tensor]) -> Any:
-        args, kwargs = self._signature.unflatten(examples)
+        args, kwargs = self._signature.unflatten(examples, traced=True)
         with unchanged(self._model):
             return self._model(*args, **kwargs)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakSet
 
 from rannd import log
 from rannd.errors import StepError
-from rannd.graph.call.call_diff import difference, of_signature
+from rannd.graph.call.call_diff import difference, leaf_names, of_signature
 from rannd.graph.call.signature import Call, Mode, Signature
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph
@@ -146,6 +147,37 @@ class Graphs:
             self._ignore_unread(changes)
             return number
         return None
+
+    def varying(self, call: Call, mode: Mode) -> dict[str, tuple[Any, Any]]:
+        """Name, former and present value of the plain arguments in which a call differs from the call of a graph.
+
+        Of the graph whose call is most like it, if they differ in nothing else but sizes; {} if there is none.
+        """
+        found: list[dict[str, tuple[Any, Any]]] = []
+        for known in reversed(self._known.values()):
+            there = known.signature
+            if (there.spec, there.positions, there.mode, there.numbers) != (
+                call.spec,
+                call.positions,
+                mode,
+                call.numbers,
+            ):
+                continue
+            names = leaf_names(call.spec)
+            pairs = zip(call.constants, there.constants, strict=True)
+            found.append(
+                {names[place]: (old, new) for (place, new), (_, old) in pairs if (type(old), old) != (type(new), new)}
+            )
+        return min(found, key=len, default={})
+
+    def changed_attributes(self, graph: ModelGraph, state: PythonState) -> list[Change]:
+        """Attributes that differ from those of the graph that is most like this one, in the latest state of that."""
+        found = [
+            changed(known.ways[-1][0], outside(state, known.graph.traced.leaf_paths))
+            for known in self._known.values()
+            if known.signature == graph.signature
+        ]
+        return min(found, key=len, default=[])
 
     def look_again(self) -> None:
         """Stop ignoring attributes that new code, such as a hook, reads."""

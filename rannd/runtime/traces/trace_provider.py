@@ -18,9 +18,10 @@ import torch
 from rannd import log
 from rannd.daemon.common.keys import Key, hooks_key, trace_key
 from rannd.daemon.common.versions import version
-from rannd.errors import RanndError, StepError
+from rannd.errors import RanndError, StepError, TraceError
 from rannd.graph.call.call_errors import explained
 from rannd.graph.call.signature import Signature
+from rannd.graph.call.unread import note_read
 from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
 from rannd.graph.fx.codec import decode, encode
 from rannd.graph.fx.encoding import Broken, Uncodable
@@ -32,6 +33,9 @@ from rannd.runtime.traces.shape_families import Families
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
 from rannd.runtime.traces.trace_checking import TraceChecker
 from rannd.sources import CHECKING, TRACING, digest_of
+
+REFUSED = b"refused:"
+"""Begins what is stored, in place of a trace, of calls that cannot be traced as they are: names of what is read."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,14 @@ class Tracer:
         self._families = Families(context, self._key)
         self._distrusted = False
         self._proven = False
+        self._last: Key | None = None
+        """Key of the last call that was looked up."""
         self._used: Key | None = None
         """Key of the last trace that came from the cache."""
+        self._made = False
+        """Whether there was a graph."""
+        self.looked = False
+        """Whether a graph was wanted."""
         self.traced = 0
         """Number of calls traced separately, not from a template."""
 
@@ -106,6 +116,7 @@ class Tracer:
             state: Python state of the model's modules.
             empty: Tensors of the model without values on this rank; None if no rank has values.
         """
+        self.looked = True
         home = next((p.device for p in self._context.model.parameters()), self._world.device)
         leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in tensors]
         other = self._families.graph(signature, leaves, state)
@@ -116,8 +127,10 @@ class Tracer:
         self.traced += 1
         key = self._key(signature)
         stored = self._find(key) if key is not None else b""
+        self._last = key
+        stored = self._unless_refused(stored)
         if not stored:
-            if self.traced > 1 and self._world.rank == 0:
+            if self._made and self._world.rank == 0:
                 log.get("RaNNCModule").info("Tracing model for other inputs or another mode ...")
             self._prove_hooks()
         made, assumed = _Made(), None
@@ -140,10 +153,28 @@ class Tracer:
         if key is not None and made.data:
             self._keep(key, pack(StoredTrace(graph.task.graph_hash, checked, made.data)))
         self._tell(graph)
+        self._made = True
         # The cached trace may have been usable on some ranks only.
         cached = bool(stored) and all(each for (each,) in self._world.gather_numbers([int(made.cached)]))
         self._used = key if cached else None
         return graph, cached
+
+    def keep_refusal(self, read: Sequence[str]) -> None:
+        """Store that the last call could not be traced as it was: with these arguments unread, or numbers as inputs."""
+        if self._last is not None and self._world.rank == 0:
+            self._keep(self._last, REFUSED + msgspec.msgpack.encode(list(read)))
+
+    def _unless_refused(self, stored: bytes) -> bytes:
+        """A stored trace. TraceError on all ranks if an earlier run could not trace the call."""
+        if not stored.startswith(REFUSED):
+            return stored
+        try:
+            names = msgspec.msgpack.decode(stored.removeprefix(REFUSED), type=list[str])
+        except msgspec.MsgspecError:
+            return b""
+        for name in names:
+            note_read(name)
+        raise TraceError(f"an earlier run could not trace this call ({', '.join(names) or 'numbers'})")
 
     # -- checking ---------------------------------------------------------------------------------------------
 
@@ -169,7 +200,9 @@ class Tracer:
         opaque: tuple[str, ...] = ()
         while True:
             assert made.graph is not None
-            verdict = self._checker.verdict(made.graph, leaves, empty, opaque, retraced)
+            verdict = self._checker.verdict(made.graph, leaves, empty, opaque, None if signature.numbers else retraced)
+            if signature.numbers and verdict.checked != "":
+                raise TraceError(f"numbers cannot be inputs of the graph: {verdict.checked or verdict.line}")
             if verdict.checked is not None:
                 self._tell_checked(verdict.checked)
                 if made.stored is not None and key is not None and verdict.checked != made.checked:

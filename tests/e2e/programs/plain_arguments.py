@@ -1,0 +1,83 @@
+"""Batches with ids, files and objects, and numbers that change: as one process, on stages (argument: how many)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from yardstick import RANK, SIZE, Plain, batches, same
+
+import pyrannc
+from rannd.runtime.traces import trace_provider
+
+STAGES = int(sys.argv[1])
+traces = 0
+trace = trace_provider.trace
+
+
+def counted(*args: Any) -> Any:
+    global traces
+    traces += 1
+    return trace(*args)
+
+
+trace_provider.trace = counted
+
+
+class Net(nn.Module):
+    """Reads only the tensors of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, batch: dict[str, Any], scale: float = 1.0, times: int = 1) -> torch.Tensor:
+        x = torch.tanh(self.first(batch["x"])) * scale
+        for _ in range(times):
+            x = self.second(x)
+        result: torch.Tensor = self.last(torch.tanh(x))
+        return result * scale
+
+
+def batch(x: torch.Tensor, rank: int, number: int) -> dict[str, Any]:
+    rows = range(len(x))
+    return {
+        "x": x,
+        "ids": [f"{number}-{rank}-{row}" for row in rows],
+        "index": [number + row for row in rows],
+        "file": Path(f"/data/{rank}/{number}"),
+        "meta": {"made": object(), "name": f"of rank {rank}"},
+    }
+
+
+torch.manual_seed(5)
+net = Net().double()
+
+
+def make(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 0.01)
+
+
+plain = Plain(net, make)
+optimizer = make(net.parameters())
+model = pyrannc.RaNNCModule(net, optimizer)
+assert plain.optimizer is not None
+for number in range(8):
+    scale, times = 0.5 + 0.1 * number, 1 + (number > 4)
+    given = batches(number)
+    optimizer.zero_grad()
+    plain.optimizer.zero_grad()
+    model(batch(given[RANK], RANK, number), scale=scale, times=times).pow(2).sum().backward()
+    for rank, x in enumerate(given):
+        (plain.model(batch(x, rank, number), scale=scale, times=times).pow(2).sum() / SIZE).backward()
+    optimizer.step()
+    plain.optimizer.step()
+    for name, p in model.named_parameters(own=True):
+        same(p, dict(plain.model.named_parameters())[name], f"step {number}: {name}")
+assert len(model.deployment.stages) == STAGES
+# The first call; the scale as an input; `times` as an input, which fails, and its second value.
+assert traces == 4, traces
+print(f"plain arguments are right on rank {RANK}", flush=True)
