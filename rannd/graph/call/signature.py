@@ -219,7 +219,8 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: PlainA
     tree = (tuple(args), ordered)
     register_containers(tree)
     paths, spec = pytree.tree_flatten_with_path(tree)
-    if plain is not None and any(type(leaf) not in _TYPICAL for _, leaf in paths):
+    tensor = any(isinstance(leaf, torch.Tensor) for _, leaf in paths)  # a call without one is told with its values
+    if plain is not None and tensor and any(type(leaf) not in _TYPICAL for _, leaf in paths):
         rows = {leaf.shape[0] for _, leaf in paths if isinstance(leaf, torch.Tensor) and leaf.ndim}
         parts = [
             without_unread(each, plain, argument_name, rows, (pytree.SequenceKey(number),))
