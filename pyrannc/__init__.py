@@ -1,6 +1,7 @@
 """Automatic parallelism for PyTorch models: ``model = pyrannc.RaNNCModule(model, optimizer)``.
 
-The public API, under the name that RaNNC scripts import. Importing it starts nothing.
+The public API, under the name that RaNNC scripts import. Importing it starts nothing;
+where gloo would listen on an address that other nodes cannot reach, it sets GLOO_SOCKET_IFNAME.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rannd import config as _configuration
 from rannd.graph.partition.cut_point import CutPoint
 from rannd.plan.deployment import decode as _decode
 from rannd.plan.plan_text import show as _show
+from rannd.runtime.comm import network_interface as _network_interface
 from rannd.runtime.comm.lockstep import Phase as _Phase
 from rannd.runtime.comm.lockstep import meet as _meet
 from rannd.runtime.comm.process_flags import delay_grad_allreduce, keep_graph, sync_params_on_init
@@ -32,6 +34,8 @@ from rannd.runtime.parameters.deferred_init import DistributeModelParams
 from rannd.runtime.planning.deployment_file import named as _named
 from rannd.runtime.planning.deployment_file import read_file as _read_file
 from rannd.runtime.profiling import profile
+
+_network_interface.choose(os.environ)
 
 if TYPE_CHECKING:
     from rannd.runtime.averaged_model import AveragedModel

@@ -5,6 +5,8 @@ Standard library only: the ranks' watchers run without site-packages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 WORLDS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -37,3 +39,37 @@ inherits."""
 MPI_RANKS = tuple(name for name in RANKS if name != "RANK")
 """Those of the launchers that rannc-run starts: mpirun, mpiexec and srun. RANK is none of theirs; it may come from the
 environment around rannc-run."""
+
+
+def as_torchrun(rank: int, size: int, local_rank: int, local_size: int | None) -> dict[str, str]:
+    """Variables in which torchrun tells a process its rank, for scripts that read them; `local_size` None: unknown."""
+    values = zip(WORLDS[2], (rank, size, local_rank, local_size), strict=True)
+    return {name: str(value) for name, value in values if value is not None}
+
+
+def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """`as_torchrun` of a rank that an MPI launcher or srun has started, {} of any other process.
+
+    Local numbers may be those of another row: srun with PMI sets PMI_RANK, and its own SLURM_LOCALID.
+    """
+    started = [world for world in WORLDS if world[0] != "RANK"]
+    found = next(((environ[rank], environ[size]) for rank, size, *_ in started if {rank, size} <= environ.keys()), None)
+    if found is None or not all(text.isdecimal() for text in found):
+        return {}
+    local = next((environ[world[2]] for world in started if environ.get(world[2], "").isdecimal()), found[0])
+    sizes = [environ.get(world[3], "") for world in started[:-1]] + [slurm_local_size(environ)]
+    local_size = next((int(text) for text in sizes if text.isdecimal()), None)
+    return as_torchrun(int(found[0]), int(found[1]), int(local), local_size)
+
+
+def slurm_local_size(environ: Mapping[str, str]) -> str:
+    """Number of srun's ranks on this node, from ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``; '' if it is not known."""
+    counts: list[str] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, times = part.partition("(x")
+        times = times.removesuffix(")") or "1"
+        if not (count.isdecimal() and times.isdecimal()):
+            return ""
+        counts += [count] * int(times)
+    node = environ.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else ""

@@ -10,7 +10,7 @@ import pytest
 import rannd
 from rannd.errors import LaunchError, UsageError
 from rannd.log import loggers
-from rannd.rank_variables import MPI_RANKS, PMIX, RANKS, WORLDS
+from rannd.rank_variables import MPI_RANKS, PMIX, RANKS, WORLDS, slurm_local_size, torch_variables
 from rannd.runner.resources.inherited import rank_here
 from rannd.runner.watch import watcher
 from rannd.runtime.comm.rendezvous import find_place
@@ -49,6 +49,39 @@ def test_a_rank_without_a_size_has_a_name_only() -> None:
         with pytest.raises(error, match=rf"{PMIX}=3\) that does not say how many ranks"):
             place(environ)
     assert find_place({**environ, "RANK": "3", "WORLD_SIZE": "4"}).size == 4
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        (dict(zip(WORLDS[0], "3412", strict=True)), "3412"),
+        (dict(zip(WORLDS[1], "3412", strict=True)), "3412"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, "343"),
+        (
+            {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "3,1"},
+            "3401",
+        ),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            "3412",
+        ),
+        (dict(zip(WORLDS[2], "3412", strict=True)), ""),
+        ({"SLURM_PROCID": "0"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_rank_of_any_launcher_in_the_names_of_torchrun(environ: dict[str, str], told: str) -> None:
+    """What the local size is, not every launcher says."""
+    assert torch_variables(environ) == dict(zip(WORLDS[2], told, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "size"), [("2(x3),1", "3", "1"), ("4", "1", ""), ("x", "0", ""), ("2", "-", "")]
+)
+def test_ranks_on_a_node_of_slurm(text: str, node: str, size: str) -> None:
+    assert slurm_local_size({"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": node}) == size
 
 
 def test_the_lists_differ_only_where_they_say_so() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
+from rannd.rank_variables import as_torchrun
 from rannd.runner.resources import host_list
 from rannd.runner.resources.allocation import expand_nodelist
 from rannd.runner.resources.inherited import Rank
@@ -54,6 +55,7 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
     _refuse_another_job(options, here)
     # No PYTHONUNBUFFERED, which writes line ends separately: nothing keeps the lines of these ranks together.
     added = {} if options.config is None else {"RANNC_CONF_FILE": str(options.config.absolute())}
+    added |= as_torchrun(here.rank, here.size, here.local_rank, here.local_size)
     added |= _meeting_point(environ, here)
     lines = [f"already rank {here.rank} of {here.size}, started by {here.starter}: running {options.command[0]} as it"]
     idle = [FLAGS[name] for name in _OWN_RANKS if options.by_flag(name)]
@@ -95,19 +97,22 @@ def _cores(environ: Mapping[str, str], local_ranks: int) -> int:
 
 
 def _meeting_point(environ: Mapping[str, str], here: Rank) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT for ranks of srun, the same in each without communication.
+    """Return MASTER_ADDR and MASTER_PORT, the same in each rank without communication; {} where that is not possible.
 
-    The first node of the step, where rank 0 is, and a port derived from the job and step: ranks could agree on a free
-    one
-    only by MPI, which works under srun only if both were built for it. Variables set by the user are kept.
+    A port derived from the number of the job: ranks could agree on a free one only by MPI, which works under srun only
+    if both were built for it. Variables set by the user are kept.
     """
     name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-    if not here.by_srun or not environ.get(name):
+    if here.by_srun and environ.get(name):
+        nodes = expand_nodelist(environ[name], name)
+        address = nodes[0] if len(nodes) > 1 else "127.0.0.1"  # rank 0 is on the first node of the step
+        job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    elif here.local_size == here.size and environ.get("PMIX_NAMESPACE") and not here.by_srun:
+        address, job = "127.0.0.1", environ["PMIX_NAMESPACE"]  # Open MPI's name of the job
+    else:
         return {}
-    nodes = expand_nodelist(environ[name], name)
-    step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
     wanted = {
-        "MASTER_ADDR": nodes[0] if len(nodes) > 1 else "127.0.0.1",
-        "MASTER_PORT": str(LOWEST_PORT + zlib.crc32(step.encode()) % (32768 - LOWEST_PORT)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(LOWEST_PORT + zlib.crc32(job.encode()) % (32768 - LOWEST_PORT)),
     }
     return {each: value for each, value in wanted.items() if each not in environ}

@@ -72,6 +72,16 @@ def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network
     assert "Starting model partitioning" not in third
 
 
+@pytest.mark.parametrize("own_on_loopback", [False, True])
+def test_a_script_for_torchrun(network: Callable[..., Network], own_on_loopback: bool) -> None:
+    a, _ = network(2, own_on_loopback=own_on_loopback).made
+    script = str(PROGRAM.with_name("own_group.py"))
+    code, output = a.run("rannc-run", "--hosts", "a:2,b:1", script, "before", **STAGES)  # no forks: pyrannc is imported
+    assert code == 0, output
+    seen = sorted(re.findall(r"^\[(.*)\] trained \[(.*)\]", output, re.M))
+    assert seen == [("a:0", "0, 3, 0, 2"), ("a:1", "1, 3, 1, 2"), ("b:2", "2, 3, 0, 1")], output
+
+
 @pytest.mark.parametrize("name", ["mpich", pytest.param("impi-rt", marks=pytest.mark.full)])
 def test_other_launchers_reach_other_nodes(network: Callable[..., Network], name: str, tmp_path: Path) -> None:
     """This machine may be called localhost; the ranks of the others do not look for rank 0 on theirs."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannd.errors import UsageError
-from rannd.rank_variables import PMIX, WORLDS, without_size
-from rannd.runner.resources.allocation import HOSTFILE_VARIABLES, expand_counts
+from rannd.rank_variables import PMIX, WORLDS, slurm_local_size, without_size
+from rannd.runner.resources.allocation import HOSTFILE_VARIABLES
 
 _PREFIXES = (
     "OMPI_COMM_WORLD_",
@@ -105,7 +105,7 @@ def rank_here(environ: Mapping[str, str]) -> Rank | None:
                 "unset them, or restart the job"
             )
         by_srun = _by_srun(rank, texts, environ)
-        local = _of_this_node(environ) if by_srun else environ.get(local_size, "")
+        local = slurm_local_size(environ) if by_srun else environ.get(local_size, "")
         return Rank(
             rank=int(texts[0]),
             size=int(texts[1]),
@@ -125,15 +125,6 @@ def _by_srun(variable: str, texts: tuple[str, str, str], environ: Mapping[str, s
         own = (environ.get("SLURM_PROCID"), environ.get("SLURM_STEP_NUM_TASKS")) == texts[:2]
         return own and "HYDI_CONTROL_FD" not in environ and "I_MPI_HYDRA_UUID" not in environ
     return variable == "SLURM_PROCID"
-
-
-def _of_this_node(environ: Mapping[str, str]) -> str:
-    """Return the number of srun's ranks on this node, from ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
-    text, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
-    if not text or not node.isdecimal():
-        return ""
-    counts = expand_counts(text, "SLURM_STEP_TASKS_PER_NODE")
-    return str(counts[int(node)]) if int(node) < len(counts) else ""
 
 
 def _starter(variable: str, environ: Mapping[str, str]) -> str:

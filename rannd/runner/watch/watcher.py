@@ -6,9 +6,10 @@
                              │           (leads its own session)
                              └── socket to the monitor in rannc-run: output, exit; signals, stop, quit
 
-The rank sees the same as without a watcher: its arguments, directory, environment, default signal handling; its
-standard input is empty. The watcher sends its output as bytes of a known rank and stream, reports its end with the
-reason, and whichever ends first (rannc-run, mpirun, the watcher, the rank), the others of the same rank end, too:
+The rank sees the same as without a watcher: its arguments, directory, environment (and torchrun's names of its rank),
+default signal handling; its standard input is empty. The watcher sends its output as bytes of a known rank and stream,
+reports its end with the reason, and whichever ends first (rannc-run, mpirun, the watcher, the rank), the others of the
+same rank end, too:
 
 - rannc-run ends: the socket closes, and the watcher ends the rank; also if rannc-run's host is lost.
 - mpirun ends, or ends its processes: so does the stand-in, and the kernel signals the watcher. The stand-in exists
@@ -38,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rannd.lost_host import LOOK_S, is_lost
-from rannd.rank_variables import MPI_RANKS
+from rannd.rank_variables import MPI_RANKS, torch_variables
 from rannd.runner.watch import processes, wire
 from rannd.runner.watch.line_channel import connect
 
@@ -396,6 +397,7 @@ def main() -> None:
     rank = rank_of(os.environ)
     if rank is None:
         sys.exit(f"rannc-run: the launcher set none of {', '.join(MPI_RANKS)}; the rank is unknown")
+    os.environ.update(torch_variables(os.environ))
     stand_in = os.getpid()
     pid = os.fork()
     if pid != 0:

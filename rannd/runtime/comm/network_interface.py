@@ -9,14 +9,43 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+from collections.abc import MutableMapping
 
 import psutil
 
+from rannd import log
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
 _DISCARD = 9
 """Port of the UDP socket that finds the route; nothing is sent."""
 
 
-def to_others(master: str) -> str:
+_chosen = ""
+
+
+def choose(environ: MutableMapping[str, str]) -> None:
+    """Set GLOO_SOCKET_IFNAME for the process groups of this process, rannd's and the script's own, where needed.
+
+    Called when pyrannc is imported, which scripts do before they make a process group, and before rannd makes one.
+    """
+    global _chosen
+    master = environ.get("MASTER_ADDR", "")
+    if not master or master.startswith("127.") or environ.get(_VARIABLE):
+        return
+    _chosen = _to_others(master)
+    if _chosen:
+        environ[_VARIABLE] = _chosen
+
+
+def tell() -> None:
+    """Log what `choose` has chosen; not before logging is set up."""
+    if _chosen:
+        log.get("RaNNCProcess").info(
+            "This machine's host name resolves to a loopback address; using interface %s for gloo", _chosen
+        )
+
+
+def _to_others(master: str) -> str:
     """Name of the interface to use; '' if gloo finds the right one itself.
 
     Args:

@@ -20,10 +20,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from rannd import log
 from rannd.errors import LaunchError
 from rannd.rank_variables import PMIX, WORLDS, without_size
-from rannd.runtime.comm import network_interface
+from rannd.runtime.comm import default_group, network_interface
 from rannd.runtime.failure.connections import Connections
 
 TIMEOUT = timedelta(minutes=30)
@@ -75,9 +74,12 @@ def join(place: LaunchedRank, connections: Connections) -> None:
     """Initialise torch.distributed, unless the script has done so or there is only one rank. Collective."""
     if place.launcher.startswith(("OMPI", "PMI")):
         _end_with_launcher()
-    if place.size > 1 and not dist.is_initialized():
-        with connections.recording():
-            _initialise(place)
+    if place.size > 1:
+        if not dist.is_initialized():
+            with connections.recording():
+                _initialise(place)
+        network_interface.tell()
+        atexit.register(_leave)
 
 
 def make_group(connections: Connections, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
@@ -103,19 +105,13 @@ def _initialise(place: LaunchedRank) -> None:
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         address, port = _agree_through_mpi(place)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-    if not os.environ.get("GLOO_SOCKET_IFNAME"):
-        name = network_interface.to_others(os.environ["MASTER_ADDR"])
-        if name:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            log.get("RaNNCProcess").info(
-                "This machine's host name resolves to a loopback address; using interface %s for gloo", name
-            )
+    network_interface.choose(os.environ)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if place.rank:
         _await_listener(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
-    atexit.register(_leave)
+    default_group.share(backend)
 
 
 def _await_listener(address: str, port: str) -> None:

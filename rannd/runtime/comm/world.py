@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rannd import log
 from rannd.config import Config
-from rannd.errors import LaunchError, StepError
+from rannd.errors import LaunchError, StepError, UsageError
 from rannd.plan.deployment import Slot
 from rannd.runtime.comm import rendezvous
 from rannd.runtime.comm.device import backend_of, choose_device
@@ -154,6 +154,11 @@ class World:
         each step waits for a rank that may be sleeping: with four ranks on two cores they take 3 (all_gather) to 12
         times (all_reduce) as long.
         """
+        if not dist.is_initialized():
+            raise UsageError(
+                "destroy_process_group() has ended the communication between the ranks, which all functions of rannd "
+                "need; call it after the last of them (model.state_dict, save_checkpoint, the last step)"
+            )
         received = numbers.new_empty(self.size, numbers.numel())
         work = dist.all_to_all_single(received.view(-1), numbers.repeat(self.size), group=self.control, async_op=True)
         assert work is not None

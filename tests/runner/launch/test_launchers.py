@@ -18,6 +18,7 @@ from test_run import (  # noqa: F401
     test_a_killed_rank,
     test_everything_after_the_script_is_its_own,
     test_last_lines_without_end_are_completed,
+    test_ranks_have_the_names_of_torchrun,
     test_the_exit_code_is_the_first_failing_ranks,
 )
 from transcript import Shell

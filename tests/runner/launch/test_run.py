@@ -283,6 +283,14 @@ def test_ranks_get_threads_and_a_meeting_point(shell: Shell) -> None:
     assert seen["OMPI_MCA_btl"] == ("^ofi" if shell.kind == "Open MPI" else None)
 
 
+def test_ranks_have_the_names_of_torchrun(shell: Shell) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    code, out, err = shell.run("-np", "2", program("environ.py"), *names, RANK="7")
+    assert code == 0, err
+    seen = sorted(tuple(json.loads(text).values()) for text in re.findall("{.*}", out))
+    assert seen == [("0", "0", "2", "2"), ("1", "1", "2", "2")]
+
+
 def test_what_the_user_has_set_stays(shell: Shell) -> None:
     own = {"OMP_NUM_THREADS": "3", "MASTER_PORT": "1", "OMPI_MCA_btl": "self,sm", "PYTHONUNBUFFERED": "x"}
     seen = variables(shell, "-np", "2", **own)

@@ -13,6 +13,7 @@ import pytest
 from other_launchers import environment_without_mpi
 from stand_in_srun import install, recorded
 from test_launchers import TRAIN
+from test_run import test_ranks_have_the_names_of_torchrun  # noqa: F401 - the same under srun
 from transcript import Shell, a_shell, program
 
 pytestmark = pytest.mark.ranks
