@@ -71,7 +71,11 @@ class PlanError(RanndError):
 
 
 class DoesNotFitError(PlanError):
-    """No plan fits the memory of the devices."""
+    """No plan fits the memory of the devices. `needed`: bytes of a device that would suffice, 0 if not known."""
+
+    def __init__(self, message: str, needed: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 class DeploymentError(RanndError):

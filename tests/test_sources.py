@@ -27,9 +27,11 @@ BESIDE = {
 
 BESIDE_CHECKING = {
     "rannd.runtime.planning": "how much memory is free",
+    "rannd.units": "messages",
 }
 BESIDE_PLANNING = {
     "rannd.runtime.execution.bound_graph": "whether a plan is one for this graph, also for plans from the cache",
+    "rannd.units": "messages",
 }
 
 DIGESTS = {

@@ -77,16 +77,17 @@ def test_an_error_in_the_model_is_an_error_everywhere_and_stays(job: Job) -> Non
         assert re.search(rf"rank {rank} step 4 caught RankFailedError: rank {origin} .*restart the job", output)
 
 
+@pytest.mark.parametrize("stages", ["1", "2"])
 @pytest.mark.parametrize(
     ("what", "error", "place"),
     [
         ("backward", "ArithmeticError: the trap is sprung in backward", r"stage \d, piece \d, action B\d \(backward\)"),
-        ("hook", "LookupError: the hook is wrong", r"step 3, stage \d .*\(backward\)"),
+        ("hook", "LookupError: the hook is wrong", r"step 3, stage \d.*\(backward\)"),
         ("script", "KeyError: 'the script is wrong'", "the script, after step 2"),
     ],
 )
-def test_other_places(job: Job, what: str, error: str, place: str) -> None:
-    output = _run(job, _forks(2, PROGRAM, what, "1"), codes={1}, RANNC_PARTITION_NUM="2")
+def test_other_places(job: Job, what: str, error: str, place: str, stages: str) -> None:
+    output = _run(job, _forks(2, PROGRAM, what, "1"), codes={1}, RANNC_PARTITION_NUM=stages)
     found = re.search(rf"\[error\] rank (\d) \(.*\) failed in .*{place}", output)
     assert found, output
     origin = found[1]
@@ -96,6 +97,7 @@ def test_other_places(job: Job, what: str, error: str, place: str) -> None:
     assert re.search(rf"this was rank {origin}, .*{place}", output), output
     last = [line for line in output.splitlines() if re.match(r"rannc-run:   \S+  +\d  ", line)][-1]
     assert last.split()[2] == origin, output
+    assert re.search(rf"{re.escape(error)} \(failing\.py:\d+\)$", last), output
 
 
 @pytest.mark.parametrize(("which", "start"), [("0", _job), ("1", _forks)], ids=["0", "1"])

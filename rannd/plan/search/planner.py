@@ -26,6 +26,7 @@ from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.topology import Machine, Mask, place
 from rannd.profile.costs import CostTable
+from rannd.units import amounts_apart
 
 __all__ = [
     "PlanOptions",
@@ -313,14 +314,16 @@ def _does_not_fit(
     block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
     # Rounded up, so that the number in the message suffices.
     limit_gb = math.ceil(least / (1 - options.mem_margin) / _GIB * 1000 + 1e-6) / 1000
+    needed, limit = amounts_apart(least, memory_bytes)
     return DoesNotFitError(
-        f"no plan fits: {memory_bytes} bytes may be used of each of {world} devices, and the best plan needs "
-        f"{least} (mem_limit_gb={limit_gb:g} with mem_margin={options.mem_margin:g}), recomputing included. Its "
-        f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
-        f"({_modules(graph, blocks[block])}) needs most. Use devices with more memory, more ranks, a smaller batch, "
-        f"or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
+        f"no plan fits {world} device{'s' if world > 1 else ''}: the best one needs {needed} of a device, recomputing "
+        f"included; the limit is {limit}. mem_limit_gb={limit_gb:g} (with mem_margin={options.mem_margin:g}) would "
+        f"allow it. Its largest stage is {stage_name(need.start, need.end)}; in it block "
+        f"{stage_name(block, block + 1)} ({_modules(graph, blocks[block])}) needs most. Use devices with more memory, "
+        f"more ranks, a smaller batch, or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
         + (f". {would.name} would fit, but cannot be run yet" if would is not None else "")
-        + _opaque(graph)
+        + _opaque(graph),
+        needed=least,
     )
 
 

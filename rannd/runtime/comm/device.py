@@ -67,11 +67,3 @@ def free_memory(device: torch.device) -> tuple[int, int]:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
     memory = psutil.virtual_memory()
     return memory.available, memory.total
-
-
-def amount(count: float) -> str:
-    """Format a number of bytes with a unit, such as '1.5 GiB'."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{int(count)} bytes"

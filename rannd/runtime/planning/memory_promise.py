@@ -14,9 +14,10 @@ from rannd.daemon.common.keys import Key, limit_key
 from rannd.errors import text_of
 from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.cache_client import Cache
-from rannd.runtime.comm.device import amount, free_memory
+from rannd.runtime.comm.device import free_memory
 from rannd.runtime.comm.world import World
 from rannd.runtime.failure.failure_report import Failure
+from rannd.units import amount
 
 GIB = 1024**3
 

@@ -36,7 +36,7 @@ from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
-from rannd.runtime.comm.device import amount, backend_of, device_memory, device_model
+from rannd.runtime.comm.device import backend_of, device_memory, device_model
 from rannd.runtime.execution.bound_graph import planned_stages
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.memory_fit import lower_limit, short
@@ -44,6 +44,7 @@ from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
 from rannd.runtime.planning.profiler import Measuring, Platform
 from rannd.sources import PLANNING, digest_of
+from rannd.units import amount
 
 LEASE_WAIT_S = 1200.0
 """Maximum seconds to wait for another job that is making the same deployment; the wait ends if that job dies.

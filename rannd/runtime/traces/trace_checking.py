@@ -19,8 +19,8 @@ from rannd.graph.model import ModelGraph
 from rannd.graph.modules.bisection import first_wrong, outermost, twins
 from rannd.graph.modules.source_location import described
 from rannd.runtime.comm.context import Context
-from rannd.runtime.comm.device import amount
 from rannd.runtime.planning.memory_fit import room
+from rannd.units import amount
 
 SLACK = 1.5
 """Safety factor on the estimated memory of a comparison."""

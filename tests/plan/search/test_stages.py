@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -113,8 +114,12 @@ def test_the_smallest_memory_named_is_the_smallest_that_does() -> None:
     for seed in range(200):
         instance = Instance(seed)
         needed = math.ceil(instance.reference.smallest_memory())
-        with pytest.raises(DoesNotFitError, match=f"best plan needs {needed} "):
+        with pytest.raises(DoesNotFitError) as caught:
             instance.plan(needed - 1)
+        assert caught.value.needed == needed
+        shown = re.search(r"needs (.*) of a device, .*; the limit is (.*?)\. ", str(caught.value))
+        assert shown is not None
+        assert shown[1] != shown[2], "they differ by one byte"
         assert max(stage.estimate.total_bytes for stage in instance.plan(needed).stages) <= needed + 3
 
 

@@ -25,7 +25,7 @@ from rannd.runtime.failure.failure_report import Failure, describe, failure_of, 
 from rannd.runtime.failure.nan_check import Finite
 from rannd.runtime.failure.position import Where
 from rannd.runtime.failure.side_channel import Channel, ChannelError, Heard, Left, Told
-from rannd.runtime.planning import memory_fit, memory_promise
+from rannd.runtime.planning import memory_fit
 
 FAILURE = Failure(1, "host", 7, "raised", "step 3, stage 1, piece 2, action F2 (forward)", "ValueError: no")
 
@@ -162,10 +162,6 @@ def test_out_of_memory_is_known_in_all_its_forms() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
     assert is_out_of_memory(OSError(errno.ENOMEM, "no"))
     assert not is_out_of_memory(RuntimeError("shapes differ"))
-
-
-def test_amounts() -> None:
-    assert [memory_promise.amount(n) for n in (0, 2048, 5 << 20, 3 << 29)] == ["0 bytes", "2 KiB", "5 MiB", "1.5 GiB"]
 
 
 def test_lower_limits_are_few() -> None:
