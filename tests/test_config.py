@@ -37,7 +37,14 @@ verify_recomp verify_partitioning dump_dp_node_profiles dump_dp_cache enable_kin
 """
 UPSTREAM = _UPSTREAM.split()
 OWN = ["device", "verify_trace", "cache", "cache_max_gb", "daemon_idle_s", "daemon_timeout_s", "log_level"]
-OWN += ["partitioning_dry_run_cluster", "schedule", "interleave_loss", "watchdog_timeout_s", "check_nan"]
+OWN += [
+    "partitioning_dry_run_cluster",
+    "schedule",
+    "interleave_loss",
+    "watchdog_timeout_s",
+    "check_nan",
+    "wait_notice_s",
+]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
@@ -79,6 +86,7 @@ NOT_PLAN_AFFECTING = {
     "show_config_items",
     "run_watchdog",
     "watchdog_timeout_s",
+    "wait_notice_s",
     "check_nan",
     "verify_partitioning",
     "verify_trace",

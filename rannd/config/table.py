@@ -205,6 +205,13 @@ class Config:
     watchdog_timeout_s: float = item(
         300.0, "Seconds of waiting that run_watchdog considers a hang.", group=_RUN, plan_affecting=False, least=1
     )
+    wait_notice_s: float = item(
+        60.0,
+        "Seconds that a rank waits for others until one line of the log says for whom, and where; 0: never.",
+        group=_RUN,
+        plan_affecting=False,
+        least=0,
+    )
     # --- LAUNCH: read by rannc-run only; each is also one of its flags
     nproc: int = item(
         0,

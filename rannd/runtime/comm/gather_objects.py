@@ -41,12 +41,13 @@ def collect(
         mine = torch.empty(tuple(shape), dtype=dtype)
     if mine is not None and mine.numel():
         data = mine.reshape(-1).view(torch.uint8)
-        if everywhere and world.size > 1:
-            dist.broadcast(data, holder, group=world.control)
-        elif holder != 0 and world.rank == holder:
-            dist.send(data, 0, group=world.control)
-        elif holder != 0 and world.rank == 0:
-            dist.recv(data, holder, group=world.control)
+        with world.watch.inside("gather"):
+            if everywhere and world.size > 1:
+                dist.broadcast(data, holder, group=world.control)
+            elif holder != 0 and world.rank == holder:
+                dist.send(data, 0, group=world.control)
+            elif holder != 0 and world.rank == 0:
+                dist.recv(data, holder, group=world.control)
     return mine if everywhere or world.rank == 0 else None
 
 

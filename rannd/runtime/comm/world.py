@@ -207,6 +207,9 @@ def _make(config: Config) -> World:
     host = socket.gethostname()
     logger.info("RaNNC started on rank %d (%s)", place.rank, host)
     connections = Connections()
+    watch = FailureDetector(connections)
+    if place.size > 1:
+        watch.await_ranks(place.rank, place.size, config.wait_notice_s)
     rendezvous.join(place, connections)
     device = choose_device(config.device, place.local_rank)
     if place.size == 1:
@@ -214,7 +217,6 @@ def _make(config: Config) -> World:
     control, forward, backward = (
         rendezvous.make_group(connections, backend) for backend in ("gloo", backend_of(device), backend_of(device))
     )
-    watch = FailureDetector(connections)
     world = World(place, device, (), (), (), control, forward, backward, watch=watch)
     mine = (host, _node_identity(), device.type, device.index if device.index is not None else place.local_rank)
     everyone = [

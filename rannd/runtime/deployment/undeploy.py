@@ -78,14 +78,16 @@ def gather_gradient(world: World, parameters: Parameters, name: str) -> torch.Te
     if world.size == 1:
         return None if gradient is None else gradient.detach().to("cpu", copy=True)
     there = torch.tensor([int(gradient is not None)])
-    dist.broadcast(there, holder, group=world.control)
+    with world.watch.inside("broadcast"):
+        dist.broadcast(there, holder, group=world.control)
     if not int(there):
         return None
     value = torch.empty(tensor.shape, dtype=tensor.dtype)
     if gradient is not None:
         dense = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
         value = dense.to("cpu", tensor.dtype, copy=True).contiguous()
-    dist.broadcast(value, holder, group=world.control)
+    with world.watch.inside("broadcast"):
+        dist.broadcast(value, holder, group=world.control)
     return value
 
 

@@ -6,6 +6,7 @@
                        │                                                                 (which may exit now)
                        └ no: Forgiven if all ranks raise an error before they run anything; after GRACE_S: as yes
     connection ends without Left ──► Told(gone)      rank waits too long ──Stuck──► Ask to all ──Stacks──► Told(hang)
+                                                        rank waits for long ──Waits──► Ask to all ──Stacks──► one line
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 
 from rannd import log
+from rannd.runtime.failure import wait_notice
 from rannd.runtime.failure.failure_report import Failure
 from rannd.runtime.failure.side_channel import (
     AnyMessage,
@@ -31,6 +33,7 @@ from rannd.runtime.failure.side_channel import (
     Stacks,
     Stuck,
     Told,
+    Waits,
     prepare,
     token_matches,
 )
@@ -58,7 +61,7 @@ class Hub:
         self._doubts: dict[int, Failure] = {}
         self._doubts_end = 0.0
         self._question = 0
-        self._asked_by: Stuck | None = None
+        self._asked_by: Stuck | Waits | None = None
         self._answers: dict[int, Stacks] = {}
         self._answers_end = 0.0
         selector.register(listener, selectors.EVENT_READ, self.accept)
@@ -145,11 +148,11 @@ class Hub:
         elif isinstance(message, Heard):
             self._heard.add(rank)
             self._all_heard()
-        elif isinstance(message, Stuck):
+        elif isinstance(message, Stuck | Waits):
             self._ask(message)
         elif isinstance(message, Stacks) and message.number == self._question and self._asked_by is not None:
             self._answers[rank] = message
-            if self._answers.keys() >= self._channels.keys():
+            if self._answers.keys() >= self._channels.keys() - self._left:
                 self._judge()
 
     def _part(self, rank: int) -> None:
@@ -195,20 +198,33 @@ class Hub:
 
     # -- hanging ----------------------------------------------------------------------------------------------
 
-    def _ask(self, stuck: Stuck) -> None:
-        if self._failure is None and self._asked_by is None:
+    def _ask(self, by: Stuck | Waits) -> None:
+        """Ask all ranks what they do, one question at a time; a hang goes before a notice."""
+        hang = isinstance(by, Stuck)
+        if self._failure is None and (self._asked_by is None or (hang and isinstance(self._asked_by, Waits))):
             self._question += 1
-            self._asked_by, self._answers = stuck, {}
+            self._asked_by, self._answers = by, {}
             self._answers_end = time.monotonic() + ANSWER_S
-            self._tell(Ask(self._question))
+            self._tell(Ask(self._question, stacks=hang))
 
     def _judge(self) -> None:
-        """Decide on a hang from the ranks' stacks, and print them; no hang if a rank is still preparing."""
-        stuck, answers = self._asked_by, self._answers
+        """Handle the answers, or those that came in time."""
+        asked_by, answers = self._asked_by, self._answers
         self._asked_by = None
-        if stuck is None or any(each.doing == "preparing" for each in answers.values()):
+        if isinstance(asked_by, Waits):
+            silent = self._channels.keys() - answers.keys() - self._left
+            line = wait_notice.notice(asked_by.rank, answers, silent, self._left)
+            if line:
+                logger = log.get("RaNNCProcess")
+                (logger.info if wait_notice.is_expected(asked_by.rank, answers) else logger.warning)("%s", line)
+        elif asked_by is not None:
+            self._judge_hang(asked_by, answers)
+
+    def _judge_hang(self, stuck: Stuck, answers: dict[int, Stacks]) -> None:
+        """Decide on a hang from the ranks' stacks, and print them; no hang if a rank is still preparing."""
+        if any(each.doing == "preparing" for each in answers.values()):
             return
-        silent = sorted(self._channels.keys() - answers.keys())
+        silent = sorted(self._channels.keys() - answers.keys() - self._left)
         words = [f"rank {rank} {_doing(answers[rank])}" for rank in sorted(answers)]
         words += [f"rank {rank} does not answer: it is stopped, or native code holds the GIL" for rank in silent]
         words += [f"rank {rank} has ended its script" for rank in sorted(self._left)]

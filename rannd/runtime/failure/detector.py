@@ -32,7 +32,7 @@ import msgspec
 from rannd import log
 from rannd.errors import RankFailedError, StepError
 from rannd.profile.out_of_memory import is_out_of_memory
-from rannd.runtime.failure import stack_dump
+from rannd.runtime.failure import stack_dump, wait_notice
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.coordinator import ANSWER_S, GRACE_S, Hub
 from rannd.runtime.failure.failure_report import Failure, failure_of, is_broken
@@ -49,6 +49,7 @@ from rannd.runtime.failure.side_channel import (
     Stacks,
     Stuck,
     Told,
+    Waits,
     addresses,
     connect,
     listen,
@@ -107,6 +108,7 @@ class FailureDetector:
         self._depth = 0
         self._ending = False
         self._own: Failure | None = None
+        self._connected = threading.Event()
         self._news = threading.Event()
         self._verdict = threading.Event()
         self._heard = threading.Event()
@@ -116,10 +118,35 @@ class FailureDetector:
         self._blocks_others = False
         """Whether the other ranks are waiting for this rank in a hang."""
         self._timeout = 0.0
+        self._notice = 0.0
+        self._noticed = False
+        """Whether the current wait was told, or is being told."""
         self._still: tuple[float, tuple[object, ...]] | None = None
         self._asked_at: float | None = None
 
     # -- starting ---------------------------------------------------------------------------------------------
+
+    def await_ranks(self, rank: int, size: int, notice_s: float) -> None:
+        """Start the watcher thread; until `start` it only tells a wait for the other ranks.
+
+        Args:
+            rank: This rank.
+            size: Number of ranks.
+            notice_s: Seconds of waiting after which one line of the log says who waits for whom; 0: never.
+        """
+        self._notice = notice_s
+        self.where.thread = threading.get_ident()
+
+        def run() -> None:
+            # Two ranks tell, one of which waits: all of them would fill the log.
+            if not self._connected.wait(notice_s if notice_s and rank < 2 else None):
+                log.get("RaNNCProcess").warning("%s", wait_notice.of_connecting(rank, size, self.where))
+                self._connected.wait()
+            if self._channel is not None:
+                self._run()
+
+        self._thread = threading.Thread(target=run, name="rannd-watch", daemon=True)
+        self._thread.start()
 
     def start(
         self,
@@ -129,7 +156,7 @@ class FailureDetector:
         broadcast: Callable[[bytes | None], bytes],
         watchdog_s: float,
     ) -> None:
-        """Connect the ranks. Collective.
+        """Connect the ranks, after `await_ranks`. Collective.
 
         Args:
             rank: This rank.
@@ -167,8 +194,7 @@ class FailureDetector:
         if self._channel is not None:
             self._channel.send(RankHello(token, rank, self._host, self._pid))
             self._selector.register(self._channel.socket, selectors.EVENT_READ, self._hear)
-            self._thread = threading.Thread(target=self._run, name="rannd-watch", daemon=True)
-            self._thread.start()
+        self._connected.set()
         self._hook()
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._forked)
@@ -207,6 +233,7 @@ class FailureDetector:
                 raise self._again(self.failure)
             self.where.call, self.where.thread = call, threading.get_ident()
             self.where.calls += 1
+        self.where.turns += 1
         self._depth += 1
 
     def leave(self, exc: BaseException | None) -> None:
@@ -238,7 +265,8 @@ class FailureDetector:
     def _lost(self) -> str:
         left = [f"rank {rank} has ended its script" for rank in sorted(self._left)]
         why = "; ".join(left) or "another rank is gone, or cannot be reached any more"
-        return f"{why}; every rank has to call the model, and backward, equally often"
+        told = wait_notice.collective(stack_dump.entry(self.where))
+        return f"{why}; {told or 'every rank has to call the model, and backward, equally often'}"
 
     def _tell(self, exc: BaseException) -> None:
         """Add a note to an error of this rank, and report it to the other ranks."""
@@ -302,8 +330,9 @@ class FailureDetector:
 
     def _pause(self) -> float | None:
         pauses = [self._hub.due()] if self._hub is not None else []
-        if self._timeout and self.failure is None:
-            pauses.append(min(max(self._timeout / 8, 0.1), MOST_CHECK_S))
+        limits = [limit for limit in (self._timeout, self._notice) if limit]
+        if limits and self.failure is None:
+            pauses.append(min(max(min(limits) / 8, 0.1), MOST_CHECK_S))
         if self._kill_deadline is not None:
             pauses.append(1.0)
         found = [pause for pause in pauses if pause is not None]
@@ -368,15 +397,27 @@ class FailureDetector:
 
     def _answer(self, ask: Ask) -> None:
         assert self._channel is not None
-        where = self.where
+        where, still = self.where, 0.0
+        if self._still is not None and self._still[1] == stack_dump.progress(where):
+            still = time.monotonic() - self._still[0]
+        doing = stack_dump.doing(where)
         self._channel.send(
             Stacks(
-                ask.number, stack_dump.doing(where), where.words(), stack_dump.line(where), stack_dump.dump()[: 1 << 20]
+                ask.number,
+                doing,
+                where.words(),
+                stack_dump.line(where),
+                stack_dump.dump()[: 1 << 20] if ask.stacks else "",
+                "" if doing == "script" else stack_dump.entry(where),
+                stack_dump.user_line(where),
+                stack_dump.activity(where),
+                still,
             )
         )
+        self._noticed = True  # the line for this question names this rank, too
 
     def _check_progress(self) -> None:
-        """Watchdog: check whether this rank hangs, or ignores a failure elsewhere."""
+        """Watchdog: check whether this rank waits for others, hangs, or ignores a failure elsewhere."""
         now = time.monotonic()
         if self._kill_deadline is not None:
             end, calls = self._kill_deadline
@@ -384,7 +425,7 @@ class FailureDetector:
                 self._kill_deadline = None
             elif now >= end:
                 self._kill()
-        if not self._timeout or self.failure is not None or self._channel is None:
+        if not (self._timeout or self._notice) or self.failure is not None or self._channel is None:
             return
         if self._asked_at is not None and now >= self._asked_at + 2 * ANSWER_S:
             self._asked_at = None
@@ -394,10 +435,15 @@ class FailureDetector:
         here = stack_dump.progress(self.where)
         if self._still is None or self._still[1] != here or stack_dump.doing(self.where) != "waiting":
             self._still = (now, here)
-            self._asked_at = None
-        elif now - self._still[0] >= self._timeout:
-            self._channel.send(Stuck(self._rank, now - self._still[0]))
+            self._asked_at, self._noticed = None, False
+            return
+        waited = now - self._still[0]
+        if self._timeout and waited >= self._timeout:
+            self._channel.send(Stuck(self._rank, waited))
             self._asked_at = self._asked_at or now
+        elif self._notice and waited >= self._notice and not self._noticed:
+            self._channel.send(Waits(self._rank))
+            self._noticed = True
 
     def _kill(self) -> None:
         """Kill this process because it does not react to a failure elsewhere."""

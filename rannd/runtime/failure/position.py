@@ -13,7 +13,7 @@ class Where:
     rannd.runtime.failure.detector sets the rest. Other threads only read.
     """
 
-    __slots__ = ("action", "call", "calls", "piece", "preparing", "stage", "step", "thread")
+    __slots__ = ("action", "call", "calls", "piece", "preparing", "stage", "step", "thread", "turns")
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -26,6 +26,8 @@ class Where:
         """Running entry point of rannd (``forward``, ``backward``, ..), '' while the script itself runs."""
         self.calls = 0
         """Number of entries into rannd so far."""
+        self.turns = 0
+        """Number of blocks of rannd entered so far, inner ones included: progress inside a call."""
         self.preparing = False
         """Whether it is tracing, profiling or planning, which has no time limit."""
         self.thread = threading.main_thread().ident or 0
@@ -33,7 +35,7 @@ class Where:
 
     def snapshot(self) -> tuple[Any, ...]:
         """Snapshot that changes with every update of the position."""
-        return (self.calls, self.call, self.step, self.stage, self.piece, id(self.action))
+        return (self.turns, self.call, self.step, self.stage, self.piece, id(self.action))
 
     def words(self) -> str:
         """Position as text: ``step 3, stage 1, piece 2, action F2 (forward)``; unknown parts are left out."""

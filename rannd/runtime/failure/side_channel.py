@@ -77,10 +77,17 @@ class Stuck(Message, frozen=True):
     seconds: float
 
 
+class Waits(Message, frozen=True):
+    """To the hub: this rank has been waiting for others for `wait_notice_s`; all that follows is a line of the log."""
+
+    rank: int
+
+
 class Ask(Message, frozen=True):
-    """From the hub: request for the rank's activity and stacks."""
+    """From the hub: request for the rank's activity, and for its stacks if they will be shown."""
 
     number: int
+    stacks: bool
 
 
 class Stacks(Message, frozen=True):
@@ -91,9 +98,16 @@ class Stacks(Message, frozen=True):
     place: str
     line: str
     stacks: str
+    call: str
+    """Function of rannd that the script has called, '' if none."""
+    line_of_user: str
+    """The innermost line of the user's code."""
+    activity: str
+    still: float
+    """Seconds for which the rank has made no progress."""
 
 
-AnyMessage: TypeAlias = RankHello | Told | Forgiven | Left | Gone | Heard | Stuck | Ask | Stacks
+AnyMessage: TypeAlias = RankHello | Told | Forgiven | Left | Gone | Heard | Stuck | Waits | Ask | Stacks
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import sysconfig
 import threading
 import traceback
+from collections.abc import Iterator
 from types import FrameType
 
 import torch.distributed as dist
@@ -18,7 +20,20 @@ DEEPEST = 60
 """Maximum number of frames shown per stack, innermost ones."""
 
 _RANND = os.path.dirname(os.path.abspath(rannd.__file__)) + os.sep
-_WAITING = (os.path.dirname(os.path.abspath(dist.__file__)) + os.sep, _RANND + "runtime" + os.sep)
+_DIST = os.path.dirname(os.path.abspath(dist.__file__)) + os.sep
+_WAITING = (_DIST, _RANND + "runtime" + os.sep)
+_FILES = (_DIST + "checkpoint" + os.sep, _RANND + os.path.join("runtime", "storage") + os.sep)
+"""What reads and writes files, which takes long in single calls, and waits for nobody."""
+_OURS = (_RANND, os.path.join(os.path.dirname(os.path.dirname(_RANND)), "pyrannc") + os.sep)
+_LIBRARIES = (
+    *_OURS,
+    os.path.dirname(os.path.dirname(_DIST)) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",
+)
+"""Prefixes of the names of files that are not the user's; `<` begins names of generated code."""
+_ACTIVITIES = {"graph": "tracing", "profile": "profiling", "plan": "planning"}
+"""By folder of rannd."""
 
 
 def dump() -> str:
@@ -42,7 +57,8 @@ def doing(where: Where) -> str:
     frame = sys._current_frames().get(where.thread)
     if frame is None or not _inside(frame):
         return "script"
-    if frame.f_code.co_filename.startswith(_WAITING):
+    name = frame.f_code.co_filename
+    if name.startswith(_WAITING) and not name.startswith(_FILES):
         return "waiting"
     return "preparing" if where.preparing else "working"
 
@@ -57,19 +73,54 @@ def line(where: Where) -> str:
     return f"{frame.f_code.co_name} ({os.path.basename(name)}:{number}{': ' + text if text else ''})"
 
 
+def user_line(where: Where) -> str:
+    """Innermost line of the user's own code, ``train.py:33``; '' if there is none.
+
+    Of the thread that runs the model, else of the main thread: backward may run in a thread of torch.
+    """
+    for thread in (where.thread, threading.main_thread().ident or 0):
+        for frame in _outwards(sys._current_frames().get(thread)):
+            if not frame.f_code.co_filename.startswith(_LIBRARIES):
+                return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return ""
+
+
+def entry(where: Where) -> str:
+    """Name of the function of rannd that the user's code has called, as the user knows it; '' if none."""
+    found = ""
+    if where.call in ("forward", "backward"):
+        return where.call  # also where a method of the model has called it
+    for frame in _outwards(sys._current_frames().get(where.thread)):
+        code = frame.f_code
+        if code.co_filename.startswith(_OURS):
+            *before, name = code.co_qualname.split(".")
+            name = before[-1] if name == "__init__" and before else name
+            found = found if name.startswith(("_", "<", "stand_in")) else name
+        elif not code.co_filename.startswith(_LIBRARIES):
+            break
+    return found or where.call
+
+
+def activity(where: Where) -> str:
+    """``tracing``, ``profiling`` or ``planning``, by the folder of rannd's innermost frame; '' for anything else."""
+    for frame in _outwards(sys._current_frames().get(where.thread)):
+        if frame.f_code.co_filename.startswith(_RANND):
+            return _ACTIVITIES.get(frame.f_code.co_filename.removeprefix(_RANND).split(os.sep)[0], "")
+    return ""
+
+
 def progress(where: Where) -> tuple[object, ...]:
     """Snapshot of the thread that runs the model, equal as long as it makes no progress."""
-    frame = sys._current_frames().get(where.thread)
-    lines = []
-    while frame is not None:
-        lines.append((id(frame), frame.f_lasti))
-        frame = frame.f_back
+    lines = [(id(frame), frame.f_lasti) for frame in _outwards(sys._current_frames().get(where.thread))]
     return (*where.snapshot(), *lines)
 
 
 def _inside(frame: FrameType | None) -> bool:
+    return any(each.f_code.co_filename.startswith(_RANND) for each in _outwards(frame))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and its callers."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_RANND):
-            return True
+        yield frame
         frame = frame.f_back
-    return False

@@ -73,12 +73,14 @@ class Parameters:
             holders = [self._world.rank_of_slot[slot] for slot in self.slots[name]]
             if self._world.rank == 0:
                 source = tensor.detach().cpu().contiguous()
-                works = [dist.isend(source, rank, group=self._world.control) for rank in holders if rank != 0]
-                for work in works:
-                    finish(work)
+                with self._world.watch.inside("broadcast"):
+                    works = [dist.isend(source, rank, group=self._world.control) for rank in holders if rank != 0]
+                    for work in works:
+                        finish(work)
             elif self._world.rank in holders:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
-                dist.recv(buffer, 0, group=self._world.control)
+                with self._world.watch.inside("broadcast"):
+                    dist.recv(buffer, 0, group=self._world.control)
                 with torch.no_grad():
                     tensor.copy_(buffer)
 
