@@ -34,6 +34,9 @@ from rannd.runtime.parameters.deferred_init import DistributeModelParams
 from rannd.runtime.planning.deployment_file import named as _named
 from rannd.runtime.planning.deployment_file import read_file as _read_file
 from rannd.runtime.profiling import profile
+from rannd.runtime.rannc_api import REFUSED_FUNCTIONS as _REFUSED_FUNCTIONS
+from rannd.runtime.rannc_api import all_gather, dump_events, recreate_all_communicators
+from rannd.runtime.rannc_api import refused_function as _refused_function
 
 _network_interface.choose(os.environ)
 
@@ -46,6 +49,7 @@ __all__ = [
     "CutPoint",
     "DistributeModelParams",
     "RaNNCModule",
+    "all_gather",
     "barrier",
     "clear",
     "delay_grad_allreduce",
@@ -54,14 +58,21 @@ __all__ = [
     "keep_graph",
     "load_checkpoint",
     "profile",
+    "recreate_all_communicators",
     "save_checkpoint",
     "show_deployment",
     "sync_params_on_init",
 ]
 
+_dump_events = dump_events
+"""RaNNC's name."""
+
 
 def __getattr__(name: str) -> Any:
-    """Import at first use what takes time: torch.distributed.checkpoint adds a fifth to torch's import time."""
+    """Import at first use what takes time: torch.distributed.checkpoint adds a fifth to torch's import time.
+
+    Functions of RaNNC that have no meaning here are there as well; calling one raises a UsageError.
+    """
     if name == "AveragedModel":
         from rannd.runtime.averaged_model import AveragedModel
 
@@ -70,6 +81,8 @@ def __getattr__(name: str) -> Any:
         from rannd.runtime.checkpoint import checkpoint_api
 
         return getattr(checkpoint_api, name)
+    if name in _REFUSED_FUNCTIONS:
+        return _refused_function(name)
     raise AttributeError(f"module 'pyrannc' has no attribute {name!r}")
 
 

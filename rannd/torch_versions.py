@@ -260,8 +260,12 @@ PRIVATE_NAMES = (
         "torch._C._storage_Use_Count", "Whether a message buffer is still referenced, before it is used again."
     ),
     PrivateName(
-        "torch._C._dynamo.eval_frame.get_eval_frame_callback",
-        "Whether torch.compile runs the code around a call: a RaNNCModule refuses that.",
+        "torch.distributed._composable.contract.REGISTRY_KEY",
+        "Where FullyShardedDataParallel and fully_shard look before they wrap a module: a RaNNCModule refuses them.",
+    ),
+    PrivateName(
+        "torch._compile._disable_dynamo",
+        "torch.compile runs the decorated function as it is; the public name imports torch._dynamo, a second of time.",
     ),
     PrivateName(
         "torch._C._swap_tensor_impl",

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
+from torch.distributed._composable.contract import REGISTRY_KEY
 
 from rannd import config as configuration
 from rannd import log
@@ -29,15 +30,39 @@ from rannd.runtime.gradients.bypass_watch import BypassWatch
 from rannd.runtime.inner_calls import InnerCalls
 from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.planning.deployment_file import save_file
+from rannd.runtime.rannc_api import check_options
 from rannd.runtime.session import Session
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
 
 
 _NOT_COMPILED = (
-    "torch.compile(RaNNCModule(..)): a RaNNCModule runs graphs of its own on several ranks, which torch.compile cannot "
-    "compile; use it without torch.compile"
+    "torch.compile of a RaNNCModule compiles nothing: ranks run graphs of their own. Compile blocks of the model "
+    "instead, before it is wrapped"
 )
+
+
+class _NoOtherWrapper(dict[str, Any]):
+    """What torch asks whether FSDP or the like may be applied to a module; the answer is an error."""
+
+    def __contains__(self, name: object) -> bool:
+        raise UsageError(
+            "FullyShardedDataParallel(RaNNCModule(..)), fully_shard(..) or replicate(..): a RaNNCModule divides its "
+            "model into stages and averages gradients over all ranks itself; use it without another wrapper"
+        )
+
+
+_RANNC_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "model": lambda wrapper: wrapper.module,
+    "optimizer": lambda wrapper: wrapper._optimizer,
+    "ready": lambda wrapper: wrapper._session.deployment is not None,
+    "device": lambda wrapper: wrapper._session.world.device,
+    "name_to_param": lambda wrapper: dict(wrapper.named_parameters()),
+    "gather_inputs": lambda wrapper: wrapper._gather_inputs,
+    "is_training": lambda wrapper: wrapper.training,
+    "enable_zero": lambda _: False,
+}
+"""Attributes of RaNNC's wrapper; those of the same names in the wrapped model come first."""
 
 
 class RaNNCModule(nn.Module):
@@ -61,14 +86,18 @@ class RaNNCModule(nn.Module):
         scaler: The script's GradScaler; allows backward to run inside the forward call also under fp16 autocast.
         gather_inputs: If False, rank 0's mini-batch is the whole batch and its outputs are returned on every rank, as
             in a single process; of the other ranks' arguments only the structure is used.
-        enable_apex_amp, allreduce_amp_master_params, use_amp_master_params, enable_zero,
-        check_unused_values, offload_params: Options of RaNNC that this version does not support; values other than the
-            defaults raise UsageError.
+        allreduce_amp_master_params, check_unused_values: No effect: gradients of master parameters are reduced anyway,
+            and a value that the model does not use is no error.
+        enable_apex_amp, use_amp_master_params, enable_zero, offload_params: Options of RaNNC that raise UsageError,
+            which says what to do instead.
 
     Raises:
         ConfigError: The configuration is wrong.
         UsageError: The model is already wrapped, or an option is not supported.
     """
+
+    _is_accelerate_prepared = True
+    """Accelerate asks for it: `accelerator.prepare` returns the wrapper as it is, without DistributedDataParallel."""
 
     def __init__(
         self,
@@ -89,17 +118,15 @@ class RaNNCModule(nn.Module):
     ) -> None:
         super().__init__()
         shorten_tracebacks()
-        refused = {
-            "enable_apex_amp": enable_apex_amp,
-            "allreduce_amp_master_params": allreduce_amp_master_params,
-            "use_amp_master_params": use_amp_master_params,
-            "enable_zero": enable_zero,
-            "check_unused_values": not check_unused_values,
-            "offload_params": offload_params,
-        }
-        for name, changed in refused.items():
-            if changed:
-                raise UsageError(f"{name} is not supported by this version of rannd; leave it at its default")
+        check_options(
+            {
+                "enable_apex_amp": enable_apex_amp,
+                "allreduce_amp_master_params": allreduce_amp_master_params,
+                "use_amp_master_params": use_amp_master_params,
+                "enable_zero": enable_zero,
+                "offload_params": offload_params,
+            }
+        )
         if outputs not in ("auto", "all"):
             raise UsageError(f'outputs={outputs!r}; use "auto" or "all"')
         if isinstance(model, nn.Module):
@@ -129,8 +156,11 @@ class RaNNCModule(nn.Module):
         if file is None and config.load_deployment:
             file = Path(config.deployment_file)
         self.__dict__["_inner"] = model
+        self.__dict__[REGISTRY_KEY] = _NoOtherWrapper()
         self._config = config
         self._optimizer = optimizer
+        self._gather_inputs = gather_inputs
+        self._told_uncompiled = False
         options = WrapOptions(
             load_deployment=file,
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
@@ -157,14 +187,21 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's mini-batch and return its outputs. Collective."""
-        if get_eval_frame_callback():
-            raise UsageError(_NOT_COMPILED)
+        if torch.compiler.is_compiling():
+            return self._forward_uncompiled(args, kwargs)
         planned = self._session.deployment is not None
         with self._session.world.watch.inside("forward"), self._calls.aside():
             output = self._session.run(args, kwargs, self._inner.training, lambda: process_flags.delayed)
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
             self.save_deployment(self._config.deployment_file)
         return output
+
+    @_disable_dynamo
+    def _forward_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call from inside of torch.compile, which leaves this function alone."""
+        if not self._told_uncompiled:
+            self.compile()
+        return RaNNCModule.forward(self, *args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -184,33 +221,47 @@ class RaNNCModule(nn.Module):
         finally:
             process_flags.delayed = before
 
+    def allreduce_grads_zero(self) -> None:
+        """UsageError: RaNNC's function for ZeRO."""
+        raise UsageError("allreduce_grads_zero is for enable_zero=True, which cannot be run; use allreduce_grads()")
+
     def allreduce_grads(self) -> None:
         """Reduce the gradients that `delay_grad_allreduce(True)` has delayed. Collective."""
         self._session.reduce()
 
     def clip_grad_norm(
         self,
-        max_norm: float,
+        max_grad_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Scale gradients so that their norm over the whole model is at most `max_norm`. Collective.
+        """Scale gradients so that their norm over the whole model is at most `max_grad_norm`. Collective.
 
         Returns the norm before scaling, the same on all ranks. Equivalent to ``torch.nn.utils.clip_grad_norm_`` of
         ``model.parameters()``, which includes the other stages while models are wrapped.
         """
         self._session.alive()
-        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_grad_norm, norm_type, error_if_nonfinite, foreach)
 
-    def enable_dropout(self, enabled: bool | None) -> None:
+    def calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of the gradients over the whole model, the same on all ranks; nothing is scaled. Collective."""
+        self._session.ensure_reduced("computing their norm")
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
+
+    def is_checkpointing_enabled(self) -> bool:
+        """Whether activations are recomputed in backward (the configuration item `checkpointing`)."""
+        return self._config.checkpointing
+
+    def enable_dropout(self, enable: bool | None) -> None:
         """Switch dropout on or off, in training and in evaluation mode; None: let the mode decide again.
 
         Each setting has its own graph, traced when the model is next called. docs/semantics.md says what counts as
         dropout. Call it on all ranks.
         """
         self._session.alive()
-        self._session.dropout = enabled if enabled is None else bool(enabled)
+        self._session.dropout = enable if enable is None else bool(enable)
 
     def undeploy(self) -> None:
         """Undo the deployment: every rank gets the whole model and the optimizer of all parameters back. Collective.
@@ -241,7 +292,7 @@ class RaNNCModule(nn.Module):
         save_file(self.deployment, Path(file))
 
     def __getattr__(self, name: str) -> Any:
-        """Look up other attributes in the wrapped model."""
+        """Look up other attributes in the wrapped model, then among those that RaNNC's wrapper has."""
         if name == "_ddp_params_and_buffers_to_ignore":  # the first thing that DistributedDataParallel looks at
             raise UsageError(
                 "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients over all ranks itself; use "
@@ -253,6 +304,8 @@ class RaNNCModule(nn.Module):
             inner = self.__dict__.get("_inner")
             if inner is None:
                 raise
+            if name in _RANNC_ATTRIBUTES and not hasattr(inner, name):
+                return _RANNC_ATTRIBUTES[name](self)
             found = getattr(inner, name)
             return functools.partial(self._save_pretrained, found) if name == "save_pretrained" else found
 
@@ -314,22 +367,24 @@ class RaNNCModule(nn.Module):
             elif not own or first in mine:
                 yield name, tensor
 
-    def get_param(self, name: str) -> torch.Tensor:
+    def get_param(self, name: str, amp_master_param: bool = False) -> torch.Tensor:
         """Copy a parameter to the CPU of every rank, by any of its names. Collective.
 
-        UsageError if there is no parameter of that name.
+        `amp_master_param` has no effect: under torch.amp the parameters are the master copies. UsageError if there is
+        no parameter of that name.
         """
         parameter, held = self._parameter(name), self._session.parameters
         if held is None:
             return _copy(name, parameter)
         return copy_of(self._session.world, held, held.names[name])
 
-    def get_param_grad(self, name: str) -> torch.Tensor | None:
+    def get_param_grad(self, name: str, amp_master_param: bool = False) -> torch.Tensor | None:
         """Copy a parameter's reduced gradient to the CPU of every rank; None if it has no gradient. Collective.
 
-        It does not include gradients whose reduction is delayed (`delay_grad_allreduce`). UsageError if there is no
-        parameter of that name.
+        StepError while gradients wait for their reduction (`delay_grad_allreduce`), UsageError if there is no parameter
+        of that name. `amp_master_param` has no effect, as in `get_param`.
         """
+        self._session.ensure_reduced("reading them")
         parameter, held = self._parameter(name), self._session.parameters
         if held is None:
             return None if parameter.grad is None else parameter.grad.detach().to("cpu", copy=True)
@@ -352,6 +407,7 @@ class RaNNCModule(nn.Module):
         amp_master_params: bool = True,
         rank0_only: bool = True,
         sharded: bool = False,
+        sync_all_ranks: bool | None = None,
     ) -> Any:
         """State of the whole model, including buffers, tied names and extra state, as CPU copies. Collective.
 
@@ -361,6 +417,7 @@ class RaNNCModule(nn.Module):
             destination, prefix: As for `torch.nn.Module.state_dict`.
             keep_vars: UsageError once the model is deployed, because this rank does not hold all parameters.
             rank0_only: Ranks other than 0 get an empty dict.
+            sync_all_ranks: The opposite of `rank0_only`, under the name of earlier versions of RaNNC.
             sharded: Return only the tensors that this rank holds, under all their names, without copying; not
                 collective. For ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.
             no_hook: RaNNC's name for `sharded`.
@@ -372,13 +429,14 @@ class RaNNCModule(nn.Module):
         """
         self._session.alive()
         held = self._session.parameters
+        everywhere = not rank0_only if sync_all_ranks is None else sync_all_ranks
         options = {"prefix": prefix} if destination is None else {"prefix": prefix, "destination": destination}
         if sharded or no_hook:
             return own_state(held, self._inner, **options)
         if held is None:
             return self._inner.state_dict(keep_vars=keep_vars, **options)
         return gather_state(
-            self._session.world, held, self._inner, everywhere=not rank0_only, keep_vars=keep_vars, **options
+            self._session.world, held, self._inner, everywhere=everywhere, keep_vars=keep_vars, **options
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -424,8 +482,9 @@ class RaNNCModule(nn.Module):
     # -- as any module ----------------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """UsageError: see the message."""
-        raise UsageError(_NOT_COMPILED)
+        """No-op with a log line, as `torch.compile` of a RaNNCModule: ranks run graphs of their own."""
+        self._told_uncompiled = True
+        log.get("RaNNCModule").warning(_NOT_COMPILED)
 
     def __deepcopy__(self, memo: Any) -> RaNNCModule:
         raise UsageError(

@@ -321,11 +321,26 @@ class Session:
             with self.world.watch.inside("reduction of gradients"):
                 self._deployed.reducer.reduce()
 
+    def ensure_reduced(self, before: str) -> None:
+        """StepError if there are gradients that were not reduced yet, on all ranks alike."""
+        if self.something_waits:
+            raise StepError(
+                "gradients were not reduced yet (delay_grad_allreduce(True)): call model.allreduce_grads(), or run a "
+                f"backward with the delay off, before {before}"
+            )
+
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Copy a parameter's reduced gradient to all ranks, by its first name. Collective."""
+        """Copy a parameter's reduced gradient to the CPU, by its first name.
+
+        Collective, unless every rank holds the parameter.
+        """
         assert self._deployed is not None
+        parameters = self._deployed.parameters
+        if parameters.everywhere(name):
+            gradient = parameters.tensors[name].grad
+            return None if gradient is None else gradient.detach().to_dense().to("cpu", copy=True)
         meet(self.world, Phase.GET_PARAM_GRAD, name)
-        return gather_gradient(self.world, self._deployed.parameters, name)
+        return gather_gradient(self.world, parameters, name)
 
     def forget_waiting(self) -> None:
         """Drop gradients that were not reduced yet."""

@@ -74,3 +74,17 @@ def test_batches_with_ids_and_numbers_that_change(job: Job, stages: str) -> None
     program = "tests/e2e/programs/plain_arguments.py"
     output = job.train(2, program, stages, RANNC_PARTITION_NUM=stages, RANNC_CACHE="off")
     assert output.count("plain arguments are right on rank") == 2
+
+
+@pytest.mark.parametrize("batch", ["own", "shared"])
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_script_written_for_rannc(job: Job, stages: str, batch: str) -> None:
+    output = job.train(2, "tests/e2e/programs/rannc_script.py", stages, batch, RANNC_PARTITION_NUM=stages)
+    assert output.count("a script for RaNNC is right on rank") == 2
+    assert output.count("recreate_all_communicators has no effect") >= 1
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_loop_of_accelerate(job: Job, stages: str) -> None:
+    output = job.train(2, "tests/e2e/programs/accelerated.py", RANNC_PARTITION_NUM=stages)
+    assert output.count("Accelerate is right on rank") == 2

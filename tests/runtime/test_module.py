@@ -212,7 +212,7 @@ def test_misuse_is_told() -> None:
         pyrannc.RaNNCModule(model._inner)
     with pytest.raises(UsageError, match=r"wraps a torch.nn.Module, not a int"):
         pyrannc.RaNNCModule(3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="enable_zero is not supported"):
+    with pytest.raises(UsageError, match=r"enable_zero=True\): ZeRO can be planned, but not run"):
         wrapped(Tied(), enable_zero=True)
     with pytest.raises(UsageError, match="without any tensor"):
         wrapped(Tied())(3)

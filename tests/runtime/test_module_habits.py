@@ -7,14 +7,16 @@ import gc
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import pyrannc
 from rannd.errors import UsageError
@@ -109,16 +111,26 @@ def test_what_would_change_something_is_told(change: str, caplog: pytest.LogCapt
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float32, "cpu")}
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
-@pytest.mark.parametrize(
-    "compiled",
-    [lambda model: torch.compile(model, backend="eager")(torch.ones(2, 4)), lambda model: model.compile()],
-    ids=["function", "method"],
-)
-def test_torch_compile_is_refused(compiled: Callable[[Any], Any]) -> None:
+def test_torch_compile_runs_the_plan_and_says_that_it_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = wrapped(), Named()
+    plain.load_state_dict(model.state_dict())
+    with caplog.at_level(logging.WARNING):
+        compiled: Any = torch.compile(model, backend="eager")
+        for _ in range(3):
+            compiled(torch.ones(2, 4), scale=2.0).backward()
+            plain(torch.ones(2, 4), scale=2.0).backward()
+    told = "torch.compile of a RaNNCModule compiles nothing: ranks run graphs of their own. Compile blocks of the model"
+    assert [told in each.getMessage() for each in caplog.records] == [True]
+    assert compiled.module is model.module
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_the_method_compile_says_the_same(caplog: pytest.LogCaptureFixture) -> None:
     model = wrapped()
-    with pytest.raises(UsageError, match=r"runs graphs of its own on several ranks, which torch\.compile cannot"):
-        compiled(model)
+    with caplog.at_level(logging.WARNING):
+        model.compile(mode="max-autotune")
+    assert ["compiles nothing" in each.getMessage() for each in caplog.records] == [True]
     model(torch.ones(2, 4)).backward()
 
 
@@ -142,6 +154,22 @@ def test_another_wrapper_around_it_is_refused() -> None:
     model = wrapped()
     with pytest.raises(UsageError, match=r"averages gradients over all ranks itself; use it without Distr"):
         nn.parallel.DistributedDataParallel(model)
+    for wrap in (FullyShardedDataParallel, fully_shard):
+        with pytest.raises(UsageError, match=r"fully_shard\(\.\.\) or replicate\(\.\.\): .* use it without another"):
+            wrap(model)
+    model(torch.ones(2, 4)).backward()
+
+
+def test_accelerate_leaves_it_alone() -> None:
+    model = wrapped()
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, model.optimizer)
+    assert prepared is model
+    assert accelerator.unwrap_model(prepared) is model
+    before = model.get_param("layer.weight")
+    accelerator.backward(prepared(torch.ones(2, 4)))
+    optimizer.step()
+    assert not torch.equal(model.get_param("layer.weight"), before)
 
 
 def test_a_compiled_model_runs_its_graph_and_gets_its_call_back(capfd: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ class Phase(enum.IntEnum):
     SAVE_PRETRAINED = 17
     AVERAGE = 18
     AVERAGES = 19
+    ALL_GATHER = 20
 
 
 _PLACES = {

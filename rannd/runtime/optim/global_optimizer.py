@@ -24,10 +24,11 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
         return whole
     whole.attach()
 
-    def state_dict(*, from_global: bool | None = None) -> dict[str, Any]:
-        """The class's own, or with `from_global` the state of a single process's optimizer, on rank 0. Collective.
+    def state_dict(from_global: bool | None = None, to_cpu: bool = True, root: int = 0) -> dict[str, Any]:
+        """The class's own, or with `from_global` the state of a single process's optimizer, on rank `root`. Collective.
 
-        UsageError where this rank has only a part of the parameters, unless `from_global` is given.
+        `to_cpu` has no effect: the copies are on the CPU. UsageError where this rank has only a part of the parameters,
+        unless `from_global` is given.
         """
         if from_global is None and (missing := whole.elsewhere()):
             raise UsageError(
@@ -35,9 +36,14 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
                 "optimizer.state_dict(from_global=True) on all ranks (rank 0 gets the whole state), or use "
                 "pyrannc.save_checkpoint; optimizer.state_dict(from_global=False) is this rank's part alone"
             )
-        return gather_optimizer(whole, everywhere=False) if from_global else whole.own_state_dict()
+        if not from_global:
+            return whole.own_state_dict()
+        if not 0 <= root < world.size:
+            raise UsageError(f"optimizer.state_dict(root={root}): ranks are 0 to {world.size - 1}")
+        state = gather_optimizer(whole, everywhere=root != 0)
+        return state if world.rank == root else {}
 
-    def load_state_dict(state_dict: Mapping[str, Any], *, from_global: bool = False) -> None:
+    def load_state_dict(state_dict: Mapping[str, Any], from_global: bool = False) -> None:
         """The class's own, or with `from_global` from such a state, given on every rank. Collective."""
         if from_global:
             load_optimizer(whole, state_dict)

@@ -105,13 +105,17 @@ class DistributeModelParams(contextlib.ContextDecorator):
     All ranks must enter the block. Parameters must be written inside the block: afterwards they have no memory (an
     error at the first call names the parameter). Tensors created from NumPy arrays or Python lists keep their values
     in memory, on every rank.
+
+    Args:
+        enable: If False, the block does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enable: bool = True) -> None:
+        self._enable = bool(enable)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> DistributeModelParams:
-        if process_flags.building:  # nested: the outer block records everything
+        if not self._enable or process_flags.building:  # nested: the outer block records everything
             return self
         shorten_tracebacks()
         config = configuration.load()

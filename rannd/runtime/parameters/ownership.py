@@ -105,6 +105,10 @@ class Parameters:
         ranks = sorted(self._world.rank_of_slot[slot] for slot in self.slots[name])
         return f"{name} on {_counted('rank', ranks)} ({_counted('stage', self.owners[name])})"
 
+    def everywhere(self, name: str) -> bool:
+        """Whether every rank holds a tensor, by its first name."""
+        return len(self.slots[name]) == self._world.size
+
     def adopt(self) -> None:
         """Adopt buffers that the script has replaced by other tensors; StepError for replaced parameters."""
         own = set(self.own)

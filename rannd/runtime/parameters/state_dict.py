@@ -34,10 +34,13 @@ def gather_tensor(
 
 
 def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
-    """Copy a parameter or buffer, given by its first name, to the CPU of all ranks. Collective.
+    """Copy a parameter or buffer, given by its first name, to the CPU of all ranks.
 
-    StepError if ranks ask for different ones.
+    Collective, except for a parameter that every rank holds; StepError if ranks ask for different ones.
     """
+    tensor = parameters.tensors[name]
+    if isinstance(tensor, nn.Parameter) and parameters.everywhere(name):
+        return tensor.detach().to("cpu", copy=True)
     meet(world, Phase.GET_PARAM, name)
     found = gather_tensor(world, parameters, name, everywhere=True)
     assert found is not None
