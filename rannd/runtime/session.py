@@ -180,7 +180,8 @@ class Session:
         told = self._agree(UNKNOWN if stale else self._graphs.find(call, mode), call, waits=waits)
         if any(number == UNKNOWN for number, _ in told):
             return None
-        return self._graphs.common(told), [rows for _, rows in told]
+        number = self._graphs.common(told)
+        return None if number is None else (number, [rows for _, rows in told])
 
     def _agree(self, number: int, call: Call, *, waits: bool) -> list[tuple[int, int]]:
         """All-gather (graph, rows) of every rank; StepError if gradients are delayed on some ranks only."""

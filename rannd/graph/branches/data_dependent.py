@@ -161,7 +161,8 @@ def split_off(root: GraphModule, handed: Sequence[Node], values: Sequence[bool],
         elif node in needed and node not in copies:
             copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in handed))
-    decisions = Decisions(graph_module(root, graph, "Decisions"), tuple(values))
+    modules = tuple(node.meta.get("module", "") for node in handed)
+    decisions = Decisions(graph_module(root, graph, "Decisions"), tuple(values), modules)
     erase(root, handed)
     return decisions
 

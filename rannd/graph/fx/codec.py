@@ -143,15 +143,16 @@ def _decisions(decisions: Decisions) -> list[Any]:
         for node in module.graph.nodes
         if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), torch.Tensor)
     }
-    return [_graph(module.graph, module), tensors, list(decisions.values)]
+    return [_graph(module.graph, module), tensors, list(decisions.values), list(decisions.modules)]
 
 
 def _to_decisions(data: list[Any]) -> Decisions:
-    graph, tensors, values = data
+    graph, tensors, values, modules = data
     root = nn.Module()
     for target, tensor in tensors.items():
         _assign(root, target, _to_tensor(tensor))
-    return Decisions(graph_module(root, _to_graph(graph, root, None, {}), "Decisions"), tuple(values))
+    module = graph_module(root, _to_graph(graph, root, None, {}), "Decisions")
+    return Decisions(module, tuple(values), tuple(modules))
 
 
 # -- graphs -------------------------------------------------------------------------------------------------------

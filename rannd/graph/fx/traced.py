@@ -42,6 +42,8 @@ class Decisions:
     module: GraphModule
     """Computes the branch conditions from a call's tensors; each is a bool or a one-element tensor."""
     values: tuple[bool, ...]
+    modules: tuple[str, ...]
+    """Dotted path of the module that branches, for each of them."""
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a call with these tensors, on the graph's device, takes the same branches.

@@ -125,7 +125,7 @@ class _FrontEnd:
             )
             return self._whole()
         for name in self._opaque:
-            self._note(f"{described(self._model, name)} gives other results in a graph: runs as one operator")
+            self._note(f"{described(self._model, name)} cannot be shown by one graph: runs as one operator")
         for name in hooked:
             self._note(f"{described(self._model, name)} has backward hooks: runs as one operator")
         paths = outermost([*self._opaque, *hooked])

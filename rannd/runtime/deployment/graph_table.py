@@ -22,7 +22,6 @@ from rannd.graph.modules.attribute_reads import Mentions
 from rannd.graph.modules.guards import Change, PythonState, changed, outside, same_constants, state_of
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.executor import Executor
-from rannd.runtime.traces.trace_provider import other_branches
 
 UNKNOWN = -1
 IDLE_CHANGES = 3
@@ -72,12 +71,15 @@ class Graphs:
     def find(self, call: Call, mode: Mode) -> int:
         """Number of the graph for a call; UNKNOWN if it has to be traced."""
         state = self.state()
-        for number, known in self._known.items():
-            if not known.signature.matches(call, mode):
-                continue
-            here = outside(state, known.graph.traced.leaf_paths)
-            ways = [way for other, way in known.ways if other == here]
-            if ways and self._decides(known, ways, call):
+        found = [
+            (number, known, ways)
+            for number, known in self._known.items()
+            if known.signature.matches(call, mode)
+            and (ways := [way for other, way in known.ways if other == outside(state, known.graph.traced.leaf_paths)])
+        ]
+        # Those with the fewest branches first: all ranks can run a graph in which what branches is an operator.
+        for number, known, ways in sorted(found, key=lambda each: min(map(_branches, each[2]))):
+            if self._decides(known, ways, call):
                 return number
         return UNKNOWN
 
@@ -108,10 +110,10 @@ class Graphs:
         self._known.clear()
         self._all.clear()
 
-    def common(self, told: Sequence[tuple[int, ...]]) -> int:
+    def common(self, told: Sequence[tuple[int, ...]]) -> int | None:
         """Number of the graph that all ranks run, given (graph, rows) of each rank; ranks without rows follow the rest.
 
-        StepError if ranks with rows have different graphs.
+        None if ranks take different branches; StepError if they make different calls.
         """
         number = next((each for each, rows in told if rows), told[0][0])
         other = next((rank for rank, (each, rows) in enumerate(told) if each != number and rows), None)
@@ -124,9 +126,7 @@ class Graphs:
             calls = [of_signature(self._known[each].signature) for each, _ in told]
             what = difference(calls) or "the Python state of the model's modules differs"
             raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
-        if other is not None:
-            raise StepError(other_branches(other))
-        return number
+        return number if other is None else None
 
     def twin(self, graph: ModelGraph, state: PythonState) -> int | None:
         """Find a known graph equal to `graph`, although the modules' Python state or branches differ.
@@ -226,6 +226,11 @@ class Graphs:
                     change,
                     IDLE_CHANGES,
                 )
+
+
+def _branches(way: Decisions | None) -> int:
+    """Number of branches that a graph has decided."""
+    return 0 if way is None else len(way.values)
 
 
 def _share_a_state(one: _Known, other: _Known) -> bool:

@@ -26,9 +26,13 @@ from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
 from rannd.graph.fx.codec import decode, encode
 from rannd.graph.fx.encoding import Broken, Uncodable
 from rannd.graph.model import ModelGraph, build, trace
+from rannd.graph.modules.bisection import outermost
 from rannd.graph.modules.guards import PythonState
+from rannd.graph.modules.methods import part_of
+from rannd.graph.modules.source_location import described
 from rannd.runtime.comm.cache_client import tell_miss
 from rannd.runtime.comm.context import Context
+from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.traces.shape_families import Families
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
 from rannd.runtime.traces.trace_checking import TraceChecker
@@ -55,19 +59,36 @@ class _Made:
     error: RanndError | None = None
 
     @property
-    def decided(self) -> tuple[bool, ...]:
+    def branches(self) -> Branches:
         """Branches that the model's code took depending on the call's tensors."""
         decisions = self.graph.traced.decisions if self.graph is not None else None
-        return decisions.values if decisions is not None else ()
+        return list(zip(decisions.values, decisions.modules, strict=True)) if decisions is not None else []
+
+    @property
+    def decided(self) -> tuple[bool, ...]:
+        """Outcomes of the branches."""
+        return tuple(value for value, _ in self.branches)
 
 
-def other_branches(rank: int) -> str:
-    """Error message for data-dependent branches that differ between ranks."""
-    return (
-        f"the values in the mini-batch of rank {rank} make the model's Python code take other branches (`if` on a "
-        "tensor) than on other ranks, but all ranks have to run the same graph in a step: compute such a condition "
-        "without a branch (torch.where), or arrange mini-batches so that all ranks take the same branches in a step"
-    )
+Branches = list[tuple[bool, str]]
+"""Outcome of each branch, and the path of the module that branches."""
+
+MOST_WAYS = 4
+"""Number of ways through the branches of a call that get a graph each, before what branches runs as one operator."""
+
+
+def branching(ways: Sequence[Branches]) -> list[str]:
+    """Paths of the modules that branch differently in some of the ways through a model."""
+    found: dict[str, None] = {}
+    first = ways[0]
+    for other in ways[1:]:
+        apart = [branch for pair in zip(first, other, strict=False) if pair[0] != pair[1] for branch in pair]
+        more = max(first, other, key=len)[min(len(first), len(other)) :]
+        found.update(dict.fromkeys(path for _, path in apart or more[:1]))
+    return outermost(found)
+
+
+_AVOIDED = "a condition without a branch (torch.where), or a branch in a small submodule, costs less"
 
 
 class Tracer:
@@ -88,6 +109,10 @@ class Tracer:
         """Whether there was a graph."""
         self.looked = False
         """Whether a graph was wanted."""
+        self._opaque: tuple[str, ...] = ()
+        """Paths of modules that run as one operator, because their code branches differently from call to call."""
+        self._ways: dict[str, list[Branches]] = {}
+        """Ways through the branches of each kind of call that were traced."""
         self.traced = 0
         """Number of calls traced separately, not from a template."""
 
@@ -105,16 +130,19 @@ class Tracer:
         tensors: Sequence[torch.Tensor],
         state: PythonState,
         empty: Sequence[torch.Tensor] | None,
+        held: Parameters | None,
     ) -> tuple[ModelGraph, bool]:
         """Graph of calls with `signature`, and whether it came from the cache.
 
-        A new graph is compared with the model. If a rank fails, or graphs differ between ranks, all ranks raise.
+        A new graph is compared with the model. If a rank fails, or graphs differ between ranks, all ranks raise. What
+        branches differently on the ranks, or in more than `MOST_WAYS` ways from call to call, becomes one operator.
 
         Args:
             signature: Signature of the call.
             tensors: This rank's tensors.
             state: Python state of the model's modules.
             empty: Tensors of the model without values on this rank; None if no rank has values.
+            held: The model's parameters, once it is deployed.
         """
         self.looked = True
         home = next((p.device for p in self._context.model.parameters()), self._world.device)
@@ -133,18 +161,10 @@ class Tracer:
             if self._made and self._world.rank == 0:
                 log.get("RaNNCModule").info("Tracing model for other inputs or another mode ...")
             self._prove_hooks()
-        made, assumed = _Made(), None
-        rows = [count for (count,) in self._world.gather_numbers([signature.rows(leaves)])]
-        follows = any(rows) and not rows[self._world.rank]  # a rank without rows takes the branches of the others
-        if not follows:
-            made = self._make(stored, signature, leaves, None, key)
-        if any(rows) and not all(rows):
-            told = self._world.gather_bytes(bytes(made.decided))
-            if follows:
-                first = next(rank for rank, count in enumerate(rows) if count)
-                assumed = tuple(map(bool, told[first]))
-                made = self._make(stored, signature, leaves, assumed, key)
-        self._agree(made, signature)
+        made, assumed = self._everywhere(stored, signature, leaves, key)
+        while paths := self._agree(made, signature) or self._too_many_ways(made, signature, held):
+            self._make_opaque(paths, held)
+            made, assumed = self._everywhere(b"", signature, leaves, key)
         if key is not None and made.broken:
             self._discard(key, made.broken)
         made, checked = self._compared(made, signature, leaves, assumed, key, empty)
@@ -176,6 +196,66 @@ class Tracer:
             note_read(name)
         raise TraceError(f"an earlier run could not trace this call ({', '.join(names) or 'numbers'})")
 
+    def _everywhere(
+        self, stored: bytes, signature: Signature, leaves: list[torch.Tensor], key: Key | None
+    ) -> tuple[_Made, tuple[bool, ...] | None]:
+        """Make the graph on all ranks; also returns the outcomes of branches that a rank without rows follows."""
+        made, assumed = _Made(), None
+        rows = [count for (count,) in self._world.gather_numbers([signature.rows(leaves)])]
+        follows = any(rows) and not rows[self._world.rank]  # a rank without rows takes the branches of the others
+        if not follows:
+            made = self._make(stored, signature, leaves, None, key, self._opaque)
+        if any(rows) and not all(rows):
+            told = self._world.gather_bytes(bytes(made.decided))
+            if follows:
+                first = next(rank for rank, count in enumerate(rows) if count)
+                assumed = tuple(map(bool, told[first]))
+                made = self._make(stored, signature, leaves, assumed, key, self._opaque)
+        return made, assumed
+
+    # -- branches ---------------------------------------------------------------------------------------------
+
+    def _too_many_ways(self, made: _Made, signature: Signature, held: Parameters | None) -> list[str]:
+        """Modules that branch differently in the calls traced so far, once there are many ways; alike on all ranks."""
+        ways = self._ways.setdefault(signature.key(), [])
+        if not made.branches or made.branches in ways:
+            return []
+        ways.append(made.branches)
+        if len(ways) <= MOST_WAYS:
+            return []
+        paths = branching(ways)
+        return [] if any(self._stages(path, held) for path in paths) or set(paths) <= set(self._opaque) else paths
+
+    def _make_opaque(self, paths: Sequence[str], held: Parameters | None) -> None:
+        """Let modules run as one operator from now on; StepError on all ranks if a deployment has divided one."""
+        for path in paths:
+            what = (
+                f"{described(self._context.model, path)} takes other branches (`if` on a tensor) for other mini-batches"
+            )
+            if stages := self._stages(path, held):
+                raise StepError(
+                    f"the Python code of {what}. It has to run as one operator then, but its parameters are already in "
+                    f"stages {', '.join(map(str, stages))}. Call model.undeploy() on all ranks and repeat the call, "
+                    f"which plans the model anew; {_AVOIDED}"
+                )
+            if self._world.rank == 0:
+                log.get("RaNNCModule").warning(
+                    "The Python code of %s: it runs as one operator from now on, which is in one stage; %s",
+                    what,
+                    _AVOIDED,
+                )
+        new = set(paths) - set(self._opaque)
+        self._opaque = tuple(outermost([*self._opaque, *paths])) if new else ("",)
+
+    def _stages(self, path: str, held: Parameters | None) -> list[int]:
+        """The stages that hold the parameters of a module, if there are several."""
+        if held is None:
+            return []
+        inside = {id(parameter) for parameter in part_of(self._context.model, path).parameters()}
+        stages = {held.owners[name] for name, tensor in held.tensors.items() if id(tensor) in inside}
+        found = sorted({stage for each in stages for stage in each})
+        return found if len(found) > 1 else []
+
     # -- checking ---------------------------------------------------------------------------------------------
 
     def _compared(
@@ -197,7 +277,7 @@ class Tracer:
         def retraced(paths: Sequence[str]) -> ModelGraph:
             return self._new(signature, leaves, assumed, False, paths)[0]
 
-        opaque: tuple[str, ...] = ()
+        opaque = self._opaque
         while True:
             assert made.graph is not None
             verdict = self._checker.verdict(made.graph, leaves, empty, opaque, None if signature.numbers else retraced)
@@ -345,8 +425,11 @@ class Tracer:
                 return None
         return graph
 
-    def _agree(self, made: _Made, signature: Signature) -> None:
-        """Raise on every rank if one of them failed, or if graphs differ between ranks."""
+    def _agree(self, made: _Made, signature: Signature) -> list[str]:
+        """Raise on every rank if one of them failed, or if graphs differ between ranks.
+
+        If they differ because of branches, returns the paths of the modules that branch differently. Collective.
+        """
         graph = made.graph
         described = (graph.signature if graph is not None else signature).describe()
         decided = "".join(map(str, map(int, made.decided)))
@@ -363,6 +446,9 @@ class Tracer:
         different = [rank for rank, each in enumerate(graphs) if (each[0], each[2]) != (graphs[0][0], graphs[0][2])]
         if different:
             (mine, way_here, call_here), (other, way_there, call_there) = (graphs[rank] for rank in (0, different[0]))
+            if call_here == call_there and way_here.partition("/")[0] != way_there.partition("/")[0]:
+                ways = self._world.gather_bytes(msgspec.msgpack.encode(made.branches))
+                return branching([msgspec.msgpack.decode(data, type=Branches) for data in ways])
             rows_here, rows_there = (way.partition("/")[2] for way in (way_here, way_there))
             if rows_here != rows_there:
                 raise StepError(
@@ -370,14 +456,13 @@ class Tracer:
                     f"{rows_here or 'any number of'} rows on rank 0, and for {rows_there or 'any number of'} on rank "
                     f"{different[0]}; pass mini-batches of equal size on all ranks"
                 )
-            if call_here == call_there and way_here != way_there:
-                raise StepError(other_branches(different[0]))
             what = (
                 f"rank {different[0]} calls the model with {call_there}, rank 0 with {call_here}"
                 if call_here != call_there
                 else f"the model of ranks {different} differs from rank 0's (graph {other[:12]}, not {mine[:12]})"
             )
             raise StepError(f"{what}; build the same model and call it in the same way on every rank")
+        return []
 
     def _tell(self, graph: ModelGraph) -> None:
         """Log what the front-end did, on rank 0."""

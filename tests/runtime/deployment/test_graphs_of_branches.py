@@ -59,6 +59,27 @@ def test_each_call_takes_its_own_branch(monkeypatch: pytest.MonkeyPatch) -> None
         assert getattr(model, branch).weight.grad is not None
 
 
+def test_what_branches_in_ever_new_ways_becomes_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for row in x:
+                if row.sum() > 0:
+                    x = x * 2
+            return self.layer(x)
+
+    counted = traces(monkeypatch)
+    plain = Loop()
+    model = pyrannc.RaNNCModule(copy.deepcopy(plain), None)
+    for number in range(10):
+        x = torch.tensor([[1.0 if number >> row & 1 else -1.0] * 4 for row in range(4)])
+        torch.testing.assert_close(model(x), plain(x))
+        assert len(counted) == min(number, trace_provider.MOST_WAYS) + 1
+
+
 def test_the_models_own_error_for_a_later_call() -> None:
     model = pyrannc.RaNNCModule(Branching(), None)
     x = torch.randn(5, 4)
