@@ -68,7 +68,7 @@ def _place(phase: int, step: int) -> str:
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
     """All-gather a few integers (equally many on all ranks); StepError if ranks are at different places. Collective."""
-    _ensure_memory(phase, step)
+    ensure_memory(phase, step)
     # Equally long in every phase, so that ranks in different phases can decode each other's messages.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
     told = world.gather_numbers([phase, step, _digest(_uncompared), *first])
@@ -91,7 +91,7 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
     return [tuple(each) for each in found]
 
 
-def _ensure_memory(phase: Phase, step: int) -> None:
+def ensure_memory(phase: Phase, step: int) -> None:
     """UsageError inside a block of DistributeModelParams, where tensors for messages would have no memory."""
     if process_flags.building and phase is not Phase.BARRIER:
         raise UsageError(
@@ -158,7 +158,7 @@ def same_loss_gradient(gradients: Sequence[float]) -> None:
 
 def meet(world: World, phase: Phase, about: str = "") -> None:
     """Barrier that checks that all ranks are in the same phase, with the same `about`; StepError if not."""
-    _ensure_memory(phase, 0)
+    ensure_memory(phase, 0)
     if world.size == 1:
         return
     with world.watch.inside(phase.name.lower()):

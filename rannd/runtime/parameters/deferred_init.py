@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import UsageError
-from rannd.patches import declare_hook, patched
+from rannd.patches import declare, declare_hook, patched
 from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World, current
@@ -37,6 +37,9 @@ _REGISTRATIONS = tuple(
         registration.register_module_module_registration_hook,
     )
 )
+
+
+_CONSTRUCTION = declare("nn.Module.__init__", nn.Module, "__init__", "what registers nothing may have tensors, too")
 
 
 @dataclass(frozen=True)
@@ -134,13 +137,17 @@ class DistributeModelParams(contextlib.ContextDecorator):
 
 @contextlib.contextmanager
 def _watched() -> Iterator[weakref.WeakSet[nn.Module]]:
-    """Collect the modules that register parameters, buffers or submodules inside the block."""
+    """Collect the modules that are made, or register parameters, buffers or submodules, inside the block."""
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def look(module: nn.Module, name: str, value: Any) -> None:
         seen.add(module)
 
-    with patched(*(hook.by(look) for hook in _REGISTRATIONS)):
+    def made(original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        seen.add(module)
+
+    with patched(_CONSTRUCTION.around(made), *(hook.by(look) for hook in _REGISTRATIONS)):
         process_flags.building = True
         try:
             yield seen

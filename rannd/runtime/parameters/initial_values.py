@@ -57,7 +57,7 @@ class InitialValues:
         """Whether some rank has tensors without values."""
         self._look()
         self._seed = draw_seed(world) if self.bare else 0
-        if self.bare:
+        if self.bare or any(count for (count,) in world.gather_numbers([len(self._lost())])):
             self._together(self._fill_plain, UsageError)
         checkpoint = context.options.checkpoint
         if checkpoint is not None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from rannd.errors import UsageError
 from rannd.runtime.comm.gather_objects import agree_on_errors, collect
-from rannd.runtime.comm.lockstep import Phase, meet
+from rannd.runtime.comm.lockstep import Phase, ensure_memory, meet
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
@@ -39,6 +39,7 @@ def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
     Collective, except for a parameter that every rank holds; StepError if ranks ask for different ones.
     """
     tensor = parameters.tensors[name]
+    ensure_memory(Phase.GET_PARAM, 0)
     if isinstance(tensor, nn.Parameter) and parameters.everywhere(name):
         return tensor.detach().to("cpu", copy=True)
     meet(world, Phase.GET_PARAM, name)

@@ -557,3 +557,23 @@ def test_state_that_was_lost_on_the_meta_device_is_named() -> None:
     wrapped = pyrannc.RaNNCModule(model, other)
     with pytest.raises(RanndError, match="setting 'lr' of the optimizer is a tensor on the meta device"):
         wrapped(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_tensors_in_plain_attributes_keep_their_values(layers: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._two = torch.tensor([2])
+            self.table = {"steps": [torch.arange(4.0), torch.full((4,), 0.5)]}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            steps, half = self.table["steps"]
+            return x * self._two * half + steps
+
+    with pyrannc.DistributeModelParams():
+        model = nn.Sequential(Scaled(), *(nn.Linear(4, 4) for _ in range(layers)))
+    bare = nn.Sequential(Scaled(), *model[1:]) if layers else Scaled()
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(pyrannc.RaNNCModule(model)(x), bare(x))
+    assert model[0]._two.tolist() == [2]
