@@ -1,7 +1,7 @@
 """Give an optimizer's instance a ``state_dict`` and ``load_state_dict`` that take `from_global`.
 
 With `from_global` they are collectives about all ranks' parameters; without it they are the class's own, about this
-rank's. Saving only a part of the state by mistake is an error.
+rank's. Saving only a part of the state by mistake is an error, also by pickle.
 """
 
 from __future__ import annotations
@@ -24,18 +24,27 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
         return whole
     whole.attach()
 
+    def ensure_whole() -> None:
+        if missing := whole.elsewhere():
+            raise UsageError(
+                f"this rank's optimizer has no state of {missing} parameters that other ranks hold. Call "
+                "optimizer.state_dict(from_global=True) on all ranks (rank 0 gets the whole state), or use "
+                "pyrannc.save_checkpoint; optimizer.state_dict(from_global=False) is this rank's part alone"
+            )
+
+    def reduce(protocol: Any) -> Any:
+        """The class's own; pickle and copy ask for it. UsageError where this rank has only a part of the parameters."""
+        ensure_whole()
+        return type(optimizer).__reduce_ex__(optimizer, protocol)
+
     def state_dict(from_global: bool | None = None, to_cpu: bool = True, root: int = 0) -> dict[str, Any]:
         """The class's own, or with `from_global` the state of a single process's optimizer, on rank `root`. Collective.
 
         `to_cpu` has no effect: the copies are on the CPU. UsageError where this rank has only a part of the parameters,
         unless `from_global` is given.
         """
-        if from_global is None and (missing := whole.elsewhere()):
-            raise UsageError(
-                f"this rank's optimizer has no state of {missing} parameters that other ranks hold. Call "
-                "optimizer.state_dict(from_global=True) on all ranks (rank 0 gets the whole state), or use "
-                "pyrannc.save_checkpoint; optimizer.state_dict(from_global=False) is this rank's part alone"
-            )
+        if from_global is None:
+            ensure_whole()
         if not from_global:
             return whole.own_state_dict()
         if not 0 <= root < world.size:
@@ -50,6 +59,7 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
         else:
             whole.own_load_state_dict(dict(state_dict))
 
+    optimizer.__reduce_ex__ = reduce  # type: ignore[method-assign]
     optimizer.state_dict = state_dict  # type: ignore[method-assign]
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
     return whole
