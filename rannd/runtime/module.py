@@ -29,6 +29,7 @@ from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.gradients.bypass_watch import BypassWatch
 from rannd.runtime.inner_calls import InnerCalls
 from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
+from rannd.runtime.parameters.tensor_swap import plain_tensors
 from rannd.runtime.planning.deployment_file import save_file
 from rannd.runtime.rannc_api import check_options
 from rannd.runtime.session import Session
@@ -138,6 +139,7 @@ class RaNNCModule(nn.Module):
             )
         if not isinstance(model, nn.Module):
             raise UsageError(f"RaNNCModule wraps a torch.nn.Module, not a {type(model).__qualname__}")
+        _ensure_dense(model)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"optimizer is a {type(optimizer).__qualname__}; pass a torch.optim.Optimizer")
         if optimizer is not None and not _shares_parameters(model, optimizer):
@@ -588,6 +590,16 @@ def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         raise UsageError(f"{name} is on the meta device and has no values before the model's first call; call it first")
     return tensor.detach().to("cpu", copy=True)
+
+
+def _ensure_dense(model: nn.Module) -> None:
+    """UsageError for a tensor of the model of another layout than strided, which no graph and no message has."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *plain_tensors(model)):
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"{name} of the model has the layout {tensor.layout}; graphs and what ranks send each other have dense "
+                "tensors only: make it one with to_dense() before the model is wrapped"
+            )
 
 
 def _shares_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:

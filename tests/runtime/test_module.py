@@ -202,6 +202,20 @@ def test_using_a_deployment_file(tmp_path: Path) -> None:
         wrapped(Tied(), load_deployment=tmp_path / "none")(torch.randn(3, 6))
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta state:UserWarning")
+def test_tensors_of_other_layouts_are_refused(layout: torch.layout, kind: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    value = torch.eye(4).to_sparse(layout=layout)
+    if kind == "buffer":
+        net[1].register_buffer("graph", value)
+    else:
+        net[1].graph = nn.Parameter(value) if kind == "parameter" else value
+    with pytest.raises(UsageError, match=rf"1\.graph of the model has the layout {layout}; .* to_dense\(\)"):
+        pyrannc.RaNNCModule(net)
+
+
 def test_misuse_is_told() -> None:
     model = wrapped(Tied())
     loss = model(torch.randn(3, 6))["out"].sum()
