@@ -335,6 +335,7 @@ PRIVATE_NAMES = (
         "torch.nn.MultiheadAttention._reset_parameters", "Initialises it; in other modules this method is public."
     ),
     PrivateName("torch.nn.Transformer._reset_parameters", "Initialises it; in other modules this method is public."),
+    PrivateName("torch.nn.RNNBase._flat_weight_refs", "Shows a recurrent layer that its parameters were replaced."),
     PrivateName(
         "torch.nn.RNNBase._flat_weights",
         "A recurrent layer's second list of its parameters, updated when they are replaced.",

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from rannd.graph.fingerprint.object_reader import modules_of
-from rannd.graph.fingerprint.state_rules import HOOK_FLAGS, INTERNAL
+from rannd.graph.fingerprint.state_rules import DERIVED, HOOK_FLAGS, INTERNAL
 from rannd.graph.modules.contained_objects import Contents, has_memory
 from rannd.graph.modules.snapshot import ABSENT, SnapshotWriter, differing, forget_names, places, plain_values
 from rannd.graph.modules.source_location import Offence, SourceLocation
@@ -166,8 +166,9 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
 def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
     """Run the model's code for tracing, and undo its changes to the modules' attributes and their contents.
 
-    Adds the changed attributes to `changes`, since a graph does not repeat these changes. Offence if the code keeps a
-    tensor from call to call, in an attribute or by replacing a buffer.
+    Adds the changed attributes to `changes`, since a graph does not repeat these changes, but not those that every call
+    derives anew (state_rules.DERIVED). Offence if the code keeps a tensor from call to call, in an attribute or by
+    replacing a buffer.
     """
     modules = list(modules_of(model))
     before = {name: dict(module.__dict__) for name, module in modules}
@@ -211,5 +212,14 @@ def kept(model: nn.Module, changes: set[str]) -> Iterator[None]:
             where,
             "which a graph cannot do (register a buffer, and write into it in place)",
         )
-    of_modules = (each for each in seen if not isinstance(each, SwitchChange))
+    of_modules = (each for each in seen if not isinstance(each, SwitchChange) and not _derived(model, each))
     changes.update(str(each) for each in of_modules if each.attribute not in INTERNAL or each.attribute == "training")
+
+
+def _derived(model: nn.Module, change: Change) -> bool:
+    """Whether forward derives a changed attribute anew in each call."""
+    owner: object = model.get_submodule(change.module)
+    *outer, name = (change.attribute, *change.names)
+    for each in outer:
+        owner = getattr(owner, "__dict__", {}).get(each)
+    return any(name in DERIVED.get((kind.__module__, kind.__qualname__), ()) for kind in type(owner).__mro__)

@@ -327,6 +327,34 @@ def test_what_forward_keeps_in_containers_and_objects_is_told(caplog: pytest.Log
     assert (inner.cache, inner.seen, inner.config.steps) == ({"n": 0}, [], 0)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_weights_that_an_rnn_lists_anew_are_not_told(kind: type[nn.RNNBase], caplog: pytest.LogCaptureFixture) -> None:
+    """While it is traced its weights are others, and it lists them anew; they are back afterwards."""
+    inner = kind(4, 4)
+    model = pyrannc.RaNNCModule(inner)
+    x = torch.randn(2, 3, 4)
+    torch.testing.assert_close(model(x)[0], inner(x)[0])
+    assert "forward assigns" not in caplog.text
+
+
+def test_a_loss_that_hugging_face_chooses_by_its_labels_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    inner = BertForSequenceClassification(config)
+    plain = copy.deepcopy(inner)
+    model = pyrannc.RaNNCModule(inner)
+    ids = torch.randint(0, 8, (2, 3))
+    for labels in (torch.tensor([0, 2]), torch.rand(2, 3)):
+        wanted = plain(ids, labels=labels).loss
+        torch.testing.assert_close(model(ids, labels=labels).loss.detach(), wanted.detach())
+        plain.config.problem_type = None  # which the graph of each kind of labels does not keep
+    assert "forward assigns" not in caplog.text
+
+
 def test_switches_of_torch_between_calls_are_seen() -> None:
     """The code makes a tensor of the default type."""
 
