@@ -79,8 +79,6 @@ class Alternative(msgspec.Struct, frozen=True):
     """Memory of the fullest device."""
     over_bytes: int
     """Bytes above what a device may use; 0 if the plan fits."""
-    runs: bool = True
-    """False if the runtime cannot run it yet (run_modes.py)."""
 
 
 class Provenance(msgspec.Struct, frozen=True):

@@ -171,7 +171,6 @@ def _alternatives(deployment: Deployment) -> str:
     for other in deployment.alternatives:
         slower = f"{other.step_us / deployment.step_us:.3f}x" if other.step_us and deployment.step_us else ""
         what = f"does not fit: {_bytes(other.over_bytes)} too much" if other.over_bytes else ""
-        what = what if other.runs else "cannot be run yet"
         step = _ms(other.step_us) if other.step_us else ""
         rows.append((plain(other.name), step, slower, _bytes(other.most_bytes), what))
     batch = _count(deployment.batch_rows, "row")

@@ -1,6 +1,6 @@
 """Run modes: schedules with ZeRO stages that the planner knows, and which of them the runtime can run.
 
-The planner plans, simulates and shows all of them, but chooses only what the runtime can run.
+The planner can plan and simulate all of them if asked to, but chooses and shows only what the runtime can run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from rannd.errors import PlanError
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
 
-__all__ = ["RUNS", "SCHEDULES", "RunMode", "check_known", "others"]
+__all__ = ["RUNS", "SCHEDULES", "RunMode", "check_known"]
 
 
 class RunMode(msgspec.Struct, frozen=True, order=True):
@@ -53,10 +53,3 @@ def check_known(way: RunMode) -> None:
     else:
         reason = f"it can be planned with {', '.join(map(str, (0, *schedule.zero)))}"
     raise PlanError(f"schedule {way.schedule!r} cannot be planned with ZeRO stage {way.zero}: {reason}")
-
-
-def others(way: RunMode) -> list[RunMode]:
-    """Return the run modes comparable to `way` that the runtime cannot run yet; least sharding first."""
-    turns = ALL_SCHEDULES[way.schedule].takes_turns
-    found = [each for each, runs in RUNS.items() if not runs and ALL_SCHEDULES[each.schedule].takes_turns == turns]
-    return sorted(found, key=lambda each: (each.zero, each.schedule))

@@ -23,7 +23,7 @@ MakeTables = Callable[[Mask, float, bool], list[StageTables]]
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A plan with its memory, and whether it fits and can be run."""
+    """A plan with its memory, and whether it fits."""
 
     choice: Choice
     table: StageTables
@@ -31,9 +31,6 @@ class Candidate(msgspec.Struct, frozen=True):
     """Memory of the fullest device."""
     over_bytes: int = 0
     """Bytes by which that exceeds the limit."""
-
-    runs: bool = True
-    """Whether the runtime can run it."""
 
     @property
     def name(self) -> str:
@@ -89,17 +86,6 @@ def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[in
         choice = best_choice(tables, stages=count, effort=EFFORT).choice
         if choice is not None:
             yield candidate(choice, tables, over=limit)
-
-
-def later_candidates(
-    make: Callable[[RunMode], list[StageTables]], ways: Sequence[RunMode], stages: int
-) -> Iterator[Candidate]:
-    """Yield the plan with the smallest E for each run mode that cannot be run yet, if one fits."""
-    for way in ways:
-        tables = make(way)
-        choice = best_choice(tables, stages=stages, effort=EFFORT).choice
-        if choice is not None:
-            yield msgspec.structs.replace(candidate(choice, tables), runs=False)
 
 
 def even_starts(sizes: Sequence[int], stages: int) -> tuple[int, ...]:

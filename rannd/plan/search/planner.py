@@ -16,9 +16,9 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.run_modes import RunMode, check_known, others
+from rannd.plan.run_modes import RunMode, check_known
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE
-from rannd.plan.search.candidates import Candidate, candidate, candidates, later_candidates
+from rannd.plan.search.candidates import Candidate, candidate, candidates
 from rannd.plan.search.estimate import Reductions, StageTables, Variant
 from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import rank
@@ -72,8 +72,7 @@ def plan(
         options: Constraints of the configuration.
         interleaved: Whether backward may begin inside a call, because the model returns its loss. Otherwise all
             forwards run before all backwards.
-        ranked: Simulate this plan and others, and return the fastest, which takes longer than the search itself. Also
-            report faster plans in run modes that cannot be run yet.
+        ranked: Simulate this plan and others, and return the fastest, which takes longer than the search itself.
         way: The run mode, also one that cannot be run yet; None: from the options.
 
     Raises:
@@ -98,14 +97,14 @@ def plan(
     intervals = Intervals(graph, blocks, costs.blocks)
     reductions = Reductions(intervals, machine)
 
-    def tables(way: RunMode, allowed: Mask, limit: float, recompute: bool) -> list[StageTables]:
+    def tables(allowed: Mask, limit: float, recompute: bool) -> list[StageTables]:
         asked = msgspec.structs.replace(options, checkpointing=options.checkpointing or recompute)
         return [
             StageTables(
                 intervals,
                 machine,
                 asked,
-                Variant(way.schedule, count, placement, way.zero),
+                Variant(chosen.schedule, count, placement, chosen.zero),
                 rows=piece_rows(batch_rows, world, count),
                 limit=limit,
                 allowed=allowed,
@@ -116,7 +115,7 @@ def plan(
         ]
 
     limit = float(memory_bytes)
-    every = tables(chosen, allowed, limit, False)
+    every = tables(allowed, limit, False)
     found = best_choice(every, stages=stages)
     if found.choice is not None:
         make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)
@@ -124,17 +123,15 @@ def plan(
             return make(candidate(found.choice, every))
         best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
         sizes = [len(block.ops) for block in blocks]
-        among = candidates(partial(tables, chosen), allowed, limit, sizes, stages)
-        later = later_candidates(partial(tables, allowed=allowed, limit=limit, recompute=False), others(chosen), stages)
-        return rank([*best, *among, *later], make, graph, costs, overlap=not options.sync_allreduce)
+        among = candidates(tables, allowed, limit, sizes, stages)
+        return rank([*best, *among], make, graph, costs, overlap=not options.sync_allreduce)
     need = smallest_memory(every, stages=stages)
     if need is None:
         raise PlanError(
             f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas add up to {world} devices "
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
-    later = later_candidates(partial(tables, allowed=allowed, limit=limit, recompute=False), others(chosen), stages)
-    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, next(later, None))
+    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world)
 
 
 def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool, why: str = "") -> list[int]:
@@ -307,9 +304,8 @@ def _does_not_fit(
     memory_bytes: int,
     options: PlanOptions,
     world: int,
-    would: Candidate | None,
 ) -> DoesNotFitError:
-    """Return the error with the memory that would suffice. `would`: a plan that fits but cannot be run yet."""
+    """Return the error with the memory that would suffice."""
     least = math.ceil(need.bytes)
     block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
     # Rounded up, so that the number in the message suffices.
@@ -321,7 +317,6 @@ def _does_not_fit(
         f"allow it. Its largest stage is {stage_name(need.start, need.end)}; in it block "
         f"{stage_name(block, block + 1)} ({_modules(graph, blocks[block])}) needs most. Use devices with more memory, "
         f"more ranks, a smaller batch, or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
-        + (f". {would.name} would fit, but cannot be run yet" if would is not None else "")
         + _opaque(graph),
         needed=least,
     )
@@ -355,8 +350,6 @@ def alternative_lines(deployment: Deployment) -> list[str]:
     for other in deployment.alternatives:
         if other.over_bytes:
             lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB too much on each device")
-        elif not other.runs and deployment.step_us > 0:
-            lines.append(f"Cannot be run yet: {other.name}: {1 - other.step_us / deployment.step_us:.1%} faster")
         elif deployment.step_us > 0:
             lines.append(f"Not chosen: {other.name}: {max(other.step_us / deployment.step_us - 1, 0.0):.1%} slower")
     return lines

@@ -21,8 +21,6 @@ MOST_WORK = 50_000
 """Maximum of microbatches times stages that are simulated in total, beyond the first few plans: a second or two."""
 MOST_TOLD = 8
 """Maximum number of alternatives that a deployment lists."""
-WORTH = 0.99
-"""Plans that cannot be run yet are listed if they take less than this fraction of the step time."""
 
 
 def simulated_us(graph: TaskGraph, costs: CostTable, deployment: Deployment, *, overlap: bool) -> float:
@@ -45,15 +43,12 @@ def rank(
     *,
     overlap: bool,
 ) -> Deployment:
-    """Return the fastest plan, in simulated time, that fits and can be run; of equal ones the first.
-
-    Its alternatives are the other plans, and those that would be faster but cannot be run yet.
-    """
+    """Return the fastest plan, in simulated time, that fits; of equal ones the first. The others are alternatives."""
     work = MOST_WORK
     fits = sorted((plan for plan in plans if not plan.over_bytes), key=lambda plan: plan.choice.step_us)
     played: list[tuple[float, int, Candidate, Deployment]] = []
     seen = set()
-    for plan in [plan for plan in fits if plan.runs]:
+    for plan in fits:
         what = (plan.choice.variant, plan.choice.starts, plan.choice.replicas)
         if what in seen or len(played) == MOST_PLAYED or (len(played) >= FEWEST_PLAYED and _work(plan) > work):
             continue
@@ -64,11 +59,6 @@ def rank(
         played.append((step_us, len(played), plan, deployment))
     played.sort(key=lambda each: each[:2])
     step_us, _, chosen, deployment = played[0]
-    later = [
-        Alternative(plan.name, simulated_us(graph, costs, make(plan), overlap=overlap), plan.most_bytes, 0, False)
-        for plan in fits
-        if not plan.runs and plan.choice.step_us < step_us
-    ]
     told: dict[tuple[int, ...], Alternative] = {}
     """The best plan for each tuple of replicas, with its own cuts and microbatches."""
     for other_us, _, plan, _ in played[1:]:
@@ -76,5 +66,4 @@ def rank(
             told.setdefault(plan.choice.replicas, Alternative(plan.name, other_us, plan.most_bytes, 0))
     for plan in sorted((plan for plan in plans if plan.over_bytes), key=lambda plan: plan.over_bytes):
         told.setdefault(plan.choice.replicas, Alternative(plan.name, 0.0, plan.most_bytes, plan.over_bytes))
-    better = sorted((each for each in later if each.step_us < WORTH * step_us), key=lambda each: each.step_us)
-    return replace(deployment, step_us=step_us, alternatives=(*tuple(told.values())[:MOST_TOLD], *better))
+    return replace(deployment, step_us=step_us, alternatives=tuple(told.values())[:MOST_TOLD])

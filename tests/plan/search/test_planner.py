@@ -242,7 +242,7 @@ def test_of_the_best_plans_the_fastest_is_taken_and_the_others_are_told() -> Non
 def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
     tight = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True)
     assert len(tight.stages) == 4
-    assert [other.name for other in tight.alternatives if other.runs][-1] == "4-way data parallel"
+    assert [other.name for other in tight.alternatives][-1] == "4-way data parallel"
     lacking = [other for other in tight.alternatives if other.over_bytes]
     assert lacking
     assert all(other.step_us == 0 and other.most_bytes == 2_000_000 + other.over_bytes for other in lacking)
@@ -250,13 +250,12 @@ def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
     assert any(line.startswith("Not chosen: 4-way") and line.endswith("GiB too much on each device") for line in lines)
 
 
-def test_what_cannot_be_run_yet_is_simulated_and_told_where_it_would_be_faster() -> None:
+def test_what_cannot_be_run_is_planned_if_asked_for_and_never_told() -> None:
     graph = chain(8, param=100_000)
     tight = deploy(graph, 4, memory=2_000_000, ranked=True)
     assert (tight.schedule, tight.zero) == ("1f1b", 0)
-    later = [other for other in tight.alternatives if not other.runs]
-    ways = {RunMode("zb_h1"): "zb_h1", RunMode("zb_h1", 1): "zb_h1 with ZeRO 1", RunMode("1f1b", 3): "ZeRO 3"}
-    for way, name in ways.items():
+    assert not [other.name for other in tight.alternatives if "ZeRO" in other.name or "zb_h1" in other.name]
+    for way in (RunMode("zb_h1"), RunMode("zb_h1", 1), RunMode("1f1b", 3)):
         options = PlanOptions()
         blocks = make_blocks(Partitioning.of(graph), options, world=4)
         costs = costs_for(len(blocks))
@@ -266,21 +265,14 @@ def test_what_cannot_be_run_yet_is_simulated_and_told_where_it_would_be_faster()
         )  # fmt: skip
         assert (found.schedule, found.zero) == (way.schedule, way.zero)
         assert decode(encode(found)) == found
-        step_us = simulated_us(graph, costs, found, overlap=True)
-        told = [other for other in later if other.name.endswith(f", {name}")]
-        assert [other.step_us for other in told] == ([step_us] if step_us < 0.99 * tight.step_us else [])
-        if way == RunMode("1f1b", 3):
-            assert told[0].name == "4-way data parallel, ZeRO 3"
-            assert told[0].most_bytes == found.stages[0].estimate.total_bytes <= 2_000_000
-            faster = f"{1 - step_us / tight.step_us:.1%} faster"
-            assert f"Cannot be run yet: 4-way data parallel, ZeRO 3: {faster}" in alternative_lines(tight)
         with pytest.raises(DeploymentError, match="zb_h1" if way.schedule == "zb_h1" else "ZeRO stage 3"):
             check_belongs(found, graph_hash=graph.graph_hash, world=4)
 
 
-def test_where_only_zero_would_fit_the_error_says_so() -> None:
-    with pytest.raises(DoesNotFitError, match=r"2-way data parallel, ZeRO 1 would fit, but cannot be run yet"):
+def test_where_only_zero_would_fit_nothing_does() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
         deploy(chain(1, param=1_000_000), 2, memory=4_900_000, rows=1, max_pipeline=1)
+    assert "ZeRO" not in str(caught.value)
 
 
 def test_zero_bubble_with_zero_2_is_no_plan() -> None:
