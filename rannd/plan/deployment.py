@@ -66,6 +66,8 @@ class Stage(msgspec.Struct, frozen=True):
     recompute: bool
     """Recompute activations in the backward instead of keeping them."""
     estimate: StageEstimate
+    modules: str = ""
+    """First and last of the user's modules, such as 'transformer.h.0..4', for display; '' if not known."""
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -126,6 +128,8 @@ class Deployment(msgspec.Struct, frozen=True):
     """How it was planned; None if not known."""
     zero: int = 0
     """ZeRO stage."""
+    model: str = ""
+    """Class of the model and its number of parameters, such as 'GPT2LMHeadModel 11.1M', for display; '': not known."""
 
 
 class _Header(msgspec.Struct):

@@ -12,6 +12,12 @@ from rannd.errors import UsageError
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment, Slot, Stage
 
+_MIB = 2**20
+_SHORT_S = 0.1
+"""Step time below which the plan line has milliseconds."""
+_MOST_STAGES = 8
+"""Maximum number of stages that the plan line names."""
+
 
 def show(deployment: Deployment, batch_size: int | None = None) -> str:
     """Describe a deployment for a global batch of `batch_size` rows (None: the batch that it was planned for).
@@ -30,6 +36,39 @@ def show(deployment: Deployment, batch_size: int | None = None) -> str:
     if deployment.alternatives:
         parts.append(_alternatives(deployment))
     return "\n\n".join(parts)
+
+
+def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None) -> str:
+    """Describe a deployment in one line, such as::
+
+        2 stages: embed..layers.3 on rank 0, layers.4..head on rank 1; 8 microbatches; step about 0.88 s; 175 of 10,847
+        MiB per device
+
+    Args:
+        deployment: The deployment.
+        rank_of_slot: The rank that is bound to each slot; None: devices are named instead (node:device).
+    """
+    stages = [
+        f"{_modules(deployment, stage)} on {_who(deployment, stage, rank_of_slot)}" for stage in deployment.stages
+    ]
+    if len(stages) > _MOST_STAGES:
+        stages[_MOST_STAGES - 2 : -1] = [f"{len(stages) - _MOST_STAGES + 1} more"]
+    seconds = deployment.step_us / 1e6
+    most = max(stage.estimate.total_bytes for stage in deployment.stages)
+    allowed = f" of {deployment.memory_bytes // _MIB:,}" if deployment.memory_bytes else ""
+    return "; ".join(
+        (
+            f"{_count(len(deployment.stages), 'stage')}: {', '.join(stages)}",
+            _count(deployment.microbatches, "microbatch"),
+            f"step about {f'{seconds:.2f} s' if seconds >= _SHORT_S else f'{seconds * 1e3:.1f} ms'}",
+            f"{math.ceil(most / _MIB):,}{allowed} MiB per device",
+        )
+    )
+
+
+def title(deployment: Deployment) -> str:
+    """Name the model and the number of stages: ``GPT2LMHeadModel 11.1M, 2 stages``."""
+    return f"{plain(deployment.model) or 'a model'}, {_count(len(deployment.stages), 'stage')}"
 
 
 def piece_rows(deployment: Deployment) -> int:
@@ -76,7 +115,10 @@ def bubble(deployment: Deployment) -> float:
 def _head(deployment: Deployment, planned: int) -> str:
     made, world = deployment.made, len(deployment.slots)
     rows, nodes = deployment.batch_rows, len({slot.node for slot in deployment.slots})
-    lines = [("graph", plain(deployment.graph_hash))]
+    lines = [("plan", plan_line(deployment))]
+    if deployment.model:
+        lines.append(("model", plain(deployment.model)))
+    lines.append(("graph", plain(deployment.graph_hash)))
     if made is not None:
         lines += [
             ("device", plain(made.device)),
@@ -120,6 +162,7 @@ def _stages(deployment: Deployment) -> str:
         rows.append(
             (
                 str(number),
+                plain(stage.modules),
                 plain(stage.name, 24),
                 _places([deployment.slots[slot] for slot in stage.slots]),
                 str(each.pieces),
@@ -134,7 +177,7 @@ def _stages(deployment: Deployment) -> str:
                 _ops(stage),
             )
         )
-    heads = ("stage", "blocks", "devices", "microbatches", "in flight", "recompute", "forward", "backward",
+    heads = ("stage", "modules", "blocks", "devices", "microbatches", "in flight", "recompute", "forward", "backward",
              "weight grad", "all-reduce", "in/microbatch", "out/microbatch", "operators")  # fmt: skip
     return _table(heads, rows)
 
@@ -209,6 +252,20 @@ def _runs(numbers: Sequence[int]) -> str:
         held = [number for _, number in run]
         runs.append(f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]))
     return ",".join(runs)
+
+
+def _modules(deployment: Deployment, stage: Stage) -> str:
+    """Name a stage: its modules, or if they are not known its operators."""
+    if len(deployment.stages) == 1:
+        return "the whole model"
+    return plain(stage.modules) or f"{plain(stage.ops[0], 40)}..{plain(stage.ops[-1], 40)}"
+
+
+def _who(deployment: Deployment, stage: Stage, rank_of_slot: Sequence[int] | None) -> str:
+    several = "s" if len(stage.slots) > 1 else ""
+    if rank_of_slot is None:
+        return f"device{several} {_places([deployment.slots[slot] for slot in stage.slots])}"
+    return f"rank{several} {_runs(sorted(rank_of_slot[slot] for slot in stage.slots))}"
 
 
 def _ops(stage: Stage) -> str:

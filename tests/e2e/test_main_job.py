@@ -213,7 +213,7 @@ def test_a_plan_made_elsewhere_is_run_and_what_differs_is_told(job: Job, tmp_pat
     )
     assert "times     cluster cpu, by rannd" in planned
     shown = job.run("python", "-c", f"import pyrannc; pyrannc.show_deployment({str(file)!r}, 256)")
-    assert shown.startswith("graph ")
+    assert shown.startswith("plan      ")
     assert "batch     256 rows: 2 ranks" in shown
     output = job.train(2, *TUTORIAL, RANNC_LOAD_DEPLOYMENT="true", **named)
     assert f"The deployment in {file} is used although its times are from cluster cpu, not measured" in output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from plan_graphs import chain
@@ -9,7 +11,7 @@ from plan_instances import deploy
 
 from rannd.errors import UsageError
 from rannd.plan.deployment import Alternative, Deployment, Provenance, Slot
-from rannd.plan.plan_text import bubble, piece_rows, scaled, show
+from rannd.plan.plan_text import bubble, piece_rows, plan_line, scaled, show, title
 
 
 def some() -> Deployment:
@@ -20,6 +22,7 @@ def some() -> Deployment:
         slots=(Slot(0, 0), Slot(0, 1), Slot(0, 3), Slot(1, 0)),
         stages=(msgspec.structs.replace(first, slots=(0, 1, 2)), msgspec.structs.replace(second, slots=(3,))),
         made=Provenance("Box", "cluster box", "0.1.0", "2.13.0"),
+        model="Net 11.1M",
         e_us=found.step_us,
         bound_us=found.step_us / 1.25,
         searched_all=False,
@@ -34,6 +37,7 @@ def some() -> Deployment:
 def test_all_that_a_person_asks_is_there() -> None:
     found = some()
     text = show(found)
+    assert text.startswith(f"plan      {plan_line(found)}\nmodel     Net 11.1M\ngraph ")
     for wanted in (
         "graph     hash\n",
         "device    Box\n",
@@ -112,3 +116,43 @@ def test_nodes_that_are_used_alike_are_told_together() -> None:
     found = deploy(chain(10), 16, rows=4, partition_num=1)
     slots = tuple(Slot(number // 4, number % 4) for number in range(12)) + tuple(Slot(5, n) for n in (0, 2, 3, 7))
     assert "  0-2:0-3 5:0,2-3,7  " in show(msgspec.structs.replace(found, slots=slots))
+
+
+def test_the_plan_in_one_line_is_what_a_person_asks_first() -> None:
+    first, second = msgspec.structs.replace(some(), microbatches=8, step_us=880_000.0).stages
+    most = max(stage.estimate.total_bytes for stage in (first, second))
+    found = msgspec.structs.replace(
+        some(),
+        microbatches=8,
+        step_us=880_000.0,
+        memory_bytes=10_847 << 20,
+        stages=(
+            msgspec.structs.replace(first, modules="embed..layers.3"),
+            msgspec.structs.replace(second, modules="layers.4..head"),
+        ),
+    )
+    assert plan_line(found, [3, 2, 1, 0]) == (
+        "2 stages: embed..layers.3 on ranks 1-3, layers.4..head on rank 0; 8 microbatches; step about 0.88 s; "
+        f"{math.ceil(most / 2**20):,} of 10,847 MiB per device"
+    )
+    assert "embed..layers.3 on devices 0:0-1,3, layers.4..head on device 1:0;" in plan_line(found)
+    assert title(found) == "Net 11.1M, 2 stages"
+    short = msgspec.structs.replace(found, microbatches=1, step_us=9_644.0, memory_bytes=0)
+    assert "; 1 microbatch; step about 9.6 ms; 1 MiB per device" in plan_line(short)
+
+
+def test_one_stage_is_the_whole_model_and_of_many_stages_the_first_and_last_are_named() -> None:
+    assert plan_line(deploy(chain(2), 2), [0, 1]).startswith("1 stage: the whole model on ranks 0-1; ")
+    many = deploy(chain(10), 10, partition_num=10)
+    assert [len(stage.slots) for stage in many.stages] == [1] * 10
+    line = plan_line(many, range(10))
+    assert line.count(" on rank ") == 7
+    assert "layers.5 on rank 5, 3 more, layers.9 on rank 9;" in line
+
+
+def test_an_older_deployment_without_names_is_shown_by_its_operators() -> None:
+    stages = tuple(msgspec.structs.replace(stage, modules="") for stage in some().stages)
+    old = msgspec.structs.replace(some(), model="", stages=stages)
+    assert plan_line(old).startswith("2 stages: op0..op4 on devices 0:0-1,3, op5..op9 on device 1:0;")
+    assert "\nmodel" not in show(old)
+    assert title(old) == "a model, 2 stages"

@@ -24,6 +24,7 @@ from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import rank
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
 from rannd.plan.simulate.layout import piece_rows
+from rannd.plan.stage_modules import stage_modules
 from rannd.plan.topology import Machine, Mask, place
 from rannd.profile.costs import CostTable
 from rannd.units import amounts_apart
@@ -267,15 +268,19 @@ def _deployment(
 ) -> Deployment:
     choice, table = chosen.choice, chosen.table
     stages = []
+    spans = list(choice.spans(len(blocks)))
     used = place(choice.replicas, choice.variant.placement)
-    for (start, end, replicas, later), home in zip(choice.spans(len(blocks)), used, strict=True):
+    ops = [sorted(op for block in blocks[start:end] for op in block.ops) for start, end, _, _ in spans]
+    modules = stage_modules(graph, ops)
+    for number, ((start, end, replicas, later), home) in enumerate(zip(spans, used, strict=True)):
         stages.append(
             Stage(
                 name=stage_name(start, end),
-                ops=tuple(graph.ops[op].name for op in sorted(op for block in blocks[start:end] for op in block.ops)),
+                ops=tuple(graph.ops[op].name for op in ops[number]),
                 slots=home,
                 recompute=table.recomputes(start, end, replicas, used=later),
                 estimate=table.estimate(start, end, replicas, used=later),
+                modules=modules[number],
             )
         )
     return Deployment(

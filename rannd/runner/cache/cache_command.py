@@ -7,6 +7,7 @@ does.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import click
 import rich.box
@@ -16,6 +17,7 @@ import rich.table
 
 from rannd.daemon.cli_common import Commands, duration_text, print_json, size_text
 from rannd.daemon.client.requests import DaemonSession
+from rannd.daemon.common.compression import PackedValue
 from rannd.daemon.common.keys import summary
 from rannd.daemon.common.printable import plain
 from rannd.daemon.common.protocol import EntryInfo, KindCount
@@ -23,6 +25,7 @@ from rannd.daemon.common.versions import version
 from rannd.errors import DeploymentError, ProtocolError
 from rannd.plan.deployment import Deployment, decode
 from rannd.plan.plan_text import show as plan_text
+from rannd.plan.plan_text import title
 from rannd.runner.cache.entries import (
     checked_kind,
     date,
@@ -52,12 +55,14 @@ def main() -> None:
 @json_option
 def ls(as_json: bool) -> None:
     """List the entries, latest used first."""
-    entries = sorted(greeted().entries(), key=lambda entry: -entry.used)
+    session = greeted()
+    entries = sorted(session.entries(), key=lambda entry: -entry.used)
     if as_json:
         print_json(entries)
         return
     console = rich.console.Console(soft_wrap=True)
-    rows = [_row(entry) for entry in entries]
+    titles = _titles(session, entries)
+    rows = [_row(entry, titles.get(entry.key, "")) for entry in entries]
     heads = ("KIND", "KEY", "AGE", "LAST USED", "SIZE", "WHAT")
     if not console.is_terminal:
         for row in (heads, *rows):
@@ -76,9 +81,10 @@ def ls(as_json: bool) -> None:
 
 @main.command()
 @click.argument("key")
+@click.option("--key", "whole_key", is_flag=True, help="Also the components of the key: all that can change the value.")
 @json_option
-def show(key: str, as_json: bool) -> None:
-    """Show the entry whose key starts with KEY; for a deployment, also the plan."""
+def show(key: str, whole_key: bool, as_json: bool) -> None:
+    """Show the entry whose key starts with KEY; for a deployment, first the plan."""
     session = greeted()
     entry = only(session, key)
     plan, problem = _deployment(session, entry)
@@ -86,6 +92,10 @@ def show(key: str, as_json: bool) -> None:
         told = {name: getattr(entry, name) for name in entry.__struct_fields__}
         print_json({**told, "deployment": plan} if entry.kind == "deployment" else told)
         return
+    if problem:
+        click.echo(f"The deployment cannot be shown: {problem}\n")
+    elif plan is not None:
+        click.echo(plan_text(plan) + "\n")
     now = time.time()
     click.echo(f"key        {entry.key}")
     click.echo(f"kind       {entry.kind}, format {entry.format}, written by rannd {plain(entry.rannd)}")
@@ -93,13 +103,11 @@ def show(key: str, as_json: bool) -> None:
     click.echo(f"last used  {date(entry.used)}, {duration_text(now - entry.used)} ago, {entry.hits} hits")
     click.echo(f"length     {entry.length} bytes")
     click.echo(f"checksum   {entry.checksum}")
+    if not whole_key:
+        return
     click.echo("components")
     for name, text in sorted(entry.components.items()):
         click.echo(plain(f"  {name} = {text}"))
-    if problem:
-        click.echo(f"\nThe deployment cannot be shown: {problem}")
-    elif plan is not None:
-        click.echo("\n" + plan_text(plan))
 
 
 def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | None, str]:
@@ -107,12 +115,23 @@ def _deployment(session: DaemonSession, entry: EntryInfo) -> tuple[Deployment | 
     if entry.kind != "deployment":
         return None, ""
     (value,) = session.values([entry])
+    return _read(value)
+
+
+def _read(value: PackedValue | None) -> tuple[Deployment | None, str]:
     if value is None:
         return None, "it no longer exists"
     try:
         return decode(value.plain()), ""
     except (DeploymentError, ProtocolError) as exc:
         return None, str(exc)
+
+
+def _titles(session: DaemonSession, entries: Sequence[EntryInfo]) -> dict[str, str]:
+    """Return the model and the stages of each deployment that names its model, by the key of its entry."""
+    deployments = [entry for entry in entries if entry.kind == "deployment"]
+    plans = ((entry, _read(value)[0]) for entry, value in zip(deployments, session.values(deployments), strict=True))
+    return {entry.key: title(plan) for entry, plan in plans if plan is not None and plan.model}
 
 
 @main.command()
@@ -190,10 +209,13 @@ def verify(ctx: click.Context, as_json: bool) -> None:
         ctx.exit(CORRUPT)
 
 
-def _row(entry: EntryInfo) -> tuple[str, ...]:
+def _row(entry: EntryInfo, title: str) -> tuple[str, ...]:
+    """Columns of an entry. A `title` says more than the hash of a graph."""
     now = time.time()
     ages = duration_text(now - entry.created), duration_text(now - entry.used)
-    return (entry.kind, entry.key, *ages, size_text(entry.length), summary(entry.kind, entry.components))
+    known = {name: text for name, text in entry.components.items() if not title or name != "graph"}
+    what = ", ".join(filter(None, (title, summary(entry.kind, known))))
+    return (entry.kind, entry.key, *ages, size_text(entry.length), what)
 
 
 for _command in (why, prune, export_command, import_command):

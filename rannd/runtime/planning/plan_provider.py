@@ -401,7 +401,7 @@ class Planner:
             interleaved=self._interleaved,
             ranked=True,
         )
-        deployment = msgspec.structs.replace(deployment, made=target.made)
+        deployment = msgspec.structs.replace(deployment, made=target.made, model=_titled(self._context.model))
         log.get("DPStaging").info("\n".join(estimate_lines(deployment)))
         here = target.slots == self._world.slots
         for line in assignment_lines(deployment, self._world.rank_of_slot if here else range(len(target.slots))):
@@ -435,6 +435,13 @@ class Planner:
             for stage in deployment.stages:
                 ranks = ",".join(str(self._world.rank_of_slot[slot]) for slot in stage.slots)
                 logger.info(" Subgraph %s runs on rank[%s]", stage.name, ranks)
+
+
+def _titled(model: torch.nn.Module) -> str:
+    """Class of a model and its number of parameters: ``GPT2LMHeadModel 11.1M``."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    unit, size = next(((unit, size) for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if count >= size), ("", 1))
+    return f"{type(model).__name__} {count / size:.1f}{unit}" if unit else f"{type(model).__name__} {count}"
 
 
 def _shortage(rank: int, need: int, there: int) -> str:

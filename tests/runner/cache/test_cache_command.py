@@ -86,19 +86,32 @@ def test_show(filled) -> None:
     told = cache("show", DEPLOYMENT.short)
     assert told.returncode == 0
     assert DEPLOYMENT.digest in told.stdout
+    assert "components" not in told.stdout
+    told = cache("show", DEPLOYMENT.short, "--key")
     assert '  inputs = [["x","float32",[64,512]]]\n' in told.stdout
     assert "  version.torch = " in told.stdout
     assert json.loads(cache("show", DEPLOYMENT.digest, "--json").stdout)["components"] == DEPLOYMENT.components
 
 
-def test_show_of_a_deployment_has_its_plan(daemon_home) -> None:
+def test_ls_names_the_model_and_the_stages_of_deployments(daemon_home) -> None:
+    """Of one that is older than such names, what its key has."""
+    plan = deploy(chain(10), 2, partition_num=2)
+    with client() as job:
+        assert job.put(DEPLOYMENT, encode(msgspec.structs.replace(plan, model="GPT2LMHeadModel 11.1M")))
+        assert job.put(deployment(65), encode(plan))
+    whats = {line.split("\t")[1]: line.split("\t")[-1] for line in cache("ls").stdout.splitlines()}
+    assert whats[DEPLOYMENT.digest] == "GPT2LMHeadModel 11.1M, 2 stages, ranks 2, batch 64, on cpu, over gloo"
+    assert whats[deployment(65).digest] == "graph abcdef01, ranks 2, batch 65, on cpu, over gloo"
+
+
+def test_show_of_a_deployment_begins_with_its_plan(daemon_home) -> None:
     plan = deploy(chain(10), 2)
     with client() as job:
         assert job.put(DEPLOYMENT, encode(plan))
         assert job.put(PROFILES[0], bytes(10))
     told = cache("show", DEPLOYMENT.short)
     assert told.returncode == 0
-    assert told.stdout.endswith(f"\n\n{show(plan)}\n")
+    assert told.stdout.startswith(f"{show(plan)}\n\nkey        {DEPLOYMENT.digest}\n")
     entry = json.loads(cache("show", DEPLOYMENT.short, "--json").stdout)
     assert entry["components"] == DEPLOYMENT.components
     assert msgspec.convert(entry["deployment"], Deployment) == plan

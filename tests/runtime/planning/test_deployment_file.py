@@ -144,7 +144,7 @@ def test_of_several_ranks_the_first_prints(tmp_path: Path, some: Deployment) -> 
         ).stdout
         for rank in "01"
     ]
-    assert outputs[0].startswith("graph ")
+    assert outputs[0].startswith("plan      1 stage: the whole model on devices 0:0-1; ")
     assert outputs[1] == ""
 
 
