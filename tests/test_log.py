@@ -93,10 +93,28 @@ def test_lines_of_the_tutorial_without_a_file(run: Run) -> None:
 
 def test_the_shipped_file_changes_nothing(run: Run) -> None:
     toml = (ROOT / "conf" / "logging.toml").read_text()
-    code = "log.setup()\nfor name in log.LOGGERS:\n  log.get(name).info('x')\n  log.get(name).debug('y')\n"
+    code = "log.setup()\nfor name in log.LOGGERS:\n  log.get(name).info('x')\n  log.get(name).log(log.DETAIL, 'y')\n"
     lines = [f"[{name}] [info] x" for name in log.LOGGERS]
     assert run(code).stderr.splitlines() == lines
     assert run(code, toml).stderr.splitlines() == lines
+
+
+def test_a_logger_that_the_file_names_at_info_also_writes_what_ranncs_does(run: Run) -> None:
+    """As RaNNC's own file does; root is not a name."""
+    named = "".join(
+        f'[[logger]]\nname = "{name}"\nsinks = ["s"]\nlevel = "{level}"\n'
+        for name, level in (("DPStaging", "info"), ("Decomposer", "warn"))
+    )
+    code = (
+        "log.setup()\nfor name in ('DPStaging', 'Decomposer', 'RaNNCModule'):\n"
+        "  log.get(name).log(log.DETAIL, 'x')\n  log.get(name).debug('y')\n"
+    )
+    root = console().replace('level = "trace"', 'level = "info"')
+    assert run(code, root + named).stderr == "[DPStaging] [info] x\n"
+    assert run(code.replace("setup()", "setup(level='info')"), root + named).stderr == ""
+    told = run(code.replace("setup()", "setup(level='debug')"), root + named).stderr.splitlines()
+    assert told.count("[RaNNCModule] [info] x") == told.count("[RaNNCModule] [debug] y") == 1
+    assert len(told) == 6
 
 
 def test_every_level(run: Run) -> None:
@@ -537,10 +555,9 @@ def test_missing_named_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 # --- the files of the manual and of this repository -----------------------------------------------
 
 
-def test_the_shipped_file_lists_rannc_loggers() -> None:
+def test_the_shipped_file_names_no_logger_but_root() -> None:
     shipped = settings.read(ROOT / "conf" / "logging.toml")
-    assert [logger.name for logger in shipped.loggers] == list(log.LOGGERS)
-    assert {logger.level for logger in shipped.loggers} == {logging.INFO}
+    assert [(logger.name, logger.level) for logger in shipped.loggers] == [("root", logging.INFO)]
 
 
 def test_the_example_of_rannc_manual(run: Run) -> None:

@@ -13,6 +13,6 @@ flags of a line) and ``sinks`` (spdlog). ``progress`` shows the progress of long
 
 from rannd.log.loggers import LOG_FILE, LOGGERS, get, rank_of, setup
 from rannd.log.progress import Progress
-from rannd.log.settings import TRACE
+from rannd.log.settings import DETAIL, TRACE
 
-__all__ = ["LOGGERS", "LOG_FILE", "TRACE", "Progress", "get", "rank_of", "setup"]
+__all__ = ["DETAIL", "LOGGERS", "LOG_FILE", "TRACE", "Progress", "get", "rank_of", "setup"]

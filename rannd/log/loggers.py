@@ -74,6 +74,7 @@ def setup(directory: Path | None = None, level: str = "", role: str = "") -> Non
             return
         handler = SinkHandler(settings, label)
         logging.addLevelName(settings_.TRACE, "TRACE")
+        logging.addLevelName(settings_.DETAIL, "DETAIL")
         base = logging.getLogger(BASE)
         if _handler is not None:
             for logger in _handler.settings.loggers:

@@ -15,6 +15,9 @@ from rannd.errors import ConfigError
 from rannd.log.pattern import FLAGS, unknown_flag
 
 TRACE = 5
+DETAIL = 15
+"""Level of RaNNC's own messages of a first run, which are written as info: at log_level=debug, and by a logger that
+logging.toml itself names at info, as RaNNC's does."""
 _OFF = logging.CRITICAL + 10
 #: spdlog's level names, short and long, and the Python levels they stand for.
 LEVELS = {
@@ -203,9 +206,10 @@ def _logger(
     if table.has("type"):
         # spdlog_setup allows asynchronous loggers, which hang in a forked child.
         table.string("type", choices=["sync"])
-    logger = LoggerSettings(
-        name=name, sinks=table.names("sinks", sinks), level=table.level(logging.INFO), pattern=pattern
-    )
+    level = table.level(logging.INFO)
+    if level == logging.INFO and name != "root":
+        level = DETAIL
+    logger = LoggerSettings(name=name, sinks=table.names("sinks", sinks), level=level, pattern=pattern)
     table.finish()
     return logger
 

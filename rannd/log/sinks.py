@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rannd.errors import ConfigError
-from rannd.log.settings import LoggerSettings, LogSettings, SinkSettings
+from rannd.log.settings import DETAIL, LoggerSettings, LogSettings, SinkSettings
 
 if TYPE_CHECKING:
     import spdlog
 
 #: The lowest Python levels that are spdlog's debug, info, warn, err and critical; anything below is its trace.
-_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+_LEVELS = (logging.DEBUG, DETAIL, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 
 def _spdlog_level(levelno: int) -> int:

@@ -54,10 +54,10 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
     command = rank_command(options)
     _refuse_another_job(options, here)
     # No PYTHONUNBUFFERED, which writes line ends separately: nothing keeps the lines of these ranks together.
-    added = {} if options.config is None else {"RANNC_CONF_FILE": str(options.config.absolute())}
-    added |= as_torchrun(here.rank, here.size, here.local_rank, here.local_size)
+    added = options.variables() | as_torchrun(here.rank, here.size, here.local_rank, here.local_size)
     added |= _meeting_point(environ, here)
-    lines = [f"already rank {here.rank} of {here.size}, started by {here.starter}: running {options.command[0]} as it"]
+    who = f"already rank {here.rank} of {here.size}, started by {here.starter}"
+    lines = [] if options.quiet else [f"{who}: running {options.command[0]} as it"]
     idle = [FLAGS[name] for name in _OWN_RANKS if options.by_flag(name)]
     if idle:
         lines.append(f"{', '.join(idle)} have no effect here: they only affect ranks that rannc-run starts itself")
@@ -70,7 +70,7 @@ def adopt(options: Options, here: Rank, environ: Mapping[str, str]) -> Adopted:
             cores = _cores(environ, here.local_size)
             tuned = tuning(environ, cores=cores, local_ranks=here.local_size, gpus=gpus)
         added |= tuned.variables
-        if tuned.line():
+        if tuned.line() and not options.quiet:
             lines.append(tuned.line())
     return Adopted(here, command, added, lines)
 

@@ -54,6 +54,8 @@ class Job:
     start: float
     preflight: bool
     """Check that the other machines have what a rank needs, before anything starts."""
+    quiet: bool = False
+    """Say no more than warnings and errors."""
 
     @property
     def remote_host(self) -> str | None:
@@ -123,8 +125,7 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
     added |= meeting_point(environ, _first_address(places[0].host, placement.hosts))
     if "PYTHONUNBUFFERED" not in environ:
         added["PYTHONUNBUFFERED"] = "1"
-    if options.config is not None:
-        added["RANNC_CONF_FILE"] = str(options.config.absolute())
+    added |= options.variables()
     if options.plan_only:
         added["RANNC_PARTITIONING_DRY_RUN_NP"] = str(size)
     if cluster is not None and options.cluster is not None:
@@ -160,6 +161,7 @@ def prepare(options: Options, environ: Mapping[str, str]) -> Job:
         grace=options.grace,
         start=options.start,
         preflight=options.preflight,
+        quiet=options.quiet,
     )
 
 

@@ -23,7 +23,7 @@ from rannd.runner.job import Job, prepare
 from rannd.runner.launch import session_folder
 from rannd.runner.report import exit_code, report
 from rannd.runner.resources.inherited import rank_here
-from rannd.runner.run_options import Options, with_flags
+from rannd.runner.run_options import Options, quietly, with_flags
 from rannd.runner.watch import processes
 from rannd.runner.watch.line_channel import Listener
 from rannd.runner.watch.monitor import Monitor
@@ -84,6 +84,7 @@ def _default(name: str) -> str:
     help="Check the other hosts before any rank starts.",
 )
 @click.option("--show-ranks", metavar="0,2-3", help="Ranks whose output is shown. Default: all.")
+@click.option("-q", "--quiet", is_flag=True, help="Only warnings, errors and the script's output (log_level = warn).")
 @click.option("--log-dir", metavar="DIR", help="Keep the ranks' output in DIR/<run>/rank_<R>/.")
 @click.option(
     "--grace-period",
@@ -119,6 +120,7 @@ def main(
     check: bool,
     plan_only: bool,
     cluster: str | None,
+    quiet: bool,
     **flags: Any,
 ) -> None:
     """Start COMMAND, a Python script with its arguments, as the ranks of one job.
@@ -135,6 +137,8 @@ def main(
 
         ctx.exit(doctor.tell(doctor.check(config, os.environ), click.echo))
     items = with_flags(rannd.config.load(file=config), flags)
+    if quiet:
+        items = quietly(items)
     if show_config:
         click.echo("\n".join(items.lines()))
         return
@@ -146,7 +150,7 @@ def main(
     if dry_run:
         click.echo(job.describe())
         return
-    for line in hints(asked, job):
+    for line in () if quiet else hints(asked, job):
         _say(line)
     if job.preflight and not plan_only:
         job = _ready(job, items, script="" if module else command[0])
@@ -206,8 +210,9 @@ def launch(job: Job) -> int:
             os.makedirs(job.log_dir)
         except (OSError, ValueError) as error:  # ValueError: it contains a zero byte
             raise UsageError(f"--log-dir: {job.log_dir} cannot be created: {error}") from None
+    if job.log_dir is not None and not job.quiet:
         _say(f"logs: {job.log_dir}")
-    if job.tuning_line:
+    if job.tuning_line and not job.quiet:
         _say(job.tuning_line)
     listener = Listener(job.remote_host)
     settings = {

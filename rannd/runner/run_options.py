@@ -23,6 +23,8 @@ FLAGS = {
     "tune": "--tune",
     "preflight": "--preflight",
 }
+QUIET = "--quiet"
+"""Flag that is short for one value of the item log_level."""
 
 
 def with_flags(config: Config, flags: Mapping[str, object]) -> Config:
@@ -34,6 +36,11 @@ def with_flags(config: Config, flags: Mapping[str, object]) -> Config:
     """
     given = {name: value for name, value in flags.items() if value is not None}
     return config.override(given, {name: _flag(name, value) for name, value in given.items()})
+
+
+def quietly(config: Config) -> Config:
+    """Return `config` with the item that --quiet stands for."""
+    return config.override({"log_level": "warn"}, {"log_level": QUIET})
 
 
 def _flag(name: str, value: object) -> str:
@@ -61,6 +68,8 @@ class Options:
     preflight: bool = True
     """Check before anything starts that other machines have what a rank needs."""
     plan_only: bool = False
+    quiet: bool = False
+    """Neither ranks nor rannc-run say more than warnings and errors."""
     cluster: str | None = None
     """Name or file of the devices to plan for."""
     origins: Mapping[str, str] | None = None
@@ -96,6 +105,7 @@ class Options:
             start=config.timeout_start,
             preflight=config.preflight,
             plan_only=plan_only,
+            quiet=config.origin("log_level") == QUIET,
             cluster=cluster,
             origins={name: config.origin(name) for name in FLAGS},
         )
@@ -103,6 +113,11 @@ class Options:
     def origin(self, name: str) -> str:
         """Return the source of an item of `FLAGS`."""
         return self.origins[name] if self.origins is not None else FLAGS[name]
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that pass on to ranks what the command line says of their configuration."""
+        found = {} if self.config is None else {"RANNC_CONF_FILE": str(self.config.absolute())}
+        return found | ({"RANNC_LOG_LEVEL": "warn"} if self.quiet else {})
 
     def by_flag(self, name: str) -> bool:
         """Whether an item of `FLAGS` is from the command line."""

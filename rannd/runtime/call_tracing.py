@@ -59,8 +59,6 @@ class CallTracing:
         ]
         whole = self._whole.setdefault((str(call.spec), call.positions), set())
         signature = classify(call, mode, shapes, whole)
-        if self._world.rank == 0 and not self._tracer.looked:
-            log.get("RaNNCModule").info("Tracing model ...")
         graph = self._trace(signature, call, held)
         whole |= {
             number
@@ -127,8 +125,8 @@ class CallTracing:
                     graph, _ = self._tracer.graph(signature, call.tensors, self._state(), empty, held)
         if not config.partitioning_dry_run_np:
             self._values.check_leaves(graph.traced.leaf_paths)
-        if self._world.rank == 0 and not self._tracer.looked:
-            log.get("RaNNCModule").info("Converting torch model to IR ...")
+        if self._world.rank == 0 and held is None:
+            log.get("RaNNCModule").log(log.DETAIL, "Converting torch model to IR ...")
         return graph
 
     def _verified(self, graph: ModelGraph, call: Call) -> str:

@@ -230,11 +230,10 @@ class Session:
 
     def _bind_graph(self, call: Call, mode: Mode) -> int:
         """Trace the model for a call, deploy it if this is the first call, and bind the graph to the deployment."""
-        logger = log.get("RaNNCModule")
+        begun = time.monotonic()
         state, deployed = self._graphs.state(), self._deployed
         varying = self._graphs.varying(call, mode)
         self._arguments.may_be_inputs(varying)
-        begun = time.monotonic()
         with self._arguments.noted(call):
             graph = self._tracing.graph(call, mode, self.parameters)
             planned = self._tracing.planned(graph, call) if deployed is None else None
@@ -261,10 +260,17 @@ class Session:
                 follower = each()
                 if follower is not None:
                     follower.deployed()
-            if self.world.rank == 0:
-                logger.info("Routes verification passed.")
-            logger.info("RaNNCModule is ready. (rank%d)", self.world.rank)
+            self._tell_ready(mode, time.monotonic() - begun)
         return number
+
+    def _tell_ready(self, mode: Mode, seconds: float) -> None:
+        logger = log.get("RaNNCModule")
+        if self.world.rank == 0:
+            logger.log(log.DETAIL, "Routes verification passed.")
+            begins = "; training begins" if mode.training and self._context.optimizer is not None else ""
+            ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
+            logger.info("The model is ready on %s after %.1f s%s", ranks, seconds, begins)
+        logger.log(log.DETAIL, "RaNNCModule is ready. (rank%d)", self.world.rank)
 
     def profile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> GraphProfile:
         """Measure the blocks of a call's graph, for plans on any number of ranks; nothing is deployed."""

@@ -16,6 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sysconfig.get_path("scripts")
 FORK = fork_server.__file__
 """Before a script in a command: its ranks are forks. Not where processes are the subject, see there."""
+PLANNED, FROM_CACHE = "[RaNNCModule] [info] Plan: ", "[RaNNCModule] [info] Plan from the cache ("
+"""What a job says of a plan that it made, and of one that was made before."""
+DEBUG = {"RANNC_LOG_LEVEL": "debug"}
+"""Variables of a job that also tells what RaNNC's tutorial shows, and of traces."""
 
 
 class Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from job import Job
+from job import DEBUG, Job
 
 pytestmark = pytest.mark.ranks
 
@@ -12,24 +12,24 @@ CHECKED = "The trace gives the same results as the model"
 
 
 def test_functions_in_two_stages_and_from_the_cache(job: Job) -> None:
-    first = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
+    first = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", **DEBUG)
     assert first.count(": equal") == 2
     assert "the autograd.Function __main__.Triple runs as one operator" in first
     assert first.count(CHECKED) == 2  # training; evaluation, on values of which rank 0 holds a half
     assert "hooks" in job.run("rannc-cache", "ls")
-    second = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
+    second = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", **DEBUG)
     assert second.count(": equal") == 2
     assert second.count("Using trace") == 2
     assert CHECKED not in second
 
 
 def test_a_trace_that_was_kept_unseen_is_compared_by_the_next_run(job: Job) -> None:
-    unseen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", RANNC_VERIFY_TRACE="false", RANNC_CACHE="refresh")
+    unseen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", RANNC_VERIFY_TRACE="false", RANNC_CACHE="refresh", **DEBUG)
     assert CHECKED not in unseen
-    seen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
+    seen = job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", **DEBUG)
     assert seen.count("Using trace") == 2
     assert seen.count(CHECKED) == 2
-    assert CHECKED not in job.train(2, PROGRAM, RANNC_PARTITION_NUM="2")
+    assert CHECKED not in job.train(2, PROGRAM, RANNC_PARTITION_NUM="2", **DEBUG)
 
 
 def test_too_many_stages_name_the_code_that_cannot_be_cut(job: Job) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from job import FORK, ROOT, Job
+from job import DEBUG, FORK, FROM_CACHE, ROOT, Job
 
 from rannd.daemon.client import request_channel
 from rannd.daemon.common import protocol
@@ -67,7 +67,7 @@ def fire(job: Job, moment: str, deed: Callable[[], None], **variables: str) -> s
     folder = job.home.folder()
     started = subprocess.Popen(
         ["rannc-run", "-np", "2", FORK, str(SCRIPT), str(folder)],
-        env={**job.environment, **QUICK, **variables},
+        env={**job.environment, **QUICK, **DEBUG, **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -137,7 +137,7 @@ def test_a_killed_daemon_is_replaced_without_a_word(
     assert warnings(output) == []
     assert daemon(job) != pid
     again = fire(job, "nowhere", lambda: None)
-    assert again.count("Using deployment") == 2, "what was made is kept by the next one"
+    assert again.count(FROM_CACHE) == 2, "what was made is kept by the next one"
 
 
 def garbage(here: DaemonPaths) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import FORK, ROOT, Job
+from job import DEBUG, FORK, FROM_CACHE, PLANNED, ROOT, Job
 
 pytestmark = pytest.mark.ranks
 
@@ -34,31 +34,65 @@ def first_run(job: Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 def test_second_run_plans_nothing_until_the_cache_is_cleared(job: Job, first_run: tuple[str, dict[str, Path]]) -> None:
     first, _ = first_run
-    assert all(line in first for line in PLANNING)
-    estimate = r"graph=MERGE_\d+_\d+ repl=\d+ fwd_time=\d+ bwd_time=\d+ ar_time=\d+ in_size=\d+ out_size=\d+ "
-    estimate += r"fp32param_size=\d+ fp16param_size=0 total_mem=\d+ \(fwd\+bwd=\d+ opt=\d+ comm=\d+\)"
-    assert re.search(estimate, first)
-    assert re.search(r"\[Decomposer\] \[info\]  Assigned subgraph MERGE_\d+_\d+ to rank\[", first)
+    assert not [line for line in PLANNING if line in first]
+    (planned,) = (line for line in first.splitlines() if PLANNED in line)
+    plan = r"[12] stages?: .* on ranks? 0.*; \d+ microbatch(es)?; step about [0-9.]+ m?s; \d+ of [0-9,]+ MiB per device"
+    assert re.fullmatch(plan, planned.partition(PLANNED)[2])
+    assert re.search(r"\[info\] The model is ready on 2 ranks after [0-9.]+ s; training begins", first)
+    assert len([line for line in first.splitlines() if "[info]" in line]) == 2, first
 
     second = job.train(2, *TUTORIAL)
-    assert not [line for line in PLANNING if line in second]
-    assert re.search(r"Using deployment [0-9a-f]+ from the cache", second)
+    assert second.partition(FROM_CACHE)[2].partition("): ")[2].startswith(planned.partition(PLANNED)[2])
+    assert PLANNED not in second
     assert _losses(second) == _losses(first)
 
     entries = json.loads(job.run("rannc-cache", "ls", "--json"))
     kinds = {entry["kind"] for entry in (entries["entries"] if isinstance(entries, dict) else entries)}
     assert {"deployment", "profile", "links"} <= kinds
+    assert re.search(
+        r"^deployment\t.*\tNet 2\.6M, [12] stages?, ranks 2, batch 128", job.run("rannc-cache", "ls"), re.M
+    )
     job.run("rannc-cache", "clear")
-    again = job.train(2, *TUTORIAL)
-    assert all(line in again for line in PLANNING[1:])
+    assert PLANNED in job.train(2, *TUTORIAL)
+
+
+@pytest.mark.parametrize("by", ["log_level", "logging.toml"])
+def test_what_the_tutorial_of_rannc_shows_is_there_if_asked_for(job: Job, tmp_path: Path, by: str) -> None:
+    """At log_level=debug, and with RaNNC's logging.toml, which names its loggers."""
+    variables = DEBUG
+    if by == "logging.toml":
+        names = ("RaNNCModule", "RaNNCProcess", "Decomposer", "DPStaging", "ParamStorage")
+        loggers = "".join(f'[[logger]]\nname = "{name}"\nsinks = ["s"]\nlevel = "info"\n' for name in names)
+        (tmp_path / "logging.toml").write_text(
+            f'[[sink]]\nname = "s"\ntype = "stderr_sink_mt"\nlevel = "info"\n{loggers}'
+        )
+        variables = {"RANNC_CONF_DIR": str(tmp_path)}
+    shown = job.train(2, *TUTORIAL, RANNC_CACHE="refresh", **variables)
+    assert all(line in shown for line in (*PLANNING, "Tracing model ...", "Converting torch model to IR ..."))
+    assert "[RaNNCModule] [info] Routes verification passed." in shown
+    assert len(re.findall(r"RaNNCModule is ready. \(rank[01]\)", shown)) == 2
+    estimate = r"graph=MERGE_\d+_\d+ repl=\d+ fwd_time=\d+ bwd_time=\d+ ar_time=\d+ in_size=\d+ out_size=\d+ "
+    estimate += r"fp32param_size=\d+ fp16param_size=0 total_mem=\d+ \(fwd\+bwd=\d+ opt=\d+ comm=\d+\)"
+    assert re.search(estimate, shown)
+    assert re.search(r"\[Decomposer\] \[info\]  Assigned subgraph MERGE_\d+_\d+ to rank\[", shown)
+    again = job.train(2, *TUTORIAL, **variables)
+    assert FROM_CACHE in again
+    assert not [line for line in (*PLANNING, "Tracing model") if line in again]
+
+
+def test_a_quiet_job_prints_what_its_script_prints(job: Job) -> None:
+    output = job.run("rannc-run", "--quiet", "-np", "2", FORK, *TUTORIAL)
+    assert output.count("Finished on rank") == 2
+    assert not re.search(r"\[info\]|rannc-run:", output)
+    assert "[warning]" in job.run("rannc-run", "-q", "-np", "2", FORK, *TUTORIAL, RANNC_P2P_COMM="false")
 
 
 def test_another_batch_plans_again_but_other_seeds_do_not(job: Job) -> None:
     job.train(2, *TUTORIAL)
-    assert PLANNING[1] in job.train(2, "examples/tutorial.py", "32", "512", "10")
-    assert PLANNING[1] in job.train(1, *TUTORIAL)
-    assert PLANNING[1] not in job.train(2, *TUTORIAL)
-    assert PLANNING[1] in job.train(2, *TUTORIAL, RANNC_OPT_PARAM_FACTOR="1")
+    assert PLANNED in job.train(2, "examples/tutorial.py", "32", "512", "10")
+    assert PLANNED in job.train(1, *TUTORIAL)
+    assert FROM_CACHE in job.train(2, *TUTORIAL)
+    assert PLANNED in job.train(2, *TUTORIAL, RANNC_OPT_PARAM_FACTOR="1")
 
 
 def test_without_a_daemon_the_job_trains_with_one_warning(job: Job, tmp_path: Path) -> None:
@@ -75,7 +109,7 @@ def test_without_a_daemon_the_job_trains_with_one_warning(job: Job, tmp_path: Pa
 
 def test_little_memory_forces_stages(job: Job) -> None:
     output = job.train(2, *TUTORIAL, RANNC_MEM_LIMIT_GB="0.05")
-    assert len(re.findall("Assigned subgraph", output)) == 2
+    assert f"{PLANNED}2 stages: layers." in output
 
 
 def test_a_model_that_fits_nowhere_says_what_would_do(job: Job) -> None:
@@ -106,10 +140,10 @@ def test_three_stages_on_four_ranks(job: Job) -> None:
         "2",
     ]
     output = job.train(4, *script, RANNC_PARTITION_NUM="3")
-    assigned = re.findall(r"Assigned subgraph \S+ to rank\[([\d,]+)\]", output)
+    (plan,) = (line for line in output.splitlines() if PLANNED in line)
+    assigned = re.findall(r" on ranks? ([\d,-]+)[,;]", plan)
     assert len(assigned) == 3
-    assert sorted(len(ranks.split(",")) for ranks in assigned) == [1, 1, 2]
-    assert sorted(int(rank) for ranks in assigned for rank in ranks.split(",")) == [0, 1, 2, 3]
+    assert sorted("".join(assigned).replace("-", "").replace(",", "")) == list("0123")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -149,15 +183,15 @@ def test_a_saved_deployment_is_used(job: Job, tmp_path: Path) -> None:
     job.train(2, *TUTORIAL, RANNC_SAVE_DEPLOYMENT="true", RANNC_DEPLOYMENT_FILE=str(file))
     loaded = {"RANNC_LOAD_DEPLOYMENT": "true", "RANNC_DEPLOYMENT_FILE": str(file), "RANNC_CACHE": "off"}
     output = job.train(2, *TUTORIAL, **loaded)
-    assert f"Using the deployment in {file}" in output
-    assert PLANNING[1] not in output
+    assert f"[info] Plan from {file}: " in output
+    assert PLANNED not in output
     output = job.train(2, "examples/tutorial.py", "64", "512", "9", code=1, **loaded)
     assert "DeploymentError" in output
     assert "run without it to plan again" in output
 
 
 def test_plan_for_devices_that_are_not_there(job: Job) -> None:
-    output = job.run("rannc-run", "--plan-only", "-np", "8", FORK, *TUTORIAL)
+    output = job.run("rannc-run", "--plan-only", "-np", "8", FORK, *TUTORIAL, **DEBUG)
     assert re.search(r"Estimated profiles of subgraphs: batch_size=512 np=8", output)
     assert "Finished" not in output
 

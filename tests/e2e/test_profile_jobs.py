@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from job import FORK, Job
+from job import DEBUG, FORK, FROM_CACHE, PLANNED, Job
 
 from rannd.profile.graph_profile import GraphProfile, decode, encode
 
@@ -31,7 +31,7 @@ def test_one_profile_is_enough_for_all_sizes(job: Job, tmp_path: Path) -> None:
     for ranks, rows in ((2, "5"), (3, "16")):
         output = job.train(ranks, "tests/e2e/programs/profiling.py", rows)
         assert output.count("blocks, rows (1, 4, 16)") == ranks
-        assert "Starting model partitioning" in output, "planned, for this number of ranks and rows"
+        assert PLANNED in output, "planned, for this number of ranks and rows"
         assert profiles(job) == kept
 
 
@@ -39,7 +39,7 @@ def test_one_profile_is_enough_for_all_sizes(job: Job, tmp_path: Path) -> None:
 def test_a_deeper_model_of_the_same_layers_needs_nothing_new(job: Job) -> None:
     for depth in (4, 8, 40):
         output = job.train(2, "tests/e2e/programs/profiling.py", "16", str(depth))
-        assert "Starting model partitioning" in output
+        assert PLANNED in output
         if depth == 4:
             kept = profiles(job)
         assert profiles(job) == kept >= 2
@@ -60,13 +60,16 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
     }
     other = GraphProfile(written.format, "abacus", written.rannd, written.torch, slow)
     file.write_bytes(encode(other))
-    output = job.train(2, *TUTORIAL, RANNC_LOAD_GRAPH_PROFILE="true", **variables)
+    output = job.train(2, *TUTORIAL, RANNC_LOAD_GRAPH_PROFILE="true", **variables, **DEBUG)
     assert f"The times in {file} were measured on abacus" in output
     times = [float(number) for number in re.findall(r"fwd_time=(\d+)", output)]
     assert max(times) > 1e6, output
 
     planned = job.run(
-        *("rannc-run", "--plan-only", "-np", "4", FORK, *TUTORIAL), RANNC_LOAD_GRAPH_PROFILE="true", **variables
+        *("rannc-run", "--plan-only", "-np", "4", FORK, *TUTORIAL),
+        RANNC_LOAD_GRAPH_PROFILE="true",
+        **variables,
+        **DEBUG,
     )
     assert f"The times in {file} were measured on abacus" in planned
     assert max(float(number) for number in re.findall(r"fwd_time=(\d+)", planned)) > 1e6
@@ -86,17 +89,17 @@ def test_a_file_is_written_where_the_deployment_is_known_too_and_its_content_is_
     job.train(2, *TUTORIAL)
     file = tmp_path / "times.profile"
     output = job.train(2, *TUTORIAL, RANNC_SAVE_GRAPH_PROFILE="true", RANNC_GRAPH_PROFILE_FILE=str(file))
-    assert "Using deployment" in output
+    assert FROM_CACHE in output
     known = decode(file.read_bytes())
     assert known.blocks
     variables = {"RANNC_GRAPH_PROFILE_FILE": str(file), "RANNC_LOAD_GRAPH_PROFILE": "true"}
     output = job.train(2, *TUTORIAL, **variables)
     assert f"Using times of this model's blocks from {file}" in output
     assert " were measured on " not in output
-    assert "Starting model partitioning" in output
-    assert "Using deployment" in job.train(2, *TUTORIAL, **variables)
+    assert PLANNED in output
+    assert FROM_CACHE in job.train(2, *TUTORIAL, **variables)
     file.write_bytes(encode(msgspec.structs.replace(known, blocks={})))
-    assert "Starting model partitioning" in job.train(2, *TUTORIAL, **variables)
+    assert PLANNED in job.train(2, *TUTORIAL, **variables)
 
 
 @pytest.mark.full
@@ -114,6 +117,7 @@ def test_operators_are_measured_and_added_up(job: Job, tmp_path: Path) -> None:
             RANNC_PARTITION_NUM="1",
             RANNC_SAVE_GRAPH_PROFILE="true",
             RANNC_GRAPH_PROFILE_FILE=str(file),
+            **DEBUG,
         )
         assert "no effect" not in output
         found[apart] = decode(file.read_bytes()).blocks

@@ -28,7 +28,7 @@ def digests(output: str) -> dict[str, set[str]]:
 
 
 def trained(node: Node, hosts: str) -> str:
-    code, output = node.run("rannc-run", "--hosts", hosts, *FORKED, **STAGES)
+    code, output = node.run("rannc-run", "--hosts", hosts, *FORKED, **STAGES, RANNC_LOG_LEVEL="debug")
     assert output.count("after step 3: done") == 3, output
     assert code == 0, output
     return output
@@ -49,7 +49,7 @@ def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network
     first = trained(a, "a:2,b:2")
     assert digests(first) == expected
     assert set(re.findall(r"^\[(\w:\d)\] after step 0", first, re.M)) == {"a:0", "a:1", "b:2", "b:3"}
-    assert "Starting model partitioning" in first
+    assert " Plan: " in first
     assert [len(daemons(node)) for node in (a, b, c)] == [1, 1, 0]
     listed = [node.run("rannc-cache", "ls")[1] for node in (a, b)]
     kinds = [sorted(re.findall(r"^(\w+)\t(\w+)", text, re.M)) for text in listed]
@@ -60,8 +60,8 @@ def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network
     assert digests(second) == expected
     assert "[b:0]" in second
     assert "Using trace" in second
-    assert "Using deployment" in second
-    for planning in ("Starting model partitioning", "Running profiler", "No cached deployment", "No cached trace"):
+    assert " Plan from the cache (" in second
+    for planning in (" Plan: ", "Tracing model", "Running profiler", "No cached deployment", "No cached trace"):
         assert planning not in second
 
     # A node that never took part asks those that did.
@@ -69,7 +69,7 @@ def test_nodes_train_as_one_process_and_plan_once(network: Callable[..., Network
     assert digests(third) == expected
     assert "b has trace" in third
     assert "b has deployment" in third
-    assert "Starting model partitioning" not in third
+    assert " Plan: " not in third
 
 
 @pytest.mark.parametrize("own_on_loopback", [False, True])

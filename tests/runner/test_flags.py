@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def test_flag_variable_file_default(shell: Shell, name: str) -> None:
     assert line(**from_file, **{row.variable: variable}).endswith(f"  # {row.variable}")
     told = flag[0] if flag[0] != "-np" else "--nproc"
     assert line(*flag, **from_file, **{row.variable: variable}) == f"{name} = {flagged}  # {told}"
+
+
+def test_quiet_is_one_level_of_the_log(shell: Shell) -> None:
+    """For the ranks, and for what rannc-run itself says beside warnings."""
+    code, out, _ = shell.run("--quiet", "--show-config", RANNC_LOG_LEVEL="debug")
+    assert code == 0
+    assert 'log_level = "warn"  # --quiet\n' in out
+    script = program("environ.py")
+    shown = shell.run("-np", "1", "-q", script, "RANNC_LOG_LEVEL", RANNC_LOG_LEVEL="debug")
+    assert (shown[0], shown[2]) == (0, "")
+    assert json.loads(shown[1]) == {"RANNC_LOG_LEVEL": "warn"}
 
 
 def test_a_flag_says_yes_again_where_the_file_says_no(shell: Shell) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import pyrannc
+from rannd import log
 from rannd.errors import ConfigError, DeploymentError, StepError, TraceError, UsageError
 
 
@@ -325,7 +326,7 @@ def test_changes_of_the_python_state_are_seen(change: Callable[[Switched], None]
 def test_a_counter_of_the_script_is_not_traced_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     inner = nn.Linear(4, 4)
     model = wrapped(inner)
-    with caplog.at_level("INFO", logger="rannd"):
+    with caplog.at_level(log.DETAIL, logger="rannd"):
         for step in range(10):
             inner.step = step
             model(torch.randn(2, 4))

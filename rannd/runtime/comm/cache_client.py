@@ -8,6 +8,7 @@ runs.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from typing import ClassVar, TypeVar
@@ -52,7 +53,9 @@ def tell_miss(client: Client, key: Key) -> None:
     changed, whole = client.why(key)
     logger = log.get("RaNNCModule")
     if changed:
-        logger.info("No cached %s fits: %s (rannc-cache why --last)", key.kind, changed)
+        # Only of plans, as a job often has several traces, for training and for evaluation.
+        level = logging.INFO if key.kind == "deployment" else logging.DEBUG
+        logger.log(level, "No cached %s fits: %s (rannc-cache why --last)", key.kind, changed)
     if whole:
         logger.debug("No cached %s fits: %s", key.kind, whole)
 
@@ -120,7 +123,7 @@ class Cache:
         if source is None:
             return b""
         if self._world.rank == 0:
-            log.get("RaNNCModule").info("%s has %s %s in its cache", self._world.hosts[source], key.kind, key.short)
+            log.get("RaNNCModule").debug("%s has %s %s in its cache", self._world.hosts[source], key.kind, key.short)
         found = self._world.broadcast_bytes(found, source)
         if self.client is not None:
             self.client.put(key, found)

@@ -205,7 +205,7 @@ def _make(config: Config) -> World:
     logger = log.get("RaNNCProcess")
     place = rendezvous.find_place(os.environ)
     host = socket.gethostname()
-    logger.info("RaNNC started on rank %d (%s)", place.rank, host)
+    logger.log(log.DETAIL, "RaNNC started on rank %d (%s)", place.rank, host)
     connections = Connections()
     watch = FailureDetector(connections)
     if place.size > 1:
@@ -243,9 +243,9 @@ def _make(config: Config) -> World:
     watchdog_s = config.watchdog_timeout_s if config.run_watchdog else 0.0
     watch.start(place.rank, world.hosts, len(nodes) == 1, world.broadcast_bytes, watchdog_s)
     if place.rank == 0 and device.type == "cuda":
-        logger.info("CUDA device assignments:")
+        logger.log(log.DETAIL, "CUDA device assignments:")
         for rank in range(place.size):
-            logger.info(" Worker %d: device%d@%s", rank, slots[rank].device, world.hosts[rank])
+            logger.log(log.DETAIL, " Worker %d: device%d@%s", rank, slots[rank].device, world.hosts[rank])
     return world
 
 

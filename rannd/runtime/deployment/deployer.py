@@ -122,7 +122,7 @@ class Deployer:
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
         self._values.prepare(lambda name: name in owners and name not in deployment.unused_params)
         if world.rank == 0:
-            log.get("ParamStorage").info("Synchronizing parameters ...")
+            log.get("ParamStorage").log(log.DETAIL, "Synchronizing parameters ...")
         origin = Origin([*model.named_parameters(), *model.named_buffers()])
         parameters = Parameters(self._context, owners, deployment, self._values)
         clip_watch: ClipWatch | None = None

@@ -29,6 +29,7 @@ from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.compatibility import check_belongs, differences
 from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
 from rannd.plan.plan_options import PlanOptions
+from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import alternative_lines, assignment_lines, estimate_lines, plan
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
@@ -100,6 +101,8 @@ class Planner:
         self.usable_memory = self._usable()
         self._doing: Callable[[str], None] = _no_progress
         """Reports progress to jobs that wait for this job's plan."""
+        self._source = ""
+        """Where the plan is from, in the log: '', ' from the cache', ' from a file'."""
         self._used: Key | None = None
         self._base: Key | None = None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
@@ -121,13 +124,17 @@ class Planner:
     def deployment(self, file: Path | None) -> Deployment:
         """Deployment from a file, from the cache, or newly planned. Collective."""
         if file is not None:
-            return self._from_file(file)
+            deployment = self._from_file(file)
+            self._source = f" from {file}"
+            self._tell(deployment)
+            return deployment
         self._measuring.given = self._file.load(self._everywhere)
         self._base = self._key()
         deployment = self._within_limit(self._known_limit(self._base)) or self._found_or_made()
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
             deployment = self._replan_for_free_memory(deployment, *lacking)
+        self._tell(deployment)
         if self._config.save_graph_profile and not self._measuring.profile:  # a cached deployment needed no profile
             self._measuring.costs(self._blocks(len(self._world.slots)))
         self._save_profile()
@@ -141,10 +148,10 @@ class Planner:
         # Plans for fewer devices have the blocks of the first of these, plans for more devices those of the last.
         plans = (self._blocks(devices) for devices in range(fewest, most + 1))
         if self._world.rank == 0:
-            log.get("RaNNCModule").info("Running profiler ...")
+            log.get("RaNNCModule").log(log.DETAIL, "Running profiler ...")
         self._measuring.measure_all(plans)
         if self._world.rank == 0:
-            log.get("RaNNCModule").info("Profiling finished")
+            log.get("RaNNCModule").log(log.DETAIL, "Profiling finished")
         self._save_profile()
         return self._profile()
 
@@ -163,7 +170,6 @@ class Planner:
         """Load a deployment from a file; warns about differences from what it was planned for. Collective."""
         logger = log.get("RaNNCModule")
         data = self._everywhere(lambda: read_file(file))
-        logger.info("Using the deployment in %s", file)
         with named(file):
             deployment = self._checked(data)
         other = differences(deployment, here=self._made, slots=self._world.slots, rows=sum(self._rows))
@@ -194,13 +200,14 @@ class Planner:
             if lease is not None:  # found in another node's cache
                 lease.release()
             deployment = self._checked(found)
-            self._tell_hit(deployment, key)
+            self._source = f" from the cache ({key.short})"
             return deployment
         if client is not None:
             tell_miss(client, key)
         if lease is not None:
             self._doing = lease.progress
             self._measuring.tell = lambda part: self._doing(f"profiling, {part:.0%}")
+        self._source = ""
         try:
             data = self._make()
             if client is not None:
@@ -266,7 +273,7 @@ class Planner:
 
     def _replan_for_free_memory(self, deployment: Deployment, rank: int, need: int, there: int) -> Deployment:
         """Plan again for the memory that is free; returns `deployment` if no plan fits. Collective."""
-        before, used = self.usable_memory, self._used
+        before, used, source = self.usable_memory, self._used, self._source
         limit = lower_limit(there, self._config.mem_margin)
         what = _shortage(rank, need, there)
         if self._world.rank == 0:
@@ -277,7 +284,7 @@ class Planner:
         except DoesNotFitError as exc:
             if self._world.rank == 0:
                 log.get("RaNNCModule").warning("No plan fits the free memory; using the first plan: %s. %s", what, exc)
-            self.usable_memory, self._used = before, used
+            self.usable_memory, self._used, self._source = before, used, source
             return deployment
 
     # -- parts ------------------------------------------------------------------------------------------------
@@ -351,7 +358,7 @@ class Planner:
         first = self._world.rank == 0
         target = target or Target(self._world.slots, sum(self._rows), self.usable_memory, self._made)
         if first and target.cluster is None:
-            logger.info("Running profiler ...")
+            logger.log(log.DETAIL, "Running profiler ...")
         blocks = self._blocks(len(target.slots))
         lost = self._parts.lost_cut_points
         if lost and first:
@@ -362,8 +369,11 @@ class Planner:
             )
         costs = self._analytic(blocks, target) if target.cluster is not None else self._measuring.costs(blocks)
         if first:
-            logger.info("Profiling finished" if target.cluster is None else f"Using the costs of {target.made.costs}")
-            logger.info("Assuming batch size: %d", target.rows)
+            logger.log(
+                log.DETAIL,
+                "Profiling finished" if target.cluster is None else f"Using the costs of {target.made.costs}",
+            )
+            logger.log(log.DETAIL, "Assuming batch size: %d", target.rows)
         self._doing("planning")
         return self._everywhere(lambda: self._plan(blocks, costs, target))
 
@@ -386,9 +396,9 @@ class Planner:
 
     def _plan(self, blocks: Sequence[Block], costs: CostTable, target: Target) -> bytes:
         logger = log.get("Decomposer")
-        logger.info("Decomposer: %s", self._config.decomposer)
-        logger.info("Available device memory: %d", target.memory)
-        logger.info("Starting model partitioning ...")
+        logger.log(log.DETAIL, "Decomposer: %s", self._config.decomposer)
+        logger.log(log.DETAIL, "Available device memory: %d", target.memory)
+        logger.log(log.DETAIL, "Starting model partitioning ...")
         deployment = plan(
             self._graph.task,
             blocks,
@@ -402,12 +412,12 @@ class Planner:
             ranked=True,
         )
         deployment = msgspec.structs.replace(deployment, made=target.made, model=_titled(self._context.model))
-        log.get("DPStaging").info("\n".join(estimate_lines(deployment)))
+        log.get("DPStaging").log(log.DETAIL, "\n".join(estimate_lines(deployment)))
         here = target.slots == self._world.slots
         for line in assignment_lines(deployment, self._world.rank_of_slot if here else range(len(target.slots))):
-            logger.info(" %s", line)
+            logger.log(log.DETAIL, " %s", line)
         for line in alternative_lines(deployment):
-            logger.info(" %s", line)
+            logger.debug(" %s", line)
         return encode(deployment)
 
     def _everywhere(self, make: Callable[[], bytes]) -> bytes:
@@ -428,13 +438,11 @@ class Planner:
             raise getattr(rannd.errors, name, RanndError)(text)
         return told[1:]
 
-    def _tell_hit(self, deployment: Deployment, key: Key) -> None:
+    def _tell(self, deployment: Deployment) -> None:
+        """Log the plan that the job runs, on rank 0."""
         if self._world.rank == 0:
-            logger = log.get("RaNNCModule")
-            logger.info("Using deployment %s from the cache", key.short)
-            for stage in deployment.stages:
-                ranks = ",".join(str(self._world.rank_of_slot[slot]) for slot in stage.slots)
-                logger.info(" Subgraph %s runs on rank[%s]", stage.name, ranks)
+            line = plan_line(deployment, self._world.rank_of_slot)
+            log.get("RaNNCModule").info("Plan%s: %s", self._source, line)
 
 
 def _titled(model: torch.nn.Module) -> str:

@@ -162,10 +162,10 @@ class Families:
             if key is not None and client is not None:
                 found = self._readable(client.get(key) or b"")
             if found and key is not None:
-                logger.info("Using trace %s for any size of %s from the cache", key.short, sizes)
+                logger.debug("Using trace %s for any size of %s from the cache", key.short, sizes)
             else:
                 try:
-                    logger.info("Tracing model for any size of %s ...", sizes)
+                    logger.debug("Tracing model for any size of %s ...", sizes)
                     found = pack(StoredTrace("", None, template(self._context.model, signature, leaves)))
                     new = True
                 except NoTemplate as exc:

@@ -95,7 +95,7 @@ class TraceChecker:
                 warnings.simplefilter("ignore")  # the model's code has already issued its warnings during tracing
                 difference = self._difference(graph, tensors)
                 if difference is None:
-                    log.get("RaNNCModule").info(
+                    log.get("RaNNCModule").debug(
                         "The trace gives the same results as the model. (compared in %.2f s)", time.monotonic() - begun
                     )
                     return Verdict("")

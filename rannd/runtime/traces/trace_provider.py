@@ -105,10 +105,6 @@ class Tracer:
         """Key of the last call that was looked up."""
         self._used: Key | None = None
         """Key of the last trace that came from the cache."""
-        self._made = False
-        """Whether there was a graph."""
-        self.looked = False
-        """Whether a graph was wanted."""
         self._opaque: tuple[str, ...] = ()
         """Paths of modules that run as one operator, because their code branches differently from call to call."""
         self._ways: dict[str, list[Branches]] = {}
@@ -144,7 +140,6 @@ class Tracer:
             empty: Tensors of the model without values on this rank; None if no rank has values.
             held: The model's parameters, once it is deployed.
         """
-        self.looked = True
         home = next((p.device for p in self._context.model.parameters()), self._world.device)
         leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in tensors]
         other = self._families.graph(signature, leaves, state)
@@ -158,8 +153,6 @@ class Tracer:
         self._last = key
         stored = self._unless_refused(stored)
         if not stored:
-            if self._made and self._world.rank == 0:
-                log.get("RaNNCModule").info("Tracing model for other inputs or another mode ...")
             self._prove_hooks()
         made, assumed = self._everywhere(stored, signature, leaves, key)
         while paths := self._agree(made, signature) or self._too_many_ways(made, signature, held):
@@ -173,7 +166,6 @@ class Tracer:
         if key is not None and made.data:
             self._keep(key, pack(StoredTrace(graph.task.graph_hash, checked, made.data)))
         self._tell(graph)
-        self._made = True
         # The cached trace may have been usable on some ranks only.
         cached = bool(stored) and all(each for (each,) in self._world.gather_numbers([int(made.cached)]))
         self._used = key if cached else None
@@ -391,6 +383,9 @@ class Tracer:
         keep: bool,
         opaque: Sequence[str],
     ) -> tuple[ModelGraph, bytes]:
+        if self._world.rank == 0:
+            more = " for other inputs or another mode" if self.traced > 1 else ""
+            log.get("RaNNCModule").log(log.DETAIL, "Tracing model%s ...", more)
         with explained(self._context.model, signature, leaves):
             traced, signature = trace(self._context.model, signature, leaves, assumed, opaque)
         data = b""
@@ -513,7 +508,7 @@ class Tracer:
         if client is not None:
             found = client.get(key) or b""
             if found:
-                log.get("RaNNCModule").info("Using trace %s from the cache", key.short)
+                log.get("RaNNCModule").debug("Using trace %s from the cache", key.short)
         found = self._world.broadcast_bytes(found) or self._context.cache.elsewhere(key)
         if not found and client is not None:
             tell_miss(client, key)

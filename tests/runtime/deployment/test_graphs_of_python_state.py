@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import pyrannc
+from rannd import log
 
 
 class Settings:
@@ -254,7 +255,7 @@ def test_an_attribute_that_code_mentions_is_never_ignored(caplog: pytest.LogCapt
 def test_values_that_come_back_are_not_traced_again(caplog: pytest.LogCaptureFixture) -> None:
     inner = WarmUp()
     model = pyrannc.RaNNCModule(inner)
-    with caplog.at_level("INFO", logger="rannd"):
+    with caplog.at_level(log.DETAIL, logger="rannd"):
         for turn in range(12):
             inner.epoch = turn % 3
             inner.config.alpha = float("nan")
@@ -267,7 +268,7 @@ def test_what_no_code_mentions_is_ignored_until_some_does(caplog: pytest.LogCapt
     plain = copy.deepcopy(inner)
     model = pyrannc.RaNNCModule(inner)
     x = torch.randn(2, 4)
-    with caplog.at_level("INFO", logger="rannd"):
+    with caplog.at_level(log.DETAIL, logger="rannd"):
         for step in range(6):
             inner.config.steps = step
             model(x)
@@ -386,7 +387,7 @@ def test_what_hooks_and_objects_do_while_traced_is_not_traced_again(caplog: pyte
 
     inner.register_forward_hook(note)
     model = pyrannc.RaNNCModule(inner)
-    with caplog.at_level("INFO", logger="rannd"):
+    with caplog.at_level(log.DETAIL, logger="rannd"):
         for _ in range(3):
             model(torch.randn(2, 4))
     assert _traces(caplog) == 1

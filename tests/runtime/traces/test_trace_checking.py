@@ -309,7 +309,7 @@ def test_what_is_not_the_same_twice_is_told(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_what_a_closure_counts_is_put_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """As what an attribute counts; the model is the same twice then."""
-    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "debug")
     state = {"calls": 0}
 
     def counted(a: torch.Tensor) -> torch.Tensor:
@@ -317,7 +317,7 @@ def test_what_a_closure_counts_is_put_back(monkeypatch: pytest.MonkeyPatch, capl
         return a * state["calls"]
 
     model = pyrannc.RaNNCModule(Model(counted, True).double(), None)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         for _ in range(2):
             model(torch.randn(4, WIDTH, dtype=torch.float64))
     assert "The trace gives the same results as the model" in caplog.text
@@ -415,10 +415,10 @@ def test_hooks_of_parameters_do_not_run() -> None:
 
 
 def test_sparse_gradients(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "debug")
     net = nn.Sequential(nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
     model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         model(torch.randint(0, 10, (4,))).sum().backward()
     assert "The trace gives the same results as the model" in caplog.text
 
@@ -426,8 +426,8 @@ def test_sparse_gradients(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.
 def test_a_model_that_needs_two_rows_gets_them(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
-    with caplog.at_level(logging.INFO):
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "debug")
+    with caplog.at_level(logging.DEBUG):
         model = wrapped(Model(torch.sin, True).double())
         model(torch.randn(2, WIDTH, dtype=torch.float64))
     assert "The trace gives the same results as the model" in caplog.text
