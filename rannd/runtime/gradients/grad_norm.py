@@ -109,7 +109,7 @@ def _multi_stage_models() -> list[ClippedParameters]:
 # -- the functions ------------------------------------------------------------------------------------------------
 
 
-def clip(
+def clip_grad_norm_(
     given: Sequence[torch.Tensor], most: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
     """Scale the gradients of parameters so that their norm over all ranks is at most `most`. Collective.
@@ -281,7 +281,7 @@ def _clip_grad_norm_(
 ) -> torch.Tensor:
     given = _listed(parameters)
     if not _depth and _spans_ranks(given):
-        return clip(given, max_norm, float(norm_type), error_if_nonfinite, foreach)
+        return clip_grad_norm_(given, max_norm, float(norm_type), error_if_nonfinite, foreach)
     if not _depth:
         _refuse_waiting(given)
     with directly():
