@@ -25,7 +25,9 @@ def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> Non
     if deployment.graph_hash != graph_hash:
         raise DeploymentError(
             f"the deployment was made for the graph {plain(deployment.graph_hash)[:12]}, this model's is "
-            f"{graph_hash[:12]}: another model, other shapes or another mode (training, autocast); {_AGAIN}"
+            f"{graph_hash[:12]}: another model, other shapes, another mode (training, autocast), or tensors in another "
+            "order (those that a call gives by keyword come last, in the order of their names); call the model as when "
+            f"the deployment was saved, or {_AGAIN}"
         )
     if len(deployment.slots) != world:
         raise DeploymentError(

@@ -204,3 +204,21 @@ def test_what_makes_it_wrong_is_an_error(tmp_path: Path, daemon_home: object) ->
     save_file(msgspec.structs.replace(model.deployment, stages=(wrong,)), file)
     with pytest.raises(DeploymentError, match="places op 9:nothing, which this model's graph does not have"):
         pyrannc.RaNNCModule(Net(), load_deployment=file)(torch.randn(3, 6))
+
+
+def test_arguments_by_place_and_by_name(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * scale
+
+    file, x = tmp_path / "plan", torch.randn(3, 6)
+    model = pyrannc.RaNNCModule(Two())
+    model(x, x)
+    model.save_deployment(file)
+    pyrannc.RaNNCModule(Two(), load_deployment=file)(x, scale=x)
+    with pytest.raises(DeploymentError, match=r"tensors in another order \(those .* by keyword come last"):
+        pyrannc.RaNNCModule(Two(), load_deployment=file)(x=x, scale=x)
