@@ -36,6 +36,8 @@ _CLASS_SKIPPED = frozenset(
      "__annotate_func__", "__annotations_cache__", "__abstractmethods__", "_abc_impl", "__firstlineno__",
      "__static_attributes__", "__parameters__", "__orig_bases__"}
 )  # fmt: skip
+_OF_DYNAMO = frozenset({"__dynamo_disable", "_torchdynamo_wrapper_id"})
+"""Attributes in which torch notes, when a function is first called, what its compiler makes of it, and an id."""
 _ABSENT = object()
 _UNKEYED = "which depends on state that a cache key cannot include (files, devices, random numbers, other processes)"
 
@@ -113,11 +115,10 @@ class Inspector(ModuleWriter):
 
     def _read_function(self, function: types.FunctionType, label: str, owner: str, tolerant: bool) -> None:
         digest = digest_of(function.__code__)
+        attributes = {name: value for name, value in function.__dict__.items() if name not in _OF_DYNAMO}
         if owner:
             self.owners.add(owner)
-        if owner and not (
-            function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__
-        ):
+        if owner and not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or attributes):
             self.code.append(f"{label} {owner} {digest}")
             return
         self._tolerant = tolerant
@@ -129,8 +130,8 @@ class Inspector(ModuleWriter):
                 parts.append(f"{name}={self._class(cell.cell_contents)}")
             else:
                 parts.append(f"{name}={self._cell(cell)}")
-        if function.__dict__:
-            parts.append(self._value(function.__dict__))
+        if attributes:
+            parts.append(self._value(attributes))
         self.code.append(" ".join(parts))
         if not owner:
             self._add_file(function.__code__.co_filename, function.__globals__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -390,6 +391,23 @@ def test_a_function_of_the_users_in_the_place_of_torchs(monkeypatch: pytest.Monk
             found = seen(model)
         assert found not in seen_so_far, name
         seen_so_far.append(found)
+    assert seen(model) == before
+
+
+class Checkpointing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def test_what_torchs_compiler_notes_of_a_function_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has called the function, as one that measures a leaf, has the same key as the others."""
+    noted = inspect.unwrap(torch.utils.checkpoint.checkpoint).__dict__
+    monkeypatch.delitem(noted, "__dynamo_disable", raising=False)
+    model = Checkpointing(4, 4)
+    before = seen(model)
+    model(torch.randn(2, 4, requires_grad=True))
+    assert "__dynamo_disable" in noted
     assert seen(model) == before
 
 
