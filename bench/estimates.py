@@ -3,7 +3,7 @@
     python bench/estimates.py [--rounds 6] [--steps 3] [--only TEXT]
 
 Linear layers (examples/tutorial.py), the convolutions of examples/digits.py and GPT-2 in two sizes each, with data
-parallelism and with two stages, 1 to 8 microbatches, 1F1B and fill-drain, with and without recomputing. All are wrapped
+parallelism and with two stages, 1 to 8 microbatches, 1F1B and GPipe, with and without recomputing. All are wrapped
 in one job and measured in turns, several steps of each per round; the first round is dropped. A step is the forward
 call and backward, without the optimizer's step: the slowest rank's time, starting from a barrier. Nothing in the
 planner is fitted to such steps; it uses only its measurements of blocks and links, made when each model was wrapped.
@@ -36,8 +36,8 @@ PLANS: dict[str, dict[str, str]] = {
     "2 stages, m 1": {"PARTITION_NUM": "2", "PIPELINE_NUM": "1"},
     "2 stages, m 4": {"PARTITION_NUM": "2", "PIPELINE_NUM": "4"},
     "2 stages, m 8": {"PARTITION_NUM": "2", "PIPELINE_NUM": "8"},
-    "2 stages, m 4, fill-drain": {"PARTITION_NUM": "2", "PIPELINE_NUM": "4", "SCHEDULE": "fill_drain"},
-    "2 stages, m 8, fill-drain": {"PARTITION_NUM": "2", "PIPELINE_NUM": "8", "SCHEDULE": "fill_drain"},
+    "2 stages, m 4, GPipe": {"PARTITION_NUM": "2", "PIPELINE_NUM": "4", "SCHEDULE": "gpipe"},
+    "2 stages, m 8, GPipe": {"PARTITION_NUM": "2", "PIPELINE_NUM": "8", "SCHEDULE": "gpipe"},
     "2 stages, m 4, recompute": {"PARTITION_NUM": "2", "PIPELINE_NUM": "4", "CHECKPOINTING": "true"},
 }
 

@@ -17,7 +17,7 @@ subgraphs  number of measurements before the first plan of a GPT-2 with 24 layer
 
 RaNNC's rule (Tanaka et al., IPDPS 2021, as implemented): a table over stages, blocks and devices with one best plan in
 each cell, by (m + S - 1) (longest forward + longest backward), replicas in powers of two, recomputing if there is more
-than one microbatch, fill-drain, links of 20 GiB/s and reductions of 10 GiB/s, and the first number of stages that fits.
+than one microbatch, GPipe, links of 20 GiB/s and reductions of 10 GiB/s, and the first number of stages that fits.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Case:
         for stages in range(1, min(world, count) + 1):
             found = []
             for microbatches in self.microbatches:
-                table = self.tables(Variant("fill_drain", microbatches, "stages"), recompute=microbatches > 1)
+                table = self.tables(Variant("gpipe", microbatches, "stages"), recompute=microbatches > 1)
                 chosen = rannc_table(self, table, stages)
                 if chosen is not None:
                     found.append((chosen[0], table, chosen[1], chosen[2]))

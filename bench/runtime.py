@@ -280,7 +280,7 @@ def bubble(rounds: int, steps: int) -> None:
 
     world = pyrannc.get_world_size()
     backward = torch.autograd.backward
-    for schedule in ("1f1b", "fill_drain"):
+    for schedule in ("1f1b", "gpipe"):
         os.environ["RANNC_SCHEDULE"] = schedule
         model = pyrannc.RaNNCModule(Model())
         x = torch.randn(8, 16)

@@ -65,7 +65,7 @@ class Config:
     min_pipeline: int = item(1, "Minimum number of microbatches to try.", group=_PLAN, plan_affecting=True, least=1)
     max_pipeline: int = item(32, "Maximum number of microbatches to try.", group=_PLAN, plan_affecting=True, least=1)
     min_pipeline_bs: int = item(
-        1, "Minimum number of rows per piece (one microbatch of one rank).", group=_PLAN, plan_affecting=True, least=1
+        1, "Minimum number of samples per microbatch of one rank.", group=_PLAN, plan_affecting=True, least=1
     )
     min_partition_num: int = item(
         5, "Number of blocks at which coarsening stops.", group=_PLAN, plan_affecting=True, least=1
@@ -103,10 +103,10 @@ class Config:
     )
     schedule: str = item(
         "1f1b",
-        "Pipeline schedule: 1f1b keeps few pieces in memory, fill_drain runs all forward passes first.",
+        "Pipeline schedule: 1f1b keeps few microbatches in memory, gpipe runs all forward passes first.",
         group=_PLAN,
         plan_affecting=True,
-        choices=("1f1b", "fill_drain"),
+        choices=("1f1b", "gpipe"),
     )
     checkpointing: bool = item(
         False,
@@ -343,7 +343,7 @@ class Config:
     limit_dev_num_more_than_bs: bool = unused(
         True,
         "Use at most as many devices for a stage as its batch has rows.",
-        "min_pipeline_bs bounds the rows of a piece instead",
+        "min_pipeline_bs bounds the samples of a microbatch instead",
     )
     alloc_repl_flat: bool = unused(True, "Layout of replicas on the nodes.", "the planner chooses the layout")
     force_dist_matmul: bool = unused(False, "Split matrix products across devices.", "rannd does not split single ops")

@@ -11,7 +11,7 @@ PROGRAM = str(ROOT / "tests" / "e2e" / "programs" / "calls.py")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "stages", "microbatches", "schedule"),
-    [(1, 1, 2, "1f1b"), (2, 1, 1, "1f1b"), (2, 2, 2, "1f1b"), (3, 2, 2, "1f1b"), (4, 3, 4, "fill_drain")],
+    [(1, 1, 2, "1f1b"), (2, 1, 1, "1f1b"), (2, 2, 2, "1f1b"), (3, 2, 2, "1f1b"), (4, 3, 4, "gpipe")],
 )
 def test_every_way_of_calling(job: Job, ranks: int, stages: int, microbatches: int, schedule: str) -> None:
     out = job.train(

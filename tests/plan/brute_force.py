@@ -123,7 +123,7 @@ class Reference:
                 fill += link.p2p_us(self._bytes(start, end, "given", rows))
                 fill += link.p2p_us(self._bytes(start, end, "output_grad", rows))
             fill += values + forward + grads + backward - weight
-            if plan.schedule != "fill_drain":
+            if plan.schedule != "gpipe":
                 filled = min(math.ceil(self.world / count) - 1, most - 1) * min(weight, forward)
                 rounds.append([(most - 1) * max(forward + backward + adding, values, grads) + weight - filled])
             else:
@@ -182,7 +182,7 @@ class Reference:
     def in_flight(self, plan: Plan, number: int, *, recompute: bool) -> int:
         """Most pieces of a stage between forward and the end of backward."""
         most = math.ceil(self.world * plan.microbatches / plan.replicas[number])
-        if plan.schedule == "fill_drain":
+        if plan.schedule == "gpipe":
             return most
         rows = self._rows(plan.microbatches)
         start, end = plan.bounds[number : number + 2]

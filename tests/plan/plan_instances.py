@@ -54,7 +54,7 @@ class Instance:
         self.blocks: tuple[Block, ...] = make_blocks(Partitioning.of(self.graph), self.options, world=self.world)
         self.costs: CostTable = random_costs(random, len(self.blocks))
         self.interleaved = random.random() < 0.7
-        self.way = way or RunMode("1f1b" if self.interleaved else "fill_drain")
+        self.way = way or RunMode("1f1b" if self.interleaved else "gpipe")
         per_node = random.choice([1, 2, 3, self.world])
         self.slots = tuple(Slot(*divmod(device, per_node)) for device in range(self.world))
         self.reference = Reference(

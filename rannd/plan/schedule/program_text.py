@@ -1,6 +1,6 @@
 """Text form of Programs, for display, tests and bug reports.
 
-Two stages on two slots, two microbatches, fill-drain::
+Two stages on two slots, two microbatches, GPipe::
 
     world 2 microbatches 2
     stages 0 | 1

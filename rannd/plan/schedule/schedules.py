@@ -16,7 +16,7 @@ from rannd.plan.schedule.program import Action, ActionKind, Layout, Program
 from rannd.plan.schedule.transfers import with_transfers
 
 
-def fill_drain(layout: Layout, *, interleaved: bool = False) -> Program:
+def gpipe(layout: Layout, *, interleaved: bool = False) -> Program:
     """All forwards in ascending order of microbatches, then all backwards in descending order (GPipe's schedule).
 
     `interleaved`: backward belongs to the forward phase, see :func:`rannd.plan.schedule.transfers.with_transfers`.
@@ -104,8 +104,8 @@ _TABLE = (
         zero=(1, 2, 3),
     ),
     Schedule(
-        "fill_drain",
-        lambda layout, split: fill_drain(layout, interleaved=True),
+        "gpipe",
+        lambda layout, split: gpipe(layout, interleaved=True),
         runs=True,
         takes_turns=False,
         delays_weights=False,
@@ -120,7 +120,7 @@ ALL_SCHEDULES: Mapping[str, Schedule] = {each.name: each for each in _TABLE}
 SCHEDULES = tuple(each.name for each in _TABLE if each.runs)
 """Names of the schedules that the runtime can run."""
 
-ASKED_SCHEDULE = "fill_drain"
+ASKED_SCHEDULE = "gpipe"
 """Name of the schedule of calls whose backward the script asks for, so that it cannot begin inside the call."""
 
 

@@ -43,7 +43,7 @@ class Terms(msgspec.Struct, frozen=True):
     """Paid once: one microbatch's way through the stage and back. Infinite if a stage is not possible."""
     rounds: Table
     """``[term, ..]``: per term the largest stage counts, for all microbatches but one: the round of forward and
-    backward (1F1B), or forward and backward each (fill-drain)."""
+    backward (1F1B), or forward and backward each (GPipe)."""
     exposed: Table
     """Gradient reduction that does not overlap with the stage's own backward."""
     drain: Table

@@ -78,7 +78,7 @@ def step_costs(
     kept, working = [], []
     for stage, count in zip(deployment.stages, pieces, strict=True):
         each = stage.estimate
-        # An estimate without a number of microbatches in flight was made for fill-drain, which keeps all of them.
+        # An estimate without a number of microbatches in flight was made for GPipe, which keeps all of them.
         flying = each.in_flight if each.pieces == count else count
         activation = math.ceil(each.activation_bytes / (1 if stage.recompute else flying))
         kept.append(each.output_bytes + (0 if stage.recompute else activation))

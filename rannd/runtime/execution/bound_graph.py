@@ -15,7 +15,7 @@ from rannd.graph.partition.cut import Part, crossing_shape, cut, stages_by_owner
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment
 from rannd.plan.schedule.program import Edge, Layout, Program
-from rannd.plan.schedule.schedules import fill_drain, interleaved_program
+from rannd.plan.schedule.schedules import gpipe, interleaved_program
 from rannd.plan.simulate.layout import layout_of
 
 LARGE_OUTPUT = 1 << 16
@@ -151,7 +151,7 @@ def bind(
     layout = _layout(graph, deployment, edges, graph.placement.requires_grad)
     if owners is None:
         _check_planned(layout, layout_of(graph.task, deployment))
-    traffic = Traffic(fill_drain(layout), _sorted(edges))
+    traffic = Traffic(gpipe(layout), _sorted(edges))
     borrowers: dict[str, set[int]] = {}
     for number, part in enumerate(parts):
         for name in part.tensors:

@@ -22,7 +22,7 @@ class Case(msgspec.Struct, frozen=True):
     micro: int = 0
     """Forced number of microbatches; 0 leaves it to the planner."""
     schedule: str = "1f1b"
-    """How backward runs: inside the call that computes a loss ("1f1b", "fill_drain"), or "asked": when it is asked for,
+    """How backward runs: inside the call that computes a loss ("1f1b", "gpipe"), or "asked": when it is asked for,
     whatever the model computes."""
     optimizer: str = "sgd"
     """Name in `zoo.OPTIMIZERS`."""

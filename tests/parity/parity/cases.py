@@ -51,7 +51,7 @@ def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 SHAPES = [(ranks, stages) for ranks in (1, 2, 3, 4) for stages in range(1, ranks + 1)]
 MICRO = [1, 2, 4, 8]
-SCHEDULES = ["1f1b", "fill_drain", "asked"]
+SCHEDULES = ["1f1b", "gpipe", "asked"]
 SEED = int(os.environ.get("TEST_SEED", "0"))
 """Of `DRAWN`, see tests/conftest.py; the head of a test run names it."""
 DRAWS = 12
@@ -95,7 +95,7 @@ def possible(choice: Choice) -> bool:
         return False
     if choice.model == APART[0] and choice.shape[1] > 1:
         return False
-    if choice.schedule == "fill_drain" and choice.shape[1] == 1:
+    if choice.schedule == "gpipe" and choice.shape[1] == 1:
         return False  # the same as 1f1b
     return not entry.coupled or choice.micro == 1
 
@@ -211,7 +211,7 @@ def _full() -> list[Case]:
     source = random.Random(3)
     for model, shape, micro in itertools.product(ZOO, SHAPES, MICRO):
         both = shape[1] > 1 and ZOO[model].loss != "outside"
-        for schedule in ("1f1b", "fill_drain") if both else ("1f1b",):
+        for schedule in ("1f1b", "gpipe") if both else ("1f1b",):
             optimizer, script, rows = (source.choice(FACTORS[name]) for name in ("optimizer", "script", "rows"))
             if both and source.random() < 0.25:
                 schedule = "asked"

@@ -10,15 +10,15 @@ from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.program import ActionKind, Layout, Program
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.program_text import from_text, to_text
-from rannd.plan.schedule.schedules import fill_drain, interleaved_program, zero_bubble_h1
+from rannd.plan.schedule.schedules import gpipe, interleaved_program, zero_bubble_h1
 from rannd.plan.simulate.layout import loss_layout
 
 PIPELINE = Layout(3, 1, ((0,), (1, 2)), ((-1, 0), (-1, 1), (0, 1), (1, 2)), ((-1, 0), (0, 1), (1, 2)))
 
 
 @given(layouts())
-def test_fill_drain_is_correct_for_every_layout(layout: Layout) -> None:
-    check(fill_drain(layout))
+def test_gpipe_is_correct_for_every_layout(layout: Layout) -> None:
+    check(gpipe(layout))
 
 
 @given(layouts(), st.sampled_from(SCHEDULES))
@@ -40,7 +40,7 @@ def test_zero_bubble_is_correct_for_every_layout_whatever_splits(layout: Layout,
 
 @given(layouts(), st.data())
 def test_a_program_with_an_action_left_out_is_refused(layout: Layout, data: st.DataObject) -> None:
-    program = data.draw(st.sampled_from([fill_drain(layout), zero_bubble_h1(loss_layout(layout), {0, 2})]))
+    program = data.draw(st.sampled_from([gpipe(layout), zero_bubble_h1(loss_layout(layout), {0, 2})]))
     slot = data.draw(st.sampled_from(range(layout.world)))
     place = data.draw(st.integers(0, len(program.slots[slot]) - 1))
     weights = [action for slot in layout.stages[layout.stage_of(slot)] for action in program.slots[slot]]
@@ -74,7 +74,7 @@ def test_a_program_with_an_action_left_out_is_refused(layout: Layout, data: st.D
     ],
 )
 def test_faults_are_named(before: str, after: str, message: str) -> None:
-    text = to_text(fill_drain(PIPELINE))
+    text = to_text(gpipe(PIPELINE))
     assert text.count(before) == 1
     with pytest.raises(PlanError) as caught:
         check(from_text(text.replace(before, after)))

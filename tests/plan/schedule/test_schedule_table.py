@@ -103,7 +103,7 @@ def test_the_configuration_has_the_schedules_that_can_be_run() -> None:
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        (RunMode("zb"), "no schedule is named 'zb'; use one of 1f1b, fill_drain, zb_h1"),
+        (RunMode("zb"), "no schedule is named 'zb'; use one of 1f1b, gpipe, zb_h1"),
         (RunMode("zb", 2), "no schedule is named 'zb'"),
         (RunMode("1f1b", 4), "'1f1b' cannot be planned with ZeRO stage 4: stages are 0 to 3"),
         (RunMode("zb_h1", 3), "'zb_h1' cannot be planned with ZeRO stage 3: gradients are sharded"),

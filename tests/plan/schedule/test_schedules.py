@@ -10,7 +10,7 @@ from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.program import Action, ActionKind, Layout
 from rannd.plan.schedule.program_text import from_text, to_text
 from rannd.plan.schedule.schedules import (
-    fill_drain,
+    gpipe,
     interleaved_program,
     one_forward_one_backward,
     planned_program,
@@ -23,7 +23,7 @@ TWO_STAGES = Layout(2, 2, ((0,), (1,)), ((-1, 0), (0, 1), (1, 2)), ((0, 1), (1, 
 
 
 def test_two_stages_two_microbatches() -> None:
-    assert to_text(fill_drain(TWO_STAGES)) == (
+    assert to_text(gpipe(TWO_STAGES)) == (
         "world 2 microbatches 2\n"
         "stages 0 | 1\n"
         "edges -1>0 0>1* 1>2*\n"
@@ -36,7 +36,7 @@ def test_two_stages_two_microbatches() -> None:
 
 def test_unequal_replicas_and_a_skip_edge() -> None:
     layout = Layout(3, 1, ((0,), (1, 2)), ((-1, 0), (-1, 1), (0, 1), (1, 2)), ((-1, 0), (0, 1), (1, 2)))
-    assert to_text(fill_drain(layout)) == (
+    assert to_text(gpipe(layout)) == (
         "world 3 microbatches 1\n"
         "stages 0 | 1 2\n"
         "edges -1>0* -1>1 0>1* 1>2*\n"
@@ -51,7 +51,7 @@ def test_unequal_replicas_and_a_skip_edge() -> None:
 
 def test_pure_data_parallel_moves_nothing() -> None:
     layout = Layout(3, 2, ((0, 1, 2),), ((-1, 0), (0, 1)), ((-1, 0), (0, 1)))
-    assert to_text(fill_drain(layout)).splitlines()[3:] == [
+    assert to_text(gpipe(layout)).splitlines()[3:] == [
         "slot 0: F0 F3 | B3 B0 R",
         "slot 1: F1 F4 | B4 B1 R",
         "slot 2: F2 F5 | B5 B2 R",
@@ -133,7 +133,7 @@ def test_an_interleaved_step_has_no_gradients_of_outputs() -> None:
 
 
 def test_a_schedule_that_is_not_known() -> None:
-    with pytest.raises(PlanError, match="no schedule is named 'zb'; use one of 1f1b, fill_drain"):
+    with pytest.raises(PlanError, match="no schedule is named 'zb'; use one of 1f1b, gpipe"):
         interleaved_program("zb", TWO_STAGES)
 
 
@@ -154,7 +154,7 @@ def test_every_piece_is_on_one_replica_of_each_stage(layout: Layout) -> None:
 
 @given(layouts())
 def test_text_round_trips(layout: Layout) -> None:
-    program = fill_drain(layout)
+    program = gpipe(layout)
     assert from_text(to_text(program)) == program
 
 
@@ -247,12 +247,12 @@ def test_without_a_stage_to_split_zero_bubble_is_1f1b() -> None:
 
 
 def test_what_cannot_be_run_yet_is_planned_only() -> None:
-    assert SCHEDULES == ("1f1b", "fill_drain")
+    assert SCHEDULES == ("1f1b", "gpipe")
     layout = loss_layout(TWO_STAGES)
     assert planned_program("zb_h1", layout, {0}) == zero_bubble_h1(layout, {0})
     with pytest.raises(
         PlanError, match="schedule 'zb_h1' can be planned and simulated, but not be run yet; use one of"
     ):
         interleaved_program("zb_h1", layout)
-    with pytest.raises(PlanError, match="no schedule is named 'zb'; use one of 1f1b, fill_drain, zb_h1"):
+    with pytest.raises(PlanError, match="no schedule is named 'zb'; use one of 1f1b, gpipe, zb_h1"):
         planned_program("zb", layout)

@@ -92,10 +92,10 @@ def test_no_plan_of_several_stages_is_better_than_its_bound(share: float | None,
             bounds.sharpen(least * wide, FINE)
             assert bounds.root <= least * (1 + 1e-9) + 1e-6, (seed, variant, bounds.root / least)
             looked[variant.schedule] += 1
-    assert min(looked["1f1b"], looked["fill_drain"]) > 50, looked
+    assert min(looked["1f1b"], looked["gpipe"]) > 50, looked
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_reduction_has_the_recomputed_forward_to_hide_behind(schedule: str) -> None:
     """All parameters are in the last of two stages, whose replicas reduce for longer than their backward takes."""
     builder = GraphBuilder()

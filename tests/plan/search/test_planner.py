@@ -16,7 +16,7 @@ from rannd.plan.compatibility import check_belongs
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.run_modes import RunMode
 from rannd.plan.schedule.program_checker import check
-from rannd.plan.schedule.schedules import fill_drain
+from rannd.plan.schedule.schedules import gpipe
 from rannd.plan.search.candidates import even_starts
 from rannd.plan.search.planner import (
     PlanOptions,
@@ -63,7 +63,7 @@ def test_every_op_is_in_one_stage_and_the_program_holds() -> None:
     deployment = deploy(graph, 4, partition_num=3, pipeline_num=2)
     assert sorted(name for stage in deployment.stages for name in stage.ops) == sorted(op.name for op in graph.ops)
     assert decode(encode(deployment)) == deployment
-    check(fill_drain(layout_of(graph, deployment)))
+    check(gpipe(layout_of(graph, deployment)))
 
 
 def test_edges_follow_the_values() -> None:

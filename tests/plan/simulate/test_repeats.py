@@ -125,5 +125,5 @@ def test_a_job_of_16384_devices_is_predicted_at_once() -> None:
 
 def test_a_schedule_that_is_not_known() -> None:
     layout = Layout(1, 1, ((0,),), (), ())
-    with pytest.raises(PlanError, match="no schedule is named 'zb'; use one of 1f1b, fill_drain, zb_h1"):
+    with pytest.raises(PlanError, match="no schedule is named 'zb'; use one of 1f1b, gpipe, zb_h1"):
         predict("zb", layout, virtual(layout))

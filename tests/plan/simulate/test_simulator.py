@@ -16,7 +16,7 @@ from rannd.plan.schedule.program import ActionKind, Layout, Program
 from rannd.plan.schedule.program_text import from_text
 from rannd.plan.schedule.schedules import (
     ALL_SCHEDULES,
-    fill_drain,
+    gpipe,
     one_forward_one_backward,
     planned_program,
     zero_bubble_h1,
@@ -39,29 +39,29 @@ def costs(**changes: object) -> StepCosts:
 def test_two_stages_two_pieces() -> None:
     # slot 0: F0 F1 . . . . . B1B1 B0B0      0         10        20        30 ..
     # slot 1: .  F0 F1 B1B1 B0B0 . .         forward ends at 30, backward takes 20 + 20 + 20
-    assert simulate(fill_drain(PIPELINE), costs()) == Simulation(
+    assert simulate(gpipe(PIPELINE), costs()) == Simulation(
         step_us=90, busy_us=(60, 60), idle_us=(30, 30), peak_bytes=(10, 14)
     )
-    assert simulate(fill_drain(PIPELINE), costs()).bubble == pytest.approx(1 / 3)
+    assert simulate(gpipe(PIPELINE), costs()).bubble == pytest.approx(1 / 3)
 
 
 def test_transfers_overlap_with_computing() -> None:
     # slot 0: F0 at 0..10, F1 ..20; messages at 10..13 and 20..23; slot 1: F0 13..23, F1 ..33, B1 ..53, B0 ..73;
     # gradients at 53..57 and 73..77; slot 0: B1 57..77, B0 ..97.
-    result = simulate(fill_drain(PIPELINE), costs(values_us={(0, 1): 3.0}, grads_us={(0, 1): 4.0}))
+    result = simulate(gpipe(PIPELINE), costs(values_us={(0, 1): 3.0}, grads_us={(0, 1): 4.0}))
     assert result.step_us == 97
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
     # Messages at 10..35 and 35..60 though the second one is there at 20; slot 1: F0 35..45, F1 60..70, B1 ..90,
     # B0 ..110; slot 0: B1 90..110, B0 ..130.
-    assert simulate(fill_drain(PIPELINE), costs(values_us={(0, 1): 25.0})).step_us == 130
+    assert simulate(gpipe(PIPELINE), costs(values_us={(0, 1): 25.0})).step_us == 130
 
 
 def test_inputs_travel_both_ways_at_once() -> None:
     layout = Layout(2, 1, ((0,), (1,)), ((-1, 0), (-1, 1)), ())
     moves = {(-1, 0): 7.0, (-1, 1): 8.0}
-    result = simulate(fill_drain(layout), virtual(layout, unit=10.0, values_us=moves))
+    result = simulate(gpipe(layout), virtual(layout, unit=10.0, values_us=moves))
     # Slot 1 gets piece 0 and gives piece 1; slot 0 has its own piece, while piece 1 is on its way.
     assert result.step_us == 8 + 2 * 10 + 2 * 20
     assert result.idle_us == (8, 8)
@@ -80,8 +80,8 @@ def test_far_slots_take_the_slower_link() -> None:
     far = costs(values_us={(0, 1): 3.0}, far_values_us={(0, 1): 30.0}, nodes=(0, 1))
     same = costs(values_us={(0, 1): 3.0}, far_values_us={(0, 1): 30.0}, nodes=(0, 0))
     slow = costs(values_us={(0, 1): 30.0})
-    assert simulate(fill_drain(PIPELINE), far) == simulate(fill_drain(PIPELINE), slow)
-    assert simulate(fill_drain(PIPELINE), same).step_us < simulate(fill_drain(PIPELINE), far).step_us
+    assert simulate(gpipe(PIPELINE), far) == simulate(gpipe(PIPELINE), slow)
+    assert simulate(gpipe(PIPELINE), same).step_us < simulate(gpipe(PIPELINE), far).step_us
 
 
 def test_a_program_that_hangs_is_an_error() -> None:
@@ -98,7 +98,7 @@ def test_a_program_that_hangs_is_an_error() -> None:
 def test_a_reduction_waits_for_all_replicas_of_its_stage() -> None:
     layout = Layout(3, 1, ((0, 1), (2,)), ((0, 1),), ())
     given = virtual(layout, forward_us=(10.0, 1.0), backward_us=(20.0, 20.0), reduce_us=((100.0,), ()))
-    result = simulate(fill_drain(layout), given)
+    result = simulate(gpipe(layout), given)
     # Slot 0 has pieces 0 and 1: 2 * (10 + 20), and the reduction; slot 2 has three pieces to take.
     assert result.step_us == 160
     assert result.busy_us == (60, 30, 63)
@@ -108,9 +108,9 @@ def test_buckets_are_reduced_while_the_last_backward_runs() -> None:
     layout = Layout(2, 1, ((0, 1),), (), ())
     # Forward 2, backward from 2 to 6; four buckets, complete at 3, 4, 5, 6.
     fast, slow = virtual(layout, reduce_us=((0.5,) * 4,)), virtual(layout, reduce_us=((3.0,) * 4,))
-    assert simulate(fill_drain(layout), fast).step_us == 6 + 0.5
-    assert simulate(fill_drain(layout), slow).step_us == 3 + 4 * 3
-    assert simulate(fill_drain(layout), virtual(layout, reduce_us=((12.0,),))).step_us == 6 + 12
+    assert simulate(gpipe(layout), fast).step_us == 6 + 0.5
+    assert simulate(gpipe(layout), slow).step_us == 3 + 4 * 3
+    assert simulate(gpipe(layout), virtual(layout, reduce_us=((12.0,),))).step_us == 6 + 12
 
 
 def test_gradients_of_a_split_backward_come_with_its_second_half() -> None:
@@ -123,14 +123,14 @@ def test_gradients_of_a_split_backward_come_with_its_second_half() -> None:
 def test_tied_weights_are_reduced_over_all_stages_that_hold_them() -> None:
     layout = chain(2, 1, tied=((0, 1),))
     given = virtual(layout, unit=10.0, tied_us=((100.0,),))
-    assert simulate(fill_drain(layout), given).step_us == 90 + 100
+    assert simulate(gpipe(layout), given).step_us == 90 + 100
 
 
 def test_a_slot_reduces_one_set_of_gradients_after_the_other() -> None:
     layout = Layout(4, 1, ((0, 1), (2, 3)), ((0, 1),), ((0, 1),), ((0, 1),))
-    alone = simulate(fill_drain(layout), virtual(layout)).step_us
+    alone = simulate(gpipe(layout), virtual(layout)).step_us
     given = virtual(layout, reduce_us=((5.0,), (7.0,)), tied_us=((11.0,),))
-    result = simulate(fill_drain(layout), given, record=True)
+    result = simulate(gpipe(layout), given, record=True)
     assert result.step_us == alone + 5 + 11 + 7
     names = [event.name for event in result.events if event.category == REDUCE and event.slot == 3]
     assert names == ["R0", "R"]
@@ -140,12 +140,12 @@ def test_a_slot_reduces_one_set_of_gradients_after_the_other() -> None:
 
 
 def test_recompute_keeps_one_piece_s_activations() -> None:
-    result = simulate(fill_drain(PIPELINE), msgspec.structs.replace(costs(), kept_bytes=(0, 7), working_bytes=(5, 0)))
+    result = simulate(gpipe(PIPELINE), msgspec.structs.replace(costs(), kept_bytes=(0, 7), working_bytes=(5, 0)))
     assert result.peak_bytes == (5, 14)
 
 
 def test_state_is_held_all_the_time() -> None:
-    assert simulate(fill_drain(PIPELINE), costs(state_bytes=(1000, 2000))).peak_bytes == (1010, 2014)
+    assert simulate(gpipe(PIPELINE), costs(state_bytes=(1000, 2000))).peak_bytes == (1010, 2014)
 
 
 def test_messages_have_memory_from_when_they_are_posted() -> None:
@@ -154,8 +154,8 @@ def test_messages_have_memory_from_when_they_are_posted() -> None:
     # Slot 1 runs F B F B ..: a piece's values, and those of the next one, posted two computations ahead.
     # Slot 0 ends with B B B ..: gradients of a piece, and of the next two.
     assert simulate(one_forward_one_backward(layout), given).peak_bytes == (3, 200)
-    # All values of fill-drain stay until backward.
-    assert simulate(fill_drain(layout), given).peak_bytes == (3, 800)
+    # All values of GPipe stay until backward.
+    assert simulate(gpipe(layout), given).peak_bytes == (3, 800)
 
 
 def test_the_rank_s_outputs_stay() -> None:
@@ -189,7 +189,7 @@ def test_zero_bubble_h1_has_a_third_of_the_bubble_of_1f1b(stages: int, microbatc
         schedule: sum(simulate(planned_program(schedule, layout, range(stages)), virtual(layout)).idle_us)
         for schedule in ALL_SCHEDULES
     }
-    assert idle["1f1b"] == idle["fill_drain"] == stages * (stages - 1) * 3
+    assert idle["1f1b"] == idle["gpipe"] == stages * (stages - 1) * 3
     assert idle["zb_h1"] == stages * (stages - 1)
 
 
@@ -209,7 +209,7 @@ def test_timelines_keep_to_what_a_machine_can_do(layout: Layout, schedule: str, 
     """No slot computes two things at once, no link carries two messages at once, nothing is used before it is there."""
     costs = random_step_costs(layout, random)
     if schedule == "asked":
-        program = fill_drain(layout)
+        program = gpipe(layout)
     else:
         layout = loss_layout(layout)
         program = planned_program(schedule, layout, costs.split)

@@ -37,9 +37,9 @@ TIED = chain(3, 2, edges=((0, 1), (0, 2), (1, 2)), grad_edges=((0, 1), (0, 2), (
 RECOMPUTED = virtual(TIED, backward_us=(2.0, 2.0, 3.0), weight_us=(1.0, 1.0, 0.0), tied_us=((2.0,),))
 
 CASES: Mapping[str, tuple[str, Layout, StepCosts]] = {
-    **{f"{schedule}_4": (schedule, FOUR, virtual(FOUR)) for schedule in ("fill_drain", "1f1b", "zb_h1")},
+    **{f"{schedule}_4": (schedule, FOUR, virtual(FOUR)) for schedule in ("gpipe", "1f1b", "zb_h1")},
     **{f"{schedule}_4_transfers": (schedule, FOUR, virtual(FOUR, transfer=1.0)) for schedule in ("1f1b", "zb_h1")},
-    **{f"{schedule}_unequal": (schedule, UNEQUAL, virtual(UNEQUAL)) for schedule in ("fill_drain", "1f1b", "zb_h1")},
+    **{f"{schedule}_unequal": (schedule, UNEQUAL, virtual(UNEQUAL)) for schedule in ("gpipe", "1f1b", "zb_h1")},
     "1f1b_replicas": ("1f1b", REPLICAS, virtual(REPLICAS, reduce_us=((2.0, 2.0, 2.0, 2.0), (1.0,)))),
     "zb_h1_skip_tied_recomputed": ("zb_h1", TIED, RECOMPUTED),
 }

@@ -12,7 +12,7 @@ from plan_layouts import layouts
 
 from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.program import AHEAD, SENDS, TRANSFERS, Action, ActionKind, Layout, Program
-from rannd.plan.schedule.schedules import fill_drain, interleaved_program
+from rannd.plan.schedule.schedules import gpipe, interleaved_program
 from rannd.plan.simulate.layout import loss_layout
 from rannd.runtime.execution.instructions import instructions
 
@@ -21,7 +21,7 @@ RECEIVES = TRANSFERS - SENDS
 
 def programs(layout: Layout, schedule: str | None) -> Program:
     if schedule is None:
-        return fill_drain(layout)
+        return gpipe(layout)
     return interleaved_program(schedule, loss_layout(layout))
 
 
