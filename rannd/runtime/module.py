@@ -31,7 +31,7 @@ from rannd.runtime.inner_calls import InnerCalls
 from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.parameters.tensor_swap import plain_tensors
 from rannd.runtime.planning.deployment_file import save_file
-from rannd.runtime.rannc_api import check_options
+from rannd.runtime.rannc_api import check_options, warn_of_mixed_precision
 from rannd.runtime.session import Session
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
@@ -96,9 +96,6 @@ class RaNNCModule(nn.Module):
         ConfigError: The configuration is wrong.
         UsageError: The model is already wrapped, or an option is not supported.
     """
-
-    _is_accelerate_prepared = True
-    """Accelerate asks for it: `accelerator.prepare` returns the wrapper as it is, without DistributedDataParallel."""
 
     def __init__(
         self,
@@ -210,6 +207,16 @@ class RaNNCModule(nn.Module):
         """The wrapped model, as DistributedDataParallel names it. After the first call each rank has a part of it."""
         inner: nn.Module = self._inner
         return inner
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Accelerate asks for it: `accelerator.prepare` returns the wrapper as it is, without its own wrappers."""
+        warn_of_mixed_precision()
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        pass  # Accelerate notes what it has prepared
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ none is accepted with one line of the log if a script can go on without it, and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,17 @@ def check_options(options: dict[str, bool]) -> None:
             raise UsageError(f"RaNNCModule(.., {name}=True): {_REFUSED_OPTIONS[name]}")
         if value and name in _IDLE_OPTIONS:
             log.get("RaNNCModule").warning("%s has no effect: %s", name, _IDLE_OPTIONS[name])
+
+
+def warn_of_mixed_precision() -> None:
+    """Warn, when Accelerate prepares a RaNNCModule, that its mixed_precision is left to the script."""
+    accelerate: Any = sys.modules.get("accelerate")
+    precision = str(accelerate.state.AcceleratorState().mixed_precision) if accelerate is not None else "no"
+    if precision != "no":
+        log.get("RaNNCModule").warning(
+            "Accelerate's mixed_precision=%r does not reach a RaNNCModule: call it inside accelerator.autocast()",
+            precision,
+        )
 
 
 def refused_function(name: str) -> Callable[..., Any]:

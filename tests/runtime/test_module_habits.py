@@ -172,6 +172,19 @@ def test_accelerate_leaves_it_alone() -> None:
     assert not torch.equal(model.get_param("layer.weight"), before)
 
 
+def test_accelerates_mixed_precision_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    model = wrapped()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        assert accelerator.prepare(model) is model
+        assert "Accelerate's mixed_precision='bf16' does not reach a RaNNCModule" in capfd.readouterr().err
+        with accelerator.autocast():
+            assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_a_compiled_model_runs_its_graph_and_gets_its_call_back(capfd: pytest.CaptureFixture[str]) -> None:
     def compiled(*_: Any) -> Any:
         raise AssertionError("this is the code of torch.compile")
