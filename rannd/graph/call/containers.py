@@ -21,6 +21,7 @@ _HELD = (type(None), bool, int, float, complex, str, torch.Tensor, torch.SymInt,
 
 
 _PLAIN = (type(None), bool, int, float, complex, str)
+_PLAIN_TYPES = frozenset(_PLAIN)
 
 
 def register_containers(value: Any) -> None:
@@ -29,11 +30,16 @@ def register_containers(value: Any) -> None:
     Users need not register them. Subclasses of tuple, list, dict and UserDict (as tokenizers return) are rebuilt
     without calling their `__init__`, with their attributes restored.
     """
-    for leaf in pytree.tree_leaves(value):
+    for leaf in pytree.tree_leaves(value, is_leaf=is_plain_list):
         kind = type(leaf)
         if _can_register(kind) and not isinstance(leaf, _HELD) and kind not in pytree.SUPPORTED_NODES:
             _register(kind)
             register_containers(leaf)
+
+
+def is_plain_list(value: Any) -> bool:
+    """Whether a value is a list or tuple of numbers and strings alone; there may be thousands of them in a batch."""
+    return type(value) in (list, tuple) and len(value) > 1 and _PLAIN_TYPES.issuperset(map(type, value))
 
 
 def _can_register(kind: type) -> bool:

@@ -7,13 +7,14 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
+from rannd.graph.call.containers import is_plain_list
 from rannd.graph.call.unread import Unread
 
 NUMBERS = {float: torch.float64, int: torch.int64}
@@ -73,8 +74,9 @@ def without_unread(
         elif _may_be_unread(child, rows):
             name = name_of(where)
             if name not in plain.read:
-                plain_leaves = all(isinstance(leaf, (*SIMPLE, str)) for leaf in pytree.tree_leaves(child))
-                child = Unread(name, type(child), plain_leaves)
+                child = Unread(
+                    name, type(child), all(isinstance(leaf, (*SIMPLE, str)) for leaf in _plain_leaves(child))
+                )
             elif isinstance(child, Mapping):  # the code reads an item of it, perhaps not all
                 child = without_unread(child, plain, name_of, rows, where)
         found.append(child)
@@ -82,13 +84,18 @@ def without_unread(
 
 
 def _has_tensor(tree: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree, is_leaf=is_plain_list))
 
 
 def _may_be_unread(tree: Any, rows: set[int]) -> bool:
     """Whether a part without tensors has more than settings: strings, objects, or a number for each row."""
-    leaves = pytree.tree_leaves(tree)
-    if any(not isinstance(leaf, SIMPLE) for leaf in leaves):
-        return True
-    numbers = all(type(leaf) in NUMBERS for leaf in leaves)
-    return isinstance(tree, (list, tuple)) and len(leaves) > 1 and numbers and len(tree) in rows
+    if is_plain_list(tree):
+        types = set(map(type, tree))
+        return str in types or (NUMBERS.keys() >= types and len(tree) in rows)
+    return any(not isinstance(leaf, SIMPLE) for leaf in _plain_leaves(tree))
+
+
+def _plain_leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of a tree; of a list of numbers and strings, one of each type."""
+    for leaf in pytree.tree_leaves(tree, is_leaf=is_plain_list):
+        yield from {type(each): each for each in leaf}.values() if is_plain_list(leaf) else (leaf,)

@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rannd.errors import UsageError
-from rannd.graph.call.containers import register_containers
+from rannd.graph.call.containers import is_plain_list, register_containers
 from rannd.graph.call.plain_arguments import NUMBERS, PlainArguments, without_unread
 from rannd.graph.call.refusal import refusal
 from rannd.graph.call.unread import Unread, UnreadArgument
@@ -218,15 +218,17 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], plain: PlainA
     ordered = {name: kwargs[name] for name in sorted(kwargs)}
     tree = (tuple(args), ordered)
     register_containers(tree)
-    paths, spec = pytree.tree_flatten_with_path(tree)
-    tensor = any(isinstance(leaf, torch.Tensor) for _, leaf in paths)  # a call without one is told with its values
-    if plain is not None and tensor and any(type(leaf) not in _TYPICAL for _, leaf in paths):
+    paths, spec = pytree.tree_flatten_with_path(tree, is_leaf=is_plain_list)
+    if any(type(leaf) not in _TYPICAL for _, leaf in paths):
         rows = {leaf.shape[0] for _, leaf in paths if isinstance(leaf, torch.Tensor) and leaf.ndim}
-        parts = [
-            without_unread(each, plain, argument_name, rows, (pytree.SequenceKey(number),))
-            for number, each in enumerate(tree)
-        ]
-        paths, spec = pytree.tree_flatten_with_path(tuple(parts))
+        # A call without tensors is told with its values.
+        if plain is not None and any(isinstance(leaf, torch.Tensor) for _, leaf in paths):
+            parts = [
+                without_unread(each, plain, argument_name, rows, (pytree.SequenceKey(number),))
+                for number, each in enumerate(tree)
+            ]
+            tree = (parts[0], parts[1])
+        paths, spec = pytree.tree_flatten_with_path(tree)
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     positions: list[int] = []
