@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import resource
 import sys
 import time
@@ -192,7 +191,7 @@ def line(case: Case, target: Target) -> tuple[str, ...]:
         deployment = planned.best()
         text = cells(deployment, planned)
     except DoesNotFitError as exc:
-        text = ("nothing fits", "", "", "", "", "", f"needs {needed(exc):.1f}", "", "")
+        text = ("nothing fits", "", "", "", "", "", f"needs {exc.needed / GIB:.1f}", "", "")
     end = time.process_time()
     if target.steps:
         print(
@@ -261,7 +260,7 @@ def cells(deployment: Deployment, plans: Plans) -> tuple[str, ...]:
             other = plans.data_parallel()
             alone = f"{fullest(other):.1f} GiB, {other.step_us / deployment.step_us:.2f}x"
         except DoesNotFitError as exc:
-            alone = f"needs {needed(exc):.1f} GiB"
+            alone = f"needs {exc.needed / GIB:.1f} GiB"
     best = next((each for each in deployment.alternatives if not each.over_bytes), None)
     return (
         shape(replicas),
@@ -305,13 +304,6 @@ def spans(numbers: list[int]) -> str:
 def fullest(deployment: Deployment) -> float:
     """GiB of the device that needs most memory."""
     return max(stage.estimate.total_bytes for stage in deployment.stages) / GIB
-
-
-def needed(error: DoesNotFitError) -> float:
-    """GiB per device that the best plan would need."""
-    found = re.search(r"the best plan needs (\d+)", str(error))
-    assert found is not None, error
-    return int(found[1]) / GIB
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ def test_an_error_in_the_model_is_an_error_everywhere_and_stays(job: Job) -> Non
     caught = {int(rank): text for rank, text in re.findall(r"rank (\d) step 3 caught (.*)", output)}
     assert sorted(caught) == [0, 1, 2], output
     (origin,) = [rank for rank, text in caught.items() if text.startswith("ValueError: the trap is sprung")]
-    place = rf"rank {origin}, step 3, stage \d, piece \d, action F\d \(forward\)"
+    place = rf"rank {origin}, step 3, stage \d, microbatch \d, action F\d \(forward\)"
     assert re.search(place, caught[origin])
     for rank in {0, 1, 2} - {origin}:
-        place = rf"rank {origin} \(.*, pid \d+\) failed in step 3, stage \d, piece \d, action F\d \(forward\)"
+        place = rf"rank {origin} \(.*, pid \d+\) failed in step 3, stage \d, microbatch \d, action F\d \(forward\)"
         assert re.match(rf"RankFailedError: {place}: ValueError: the trap is sprung", caught[rank])
         assert f"this is rank {rank}, in step 3" in caught[rank]
     for rank in range(3):
@@ -81,7 +81,11 @@ def test_an_error_in_the_model_is_an_error_everywhere_and_stays(job: Job) -> Non
 @pytest.mark.parametrize(
     ("what", "error", "place"),
     [
-        ("backward", "ArithmeticError: the trap is sprung in backward", r"stage \d, piece \d, action B\d \(backward\)"),
+        (
+            "backward",
+            "ArithmeticError: the trap is sprung in backward",
+            r"stage \d, microbatch \d, action B\d \(backward\)",
+        ),
         ("hook", "LookupError: the hook is wrong", r"step 3, stage \d.*\(backward\)"),
         ("script", "KeyError: 'the script is wrong'", "the script, after step 2"),
     ],
@@ -119,7 +123,7 @@ def test_a_rank_that_leaves_early(job: Job) -> None:
 def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> None:
     command = [*TORCHRUN, FORK, PROGRAM, "model", "1", *how]
     output = _run(job, command, codes={1}, RANNC_PARTITION_NUM="2")
-    found = re.search(r"\[error\] rank (\d) .*failed in step 3, stage \d, piece \d, action F\d", output)
+    found = re.search(r"\[error\] rank (\d) .*failed in step 3, stage \d, microbatch \d, action F\d", output)
     assert found, output
     assert "ValueError: the trap is sprung" in output
     assert output.count("step 3 finally") == 2
@@ -130,7 +134,7 @@ def test_torchrun_and_a_group_of_the_script(job: Job, how: tuple[str, ...]) -> N
 def test_plain_mpirun(job: Job) -> None:
     command = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, PROGRAM, "model", "0"]
     output = _run(job, command, RANNC_PARTITION_NUM="2")
-    assert re.search(r"\[error\] rank \d .*failed in step 3, stage \d, piece \d, action F\d", output), output
+    assert re.search(r"\[error\] rank \d .*failed in step 3, stage \d, microbatch \d, action F\d", output), output
     assert output.count("step 3 finally") == 2
 
 
@@ -172,7 +176,7 @@ def test_out_of_memory_names_the_promise_and_changes_the_next_plan(job: Job) -> 
     job.run("rannc-cache", "clear")
     limits = {"RANNC_PARTITION_NUM": "2"}
     output = _run(job, _forks(2, PROGRAM, "memory", "1"), codes={1}, **limits)
-    found = re.search(r"\[error\] rank \d .*ran out of memory in step 3, stage (\d), piece \d, action F\d", output)
+    found = re.search(r"\[error\] rank \d .*ran out of memory in step 3, stage (\d), microbatch \d, action F\d", output)
     assert found, output
     told = next(
         line for line in output.splitlines() if "out of memory on cpu; requested: 281474976710656 bytes" in line
@@ -241,7 +245,9 @@ def test_a_loss_that_is_nan(job: Job, tmp_path: Path) -> None:
     script.write_text(NAN)
     for stages in ("1", "2"):
         output = job.train(2, str(script), "sqrt", code=1, RANNC_PARTITION_NUM=stages)
-        found = r"rank (\d) .*failed in step 2, stage \d, piece \d, action F\d .*NotANumberError: the operator sqrt"
+        found = (
+            r"rank (\d) .*failed in step 2, stage \d, microbatch \d, action F\d .*NotANumberError: the operator sqrt"
+        )
         assert re.search(rf"\[error\] {found} .*of float32\(\d, 8\) from -1e\+06 to", output), output
         assert re.search(rf"RankFailedError: {found}", output), output
         assert re.search(r"NotANumberError: the operator sqrt", output), output
@@ -279,7 +285,7 @@ for name in calls:
 model.train()
 for scale in (2.0, 3.0):
     model(x, scale=scale)
-attempt("value")
+attempt("value")  # a number is an input now, which may differ as tensors may
 print("trained", tuple(model(x).shape), flush=True)
 """
 
@@ -300,7 +306,7 @@ def test_ranks_that_call_in_different_ways_are_told_in_what_and_may_go_on(job: J
         "mode: .*rank 1 calls the model in training, rank 0 in evaluation",
     ):
         pattern = text.replace("(", r"\(").replace(")", r"\)")
-        assert len(re.findall(pattern, output)) == (4 if text.startswith("value") else 2), output
+        assert len(re.findall(pattern, output)) == 2, output
     assert output.count("trained (4, 8)") == 2
 
 
@@ -325,6 +331,9 @@ pairs = {
     "distribute": (lambda: pyrannc.DistributeModelParams().__enter__(), pyrannc.barrier),
     "state": (model.state_dict, model.undeploy),
 }
+if len(model.deployment.stages) == 1:  # each rank has all parameters, and tells them alone
+    for name in ("other parameters", "other gradients", "all parameters"):
+        del pairs[name]
 for name, pair in pairs.items():
     try:
         pair[rank]()
@@ -346,11 +355,14 @@ def test_ranks_that_do_different_things_together_are_told(job: Job, tmp_path: Pa
     script.write_text(APART)
     for stages in ("1", "2"):
         output = _run(job, _forks(2, str(script)), codes={1}, RANNC_PARTITION_NUM=stages)
-        for text in (
-            "barrier: rank 0 is in the forward of call 1, rank 1 in barrier: every rank has to",
-            "other parameters: in get_param, .* rank 0 asks for '0.bias', rank 1 for '1.bias': every rank has to ask",
+        divided = (
+            "other parameters: in get_param, .* rank 0 asks for '0.bias', rank 1 for '1.bias': every rank",
             "other gradients: in get_param_grad rank 0 asks for '0.bias', rank 1 for '1.bias'",
             "all parameters: rank 0 is in get_param, or another function that gathers parameters, rank 1 in",
+        )
+        for text in (
+            *(divided if stages == "2" else ()),
+            "barrier: rank 0 is in the forward of call 1, rank 1 in barrier: every rank has to",
             "undeploy: rank 0 is in the forward of call 1, rank 1 in undeploy",
             "wrap: rank 0 is in profile or the constructor of RaNNCModule, rank 1 in the forward of call 1",
             "reduce: rank 0 is in allreduce_grads, rank 1 in barrier",

@@ -38,10 +38,10 @@ class Where:
         return (self.turns, self.call, self.step, self.stage, self.piece, id(self.action))
 
     def words(self) -> str:
-        """Position as text: ``step 3, stage 1, piece 2, action F2 (forward)``; unknown parts are left out."""
+        """Position as text: ``step 3, stage 1, microbatch 2, action F2 (forward)``; unknown parts are left out."""
         parts = [
             f"{name} {value}"
-            for name, value in (("step", self.step), ("stage", self.stage), ("piece", self.piece))
+            for name, value in (("step", self.step), ("stage", self.stage), ("microbatch", self.piece))
             if value is not None
         ]
         if self.action is not None:

@@ -66,13 +66,14 @@ optimizer = make(net.parameters())
 model = pyrannc.RaNNCModule(net, optimizer)
 assert plain.optimizer is not None
 for number in range(8):
-    scale, times = 0.5 + 0.1 * number, 1 + (number > 4)
+    scales = [0.5 + 0.1 * number + 0.01 * rank * (number > 2) for rank in range(SIZE)]  # at last of each rank's own
+    times = 1 + (number > 4)
     given = batches(number)
     optimizer.zero_grad()
     plain.optimizer.zero_grad()
-    model(batch(given[RANK], RANK, number), scale=scale, times=times).pow(2).sum().backward()
+    model(batch(given[RANK], RANK, number), scale=scales[RANK], times=times).pow(2).sum().backward()
     for rank, x in enumerate(given):
-        (plain.model(batch(x, rank, number), scale=scale, times=times).pow(2).sum() / SIZE).backward()
+        (plain.model(batch(x, rank, number), scale=scales[rank], times=times).pow(2).sum() / SIZE).backward()
     optimizer.step()
     plain.optimizer.step()
     for name, p in model.named_parameters(own=True):

@@ -27,7 +27,7 @@ from rannd.runtime.failure.position import Where
 from rannd.runtime.failure.side_channel import Channel, ChannelError, Heard, Left, Told
 from rannd.runtime.planning import memory_fit
 
-FAILURE = Failure(1, "host", 7, "raised", "step 3, stage 1, piece 2, action F2 (forward)", "ValueError: no")
+FAILURE = Failure(1, "host", 7, "raised", "step 3, stage 1, microbatch 2, action F2 (forward)", "ValueError: no")
 
 
 # -- places ------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_a_place_in_words() -> None:
     where = Where()
     assert where.words() == "the script, before the first step"
     where.step, where.stage, where.piece, where.action, where.call = 3, 1, 2, Action(ActionKind.FORWARD, 2), "forward"
-    assert where.words() == "step 3, stage 1, piece 2, action F2 (forward)"
+    assert where.words() == "step 3, stage 1, microbatch 2, action F2 (forward)"
     where.call, where.piece, where.action = "", None, None
     assert where.words() == "the script, after step 3"
 
@@ -252,7 +252,7 @@ def test_a_process_alone_goes_on_after_an_error() -> None:
     model(torch.tensor([1, 2]))
     with pytest.raises(IndexError) as found:
         model(torch.tensor([1, 9]))
-    assert "this was rank 0, step 1, stage 0, piece 0, action F0 (forward)" in "".join(found.value.__notes__)
+    assert "this was rank 0, step 1, stage 0, microbatch 0, action F0 (forward)" in "".join(found.value.__notes__)
     assert model(torch.tensor([1, 3])).shape == (2, 4)
 
 
