@@ -17,6 +17,7 @@ from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.module import RaNNCModule
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_state, read_state
+from rannd.runtime.parameters.state_elsewhere import StateElsewhere
 from rannd.runtime.parameters.substitutes import StandIns
 
 PREFIX = "module."
@@ -218,7 +219,7 @@ class AveragedModel:
                 prefix=PREFIX,
             )
         if rank0_only and session.world.rank != 0:
-            return {}
+            return StateElsewhere()
         return {COUNT: torch.tensor(self.n_averaged), **state}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -16,6 +16,7 @@ from rannd.runtime.comm.lockstep import Phase, ensure_memory, meet
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.parameters.state_elsewhere import StateElsewhere
 from rannd.runtime.parameters.substitutes import StandIns, TensorSlot, places
 from rannd.runtime.storage.weight_files import Given
 
@@ -79,7 +80,7 @@ def gather_state(
     }
     if not everywhere and world.rank != 0:
         destination: dict[str, Any] | None = options.get("destination")
-        return OrderedDict() if destination is None else destination
+        return StateElsewhere() if destination is None else destination
     with StandIns(model, lambda place: whole.get(first[id(place.original)])):
         state: dict[str, Any] = model.state_dict(**options)
     return state

@@ -90,7 +90,19 @@ assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in whole.
 assert all(p.requires_grad and p.dtype == torch.float64 and not p.is_meta for p in net.parameters())
 assert len(repr(list(net.parameters()))) > 100
 assert len(str(net)) > 100
-# and so does training, and what gathers values.
+# and so does training, and what gathers values. A rank that does not get the state cannot save its empty one over it.
+for gathered in (
+    model.state_dict(),
+    copy.deepcopy(model.state_dict()),
+    {"optimizer": optimizer.state_dict(from_global=True)},
+    pyrannc.AveragedModel(model).state_dict(),
+):
+    if rank == 0:
+        torch.save(gathered, io.BytesIO())
+    else:
+        assert gathered in ({}, {"optimizer": {}})
+        with pytest.raises(UsageError, match="this rank saves a state that another rank has"):
+            torch.save(gathered, io.BytesIO())
 state = model.state_dict(rank0_only=False)
 assert not any(value.isnan().any() for value in state.values() if value.is_floating_point())
 assert int(state["counted"]) == 7
