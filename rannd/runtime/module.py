@@ -43,6 +43,12 @@ _NOT_COMPILED = (
 )
 
 
+_NOT_EXPORTED = (
+    "torch.export or torch.jit.trace of the model inside a RaNNCModule: its calls run a plan, which they cannot follow; "
+    "export it in evaluation, after model.undeploy() on all ranks"
+)
+
+
 class _NoOtherWrapper(dict[str, Any]):
     """What torch asks whether FSDP or the like may be applied to a module; the answer is an error."""
 
@@ -186,6 +192,8 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's mini-batch and return its outputs. Collective."""
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise UsageError(_NOT_EXPORTED)
         if torch.compiler.is_compiling():
             return self._forward_uncompiled(args, kwargs)
         planned = self._session.deployment is not None

@@ -158,3 +158,20 @@ def test_what_cannot_be_wrapped_is_told() -> None:
         scripted = torch.jit.script(nn.Linear(6, 6))
     with pytest.raises(UsageError, match="wrap the module that it was made from"):
         pyrannc.RaNNCModule(scripted)
+
+
+@pytest.mark.parametrize("export", [torch.export.export, torch.jit.trace])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_deployed_model_is_not_exported_and_an_undeployed_one_is(export: Callable[..., Any]) -> None:
+    plain = nn.Linear(6, 6).double()
+    model = wrapped(plain)
+    model(X)
+    model.eval()
+    with pytest.raises(UsageError, match=r"export it in evaluation, after model\.undeploy\(\)"):
+        export(plain, (X,))
+    model.undeploy()
+    exported = export(model.module, (X,))
+    callable_ = exported.module() if export is torch.export.export else exported
+    torch.testing.assert_close(callable_(X), plain(X))
+    model.train()
+    model(X).sum().backward()
