@@ -55,7 +55,9 @@ class _NoOtherWrapper(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         raise UsageError(
             "FullyShardedDataParallel(RaNNCModule(..)), fully_shard(..) or replicate(..): a RaNNCModule divides its "
-            "model into stages and averages gradients over all ranks itself; use it without another wrapper"
+            "model into stages and averages gradients over all ranks itself; use it without another wrapper. (Also "
+            "torch.distributed.checkpoint.state_dict ends here: in place of get_model_state_dict(model) call "
+            "model.state_dict())"
         )
 
 

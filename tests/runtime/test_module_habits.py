@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import pyrannc
@@ -157,6 +158,8 @@ def test_another_wrapper_around_it_is_refused() -> None:
     for wrap in (FullyShardedDataParallel, fully_shard):
         with pytest.raises(UsageError, match=r"fully_shard\(\.\.\) or replicate\(\.\.\): .* use it without another"):
             wrap(model)
+    with pytest.raises(UsageError, match=r"in place of get_model_state_dict\(model\) call model\.state_dict\(\)"):
+        get_model_state_dict(model)
     model(torch.ones(2, 4)).backward()
 
 
