@@ -28,6 +28,7 @@ from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.gradients.bypass_watch import BypassWatch
 from rannd.runtime.inner_calls import InnerCalls
+from rannd.runtime.parameters import absent
 from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.parameters.tensor_swap import plain_tensors
 from rannd.runtime.planning.deployment_file import save_file
@@ -44,8 +45,8 @@ _NOT_COMPILED = (
 
 
 _NOT_EXPORTED = (
-    "torch.export or torch.jit.trace of the model inside a RaNNCModule: its calls run a plan, which they cannot follow; "
-    "export it in evaluation, after model.undeploy() on all ranks"
+    "torch.export or torch.jit.trace of the model inside a RaNNCModule: its calls run a plan, which they cannot "
+    "follow; export it in evaluation, after model.undeploy() on all ranks"
 )
 
 
@@ -189,12 +190,13 @@ class RaNNCModule(nn.Module):
             self._bypass = BypassWatch(optimizer, model, lambda: session.delivered)
         grad_norm.install()
         autograd_inputs.install()
+        absent.install()
 
     # -- calls ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's mini-batch and return its outputs. Collective."""
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise UsageError(_NOT_EXPORTED)
         if torch.compiler.is_compiling():
             return self._forward_uncompiled(args, kwargs)
@@ -631,6 +633,7 @@ def clear() -> None:
     _wrapped.clear()
     grad_norm.remove()
     autograd_inputs.remove()
+    absent.remove()
     forget_uncompared()
     process_flags.delayed = False
     process_flags.keeps_graph = False

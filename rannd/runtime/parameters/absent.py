@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from rannd import patches
 from rannd.errors import UsageError
 from rannd.graph.fingerprint.state_rules import STANDS_FOR
 from rannd.runtime.parameters.tensor_swap import exchange_below_hooks
@@ -71,6 +73,28 @@ class _Absent(Valueless):
 def is_absent(tensor: torch.Tensor) -> bool:
     """Whether other ranks hold this tensor's values."""
     return isinstance(tensor, _Absent)
+
+
+_SCRIPT = patches.declare(
+    "TorchScript", torch.jit, "script", "native code copies parameters, and reads those of other ranks as zeros"
+)
+
+
+def install() -> None:
+    """Make torch.jit.script of absent tensors an error, until `remove`."""
+    patches.install(_SCRIPT.around(_scripted))
+
+
+def remove() -> None:
+    """Restore torch's function."""
+    patches.remove(_SCRIPT)
+
+
+def _scripted(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    for tensor in (*obj.parameters(), *obj.buffers()) if isinstance(obj, nn.Module) else ():
+        if isinstance(tensor, _Absent):
+            raise tensor.refusal("torch.jit.script")
+    return original(obj, *args, **kwargs)
 
 
 def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str) -> None:

@@ -55,6 +55,7 @@ uses: dict[str, Callable[[], Any]] = {
     "save_pretrained": lambda: net.save_pretrained(folder),
     "state_dict": net.state_dict,
     "deepcopy": lambda: copy.deepcopy(net),
+    "torch.jit.script": lambda: torch.jit.script(net if STAGES > 1 else net.lm_head),
     "AveragedModel": lambda: torch.optim.swa_utils.AveragedModel(net),
     "pickle": lambda: pickle.dumps(net),
     "torch.save": lambda: torch.save(net, io.BytesIO()),
