@@ -26,6 +26,7 @@ BESIDE = {
 """Modules, with those below, that the digested ones import and that are not digested, and why: they decide nothing."""
 
 BESIDE_CHECKING = {
+    "rannd.runtime.parameters.ownership": "which stages hold a parameter, which the plan decides",
     "rannd.runtime.planning": "how much memory is free",
     "rannd.units": "messages",
 }
