@@ -27,6 +27,11 @@ from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.traces.trace_provider import Tracer
 
+_OF_STRINGS = (
+    ". A string that the model's code reads or returns is part of the call, others may differ: leave names of samples "
+    "out of what forward returns"
+)
+
 
 class CallTracing:
     """Traces the model for calls that are the same on all ranks. All methods but `keep_refusal` are collective.
@@ -52,7 +57,10 @@ class CallTracing:
         told = self._world.gather_bytes(msgspec.msgpack.encode(of_call(call, mode)))
         what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
         if what:
-            raise StepError(f"ranks call the model in different ways: {what}; all ranks have to make the same call")
+            raise StepError(
+                f"ranks call the model in different ways: {what}; all ranks have to make the same call"
+                + (_OF_STRINGS if " passes str '" in what else "")
+            )
         shapes = [
             msgspec.msgpack.decode(data, type=list[list[int]])
             for data in self._world.gather_bytes(msgspec.msgpack.encode(call.shapes()))

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from yardstick import RANK, SIZE, Plain, batches, same
 
 import pyrannc
+from rannd.errors import StepError
 from rannd.runtime.traces import trace_provider
 
 STAGES = int(sys.argv[1])
@@ -81,4 +83,14 @@ for number in range(8):
 assert len(model.deployment.stages) == STAGES
 # The first call; the scale as an input; `times` as an input, which fails, and its second value.
 assert traces == 4, traces
+
+
+class Returning(Net):
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return {"out": super().forward(batch), "ids": batch["ids"]}
+
+
+returning = pyrannc.RaNNCModule(Returning().double(), None)
+with pytest.raises(StepError, match=r"'0-0-0'.*: leave names of samples out of what forward returns"):
+    returning(batch(given[RANK], RANK, 0))
 print(f"plain arguments are right on rank {RANK}", flush=True)
