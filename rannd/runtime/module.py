@@ -509,13 +509,14 @@ class RaNNCModule(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> RaNNCModule:
         raise UsageError(
-            "a RaNNCModule cannot be copied, because each rank holds only a part of the model. Copy the model before "
-            "it is wrapped; for an average of its parameters (EMA), use pyrannc.AveragedModel(model)"
+            "a RaNNCModule cannot be copied: it belongs to a plan, and each rank may hold only a part of the model. "
+            "Copy the model before it is wrapped; for an average of its parameters (EMA), use "
+            "pyrannc.AveragedModel(model)"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "a RaNNCModule cannot be pickled, because each rank holds only a part of the model. Save "
+            "a RaNNCModule cannot be pickled: each rank may hold only a part of the model. Save "
             "model.state_dict(), or use pyrannc.save_checkpoint"
         )
 

@@ -50,8 +50,8 @@ class _Absent(Valueless):
     def refusal(self, what: str) -> Exception:
         return UsageError(
             f"{what} needs the values of {self._rannd_absence.holder}: this rank does not have them. Call the "
-            "RaNNCModule, not the model inside it, to compute; its state_dict(), get_param(name) or undeploy(), called "
-            "on all ranks, give values to other ranks; pyrannc.AveragedModel averages parameters; "
+            "RaNNCModule, not the model inside it, to compute; its state_dict(), load_state_dict(), get_param(name) or "
+            "undeploy(), called on all ranks, reach the values of other ranks; pyrannc.AveragedModel averages; "
             "model.parameters(own=True) are those of this rank alone"
         )
 
