@@ -34,7 +34,7 @@ _OF_STRINGS = (
 
 
 class CallTracing:
-    """Traces the model for calls that are the same on all ranks. All methods but `keep_refusal` are collective.
+    """Traces the model for calls that are the same on all ranks. All methods but `refusal` are collective.
 
     `state` returns the Python state of the model's modules.
     """
@@ -48,11 +48,8 @@ class CallTracing:
         self._whole: dict[tuple[str, tuple[int, ...]], set[int]] = {}
         """Tensors of calls (by structure) that carry no samples, so that a size like the batch's is chance."""
 
-    def graph(self, call: Call, mode: Mode, held: Parameters | None) -> ModelGraph:
-        """Graph of a call; `held`: the model's parameters, once it is deployed.
-
-        StepError on all ranks if their calls differ.
-        """
+    def signature(self, call: Call, mode: Mode) -> Signature:
+        """Signature of a call; StepError on all ranks if their calls differ."""
         check_ready(self._context.model, call.names, call.tensors)
         told = self._world.gather_bytes(msgspec.msgpack.encode(of_call(call, mode)))
         what = difference([msgspec.msgpack.decode(data, type=dict[str, str]) for data in told])
@@ -65,15 +62,20 @@ class CallTracing:
             msgspec.msgpack.decode(data, type=list[list[int]])
             for data in self._world.gather_bytes(msgspec.msgpack.encode(call.shapes()))
         ]
-        whole = self._whole.setdefault((str(call.spec), call.positions), set())
-        signature = classify(call, mode, shapes, whole)
+        return classify(call, mode, shapes, self._whole_of(call))
+
+    def graph(self, signature: Signature, call: Call, held: Parameters | None) -> ModelGraph:
+        """Graph of a call; `held`: the model's parameters, once it is deployed."""
         graph = self._trace(signature, call, held)
-        whole |= {
+        self._whole_of(call).update(
             number
             for number, spec in enumerate(graph.signature.tensors)
             if not spec.batch and spec.shape and spec.shape[0] > 1
-        }
+        )
         return graph
+
+    def _whole_of(self, call: Call) -> set[int]:
+        return self._whole.setdefault((str(call.spec), call.positions), set())
 
     def rows(self, graph: ModelGraph, call: Call) -> list[int]:
         """Number of rows (samples) of each rank. StepError if all mini-batches are empty."""
@@ -94,9 +96,9 @@ class CallTracing:
         """Number of calls traced separately."""
         return self._tracer.traced
 
-    def keep_refusal(self, read: Sequence[str]) -> None:
-        """Store that the last call could not be traced with these arguments unread, or (none) numbers as inputs."""
-        self._tracer.keep_refusal(read)
+    def refusal(self, read: Sequence[str]) -> Callable[[], None]:
+        """Prepare to store that the last call could not be traced with these arguments unread, or numbers as inputs."""
+        return self._tracer.refusal(read)
 
     def planned(self, graph: ModelGraph, call: Call) -> ModelGraph:
         """Graph to plan for: of this call in training mode, if there is an optimizer.

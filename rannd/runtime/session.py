@@ -81,7 +81,7 @@ class Session:
         self.values = InitialValues(context)
         self._graphs = Graphs(context)
         self._tracing = CallTracing(context, self.values, self._graphs.state)
-        self._arguments = ArgumentLearning(world, self._tracing.keep_refusal, inputs=context.config.verify_trace)
+        self._arguments = ArgumentLearning(world, self._tracing.refusal, inputs=context.config.verify_trace)
         self._retraces = Retraces()
         self._deployer = Deployer(context, self.values)
         self._steps = 0
@@ -110,9 +110,10 @@ class Session:
 
     def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], use: Callable[[Call], _T]) -> _T:
         """Use the flattened arguments of a call, again if tracing shows that they have to be flattened differently."""
-        while True:
-            with contextlib.suppress(ArgumentsChanged):
-                return use(flatten_call(args, kwargs, self._arguments.known))
+        with self._arguments.trying():
+            while True:
+                with contextlib.suppress(ArgumentsChanged):
+                    return use(flatten_call(args, kwargs, self._arguments.known))
 
     def _prepare_call(self, call: Call, training: bool, *, waits: bool) -> ReadyCall:
         """Find the graph that all ranks run for a call, and this rank's part of the mini-batch."""
@@ -234,8 +235,9 @@ class Session:
         state, deployed = self._graphs.state(), self._deployed
         varying = self._graphs.varying(call, mode)
         self._arguments.may_be_inputs(varying)
+        signature = self._tracing.signature(call, mode)
         with self._arguments.noted(call):
-            graph = self._tracing.graph(call, mode, self.parameters)
+            graph = self._tracing.graph(signature, call, self.parameters)
             planned = self._tracing.planned(graph, call) if deployed is None else None
         self._graphs.look_again()
         twin = self._graphs.twin(graph, state)
@@ -276,8 +278,9 @@ class Session:
         """Measure the blocks of a call's graph, for plans on any number of ranks; nothing is deployed."""
 
         def measured(call: Call) -> GraphProfile:
+            signature = self._tracing.signature(call, Mode.current(training, self.dropout))
             with self._arguments.noted(call):
-                graph = self._tracing.graph(call, Mode.current(training, self.dropout), None)
+                graph = self._tracing.graph(signature, call, None)
             return self._deployer.profile(graph, call, self._tracing.rows(graph, call))
 
         with self._context.cache.connected():

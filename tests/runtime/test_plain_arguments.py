@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import pyrannc
-from rannd.errors import UsageError
+from rannd.errors import TraceError, UsageError
 from rannd.runtime.traces import trace_provider
 
 
@@ -183,6 +184,54 @@ def test_numbers_whose_value_is_needed_stay_and_are_told_once(use: str, capfd: p
     run(Batch(FIXED[use]).double(), batches(n=[1, 2, 3, 4]))
     told = capfd.readouterr().err.count("The model was traced for each value of argument 0['n'] (1, 2, 3;")
     assert told == (use != "dtype")  # integers stay integers there
+
+
+class Careful(Batch):
+    """Refuses bad data."""
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        if batch["x"].abs().max() > 100:
+            raise ValueError(f"bad data in {batch['ids']}")
+        return super().forward(batch) * batch["n"]
+
+
+def with_a_bad_batch(skipped: bool) -> None:
+    model = pyrannc.RaNNCModule(Careful().double(), None)
+    for number, batch in enumerate(batches(n=[0.1, 0.2, 0.3, 0.4])):
+        if number == 2:
+            with contextlib.nullcontext() if skipped else pytest.raises(TraceError, match="bad data in"):
+                model(batch if skipped else {**batch, "x": batch["x"] * 1000})
+        else:
+            model(batch)
+    pyrannc.clear()
+
+
+def test_a_bad_batch_says_nothing_of_the_arguments(traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_CACHE", "on")
+    with_a_bad_batch(skipped=False)
+    made = len(traced)
+    assert made == 2 + 3  # each argument that might be the reason is left out once
+    with_a_bad_batch(skipped=True)
+    assert len(traced) == made
+
+
+def by_task(batch: Any, x: torch.Tensor) -> torch.Tensor:
+    for task in range(10):
+        if batch["task"] == task:
+            return x * task
+    return x
+
+
+def test_a_number_that_selects_one_of_many_branches_stays_a_part_of_the_call(capfd: pytest.CaptureFixture[str]) -> None:
+    inner = Batch(by_task).double()
+    model = pyrannc.RaNNCModule(inner, None)
+    for task in range(10):
+        call = {"x": torch.randn(3, 4), "task": task}
+        torch.testing.assert_close(model(call), inner.last(torch.tanh(inner.first(call["x"].double()) * task)))
+    pyrannc.clear()
+    text = capfd.readouterr().err
+    assert "one operator" not in text
+    assert "The model was traced for each value of argument 0['task']" in text
 
 
 class Scaling(nn.Linear):

@@ -60,6 +60,18 @@ class Decisions:
             return False  # the call gets another graph, or the model raises the error itself during tracing
         return bool(truths == list(self.values))
 
+    def inputs(self, branch: int) -> set[int]:
+        """Numbers of the tensors that the condition of a branch is computed from."""
+        (output,) = self.module.graph.find_nodes(op="output")
+        stack, seen = [output.args[0][branch]], set[Any]()
+        while stack:
+            node = stack.pop()
+            if isinstance(node, Node) and node not in seen:
+                seen.add(node)
+                stack += node.all_input_nodes
+        places = self.module.graph.find_nodes(op="placeholder")
+        return {number for number, place in enumerate(places) if place in seen}
+
 
 @dataclass(frozen=True)
 class Traced:

@@ -8,7 +8,7 @@ otherwise every rank traces. A loaded graph must have the same hash as the graph
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -25,14 +25,13 @@ from rannd.graph.call.unread import note_read
 from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
 from rannd.graph.fx.codec import decode, encode
 from rannd.graph.fx.encoding import Broken, Uncodable
+from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph, build, trace
-from rannd.graph.modules.bisection import outermost
 from rannd.graph.modules.guards import PythonState
-from rannd.graph.modules.methods import part_of
-from rannd.graph.modules.source_location import described
 from rannd.runtime.comm.cache_client import tell_miss
 from rannd.runtime.comm.context import Context
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.traces.branch_ways import Branches, BranchWays
 from rannd.runtime.traces.shape_families import Families
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
 from rannd.runtime.traces.trace_checking import TraceChecker
@@ -59,36 +58,14 @@ class _Made:
     error: RanndError | None = None
 
     @property
-    def branches(self) -> Branches:
+    def decisions(self) -> Decisions | None:
         """Branches that the model's code took depending on the call's tensors."""
-        decisions = self.graph.traced.decisions if self.graph is not None else None
-        return list(zip(decisions.values, decisions.modules, strict=True)) if decisions is not None else []
+        return self.graph.traced.decisions if self.graph is not None else None
 
     @property
     def decided(self) -> tuple[bool, ...]:
         """Outcomes of the branches."""
-        return tuple(value for value, _ in self.branches)
-
-
-Branches = list[tuple[bool, str]]
-"""Outcome of each branch, and the path of the module that branches."""
-
-MOST_WAYS = 4
-"""Number of ways through the branches of a call that get a graph each, before what branches runs as one operator."""
-
-
-def branching(ways: Sequence[Branches]) -> list[str]:
-    """Paths of the modules that branch differently in some of the ways through a model."""
-    found: dict[str, None] = {}
-    first = ways[0]
-    for other in ways[1:]:
-        apart = [branch for pair in zip(first, other, strict=False) if pair[0] != pair[1] for branch in pair]
-        more = max(first, other, key=len)[min(len(first), len(other)) :]
-        found.update(dict.fromkeys(path for _, path in apart or more[:1]))
-    return outermost(found)
-
-
-_AVOIDED = "a condition without a branch (torch.where), or a branch in a small submodule, costs less"
+        return self.decisions.values if self.decisions is not None else ()
 
 
 class Tracer:
@@ -105,10 +82,7 @@ class Tracer:
         """Key of the last call that was looked up."""
         self._used: Key | None = None
         """Key of the last trace that came from the cache."""
-        self._opaque: tuple[str, ...] = ()
-        """Paths of modules that run as one operator, because their code branches differently from call to call."""
-        self._ways: dict[str, list[Branches]] = {}
-        """Ways through the branches of each kind of call that were traced."""
+        self._ways = BranchWays(context)
         self.traced = 0
         """Number of calls traced separately, not from a template."""
 
@@ -130,8 +104,7 @@ class Tracer:
     ) -> tuple[ModelGraph, bool]:
         """Graph of calls with `signature`, and whether it came from the cache.
 
-        A new graph is compared with the model. If a rank fails, or graphs differ between ranks, all ranks raise. What
-        branches differently on the ranks, or in more than `MOST_WAYS` ways from call to call, becomes one operator.
+        A new graph is compared with the model. If a rank fails, or graphs differ between ranks, all ranks raise.
 
         Args:
             signature: Signature of the call.
@@ -140,6 +113,7 @@ class Tracer:
             empty: Tensors of the model without values on this rank; None if no rank has values.
             held: The model's parameters, once it is deployed.
         """
+        self._last = None
         home = next((p.device for p in self._context.model.parameters()), self._world.device)
         leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in tensors]
         other = self._families.graph(signature, leaves, state)
@@ -155,8 +129,8 @@ class Tracer:
         if not stored:
             self._prove_hooks()
         made, assumed = self._everywhere(stored, signature, leaves, key)
-        while paths := self._agree(made, signature) or self._too_many_ways(made, signature, held):
-            self._make_opaque(paths, held)
+        while ways := self._agree(made, signature) or self._ways.too_many(made.decisions, signature, held):
+            self._ways.join(ways, made.decisions, signature.numbers, held)
             made, assumed = self._everywhere(b"", signature, leaves, key)
         if key is not None and made.broken:
             self._discard(key, made.broken)
@@ -171,10 +145,15 @@ class Tracer:
         self._used = key if cached else None
         return graph, cached
 
-    def keep_refusal(self, read: Sequence[str]) -> None:
-        """Store that the last call could not be traced as it was: with these arguments unread, or numbers as inputs."""
-        if self._last is not None and self._world.rank == 0:
-            self._keep(self._last, REFUSED + msgspec.msgpack.encode(list(read)))
+    def refusal(self, read: Sequence[str]) -> Callable[[], None]:
+        """Prepare to store that the last call cannot be traced as it was: these arguments unread, or numbers inputs."""
+        key = self._last
+
+        def store() -> None:
+            if key is not None and self._world.rank == 0:
+                self._keep(key, REFUSED + msgspec.msgpack.encode(list(read)))
+
+        return store
 
     def _unless_refused(self, stored: bytes) -> bytes:
         """A stored trace. TraceError on all ranks if an earlier run could not trace the call."""
@@ -196,57 +175,14 @@ class Tracer:
         rows = [count for (count,) in self._world.gather_numbers([signature.rows(leaves)])]
         follows = any(rows) and not rows[self._world.rank]  # a rank without rows takes the branches of the others
         if not follows:
-            made = self._make(stored, signature, leaves, None, key, self._opaque)
+            made = self._make(stored, signature, leaves, None, key, self._ways.opaque)
         if any(rows) and not all(rows):
             told = self._world.gather_bytes(bytes(made.decided))
             if follows:
                 first = next(rank for rank, count in enumerate(rows) if count)
                 assumed = tuple(map(bool, told[first]))
-                made = self._make(stored, signature, leaves, assumed, key, self._opaque)
+                made = self._make(stored, signature, leaves, assumed, key, self._ways.opaque)
         return made, assumed
-
-    # -- branches ---------------------------------------------------------------------------------------------
-
-    def _too_many_ways(self, made: _Made, signature: Signature, held: Parameters | None) -> list[str]:
-        """Modules that branch differently in the calls traced so far, once there are many ways; alike on all ranks."""
-        ways = self._ways.setdefault(signature.key(), [])
-        if not made.branches or made.branches in ways:
-            return []
-        ways.append(made.branches)
-        if len(ways) <= MOST_WAYS:
-            return []
-        paths = branching(ways)
-        return [] if any(self._stages(path, held) for path in paths) or set(paths) <= set(self._opaque) else paths
-
-    def _make_opaque(self, paths: Sequence[str], held: Parameters | None) -> None:
-        """Let modules run as one operator from now on; StepError on all ranks if a deployment has divided one."""
-        for path in paths:
-            what = (
-                f"{described(self._context.model, path)} takes other branches (`if` on a tensor) for other mini-batches"
-            )
-            if stages := self._stages(path, held):
-                raise StepError(
-                    f"the Python code of {what}. It has to run as one operator then, but its parameters are already in "
-                    f"stages {', '.join(map(str, stages))}. Call model.undeploy() on all ranks and repeat the call, "
-                    f"which plans the model anew; {_AVOIDED}"
-                )
-            if self._world.rank == 0:
-                log.get("RaNNCModule").warning(
-                    "The Python code of %s: it runs as one operator from now on, which is in one stage; %s",
-                    what,
-                    _AVOIDED,
-                )
-        new = set(paths) - set(self._opaque)
-        self._opaque = tuple(outermost([*self._opaque, *paths])) if new else ("",)
-
-    def _stages(self, path: str, held: Parameters | None) -> list[int]:
-        """The stages that hold the parameters of a module, if there are several."""
-        if held is None:
-            return []
-        inside = {id(parameter) for parameter in part_of(self._context.model, path).parameters()}
-        stages = {held.owners[name] for name, tensor in held.tensors.items() if id(tensor) in inside}
-        found = sorted({stage for each in stages for stage in each})
-        return found if len(found) > 1 else []
 
     # -- checking ---------------------------------------------------------------------------------------------
 
@@ -269,7 +205,7 @@ class Tracer:
         def retraced(paths: Sequence[str]) -> ModelGraph:
             return self._new(signature, leaves, assumed, False, paths)[0]
 
-        opaque = self._opaque
+        opaque = self._ways.opaque
         while True:
             assert made.graph is not None
             verdict = self._checker.verdict(made.graph, leaves, empty, opaque, None if signature.numbers else retraced)
@@ -420,10 +356,10 @@ class Tracer:
                 return None
         return graph
 
-    def _agree(self, made: _Made, signature: Signature) -> list[str]:
+    def _agree(self, made: _Made, signature: Signature) -> list[Branches]:
         """Raise on every rank if one of them failed, or if graphs differ between ranks.
 
-        If they differ because of branches, returns the paths of the modules that branch differently. Collective.
+        If they differ because of branches, returns the branches that each rank takes. Collective.
         """
         graph = made.graph
         described = (graph.signature if graph is not None else signature).describe()
@@ -442,8 +378,7 @@ class Tracer:
         if different:
             (mine, way_here, call_here), (other, way_there, call_there) = (graphs[rank] for rank in (0, different[0]))
             if call_here == call_there and way_here.partition("/")[0] != way_there.partition("/")[0]:
-                ways = self._world.gather_bytes(msgspec.msgpack.encode(made.branches))
-                return branching([msgspec.msgpack.decode(data, type=Branches) for data in ways])
+                return self._ways.of_ranks(made.decisions)
             rows_here, rows_there = (way.partition("/")[2] for way in (way_here, way_there))
             if rows_here != rows_there:
                 raise StepError(

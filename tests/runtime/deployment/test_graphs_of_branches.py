@@ -13,7 +13,7 @@ import pyrannc
 from rannd.errors import TraceError
 from rannd.graph.tracing.frontend import trace
 from rannd.runtime.call_tracing import CallTracing
-from rannd.runtime.traces import trace_provider
+from rannd.runtime.traces import branch_ways, trace_provider
 
 
 class Branching(nn.Module):
@@ -77,7 +77,7 @@ def test_what_branches_in_ever_new_ways_becomes_one_operator(monkeypatch: pytest
     for number in range(10):
         x = torch.tensor([[1.0 if number >> row & 1 else -1.0] * 4 for row in range(4)])
         torch.testing.assert_close(model(x), plain(x))
-        assert len(counted) == min(number, trace_provider.MOST_WAYS) + 1
+        assert len(counted) == min(number, branch_ways.MOST_WAYS) + 1
 
 
 def test_the_models_own_error_for_a_later_call() -> None:
