@@ -34,9 +34,9 @@ from rannd.runtime.parameters.deferred_init import DistributeModelParams
 from rannd.runtime.planning.deployment_file import named as _named
 from rannd.runtime.planning.deployment_file import read_file as _read_file
 from rannd.runtime.profiling import profile
-from rannd.runtime.rannc_api import REFUSED_FUNCTIONS as _REFUSED_FUNCTIONS
-from rannd.runtime.rannc_api import all_gather, dump_events, recreate_all_communicators
-from rannd.runtime.rannc_api import refused_function as _refused_function
+from rannd.runtime.wrapping.rannc_api import REFUSED_FUNCTIONS as _REFUSED_FUNCTIONS
+from rannd.runtime.wrapping.rannc_api import all_gather, dump_events, recreate_all_communicators
+from rannd.runtime.wrapping.rannc_api import refused_function as _refused_function
 
 _network_interface.choose(os.environ)
 

@@ -2,9 +2,9 @@
 
 In: the user's model and its calls. Out: the losses and gradients that a single process would compute. Begin with
 `module.py` (`RaNNCModule`, the user's wrapper) and `session.py` (the steps of a call); `call_tracing.py` traces calls
-that have no graph yet, `loss_check.py` stops training at a NaN loss. `registry.py` lists the wrapped models,
-`profiling.py` implements `pyrannc.profile`.
+that have no graph yet, `loss_check.py` stops training at a NaN loss. `profiling.py` implements `pyrannc.profile`,
+`averaged_model.py` `pyrannc.AveragedModel`.
 
 Folders, from the lowest layer: failure, comm, storage, parameters, optim, gradients, execution, planning, traces,
-deployment, checkpoint.
+deployment, wrapping, checkpoint.
 """

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed._composable.contract import REGISTRY_KEY
 
 from rannd import config as configuration
 from rannd import log
 from rannd.errors import StepError, UsageError
 from rannd.plan.deployment import Deployment
-from rannd.runtime import registry
 from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.context import Context, WrapOptions
 from rannd.runtime.comm.lockstep import forget_uncompared
@@ -27,52 +25,23 @@ from rannd.runtime.comm.world import current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.gradients.bypass_watch import BypassWatch
-from rannd.runtime.inner_calls import InnerCalls
 from rannd.runtime.parameters import absent
 from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
-from rannd.runtime.parameters.tensor_swap import plain_tensors
 from rannd.runtime.planning.deployment_file import save_file
-from rannd.runtime.rannc_api import check_options, warn_of_mixed_precision
 from rannd.runtime.session import Session
+from rannd.runtime.wrapping import registry
+from rannd.runtime.wrapping.inner_calls import InnerCalls
+from rannd.runtime.wrapping.other_wrappers import (
+    NOT_COMPILED,
+    NOT_EXPORTED,
+    refuse_data_parallel,
+    refuse_sharding,
+    warn_of_mixed_precision,
+)
+from rannd.runtime.wrapping.rannc_api import WRAPPER_ATTRIBUTES, check_options
+from rannd.runtime.wrapping.wrap_checks import check_model, check_optimizer
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
-
-
-_NOT_COMPILED = (
-    "torch.compile of a RaNNCModule compiles nothing: ranks run graphs of their own. Compile blocks of the model "
-    "instead, before it is wrapped"
-)
-
-
-_NOT_EXPORTED = (
-    "torch.export or torch.jit.trace of the model inside a RaNNCModule: its calls run a plan, which they cannot "
-    "follow; export it in evaluation, after model.undeploy() on all ranks"
-)
-
-
-class _NoOtherWrapper(dict[str, Any]):
-    """What torch asks whether FSDP or the like may be applied to a module; the answer is an error."""
-
-    def __contains__(self, name: object) -> bool:
-        raise UsageError(
-            "FullyShardedDataParallel(RaNNCModule(..)), fully_shard(..) or replicate(..): a RaNNCModule divides its "
-            "model into stages and averages gradients over all ranks itself; use it without another wrapper. (Also "
-            "torch.distributed.checkpoint.state_dict ends here: in place of get_model_state_dict(model) call "
-            "model.state_dict())"
-        )
-
-
-_RANNC_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
-    "model": lambda wrapper: wrapper.module,
-    "optimizer": lambda wrapper: wrapper._optimizer,
-    "ready": lambda wrapper: wrapper._session.deployment is not None,
-    "device": lambda wrapper: wrapper._session.world.device,
-    "name_to_param": lambda wrapper: dict(wrapper.named_parameters()),
-    "gather_inputs": lambda wrapper: wrapper._gather_inputs,
-    "is_training": lambda wrapper: wrapper.training,
-    "enable_zero": lambda _: False,
-}
-"""Attributes of RaNNC's wrapper; those of the same names in the wrapped model come first."""
 
 
 class RaNNCModule(nn.Module):
@@ -136,23 +105,9 @@ class RaNNCModule(nn.Module):
         )
         if outputs not in ("auto", "all"):
             raise UsageError(f'outputs={outputs!r}; use "auto" or "all"')
-        if isinstance(model, nn.Module):
-            registry.ensure_free(model)
-        if isinstance(model, torch.jit.ScriptModule):
-            raise UsageError(
-                "RaNNCModule traces a model's Python code, which a ScriptModule does not have; wrap the module that it "
-                "was made from"
-            )
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"RaNNCModule wraps a torch.nn.Module, not a {type(model).__qualname__}")
-        _ensure_dense(model)
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"optimizer is a {type(optimizer).__qualname__}; pass a torch.optim.Optimizer")
-        if optimizer is not None and not _shares_parameters(model, optimizer):
-            raise UsageError(
-                "the optimizer has none of the model's parameters; create it from the parameters of the model that is "
-                "wrapped, after any code that replaces them"
-            )
+        check_model(model)
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
         config = configuration.load()
         log.setup(level=config.log_level)
         if config.show_config_items:
@@ -164,7 +119,7 @@ class RaNNCModule(nn.Module):
         if file is None and config.load_deployment:
             file = Path(config.deployment_file)
         self.__dict__["_inner"] = model
-        self.__dict__[REGISTRY_KEY] = _NoOtherWrapper()
+        refuse_sharding(self)
         self._config = config
         self._optimizer = optimizer
         self._gather_inputs = gather_inputs
@@ -197,7 +152,7 @@ class RaNNCModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's mini-batch and return its outputs. Collective."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            raise UsageError(_NOT_EXPORTED)
+            raise UsageError(NOT_EXPORTED)
         if torch.compiler.is_compiling():
             return self._forward_uncompiled(args, kwargs)
         planned = self._session.deployment is not None
@@ -314,19 +269,15 @@ class RaNNCModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes in the wrapped model, then among those that RaNNC's wrapper has."""
-        if name == "_ddp_params_and_buffers_to_ignore":  # the first thing that DistributedDataParallel looks at
-            raise UsageError(
-                "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients over all ranks itself; use "
-                "it without DistributedDataParallel"
-            )
+        refuse_data_parallel(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
             inner = self.__dict__.get("_inner")
             if inner is None:
                 raise
-            if name in _RANNC_ATTRIBUTES and not hasattr(inner, name):
-                return _RANNC_ATTRIBUTES[name](self)
+            if name in WRAPPER_ATTRIBUTES and not hasattr(inner, name):
+                return WRAPPER_ATTRIBUTES[name](self)
             found = getattr(inner, name)
             return functools.partial(self._save_pretrained, found) if name == "save_pretrained" else found
 
@@ -505,7 +456,7 @@ class RaNNCModule(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """No-op with a log line, as `torch.compile` of a RaNNCModule: ranks run graphs of their own."""
         self._told_uncompiled = True
-        log.get("RaNNCModule").warning(_NOT_COMPILED)
+        log.get("RaNNCModule").warning(NOT_COMPILED)
 
     def __deepcopy__(self, memo: Any) -> RaNNCModule:
         raise UsageError(
@@ -610,21 +561,6 @@ def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         raise UsageError(f"{name} is on the meta device and has no values before the model's first call; call it first")
     return tensor.detach().to("cpu", copy=True)
-
-
-def _ensure_dense(model: nn.Module) -> None:
-    """UsageError for a tensor of the model of another layout than strided, which no graph and no message has."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *plain_tensors(model)):
-        if tensor.layout is not torch.strided:
-            raise UsageError(
-                f"{name} of the model has the layout {tensor.layout}; graphs and what ranks send each other have dense "
-                "tensors only: make it one with to_dense() before the model is wrapped"
-            )
-
-
-def _shares_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def clear() -> None:

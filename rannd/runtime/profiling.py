@@ -11,11 +11,11 @@ from rannd import config as configuration
 from rannd import log
 from rannd.errors import UsageError
 from rannd.profile.graph_profile import GraphProfile
-from rannd.runtime import registry
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.world import current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.session import Session
+from rannd.runtime.wrapping import registry
 
 
 def profile(model: nn.Module, inputs: Any) -> GraphProfile:

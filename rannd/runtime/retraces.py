@@ -41,7 +41,8 @@ class Retraces:
         for name, values in arguments.items():
             if all(isinstance(value, (int, float, complex, str)) for value in values):
                 mend = "Pass a tensor in place of it" if isinstance(values[1], str) else "Pass it as torch.tensor(x)"
-                self._count(f"argument {name}".replace("argument argument", "argument"), values, seconds, mend)
+                what = name if name.startswith("argument ") else f"argument {name}"
+                self._count(what, values, seconds, mend)
         for change in attributes:
             if not change.values:
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _read: list[set[str]] = []
@@ -22,7 +22,7 @@ class Unread:
 
     name: str
     kind: type
-    plain: bool
+    plain: bool = field(compare=False, repr=False)
     """Whether it may be a part of the call: it has strings and numbers, not other objects."""
 
     def __str__(self) -> str:

@@ -6,7 +6,6 @@ none is accepted with one line of the log if a script can go on without it, and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +52,18 @@ REFUSED_FUNCTIONS = {
 }
 """Functions of RaNNC's module -> why they cannot work, and what does."""
 
+WRAPPER_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "model": lambda wrapper: wrapper.module,
+    "optimizer": lambda wrapper: wrapper._optimizer,
+    "ready": lambda wrapper: wrapper._session.deployment is not None,
+    "device": lambda wrapper: wrapper._session.world.device,
+    "name_to_param": lambda wrapper: dict(wrapper.named_parameters()),
+    "gather_inputs": lambda wrapper: wrapper._gather_inputs,
+    "is_training": lambda wrapper: wrapper.training,
+    "enable_zero": lambda _: False,
+}
+"""Attributes of RaNNC's wrapper; those of the same names in the wrapped model come first."""
+
 
 def check_options(options: dict[str, bool]) -> None:
     """UsageError for an option of RaNNC's constructor that is set and has no meaning here; a log line for idle ones."""
@@ -61,17 +72,6 @@ def check_options(options: dict[str, bool]) -> None:
             raise UsageError(f"RaNNCModule(.., {name}=True): {_REFUSED_OPTIONS[name]}")
         if value and name in _IDLE_OPTIONS:
             log.get("RaNNCModule").warning("%s has no effect: %s", name, _IDLE_OPTIONS[name])
-
-
-def warn_of_mixed_precision() -> None:
-    """Warn, when Accelerate prepares a RaNNCModule, that its mixed_precision is left to the script."""
-    accelerate: Any = sys.modules.get("accelerate")
-    precision = str(accelerate.state.AcceleratorState().mixed_precision) if accelerate is not None else "no"
-    if precision != "no":
-        log.get("RaNNCModule").warning(
-            "Accelerate's mixed_precision=%r does not reach a RaNNCModule: call it inside accelerator.autocast()",
-            precision,
-        )
 
 
 def refused_function(name: str) -> Callable[..., Any]:

@@ -1,0 +1,58 @@
+"""What a `RaNNCModule` answers to other libraries that wrap, compile, export or prepare a module."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+
+from rannd import log
+from rannd.errors import UsageError
+
+NOT_COMPILED = (
+    "torch.compile of a RaNNCModule compiles nothing: ranks run graphs of their own. Compile blocks of the model "
+    "instead, before it is wrapped"
+)
+NOT_EXPORTED = (
+    "torch.export or torch.jit.trace of the model inside a RaNNCModule: its calls run a plan, which they cannot "
+    "follow; export it in evaluation, after model.undeploy() on all ranks"
+)
+
+
+class _NoOtherWrapper(dict[str, Any]):
+    """What torch asks whether FSDP or the like may be applied to a module; the answer is an error."""
+
+    def __contains__(self, name: object) -> bool:
+        raise UsageError(
+            "FullyShardedDataParallel(RaNNCModule(..)), fully_shard(..) or replicate(..): a RaNNCModule divides its "
+            "model into stages and averages gradients over all ranks itself; use it without another wrapper. (Also "
+            "torch.distributed.checkpoint.state_dict ends here: in place of get_model_state_dict(model) call "
+            "model.state_dict())"
+        )
+
+
+def refuse_sharding(wrapper: nn.Module) -> None:
+    """Let FSDP and the like raise UsageError when they are applied to `wrapper`."""
+    wrapper.__dict__[REGISTRY_KEY] = _NoOtherWrapper()
+
+
+def refuse_data_parallel(attribute: str) -> None:
+    """UsageError at the attribute that DistributedDataParallel looks at first."""
+    if attribute == "_ddp_params_and_buffers_to_ignore":
+        raise UsageError(
+            "DistributedDataParallel(RaNNCModule(..)): a RaNNCModule averages gradients over all ranks itself; use it "
+            "without DistributedDataParallel"
+        )
+
+
+def warn_of_mixed_precision() -> None:
+    """Warn, when Accelerate prepares a RaNNCModule, that its mixed_precision is left to the script."""
+    accelerate: Any = sys.modules.get("accelerate")
+    precision = str(accelerate.state.AcceleratorState().mixed_precision) if accelerate is not None else "no"
+    if precision != "no":
+        log.get("RaNNCModule").warning(
+            "Accelerate's mixed_precision=%r does not reach a RaNNCModule: call it inside accelerator.autocast()",
+            precision,
+        )
