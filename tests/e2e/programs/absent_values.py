@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 
 import pyrannc
@@ -104,6 +105,12 @@ for gathered in (
         assert gathered in ({}, {"optimizer": {}})
         with pytest.raises(UsageError, match="this rank saves a state that another rank has"):
             torch.save(gathered, io.BytesIO())
+state = model.state_dict()
+if rank == 0:
+    save_file({name: value.clone() for name, value in state.items()}, f"{folder}/model.safetensors")
+else:
+    with pytest.raises(UsageError, match="this rank saves a state that another rank has"):
+        save_file(state, f"{folder}/model.safetensors")
 state = model.state_dict(rank0_only=False)
 assert not any(value.isnan().any() for value in state.values() if value.is_floating_point())
 assert int(state["counted"]) == 7
