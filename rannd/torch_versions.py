@@ -252,6 +252,8 @@ PRIVATE_NAMES = (
         "Creates a subclass tensor with a shape but no memory, for outputs that other ranks hold.",
     ),
     PrivateName("torch.Tensor._version", "Counts in-place writes, to detect writes by the user."),
+    PrivateName("torch.Tensor._indices", "The memory of a sparse tensor; indices() is for coalesced ones only."),
+    PrivateName("torch.Tensor._values", "The memory of a sparse tensor; values() is for coalesced ones only."),
     PrivateName(
         "torch.UntypedStorage._cdata",
         "Identity of a storage, the same for all tensors that share it; data_ptr is 0 on the meta device.",

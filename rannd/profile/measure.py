@@ -219,8 +219,9 @@ def _kept(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor]
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        for part in _dense_parts(tensor):
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
@@ -236,6 +237,17 @@ def _kept(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor]
     }
     del outputs, border  # until here autograd holds what it saved, so no other tensor reuses the memory
     return found, names
+
+
+def _dense_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors with memory that a tensor consists of: a sparse one, which a leaf may use, of indices and values."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    return *indices, tensor.values()
 
 
 def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, whole: float) -> float:

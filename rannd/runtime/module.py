@@ -38,10 +38,23 @@ from rannd.runtime.wrapping.other_wrappers import (
     refuse_sharding,
     warn_of_mixed_precision,
 )
-from rannd.runtime.wrapping.rannc_api import WRAPPER_ATTRIBUTES, check_options
+from rannd.runtime.wrapping.rannc_api import check_options
 from rannd.runtime.wrapping.wrap_checks import check_model, check_optimizer
 
 _wrapped: weakref.WeakSet[RaNNCModule] = weakref.WeakSet()
+
+
+_RANNC_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "model": lambda wrapper: wrapper.module,
+    "optimizer": lambda wrapper: wrapper._optimizer,
+    "ready": lambda wrapper: wrapper._session.deployment is not None,
+    "device": lambda wrapper: wrapper._session.world.device,
+    "name_to_param": lambda wrapper: dict(wrapper.named_parameters()),
+    "gather_inputs": lambda wrapper: wrapper._gather_inputs,
+    "is_training": lambda wrapper: wrapper.training,
+    "enable_zero": lambda _: False,
+}
+"""Attributes of RaNNC's wrapper; those of the same names in the wrapped model come first."""
 
 
 class RaNNCModule(nn.Module):
@@ -151,10 +164,12 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's mini-batch and return its outputs. Collective."""
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if torch.compiler.is_exporting():
             raise UsageError(NOT_EXPORTED)
         if torch.compiler.is_compiling():
             return self._forward_uncompiled(args, kwargs)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # also what torch.compile may call it
+            raise UsageError(NOT_EXPORTED)
         planned = self._session.deployment is not None
         with self._session.world.watch.inside("forward"), self._calls.aside():
             output = self._session.run(args, kwargs, self._inner.training, lambda: process_flags.delayed)
@@ -276,8 +291,8 @@ class RaNNCModule(nn.Module):
             inner = self.__dict__.get("_inner")
             if inner is None:
                 raise
-            if name in WRAPPER_ATTRIBUTES and not hasattr(inner, name):
-                return WRAPPER_ATTRIBUTES[name](self)
+            if name in _RANNC_ATTRIBUTES and not hasattr(inner, name):
+                return _RANNC_ATTRIBUTES[name](self)
             found = getattr(inner, name)
             return functools.partial(self._save_pretrained, found) if name == "save_pretrained" else found
 

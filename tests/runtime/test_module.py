@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -381,3 +382,48 @@ def test_a_parameter_written_while_it_is_trained_is_refused() -> None:
 
     with pytest.raises(TraceError, match="writes into weight while it is trained"):
         wrapped(Clipped(4, 4))(torch.randn(2, 4))
+
+
+class MessagePassing(nn.Module):
+    """A layer of a graph network, which makes a sparse matrix of its edges."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.linear, self.layout = nn.Linear(4, 4), layout
+        self.register_buffer("edges", torch.tensor([[0, 1, 2], [1, 2, 0]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums = torch.sparse_coo_tensor(self.edges, torch.ones(3, dtype=x.dtype), (4, 4))
+        if self.layout is not torch.sparse_coo:
+            sums = sums.to_dense().to_sparse(layout=self.layout)
+        return (sums @ self.linear(x).t()).t()
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta state:UserWarning")
+def test_a_module_that_makes_a_sparse_tensor_runs_as_one_operator(
+    layout: torch.layout, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANNC_LOG_LEVEL", "info")
+    caplog.set_level(logging.INFO)
+    net = nn.Sequential(nn.Linear(4, 4), MessagePassing(layout), nn.Linear(4, 4)).double()
+    plain = copy.deepcopy(net)
+    model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), 0.1))
+    for rows in (3, 5):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        found, wanted = model(x), plain(x)
+        torch.testing.assert_close(found, wanted)
+        found.pow(2).sum().backward()
+        wanted.pow(2).sum().backward()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert "module 1 (MessagePassing) runs as one operator" in caplog.text
+
+
+def test_a_sparse_result_is_refused() -> None:
+    class Sparse(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).to_sparse()
+
+    with pytest.raises(TraceError, match=r"it returns a tensor of layout torch.sparse_coo: make it dense"):
+        pyrannc.RaNNCModule(Sparse(4, 4), None)(torch.randn(3, 4))

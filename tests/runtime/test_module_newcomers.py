@@ -162,6 +162,7 @@ def test_what_cannot_be_wrapped_is_told() -> None:
 
 @pytest.mark.parametrize("export", [torch.export.export, torch.jit.trace])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")  # since torch 2.14
 def test_a_deployed_model_is_not_exported_and_an_undeployed_one_is(export: Callable[..., Any]) -> None:
     plain = nn.Linear(6, 6).double()
     model = wrapped(plain)

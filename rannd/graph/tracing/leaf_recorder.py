@@ -184,6 +184,8 @@ def _see(
     for leaf in results:
         if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
             raise NotALeaf(path, f"it returns a {type(leaf).__module__}.{type(leaf).__qualname__}")
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise NotALeaf(path, f"it returns a tensor of layout {leaf.layout}: make it dense with to_dense()")
     tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
     shares = _share(tensors, list(given.values()))
     # Inside of a Function's forward, results do not require grad yet: torch creates their node when it returns.

@@ -14,11 +14,15 @@ from rannd.graph.tracing.leaf_recorder import NotALeaf
 
 NESTING = ("_vmap_increment", "_grad_increment", "_jvp_increment", "functorch")
 """Substrings in the names of operators that start a torch.func transform."""
+SPARSE = "sparse"
+"""Substring in the names of operators that make or take a sparse tensor."""
 
 
 def unshown(traced: Traced) -> NotALeaf | None:
-    """Find a module whose code uses something that a graph cannot contain: `.data` of its tensors, a generator."""
+    """Find a module whose code uses something that a graph cannot contain: a sparse tensor, `.data`, a generator."""
     for node in traced.graph.nodes:
+        if SPARSE in operator_name(node.target):
+            return NotALeaf(node.meta.get("module", ""), "its code makes a sparse tensor, which a graph cannot contain")
         if any(word in operator_name(node.target) for word in NESTING):
             return NotALeaf(node.meta.get("module", ""), "its code uses torch.func, which a graph cannot contain")
         if node.op != "get_attr" or not node.users:

@@ -52,18 +52,6 @@ REFUSED_FUNCTIONS = {
 }
 """Functions of RaNNC's module -> why they cannot work, and what does."""
 
-WRAPPER_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
-    "model": lambda wrapper: wrapper.module,
-    "optimizer": lambda wrapper: wrapper._optimizer,
-    "ready": lambda wrapper: wrapper._session.deployment is not None,
-    "device": lambda wrapper: wrapper._session.world.device,
-    "name_to_param": lambda wrapper: dict(wrapper.named_parameters()),
-    "gather_inputs": lambda wrapper: wrapper._gather_inputs,
-    "is_training": lambda wrapper: wrapper.training,
-    "enable_zero": lambda _: False,
-}
-"""Attributes of RaNNC's wrapper; those of the same names in the wrapped model come first."""
-
 
 def check_options(options: dict[str, bool]) -> None:
     """UsageError for an option of RaNNC's constructor that is set and has no meaning here; a log line for idle ones."""

@@ -79,6 +79,15 @@ def write(folder: Path, data: bytes) -> Path:
     return folder
 
 
+def used(index: Metadata) -> dict[str, Any]:
+    """What is read of an index; torch also writes properties that tensors had where they were saved."""
+    found: dict[str, Any] = {}
+    for name, value in index.state_dict_metadata.items():
+        tensor = isinstance(value, TensorStorageMetadata)
+        found[name] = (value.properties.dtype, value.size, value.chunks) if tensor else value
+    return found
+
+
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_an_index_is_read_as_torch_reads_it(tmp_path: Path, protocol: int) -> None:
     found = read_index(write(tmp_path, pickle.dumps(index(), protocol=protocol)))
@@ -89,7 +98,7 @@ def test_an_index_is_read_as_torch_reads_it(tmp_path: Path, protocol: int) -> No
         dcp.save({"a": {"b": torch.ones(3, 0), "c": [torch.ones(()), 5]}}, checkpoint_id=tmp_path / "torch")
     wanted: Any = pickle.loads((tmp_path / "torch" / ".metadata").read_bytes())  # noqa: S301 (made here)
     found = read_index(tmp_path / "torch")
-    assert found.state_dict_metadata == wanted.state_dict_metadata
+    assert used(found) == used(wanted)
     assert found.storage_data == wanted.storage_data
 
 
