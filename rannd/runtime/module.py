@@ -164,11 +164,9 @@ class RaNNCModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's mini-batch and return its outputs. Collective."""
-        if torch.compiler.is_exporting():
-            raise UsageError(NOT_EXPORTED)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # first: for torch.compile, torch 2.11 says that it exports and traces
             return self._forward_uncompiled(args, kwargs)
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # also what torch.compile may call it
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise UsageError(NOT_EXPORTED)
         planned = self._session.deployment is not None
         with self._session.world.watch.inside("forward"), self._calls.aside():
