@@ -100,6 +100,24 @@ def test_a_string_that_is_read_is_a_part_of_the_call(traced: list[int], monkeypa
     assert len(traced) == made
 
 
+class Plain(Batch):
+    """Takes what a batch consists of one by one."""
+
+    def forward(self, x: torch.Tensor, mode: str, ids: Any = None, numbers: Any = ()) -> torch.Tensor:  # type: ignore[override]
+        return super().forward({"x": x * 2 if mode == "double" else x})
+
+
+@pytest.mark.parametrize("ids", [list, tuple, " ".join])
+def test_a_string_that_is_read_beside_ids_that_are_not(traced: list[int], ids: Callable[[list[str]], Any]) -> None:
+    net = Plain().double()
+    plain, model = copy.deepcopy(net), pyrannc.RaNNCModule(net, None)
+    for batch, mode in zip(batches(), ("double", "single", "double", "single"), strict=True):
+        call = (batch["x"], mode, ids(batch["ids"]), batch["numbers"])
+        torch.testing.assert_close(model(*call), plain(*call), rtol=1e-12, atol=1e-12)
+    assert len(traced) == 3  # the first finds out
+    pyrannc.clear()
+
+
 def join(batch: Any, x: torch.Tensor) -> torch.Tensor:
     return x * len("".join([batch["mode"]]))  # native code
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from rannd.errors import TraceError, UsageError
 from rannd.graph.call.signature import Signature
+from rannd.graph.call.unread import is_unread
 
 MOST_NOTES = 3
 
@@ -89,5 +90,7 @@ def _named_arguments(signature: Signature) -> Iterator[tuple[str, list[Any] | tu
     """Yield (name, value) of top-level arguments that are lists or tuples of numbers."""
     args, kwargs = signature.unflatten([None] * len(signature.tensors))
     for name, value in [*((f"argument {place}", each) for place, each in enumerate(args)), *kwargs.items()]:
+        if is_unread(value):
+            continue
         if isinstance(value, (list, tuple)) and value and all(isinstance(each, (int, float)) for each in value):
             yield name, value
