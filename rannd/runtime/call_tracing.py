@@ -127,12 +127,12 @@ class CallTracing:
         """Graph of a call, from the cache or newly traced; a cached one is verified if `verify_partitioning` is set."""
         config = self._context.config
         with self._whole_model(held) as empty, traced_with(self._context.model, signature.mode):
-            graph, cached = self._tracer.graph(signature, call.tensors, self._state(), empty, held)
+            graph, cached = self._tracer.graph(signature, call, self._state(), empty, held)
             if cached and config.verify_partitioning and held is None:
                 wrong = self._verified(graph, call)
                 if wrong:
                     self._tracer.distrust(wrong)
-                    graph, _ = self._tracer.graph(signature, call.tensors, self._state(), empty, held)
+                    graph, _ = self._tracer.graph(signature, call, self._state(), empty, held)
         if not config.partitioning_dry_run_np:
             self._values.check_leaves(graph.traced.leaf_paths)
         if self._world.rank == 0 and held is None:

@@ -129,7 +129,11 @@ def returns_nothing_on_errors(batch: Any, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
-@pytest.mark.parametrize("use", [join, returns_nothing_on_errors])
+def asks_for_the_type(batch: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * len(batch["mode"] * 2) if type(batch["mode"]) is str else x
+
+
+@pytest.mark.parametrize("use", [join, returns_nothing_on_errors, asks_for_the_type])
 def test_reads_that_are_hard_to_see(traced: list[int], use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     run(Batch(use).double(), batches(mode=["a", "bcd", "ef", "a"]))
 
@@ -138,8 +142,13 @@ def read_path(batch: Any, x: torch.Tensor) -> torch.Tensor:
     return x * len(str(batch["path"]))
 
 
-def test_an_object_that_is_read_is_refused() -> None:
-    model = pyrannc.RaNNCModule(Batch(read_path).double(), None)
+def asks_for_the_type_of_the_path(batch: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if type(batch["path"]) is type(Path()) else x
+
+
+@pytest.mark.parametrize("use", [read_path, asks_for_the_type_of_the_path])
+def test_an_object_that_is_read_is_refused(use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    model = pyrannc.RaNNCModule(Batch(use).double(), None)
     with pytest.raises(UsageError, match=r"argument 0\['path'\] of the model is a pathlib"):
         model(batches()[0])
     pyrannc.clear()

@@ -74,9 +74,8 @@ def without_unread(
         elif _may_be_unread(child, rows):
             name = name_of(where)
             if name not in plain.read:
-                child = Unread(
-                    name, type(child), all(isinstance(leaf, (*SIMPLE, str)) for leaf in _plain_leaves(child))
-                )
+                plainly = all(isinstance(leaf, (*SIMPLE, str)) for leaf in _plain_leaves(child))
+                child = Unread(name, type(child), plainly, child)
             elif isinstance(child, Mapping):  # the code reads an item of it, perhaps not all
                 child = without_unread(child, plain, name_of, rows, where)
         found.append(child)

@@ -149,6 +149,11 @@ class Signature:
         ]
         return replace(self, tensors=tuple(tensors))
 
+    def with_values(self, values: Mapping[str, Any]) -> Signature:
+        """Copy in which these arguments, by their names, have values although no code reads them."""
+        constants = [(i, values.get(c.name, c) if type(c) is Unread else c) for i, c in self.constants]
+        return replace(self, constants=tuple(constants))
+
     def matches(self, call: Call, mode: Mode) -> bool:
         """Whether `call` runs the same graph."""
         if mode != self.mode or call.spec != self.spec or call.positions != self.positions:
@@ -199,6 +204,11 @@ class Call:
     def unread(self) -> list[Unread]:
         """The arguments that are taken for unread."""
         return [value for _, value in self.constants if type(value) is Unread]
+
+    @property
+    def unread_values(self) -> dict[str, Any]:
+        """The values of the arguments that are taken for unread, by their names."""
+        return {each.name: each.value for each in self.unread}
 
     @property
     def home(self) -> torch.device:
@@ -289,7 +299,8 @@ def classify(
     if not any(spec.batch for spec in specs):
         described = ", ".join(f"{n}: {tuple(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True))
         raise UsageError(f"no argument carries the batch in its first dimension ({described})")
-    return Signature(call.spec, tuple(specs), call.positions, call.constants, mode, numbers=call.numbers)
+    constants = [(i, replace(c, value=None) if type(c) is Unread else c) for i, c in call.constants]
+    return Signature(call.spec, tuple(specs), call.positions, tuple(constants), mode, numbers=call.numbers)
 
 
 def argument_name(path: tuple[Any, ...]) -> str:

@@ -24,6 +24,8 @@ class Unread:
     kind: type
     plain: bool = field(compare=False, repr=False)
     """Whether it may be a part of the call: it has strings and numbers, not other objects."""
+    value: Any = field(default=None, compare=False, repr=False)
+    """The argument; None in a signature."""
 
     def __str__(self) -> str:
         return f"a {self.kind.__qualname__} that no code reads"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -35,6 +37,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """If the graph is wrong, paths of all modules that have to become leaves."""
     line: str = ""
     """Description of the error and the module that causes it."""
+    reads: tuple[str, ...] = ()
+    """Arguments that were taken for unread, with whose values alone the graph is wrong."""
 
 
 class TraceChecker:
@@ -51,6 +55,7 @@ class TraceChecker:
         empty: Sequence[torch.Tensor] | None,
         opaque: Sequence[str],
         retraced: Callable[[Sequence[str]], ModelGraph] | None,
+        unread: Mapping[str, Any] | None = None,
     ) -> Verdict:
         """Compare a graph with the model; returns the same verdict on all ranks. Collective.
 
@@ -62,15 +67,16 @@ class TraceChecker:
             opaque: Modules that earlier comparisons have made leaves.
             retraced: Traces the model again with the modules at the given paths as leaves, on this rank only. None: do
                 not search for the module that is wrong.
+            unread: Values of the arguments that were taken for unread, by their names; None: not to be compared.
 
         Raises:
             TraceError: The results differ even if the whole model is a single operator.
         """
         found = b""
         if self._world.rank == 0:
-            found = msgspec.msgpack.encode(self._found(graph, tensors, empty, opaque, retraced))
+            found = msgspec.msgpack.encode(self._found(graph, tensors, empty, opaque, retraced, unread or {}))
         verdict = msgspec.msgpack.decode(self._world.broadcast_bytes(found), type=Verdict)
-        if verdict.checked is None and "" in opaque:
+        if verdict.checked is None and "" in opaque and not verdict.reads:
             raise TraceError(
                 f"{verdict.line}, even though the whole model runs as one operator; please report this model"
             )
@@ -83,6 +89,7 @@ class TraceChecker:
         empty: Sequence[torch.Tensor] | None,
         opaque: Sequence[str],
         retraced: Callable[[Sequence[str]], ModelGraph] | None,
+        unread: Mapping[str, Any],
     ) -> Verdict:
         if empty is None:
             return Verdict("no rank has the values of the whole model (meta device)")
@@ -94,6 +101,9 @@ class TraceChecker:
             with _filled_with_values(empty), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the model's code has already issued its warnings during tracing
                 difference = self._difference(graph, tensors)
+                if difference is None and (line := self._with_values(graph, tensors, unread)):
+                    names = [name for name in unread if self._with_values(graph, tensors, {name: unread[name]})]
+                    return Verdict(None, line=line, reads=tuple(names or unread))
                 if difference is None:
                     log.get("RaNNCModule").debug(
                         "The trace gives the same results as the model. (compared in %.2f s)", time.monotonic() - begun
@@ -106,6 +116,19 @@ class TraceChecker:
             return Verdict(str(exc))
         except Exception as exc:  # a comparison that fails must not end a job that would train
             return Verdict(f"{type(exc).__name__}: {exc}")
+
+    def _with_values(self, graph: ModelGraph, tensors: Sequence[torch.Tensor], unread: Mapping[str, Any]) -> str:
+        """How the model differs from its graph if it gets these values of unread arguments; '' if it does not.
+
+        Their stand-ins have the right class for ``isinstance``, but not for ``type(x)``, which nothing can note.
+        """
+        if not unread:
+            return ""
+        try:
+            values = dataclasses.replace(graph, signature=graph.signature.with_values(unread))
+            return str(self._difference(values, tensors) or "")
+        except NotComparable as exc:
+            return str(exc)
 
     def _wrong(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from rannd.daemon.common.keys import Key, hooks_key, trace_key
 from rannd.daemon.common.versions import version
 from rannd.errors import RanndError, StepError, TraceError
 from rannd.graph.call.call_errors import explained
-from rannd.graph.call.signature import Signature
+from rannd.graph.call.signature import Call, Signature
 from rannd.graph.call.unread import note_read
 from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
 from rannd.graph.fx.codec import decode, encode
@@ -97,7 +98,7 @@ class Tracer:
     def graph(
         self,
         signature: Signature,
-        tensors: Sequence[torch.Tensor],
+        call: Call,
         state: PythonState,
         empty: Sequence[torch.Tensor] | None,
         held: Parameters | None,
@@ -108,14 +109,14 @@ class Tracer:
 
         Args:
             signature: Signature of the call.
-            tensors: This rank's tensors.
+            call: This rank's call.
             state: Python state of the model's modules.
             empty: Tensors of the model without values on this rank; None if no rank has values.
             held: The model's parameters, once it is deployed.
         """
         self._last = None
         home = next((p.device for p in self._context.model.parameters()), self._world.device)
-        leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in tensors]
+        leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in call.tensors]
         other = self._families.graph(signature, leaves, state)
         if other is not None:
             self._agree(_Made(other), signature)
@@ -134,7 +135,7 @@ class Tracer:
             made, assumed = self._everywhere(b"", signature, leaves, key)
         if key is not None and made.broken:
             self._discard(key, made.broken)
-        made, checked = self._compared(made, signature, leaves, assumed, key, empty)
+        made, checked = self._compared(made, signature, leaves, assumed, key, empty, call.unread_values)
         graph = made.graph
         assert graph is not None
         if key is not None and made.data:
@@ -194,6 +195,7 @@ class Tracer:
         assumed: tuple[bool, ...] | None,
         key: Key | None,
         empty: Sequence[torch.Tensor] | None,
+        unread: Mapping[str, Any],
     ) -> tuple[_Made, str | None]:
         """Compare a graph with the model, replacing wrongly traced modules by leaves until the results are equal.
 
@@ -208,7 +210,12 @@ class Tracer:
         opaque = self._ways.opaque
         while True:
             assert made.graph is not None
-            verdict = self._checker.verdict(made.graph, leaves, empty, opaque, None if signature.numbers else retraced)
+            search = None if signature.numbers else retraced
+            verdict = self._checker.verdict(made.graph, leaves, empty, opaque, search, unread)
+            if verdict.reads:
+                for name in verdict.reads:
+                    note_read(name)
+                raise TraceError(f"the model's code asks for the type of {', '.join(verdict.reads)}: {verdict.line}")
             if signature.numbers and verdict.checked != "":
                 raise TraceError(f"numbers cannot be inputs of the graph: {verdict.checked or verdict.line}")
             if verdict.checked is not None:
