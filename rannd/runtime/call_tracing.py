@@ -27,10 +27,7 @@ from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.traces.trace_provider import Tracer
 
-_OF_STRINGS = (
-    ". A string that the model's code reads or returns is part of the call, others may differ: leave names of samples "
-    "out of what forward returns"
-)
+_OF_STRINGS = ". A string that the model's code reads is part of the call; others may differ"
 
 
 class CallTracing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ TRACES = 3
 MANY = 16
 """Number of traces of one model after which a warning is logged."""
 LONGEST = 60
+_ITEM = re.compile(r"(\[\d+\])+$")
+"""The end of the name of an item of a list."""
 
 
 @dataclass
@@ -38,10 +41,15 @@ class Retraces:
             attributes: Changes of attributes, of which those of numbers and strings count.
             seconds: Duration of the trace.
         """
-        for name, values in arguments.items():
+        lists: dict[str, list[str]] = {}
+        for name in arguments:
+            lists.setdefault(_ITEM.sub("", name), []).append(name)
+        for stem, (name, *more) in lists.items():  # of a list the first item that has changed
+            values = arguments[name]
             if all(isinstance(value, (int, float, complex, str)) for value in values):
                 mend = "Pass a tensor in place of it" if isinstance(values[1], str) else "Pass it as torch.tensor(x)"
-                what = name if name.startswith("argument ") else f"argument {name}"
+                what = stem if more else name
+                what = what if what.startswith("argument ") else f"argument {what}"
                 self._count(what, values, seconds, mend)
         for change in attributes:
             if not change.values:

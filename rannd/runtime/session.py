@@ -21,6 +21,7 @@ from rannd import log
 from rannd.errors import StepError
 from rannd.graph.call.plain_arguments import ArgumentsChanged
 from rannd.graph.call.signature import Call, Mode, flatten_call
+from rannd.graph.call.unread import note_read
 from rannd.plan.deployment import Deployment
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.argument_learning import ArgumentLearning
@@ -160,7 +161,7 @@ class Session:
         ]
         if graph.signature.mode.grad:
             outputs = attach(ready.executor, ready.step, tensors, outputs, delayed, ready.share)
-        return graph.traced.outputs.unflatten(outputs)
+        return graph.traced.outputs.unflatten(outputs, ready.call.unread_values)
 
     # -- the parts of a call ----------------------------------------------------------------------------------
 
@@ -239,6 +240,9 @@ class Session:
         with self._arguments.noted(call):
             graph = self._tracing.graph(signature, call, self.parameters)
             planned = self._tracing.planned(graph, call) if deployed is None else None
+            if self._context.options.shared:  # all ranks return what rank 0 returns
+                for name in graph.traced.outputs.passed_on:
+                    note_read(name)
         self._graphs.look_again()
         twin = self._graphs.twin(graph, state)
         if twin is not None:

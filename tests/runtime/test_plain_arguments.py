@@ -156,13 +156,34 @@ def test_an_object_that_is_read_is_refused(use: Callable[[Any, torch.Tensor], to
 
 class Returning(Batch):
     def forward(self, batch: dict[str, Any]) -> Any:
-        return {"out": super().forward(batch), "ids": batch["ids"]}
+        return {"out": super().forward(batch), "ids": batch["ids"], "more": (batch["path"], batch["meta"])}
 
 
-def test_ids_that_the_model_returns_come_back() -> None:
-    model = pyrannc.RaNNCModule(Returning().double(), None)
-    for batch in batches():
-        assert model(batch)["ids"] == batch["ids"]
+def test_what_the_model_returns_as_it_is_comes_back(traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_CACHE", "on")
+    for _ in range(2):
+        model = pyrannc.RaNNCModule(Returning().double(), None)
+        for batch in batches():
+            found = model(batch)
+            assert found["ids"] is batch["ids"]
+            assert found["more"] == (batch["path"], batch["meta"])
+        pyrannc.clear()
+    assert len(traced) == 1
+
+
+class ReturningOne(Batch):
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return {"out": super().forward(batch), "id": batch["ids"][0], "mode": batch["mode"]}
+
+
+def test_a_part_of_an_argument_that_is_returned_is_read(capfd: pytest.CaptureFixture[str]) -> None:
+    model = pyrannc.RaNNCModule(ReturningOne().double(), None)
+    for number in range(4):
+        batch = {"x": torch.randn(3, 4), "ids": [f"{number}-{row}" for row in range(3)], "mode": "same"}
+        found = model(batch)
+        assert (found["id"], found["mode"]) == (batch["ids"][0], batch["mode"])
+    pyrannc.clear()
+    assert capfd.readouterr().err.count("The model was traced for each value of argument 0['ids'] (") == 1
     pyrannc.clear()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rannd.errors import TraceError
-from rannd.graph.call.unread import is_unread, note
+from rannd.graph.call.unread import is_unread, passed_on
 
 _HELD = (type(None), bool, int, float, complex, str, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool,
          torch.dtype, torch.device)  # fmt: skip
@@ -169,6 +169,8 @@ def _register_dataclass(kind: type) -> None:
 def plain_output(result: Any, dropped: list[str]) -> Any:
     """Replace leaves of a model's result that ranks cannot return by None, and append their names to `dropped`.
 
+    An argument that no code reads may be returned as it is.
+
     TraceError if no tensor is left.
     """
     register_containers(result)
@@ -176,7 +178,7 @@ def plain_output(result: Any, dropped: list[str]) -> Any:
     leaves = []
     for path, leaf in paths:
         if is_unread(leaf):
-            note(leaf)  # returning it needs its value
+            leaf = passed_on(leaf)
         elif not isinstance(leaf, _HELD):
             name = pytree.keystr(path) or "the result"
             dropped.append(f"{name} ({type(leaf).__module__}.{type(leaf).__qualname__})")

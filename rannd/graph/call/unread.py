@@ -47,7 +47,7 @@ class UnreadArgument:
         place: Unread = object.__getattribute__(self, "_place")
         if name == "__class__":  # isinstance gives what it gives for the argument
             return place.kind
-        note(self)
+        note_read(place.name)
         raise ArgumentRead(f"the model's code reads {place.name}")
 
 
@@ -56,10 +56,18 @@ def is_unread(value: object) -> bool:
     return type(value) is UnreadArgument
 
 
-def note(value: object) -> None:
-    """Note that the value of a stand-in's argument is needed."""
+_PASSED = "\0passed on: "
+
+
+def passed_on(value: object) -> str:
+    """What a graph returns in the place of a stand-in: a string, because torch.export returns no other constants."""
     place: Unread = object.__getattribute__(value, "_place")
-    note_read(place.name)
+    return _PASSED + place.name
+
+
+def name_passed_on(value: object) -> str | None:
+    """Name of the argument that the model returns as it got it, for what a graph returns; None for other values."""
+    return value.removeprefix(_PASSED) if isinstance(value, str) and value.startswith(_PASSED) else None
 
 
 def note_read(name: str) -> None:

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from rannd.graph.call.unread import name_passed_on
 from rannd.graph.fx.fx_names import any_name
 from rannd.graph.fx.leaf_op import LeafTable
 
@@ -25,11 +26,17 @@ class OutputSpec:
     positions: tuple[int, ...]
     """Leaf index of each output of the graph."""
 
-    def unflatten(self, values: list[Any]) -> Any:
-        """Rebuild the user's output with `values` as the computed leaves."""
+    @property
+    def passed_on(self) -> set[str]:
+        """Names of the arguments that the model returns as it got them."""
+        return {name for value in self.constants.values() if (name := name_passed_on(value)) is not None}
+
+    def unflatten(self, values: list[Any], arguments: Mapping[str, Any] | None = None) -> Any:
+        """Rebuild the user's output with `values` as the computed leaves; `arguments`: those that are passed on."""
         leaves: list[Any] = [None] * (len(self.constants) + len(self.positions))
         for position, value in self.constants.items():
-            leaves[position] = value
+            name = name_passed_on(value) if arguments else None
+            leaves[position] = value if name is None or arguments is None else arguments[name]
         for position, value in zip(self.positions, values, strict=True):
             leaves[position] = value
         return pytree.tree_unflatten(leaves, self.spec)

@@ -125,7 +125,8 @@ class TraceChecker:
         if not unread:
             return ""
         try:
-            values = dataclasses.replace(graph, signature=graph.signature.with_values(unread))
+            compared = {name: value for name, value in unread.items() if name not in graph.traced.outputs.passed_on}
+            values = dataclasses.replace(graph, signature=graph.signature.with_values(compared))
             return str(self._difference(values, tensors) or "")
         except NotComparable as exc:
             return str(exc)

@@ -12,7 +12,7 @@ from torch import nn
 from yardstick import RANK, SIZE, Plain, batches, same
 
 import pyrannc
-from rannd.errors import StepError
+from rannd.errors import StepError, UsageError
 from rannd.runtime.traces import trace_provider
 
 STAGES = int(sys.argv[1])
@@ -87,10 +87,29 @@ assert traces == 4, traces
 
 class Returning(Net):
     def forward(self, batch: dict[str, Any]) -> Any:
-        return {"out": super().forward(batch), "ids": batch["ids"]}
+        return {"out": super().forward(batch), "ids": batch["ids"], "file": batch["file"]}
 
 
 returning = pyrannc.RaNNCModule(Returning().double(), None)
-with pytest.raises(StepError, match=r"'0-0-0'.*: leave names of samples out of what forward returns"):
-    returning(batch(given[RANK], RANK, 0))
+for number in range(2):
+    call = batch(given[RANK], RANK, number)
+    found = returning(call)
+    assert found["ids"] is call["ids"]
+    assert found["file"] is call["file"]
+
+
+class First(Net):
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return {"out": super().forward(batch), "id": batch["ids"][0]}
+
+
+first = pyrannc.RaNNCModule(First().double(), None)
+with pytest.raises(StepError, match=r"'0-0-0'.*A string that the model's code reads is part of the call"):
+    first(batch(given[RANK], RANK, 0))
+pyrannc.clear()
+
+# With rank 0's batch for all ranks, what is returned is rank 0's as well, so that it counts as read.
+shared = pyrannc.RaNNCModule(Returning().double(), None, gather_inputs=False)
+with pytest.raises((StepError, UsageError)):
+    shared(batch(given[RANK], RANK, 0))
 print(f"plain arguments are right on rank {RANK}", flush=True)
