@@ -16,6 +16,7 @@ TRACES = 3
 MANY = 16
 """Number of traces of one model after which a warning is logged."""
 LONGEST = 60
+_AS_TENSOR = "Pass it as torch.tensor(x), unless the code needs a number: an index of a list or ModuleList, a count"
 _ITEM = re.compile(r"(\[\d+\])+$")
 """The end of the name of an item of a list."""
 
@@ -47,7 +48,7 @@ class Retraces:
         for stem, (name, *more) in lists.items():  # of a list the first item that has changed
             values = arguments[name]
             if all(isinstance(value, (int, float, complex, str)) for value in values):
-                mend = "Pass a tensor in place of it" if isinstance(values[1], str) else "Pass it as torch.tensor(x)"
+                mend = "Pass a tensor in place of it" if isinstance(values[1], str) else _AS_TENSOR
                 what = stem if more else name
                 what = what if what.startswith("argument ") else f"argument {what}"
                 self._count(what, values, seconds, mend)
