@@ -25,7 +25,7 @@ from rannd.runtime.comm.world import current
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.gradients.bypass_watch import BypassWatch
-from rannd.runtime.parameters import absent
+from rannd.runtime.parameters import absent, state_elsewhere
 from rannd.runtime.parameters.state_dict import call_whole, copy_of, gather_state, load_later, load_state, own_state
 from rannd.runtime.planning.deployment_file import save_file
 from rannd.runtime.session import Session
@@ -159,6 +159,7 @@ class RaNNCModule(nn.Module):
         grad_norm.install()
         autograd_inputs.install()
         absent.install()
+        state_elsewhere.install()
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -584,6 +585,7 @@ def clear() -> None:
     grad_norm.remove()
     autograd_inputs.remove()
     absent.remove()
+    state_elsewhere.remove()
     forget_uncompared()
     process_flags.delayed = False
     process_flags.keeps_graph = False

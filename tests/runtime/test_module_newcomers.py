@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import ProfileError, RanndError, StepError, TraceError, UsageError
+from rannd.runtime.parameters.state_elsewhere import StateElsewhere
 
 
 class Model(nn.Module):
@@ -149,6 +151,18 @@ def test_a_wrong_first_call_is_told(
     module = pyrannc.RaNNCModule(made) if lazy else wrapped(made)
     with pytest.raises(error, match=f"(?s){message}"):
         module(*args)
+
+
+def test_an_empty_state_is_refused_before_a_file_is_touched(tmp_path: Path) -> None:
+    wrapped(nn.Linear(6, 6))
+    file = tmp_path / "state.pt"
+    torch.save({"epoch": 3}, file)
+    for state in (StateElsewhere(), {"epoch": 4, "model": StateElsewhere()}, [{"model": StateElsewhere()}]):
+        with pytest.raises(UsageError, match="this rank saves a state that another rank has"):
+            torch.save(state, file)
+    assert torch.load(file) == {"epoch": 3}
+    pyrannc.clear()
+    torch.save({"epoch": 5}, file)
 
 
 def test_what_cannot_be_wrapped_is_told() -> None:

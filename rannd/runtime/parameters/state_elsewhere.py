@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import ItemsView
+from collections.abc import Callable, ItemsView, Iterator
 from typing import Any, NoReturn
 
+import torch
+
+from rannd import patches
 from rannd.errors import UsageError
 
 _SAFETENSORS = "safetensors.torch"
@@ -34,6 +37,34 @@ class StateElsewhere(OrderedDict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateElsewhere:
         return self.copy()
+
+
+_SAVE = patches.declare("torch.save", torch, "save", "it empties the file before what cannot be saved is an error")
+
+
+def install() -> None:
+    """Let torch.save refuse an empty state before it opens a file, until `remove`."""
+    patches.install(_SAVE.around(_checked))
+
+
+def remove() -> None:
+    """Restore torch's function."""
+    patches.remove(_SAVE)
+
+
+def _checked(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(part, StateElsewhere) for part in _parts(obj)):
+        raise _refusal()
+    return original(obj, *args, **kwargs)
+
+
+def _parts(obj: Any) -> Iterator[Any]:
+    """An object and the values of the dicts, lists and tuples in it."""
+    yield obj
+    inside = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ()
+    for each in inside:
+        if isinstance(each, (dict, list, tuple)):
+            yield from _parts(each)
 
 
 def _refusal() -> UsageError:
