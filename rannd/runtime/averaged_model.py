@@ -17,7 +17,7 @@ from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.module import RaNNCModule
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_state, read_state
-from rannd.runtime.parameters.state_elsewhere import StateElsewhere
+from rannd.runtime.parameters.state_elsewhere import described, elsewhere
 from rannd.runtime.parameters.substitutes import StandIns
 
 PREFIX = "module."
@@ -196,7 +196,7 @@ class AveragedModel:
         """The averages of the whole model, with the names of torch's AveragedModel around the plain model. Collective.
 
         Returns:
-            CPU copies, on rank 0 (`rank0_only=False`: on every rank); empty on other ranks.
+            CPU copies, on rank 0 (`rank0_only=False`: on every rank); entries without values on other ranks.
 
         Raises:
             StepError: Ranks are at different places of the script.
@@ -218,9 +218,8 @@ class AveragedModel:
                 values=self.held(),
                 prefix=PREFIX,
             )
-        if rank0_only and session.world.rank != 0:
-            return StateElsewhere()
-        return {COUNT: torch.tensor(self.n_averaged), **state}
+        state = {COUNT: torch.tensor(self.n_averaged), **state}
+        return elsewhere(described(state, "")) if rank0_only and session.world.rank != 0 else state
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Go on from the whole state, given on every rank. Collective after the model's first call.

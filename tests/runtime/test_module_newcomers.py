@@ -14,7 +14,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import ProfileError, RanndError, StepError, TraceError, UsageError
-from rannd.runtime.parameters.state_elsewhere import StateElsewhere
+from rannd.runtime.parameters.state_elsewhere import StateElsewhere, TensorElsewhere
 
 
 class Model(nn.Module):
@@ -153,12 +153,13 @@ def test_a_wrong_first_call_is_told(
         module(*args)
 
 
-def test_an_empty_state_is_refused_before_a_file_is_touched(tmp_path: Path) -> None:
+def test_another_ranks_state_is_refused_before_a_file_is_touched(tmp_path: Path) -> None:
     wrapped(nn.Linear(6, 6))
     file = tmp_path / "state.pt"
     torch.save({"epoch": 3}, file)
-    for state in (StateElsewhere(), {"epoch": 4, "model": StateElsewhere()}, [{"model": StateElsewhere()}]):
-        with pytest.raises(UsageError, match="this rank saves a state that another rank has"):
+    model = {"weight": TensorElsewhere.of("weight", (2, 3), torch.float64)}
+    for state in (model, StateElsewhere(), {"epoch": 4, "model": model}, [{"model": StateElsewhere()}]):
+        with pytest.raises(UsageError, match="this rank uses a state that another rank has"):
             torch.save(state, file)
     assert torch.load(file) == {"epoch": 3}
     pyrannc.clear()

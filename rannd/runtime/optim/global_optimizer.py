@@ -15,7 +15,7 @@ from rannd.errors import UsageError
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.optimizer_state import gather_optimizer, load_optimizer
-from rannd.runtime.parameters.state_elsewhere import StateElsewhere
+from rannd.runtime.parameters.state_elsewhere import optimizer_elsewhere
 
 
 def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOptimizer:
@@ -51,7 +51,7 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
         if not 0 <= root < world.size:
             raise UsageError(f"optimizer.state_dict(root={root}): ranks are 0 to {world.size - 1}")
         state = gather_optimizer(whole, everywhere=root != 0)
-        return state if world.rank == root else StateElsewhere()
+        return state if world.rank == root else optimizer_elsewhere()
 
     def load_state_dict(state_dict: Mapping[str, Any], from_global: bool = False) -> None:
         """The class's own, or with `from_global` from such a state, given on every rank. Collective."""

@@ -18,6 +18,7 @@ from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, TensorName, copied, merge
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.parameters.state_elsewhere import ensure_here
 
 SMALL = 16
 """Tensors of up to so many elements are sent with the skeleton."""
@@ -118,6 +119,10 @@ def _misfit(keys: Sequence[Sequence[ParameterKey]], state: Mapping[str, Any]) ->
     hint = "give every rank the whole state, as rank 0 got it from state_dict(from_global=True)"
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         return f"an optimizer's state has 'state' and 'param_groups', this is {_brief(state)}; {hint}"
+    try:
+        ensure_here(state, "load_state_dict")
+    except UsageError as exc:
+        return str(exc)
     sizes = [len(group["params"]) for group in state["param_groups"]]
     wanted = [len(names) for names in keys]
     if sizes != wanted:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from rannd.errors import UsageError
-from rannd.runtime.comm.gather_objects import agree_on_errors, collect
+from rannd.runtime.comm.gather_objects import agree_on_errors, collect, seal, unseal
 from rannd.runtime.comm.lockstep import Phase, ensure_memory, meet
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.parameters.state_elsewhere import StateElsewhere
+from rannd.runtime.parameters.state_elsewhere import described, elsewhere, ensure_here
 from rannd.runtime.parameters.substitutes import StandIns, TensorSlot, places
 from rannd.runtime.storage.weight_files import Given
 
@@ -59,7 +59,9 @@ def gather_state(
     values: Mapping[str, torch.Tensor] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Call the model's own ``state_dict(**options)`` with full tensors on the CPU; empty on ranks that do not collect.
+    """Call the model's own ``state_dict(**options)`` with full tensors on the CPU.
+
+    Ranks that do not collect get its entries without values, see `state_elsewhere`.
 
     `values`: what this rank has in place of the tensors that it holds, by first names.
 
@@ -78,12 +80,26 @@ def gather_state(
     whole = {
         name: gather_tensor(world, parameters, name, everywhere=everywhere, value=others.get(name)) for name in wanted
     }
-    if not everywhere and world.rank != 0:
-        destination: dict[str, Any] | None = options.get("destination")
-        return StateElsewhere() if destination is None else destination
-    with StandIns(model, lambda place: whole.get(first[id(place.original)])):
-        state: dict[str, Any] = model.state_dict(**options)
-    return state
+
+    def make() -> dict[str, Any]:
+        with StandIns(model, lambda place: whole.get(first[id(place.original)])):
+            state: dict[str, Any] = model.state_dict(**options)
+        return state
+
+    if everywhere:
+        return make()
+    found: dict[str, Any] | None
+    found, told = _on_rank_0(
+        world, "state_dict", make, lambda state: seal(described(state, options.get("prefix", "")), "its description")
+    )
+    if found is not None:
+        return found
+    entries = elsewhere(unseal(told))
+    destination: dict[str, Any] | None = options.get("destination")
+    if destination is None:
+        return entries
+    destination.update(entries)
+    return destination
 
 
 def call_whole(
@@ -111,20 +127,32 @@ def call_whole(
             first = {id(tensor): name for name, tensor in parameters.tensors.items()}
             wanted = dict.fromkeys(first[id(place.original)] for place in places(model))
             whole = {name: gather_tensor(world, parameters, name, everywhere=False) for name in wanted}
-    result, failure, told = None, None, ""
+
+    def make() -> Any:
+        with StandIns(model, lambda place: whole.get(first.get(id(place.original), ""))):
+            return method(*args, **kwargs)
+
+    return _on_rank_0(world, getattr(method, "__name__", "the method"), make, lambda _: b"")[0]
+
+
+def _on_rank_0(world: World, name: str, make: Callable[[], Any], describe: Callable[[Any], bytes]) -> tuple[Any, bytes]:
+    """What `make` returns on rank 0 (None on others), and what `describe` says of it, on all ranks. Collective.
+
+    Raises what they raise, on rank 0; UsageError with its text on other ranks.
+    """
+    result, failure, told = None, None, b""
     if world.rank == 0:
         try:
-            with StandIns(model, lambda place: whole.get(first.get(id(place.original), ""))):
-                result = method(*args, **kwargs)
-        except Exception as exc:  # the user's method may raise anything
-            failure = exc
-            told = f"{getattr(method, '__name__', 'the method')} failed on rank 0: {type(exc).__name__}: {exc}"
-    told = world.broadcast_bytes(told.encode() if world.rank == 0 else None).decode()
+            result = make()
+            told = b"=" + describe(result)
+        except Exception as exc:  # code of the user may raise anything
+            failure, told = exc, f"{name} failed on rank 0: {type(exc).__name__}: {exc}".encode()
+    told = world.broadcast_bytes(told if world.rank == 0 else None)
     if failure is not None:
         raise failure
-    if told:
-        raise UsageError(told)
-    return result
+    if not told.startswith(b"="):
+        raise UsageError(told.decode())
+    return result, told[1:]
 
 
 def own_state(
@@ -256,6 +284,7 @@ def _through_model(
 
     Raises what hooks and overrides of the user's modules raise; UsageError if a shape would change.
     """
+    ensure_here(state, "load_state_dict")
     careful = type(model).load_state_dict is not nn.Module.load_state_dict
     real: dict[str, torch.Tensor] = {}
 

@@ -1,36 +1,73 @@
-"""The empty state that ``state_dict()`` gives to ranks that do not get the whole one.
+"""What ``state_dict()`` gives to the ranks that do not get the whole state: its entries, without their values.
 
-A script for one process saves on every rank: such a rank would overwrite the whole state with an empty one. It is a
-dict like any other, but an error to pickle, and so to pass to ``torch.save``, and to save with safetensors.
+A script for one process saves on every rank: such a rank would overwrite the whole state with what it has. A tensor of
+such a state has a shape and a dtype, and can be moved, copied and converted, as scripts do before one rank saves; every
+use of its values is an error, as it is to pass it to ``torch.save``, pickle or safetensors, alone or inside of
+something else. Entries that are not tensors are empty dicts, which cannot be saved either.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 
 from rannd import patches
 from rannd.errors import UsageError
+from rannd.runtime.parameters.valueless import Valueless
 
-_SAFETENSORS = "safetensors.torch"
-"""Module that writes a dict without pickling it. Its functions are imported by name, so they cannot be patched."""
+_COPIES = {"__copy__", "__deepcopy__", "clone", "contiguous", "cpu", "cuda", "detach", "pin_memory", "to"}
+_COPIES |= {"bfloat16", "double", "float", "half", "type", "type_as"}
+"""Methods whose result has the same values, maybe in another dtype or on another device."""
+
+
+class TensorElsewhere(Valueless, torch.Tensor):  # type: ignore[misc]
+    """A tensor of another rank's state; its values are an error."""
+
+    _name: str
+
+    @staticmethod
+    def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Any:
+        """The entry `name` of a state."""
+        found: Any = torch.Tensor._make_wrapper_subclass(TensorElsewhere, shape, dtype=dtype, device=device)
+        found._name = name
+        return found
+
+    def refusal(self, what: str) -> Exception:
+        """See `Valueless`."""
+        return _refusal(f"{what} needs the values of {self._name}")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if isinstance(first, cls) and (name in _COPIES or func == torch.Tensor.data.__get__):  # type: ignore[attr-defined]
+            # A tensor with one element tells which dtype and device the arguments ask for.
+            one = torch.empty((), dtype=first.dtype)
+            if name in _COPIES:
+                one = getattr(one, name)(*args[1:], **(kwargs or {}))
+            return cls.of(first._name, tuple(first.shape), one.dtype, one.device)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __copy__(self) -> Any:
+        return TensorElsewhere.of(self._name, tuple(self.shape), self.dtype, self.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__copy__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TensorElsewhere({self._name}, {self.dtype}, {tuple(self.shape)}, values on another rank)"
 
 
 class StateElsewhere(OrderedDict[str, Any]):
-    """An empty dict; UsageError where it is saved, alone or inside of something else."""
+    """An empty dict in place of a part of a state that is not a tensor; UsageError where it is saved."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _refusal()
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # the view has the class of a dict's
-        """Its items, as of any dict."""
-        if sys._getframe(1).f_globals.get("__name__") == _SAFETENSORS:
-            raise _refusal()
-        return super().items()
+        raise _refusal("pickle needs the whole state")
 
     def __copy__(self) -> StateElsewhere:
         return self.copy()
@@ -39,11 +76,33 @@ class StateElsewhere(OrderedDict[str, Any]):
         return self.copy()
 
 
+def optimizer_elsewhere() -> dict[str, Any]:
+    """An optimizer's state_dict that another rank has."""
+    return {"state": StateElsewhere(), "param_groups": StateElsewhere()}
+
+
+def described(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """What `elsewhere` needs to know of the entries of a state whose names begin with `prefix`."""
+    return {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+        for name, value in state.items()
+        if str(name).startswith(prefix)
+    }
+
+
+def elsewhere(description: dict[str, Any]) -> OrderedDict[str, Any]:
+    """The entries of a described state, without values."""
+    return OrderedDict(
+        (name, StateElsewhere() if about is None else TensorElsewhere.of(name, *about))
+        for name, about in description.items()
+    )
+
+
 _SAVE = patches.declare("torch.save", torch, "save", "it empties the file before what cannot be saved is an error")
 
 
 def install() -> None:
-    """Let torch.save refuse an empty state before it opens a file, until `remove`."""
+    """Let torch.save refuse another rank's state before it opens a file, until `remove`."""
     patches.install(_SAVE.around(_checked))
 
 
@@ -53,23 +112,29 @@ def remove() -> None:
 
 
 def _checked(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(part, StateElsewhere) for part in _parts(obj)):
-        raise _refusal()
+    ensure_here(obj, "torch.save")
     return original(obj, *args, **kwargs)
 
 
+def ensure_here(state: Any, what: str) -> None:
+    """UsageError where a state, or something in it, is another rank's; `what` needs its values."""
+    for part in _parts(state):
+        if isinstance(part, StateElsewhere):
+            raise _refusal(f"{what} needs the whole state")
+        if isinstance(part, TensorElsewhere):
+            raise part.refusal(what)
+
+
 def _parts(obj: Any) -> Iterator[Any]:
-    """An object and the values of the dicts, lists and tuples in it."""
+    """An object and all that is inside of it, where it is a dict, list or tuple."""
     yield obj
-    inside = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ()
-    for each in inside:
-        if isinstance(each, (dict, list, tuple)):
-            yield from _parts(each)
+    for each in obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ():
+        yield from _parts(each)
 
 
-def _refusal() -> UsageError:
+def _refusal(why: str) -> UsageError:
     return UsageError(
-        "this rank saves a state that another rank has: state_dict() gives the whole state to rank 0, and an empty one "
-        "to the other ranks. Call state_dict() on all ranks and save on one (if pyrannc.get_rank() == 0: "
-        "torch.save(..)), or use pyrannc.save_checkpoint"
+        f"this rank uses a state that another rank has: {why}, but state_dict() gives it to rank 0 alone. Call "
+        "state_dict() on all ranks and save on one (if pyrannc.get_rank() == 0: torch.save(..)), or use "
+        "pyrannc.save_checkpoint; with rank0_only=False every rank gets the values"
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import accelerate
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from yardstick import RANK, SIZE, Plain, network, same_parameters
+from yardstick import RANK, SIZE, Plain, network, raises, same, same_parameters
 
 import pyrannc
+from rannd.errors import UsageError
 
 ROWS, STEPS = 4, 4
 
@@ -40,5 +41,9 @@ for step, (mine,) in enumerate(loader):
         plain.optimizer.zero_grad()
         same_parameters(model, plain.model, f"step {step}")
 
-assert bool(accelerator.get_state_dict(prepared)) == (RANK == 0)
+weight = accelerator.get_state_dict(prepared)["0.weight"]
+if RANK == 0:
+    same(weight, plain.model.state_dict()["0.weight"], "the state on rank 0")
+else:
+    raises(UsageError, "another rank has", weight.sum)
 print(f"Accelerate is right on rank {RANK}", flush=True)

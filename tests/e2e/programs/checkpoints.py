@@ -149,8 +149,11 @@ def check_states(run: Run) -> None:
     assert 2 < len(parameters) < everything, f"the plan gives this rank {len(parameters)} of {everything}"
     model, optimizer = run.state()
     if RANK:
-        assert not model
-        assert not optimizer
+        raises(UsageError, "another rank has", lambda: torch.save(model, FOLDER / "model.pt"))
+        raises(UsageError, "another rank has", lambda: torch.save(optimizer, FOLDER / "optimizer.pt"))
+    # a state of rank 0 alone does not load
+    raises(UsageError, "another rank has", lambda: run.model.load_state_dict(model))
+    raises(UsageError, "another rank has", lambda: run.optimizer.load_state_dict(optimizer, True))
     everywhere = run.model.state_dict(rank0_only=False)
     if RANK == 0:
         plain = Net(False)

@@ -12,7 +12,7 @@ import torch
 from yardstick import RANK, SIZE, Plain, batches, network, raises, same
 
 import pyrannc
-from rannd.errors import StepError
+from rannd.errors import StepError, UsageError
 
 stages, shared = int(sys.argv[1]), sys.argv[2:] == ["shared"]
 net = network()
@@ -52,10 +52,15 @@ for step in range(3):
 
 assert model.ready
 assert model.state_dict(sync_all_ranks=True).keys() == plain.model.state_dict().keys()
-assert bool(model.state_dict(sync_all_ranks=False)) == (RANK == 0)
+part = model.state_dict(sync_all_ranks=False)
+assert part.keys() == plain.model.state_dict().keys()
+if RANK == 0:
+    same(part["0.weight"], plain.model.state_dict()["0.weight"], "a state on rank 0")
+else:
+    raises(UsageError, "another rank has", lambda: part["0.weight"].sum())
 last = SIZE - 1
 state = optimizer.state_dict(from_global=True, to_cpu=True, root=last)  # type: ignore[call-arg]
-assert bool(state) == (last == RANK)
+assert bool(state["state"]) == (last == RANK)
 if last == RANK:
     for number, each in plain.optimizer.state_dict()["state"].items():
         same(state["state"][number]["exp_avg_sq"], each["exp_avg_sq"], f"state of parameter {number}")
