@@ -49,7 +49,7 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
         rank_of_slot: The rank that is bound to each slot; None: devices are named instead (node:device).
     """
     stages = [
-        f"{_modules(deployment, stage)} on {_who(deployment, stage, rank_of_slot)}" for stage in deployment.stages
+        f"{stage_label(deployment, stage)} on {_who(deployment, stage, rank_of_slot)}" for stage in deployment.stages
     ]
     if len(stages) > _MOST_STAGES:
         stages[_MOST_STAGES - 2 : -1] = [f"{len(stages) - _MOST_STAGES + 1} more"]
@@ -254,18 +254,24 @@ def _runs(numbers: Sequence[int]) -> str:
     return ",".join(runs)
 
 
-def _modules(deployment: Deployment, stage: Stage) -> str:
-    """Name a stage: its modules, or if they are not known its operators."""
+def stage_label(deployment: Deployment, stage: Stage) -> str:
+    """Name a stage for users: its modules, or if they are not known its operators."""
     if len(deployment.stages) == 1:
         return "the whole model"
     return plain(stage.modules) or f"{plain(stage.ops[0], 40)}..{plain(stage.ops[-1], 40)}"
 
 
-def _who(deployment: Deployment, stage: Stage, rank_of_slot: Sequence[int] | None) -> str:
+def holders(stage: Stage, rank_of_slot: Sequence[int]) -> str:
+    """Name the ranks of a stage: ``ranks 0-3,5``."""
     several = "s" if len(stage.slots) > 1 else ""
-    if rank_of_slot is None:
-        return f"device{several} {_places([deployment.slots[slot] for slot in stage.slots])}"
     return f"rank{several} {_runs(sorted(rank_of_slot[slot] for slot in stage.slots))}"
+
+
+def _who(deployment: Deployment, stage: Stage, rank_of_slot: Sequence[int] | None) -> str:
+    if rank_of_slot is not None:
+        return holders(stage, rank_of_slot)
+    several = "s" if len(stage.slots) > 1 else ""
+    return f"device{several} {_places([deployment.slots[slot] for slot in stage.slots])}"
 
 
 def _ops(stage: Stage) -> str:

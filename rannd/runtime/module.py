@@ -170,6 +170,8 @@ class RaNNCModule(nn.Module):
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise UsageError(NOT_EXPORTED)
         planned = self._session.deployment is not None
+        if self._session.world.rank == 0:  # that one tells
+            absent.gradient_reads.tell()
         with self._session.world.watch.inside("forward"), self._calls.aside():
             output = self._session.run(args, kwargs, self._inner.training, lambda: process_flags.delayed)
         if not planned and self._config.save_deployment and self._session.world.rank == 0:
@@ -402,7 +404,7 @@ class RaNNCModule(nn.Module):
         Args:
             destination, prefix: As for `torch.nn.Module.state_dict`.
             keep_vars: UsageError once the model is deployed, because this rank does not hold all parameters.
-            rank0_only: Ranks other than 0 get an empty dict.
+            rank0_only: Ranks other than 0 get the entries without values: using or saving these is a UsageError.
             sync_all_ranks: The opposite of `rank0_only`, under the name of earlier versions of RaNNC.
             sharded: Return only the tensors that this rank holds, under all their names, without copying; not
                 collective. For ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.

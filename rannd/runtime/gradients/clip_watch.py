@@ -22,6 +22,7 @@ import torch
 
 from rannd import log
 from rannd.plan.deployment import Deployment
+from rannd.plan.plan_text import holders, stage_label
 from rannd.runtime.comm.lockstep import pack_floats, unpack_floats
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.ownership import Parameters
@@ -45,7 +46,11 @@ class ClipWatch:
     ) -> None:
         self._world = world
         self._parameters = parameters
-        self._stages = {rank: stage.name for stage in deployment.stages for rank in _ranks(world, stage.slots)}
+        self._stages = {
+            rank: f"{stage_label(deployment, stage)} ({holders(stage, world.rank_of_slot)})"
+            for stage in deployment.stages
+            for rank in _ranks(world, stage.slots)
+        }
         self._kept: tuple[list[str], torch.Tensor] | None = None
         self._factor = _UNKNOWN
         self._done = len(deployment.stages) < 2
@@ -115,7 +120,7 @@ class ClipWatch:
 
     def _warn(self, factors: Sequence[float]) -> None:
         by_stage = {self._stages[rank]: factor for rank, factor in enumerate(factors) if factor != _UNKNOWN}
-        told = ", ".join(f"stage {stage} by {factor:.4g}" for stage, factor in by_stage.items())
+        told = ", ".join(f"{stage} by {factor:.4g}" for stage, factor in by_stage.items())
         log.get("RaNNCModule").warning(
             "Between their reduction and optimizer.step, gradients were scaled by different factors: %s. A norm over "
             "the parameters that one rank holds is the norm of its stage only: clip with model.clip_grad_norm(x) or "

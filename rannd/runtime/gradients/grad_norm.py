@@ -29,6 +29,7 @@ from rannd.errors import StepError, UsageError
 from rannd.runtime.comm.lockstep import Phase, agree, pack_floats, unpack_floats
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.placeholder import is_placeholder
+from rannd.runtime.parameters.absent import gradient_reads
 from rannd.runtime.parameters.ownership import Parameters
 
 MOST_MODELS = 60
@@ -301,6 +302,7 @@ def _get_total_norm(
         owners = {id(p.grad): p for held in models for p in held.parameters.tensors.values() if p.grad is not None}
         pairs = [(owners.get(id(tensor), tensor), tensor) for tensor in given]
         if _spans_ranks([parameter for parameter, _ in pairs]):
+            gradient_reads.forgive()
             with torch.no_grad():
                 return _norm(pairs, float(norm_type), error_if_nonfinite, foreach)
     return original(given, norm_type, error_if_nonfinite, foreach)

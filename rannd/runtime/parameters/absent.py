@@ -2,7 +2,8 @@
 
 An absent tensor stays the same object, with shape, dtype, device, requires_grad and grad, but has no values: every
 operation that would read or write them raises a UsageError that names the tensor, its stage and its rank. The
-operations that make a new tensor like it (``torch.zeros_like``) work.
+operations that make a new tensor like it (``torch.zeros_like``) work. Its gradient is None, as that of an unused
+parameter: a script that reads it is told once, because a norm that it computes would be that of one stage.
 
 It is a tensor subclass without storage: the object's implementation is exchanged (as by torch.utils.swap_tensors, see
 `tensor_swap`), and its class becomes a subclass of its own class, so that ``isinstance`` still holds.
@@ -12,14 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from rannd import patches
+from rannd import log, patches
 from rannd.errors import UsageError
 from rannd.graph.fingerprint.state_rules import STANDS_FOR
 from rannd.runtime.parameters.tensor_swap import exchange_below_hooks
@@ -59,6 +63,8 @@ class _Absent(Valueless):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == _READ_GRADIENT:
+            gradient_reads.note(sys._getframe(1), args[0])
         if getattr(func, "__name__", "") in _LIKE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*map(_kept, args), **(kwargs or {}))
@@ -88,6 +94,54 @@ def install() -> None:
 def remove() -> None:
     """Restore torch's function."""
     patches.remove(_SCRIPT)
+    gradient_reads.clear()
+
+
+_READ_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+
+
+_RIGHT_OVER_STAGES = ("accelerate", "pyrannc", "rannd", "torch")
+"""Libraries whose loops over gradients treat each by itself, or call torch's functions for norms."""
+
+
+class GradientReads:
+    """Places in the script that read the gradient of an absent tensor since the last call of the model."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, also that a place was told."""
+        self._found = ""
+        self._told = False
+
+    def note(self, frame: FrameType, tensor: torch.Tensor) -> None:
+        """The code of `frame` reads the gradient of `tensor`."""
+        if self._told or self._found:
+            return
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _RIGHT_OVER_STAGES:
+            holder = tensor._rannd_absence.holder  # type: ignore[attr-defined]
+            self._found = (
+                f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} reads the gradient of {holder}"
+            )
+
+    def forgive(self) -> None:
+        """The script gives its gradients to a function of torch that is right over all stages."""
+        self._found = ""
+
+    def tell(self) -> None:
+        """Warn of the first place, once."""
+        if self._found:
+            log.get("RaNNCModule").warning(
+                "%s: it is None here, as those of all parameters of other stages. A norm over the gradients that are "
+                "not None is the norm of this rank's stage; model.calc_grad_norm(), on all ranks, is that of the whole "
+                "model. In a loop that treats each parameter by itself use model.parameters(own=True) (logged once)",
+                self._found,
+            )
+            self._found, self._told = "", True
+
+
+gradient_reads = GradientReads()
 
 
 def _scripted(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:

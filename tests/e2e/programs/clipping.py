@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 import sys
 
 import torch
@@ -160,11 +161,31 @@ def alone(model: pyrannc.RaNNCModule) -> None:
 
 
 assert train(alone) == (RANK == 0)
-assert any("stage MERGE_0_" in text and "clip with model.clip_grad_norm" in text for text in records) == (RANK == 0)
+assert any("(rank 0) by " in text and "clip with model.clip_grad_norm" in text for text in records) == (RANK == 0)
+assert not any("MERGE_" in text for text in records)
 assert train(lambda model: model.clip_grad_norm(0.01)) == 0
 assert train(lambda model: imported_before(model.parameters(), 0.01)) == 0
 assert train(lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)) == 0
 assert train(lambda model: None) == 0
+
+
+# A norm for the log, over the gradients that this rank has, is told once; one that torch's function computes is right.
+def logged(model: pyrannc.RaNNCModule) -> None:
+    sum(p.grad.norm() ** 2 for p in model.parameters() if p.grad is not None)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+def told(way: object) -> list[str]:
+    train(way)
+    return [text for text in records if "reads the gradient of" in text]
+
+
+found = told(logged)
+assert len(found) == (RANK == 0)
+assert all(re.match(r"clipping.py:\d+ reads the gradient of \S+ on rank 1 \(stage 1\): it is None", t) for t in found)
+assert told(lambda model: model.calc_grad_norm()) == []
+assert told(lambda model: sum(p.grad.norm() for p in model.parameters(own=True))) == []
+assert told(lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None])) == []
 
 pyrannc.clear()
 assert torch.nn.utils.clip_grad_norm_ is imported_before
