@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
+from sympy.logic.boolalg import BooleanFunction
 from torch.utils._sympy.functions import ToFloat
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -136,4 +137,5 @@ def _unified(expr: Any, fixed: tuple[tuple[sympy.Symbol, Any], ...]) -> Any:
     for symbol in expr.free_symbols:
         unbacked = symbol_is_type(symbol, _UNBACKED)
         replaced[symbol] = known.get(symbol, unknown_size(str(symbol)) if unbacked else ROWS)
-    return sympy.expand(expr.replace(ToFloat, lambda value: value).subs(replaced))
+    found = expr.replace(ToFloat, lambda value: value).subs(replaced)
+    return found if isinstance(found, BooleanFunction) else sympy.expand(found)  # And, Or, Not cannot be expanded

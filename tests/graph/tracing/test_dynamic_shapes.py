@@ -95,6 +95,29 @@ def test_sizes_that_the_code_treats_differently_are_not_covered() -> None:
         instance(data, model, one)
 
 
+class CentreCrop(nn.Module):
+    """A way up through a U-Net that is cut to the size of the way down; odd sizes come out larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ConvTranspose2d(3, 2, 2, stride=2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        up = self.up(self.down(image))
+        top, left = (up.shape[2] - image.shape[2]) // 2, (up.shape[3] - image.shape[3]) // 2
+        return image + up[:, :, top : top + image.shape[2], left : left + image.shape[3]]
+
+
+def test_a_condition_on_several_sizes_at_once_is_part_of_a_template() -> None:
+    model = CentreCrop()
+    signature, tensors = signature_of(model, torch.randn(5, 2, 8, 10))
+    data = template(model, dataclasses.replace(signature, open=((0, 1), (0, 2))), tensors)
+    for height, width in ((8, 10), (6, 12)):
+        small, given = signature_of(model, torch.randn(5, 2, height, width))
+        graph = build(model, small, given, CPU, instance(data, model, small))
+        assert_same(in_pieces(graph, model, given, [2, 3]), eager(graph, model, given))
+
+
 class Fixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
