@@ -18,7 +18,7 @@ from rannd.errors import StepError
 from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.world import finish
-from rannd.runtime.parameters.absent import all_present, make_absent
+from rannd.runtime.parameters.absent import all_present, is_absent, make_absent
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.tensor_swap import give, hollow
 
@@ -161,12 +161,15 @@ class Parameters:
 
         Yields the tensors whose memory is uninitialized.
         """
+        absent = {name for name, tensor in self.tensors.items() if is_absent(tensor)}
         with all_present(self.tensors.values()):
             before = {name: tensor.data for name, tensor in self.tensors.items()}
             empty = []
             try:
-                for tensor in self.tensors.values():
-                    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                for name, tensor in self.tensors.items():
+                    # One NaN in place of many is not contiguous, but for a tensor of one element.
+                    lost = name in absent and (tensor.is_floating_point() or tensor.is_complex())
+                    if lost or not tensor.is_contiguous() or tensor.device.type != "cpu":
                         tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
                         empty.append(tensor)
                 yield empty

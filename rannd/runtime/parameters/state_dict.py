@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -127,12 +129,22 @@ def call_whole(
             first = {id(tensor): name for name, tensor in parameters.tensors.items()}
             wanted = dict.fromkeys(first[id(place.original)] for place in places(model))
             whole = {name: gather_tensor(world, parameters, name, everywhere=False) for name in wanted}
+    config = getattr(model, "config", None)
+    before = _plain_attributes(config)
 
     def make() -> Any:
         with StandIns(model, lambda place: whole.get(first.get(id(place.original), ""))):
             return method(*args, **kwargs)
 
-    return _on_rank_0(world, getattr(method, "__name__", "the method"), make, lambda _: b"")[0]
+    def noted(_: Any) -> bytes:
+        # Hugging Face notes the class and the dtype there. Models that differ between ranks would be traced every time.
+        after = _plain_attributes(config)
+        return msgspec.msgpack.encode({k: v for k, v in after.items() if k not in before or before[k] != v})
+
+    result, told = _on_rank_0(world, getattr(method, "__name__", "the method"), make, noted)
+    if world.rank != 0 and isinstance(getattr(config, "__dict__", None), dict):
+        vars(config).update(msgspec.msgpack.decode(told, type=dict[str, Any]))
+    return result
 
 
 def _on_rank_0(world: World, name: str, make: Callable[[], Any], describe: Callable[[Any], bytes]) -> tuple[Any, bytes]:
@@ -153,6 +165,17 @@ def _on_rank_0(world: World, name: str, make: Callable[[], Any], describe: Calla
     if not told.startswith(b"="):
         raise UsageError(told.decode())
     return result, told[1:]
+
+
+def _plain_attributes(config: Any) -> dict[str, Any]:
+    """Strings, flags and lists of strings among an object's own attributes."""
+    own = getattr(config, "__dict__", None)
+    return {
+        name: value
+        for name, value in (own.items() if isinstance(own, dict) else ())
+        if type(value) in (str, bool, NoneType)
+        or (type(value) is list and all(type(each) is str for each in value))
+    }
 
 
 def own_state(

@@ -133,6 +133,7 @@ for deployed in (True, False):
     if not deployed:
         model.undeploy()
     model.save_pretrained(FOLDER / "saved")  # rank 0 alone writes
+    assert (config.architectures, config.dtype) == (["GPT2LMHeadModel"], "float64"), config  # on every rank
     pyrannc.barrier()
     loaded = transformers.GPT2LMHeadModel.from_pretrained(FOLDER / "saved", dtype=torch.float64)
     for name, value in alone.state_dict().items():
