@@ -173,8 +173,7 @@ def _plain_attributes(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in (own.items() if isinstance(own, dict) else ())
-        if type(value) in (str, bool, NoneType)
-        or (type(value) is list and all(type(each) is str for each in value))
+        if type(value) in (str, bool, NoneType) or (type(value) is list and all(type(each) is str for each in value))
     }
 
 
