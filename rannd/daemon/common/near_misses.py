@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rannd.daemon.common.printable import plain
 from rannd.daemon.common.protocol import Difference, EntryInfo
+from rannd.units import amounts_apart
 
 SHOWN = 40
 """Maximum number of characters of a component's text in a line."""
@@ -66,6 +67,8 @@ def _change(difference: Difference) -> str:
     wanted, there = difference.wanted, difference.there
     if wanted is None or there is None or any(_HASH.fullmatch(each) or len(each) > SHOWN for each in (wanted, there)):
         return f"{name} changed"
+    if difference.name == "device_memory" and wanted.isdecimal() and there.isdecimal():
+        there, wanted = amounts_apart(int(there), int(wanted))
     return f"{name} {plain(there)} -> {plain(wanted)}"
 
 

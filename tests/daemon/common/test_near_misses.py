@@ -37,6 +37,8 @@ def test_an_entry_of_the_same_model_is_nearer_than_any_other() -> None:
 def test_a_clause_says_what_has_changed() -> None:
     assert clause([Difference("global_batch", "64", "128"), Difference("inputs", "[64]", "[128]")]) == "batch 128 -> 64"
     assert clause([Difference("a", "1", "0"), Difference("world_size", "4", "2")]) == "ranks 2 -> 4, a 0 -> 1"
+    memory = Difference("device_memory", str(2 * 2**30), str(11374228684))
+    assert clause([memory]) == "device memory 10.59 GiB -> 2 GiB"
     assert clause([Difference("code", f'"{"a" * 40}"', f'"{"b" * 40}"')]) == "code changed"
     assert clause([Difference("plan.mem_margin", "0.2", None)]) == "mem_margin changed"
     assert clause([Difference(name, "1", "0") for name in "abcd"]) == "a 0 -> 1, b 0 -> 1 and 2 more"
