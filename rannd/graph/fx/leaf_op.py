@@ -20,10 +20,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rannd.errors import UsageError
 from rannd.graph.fx.symbolic_values import ROWS, Dim, TensorValue
 from rannd.graph.modules.autograd_functions import FunctionPart, direct_checkpoints, function_name, is_function
 from rannd.graph.modules.dropout_override import forced
-from rannd.graph.modules.methods import part_of
+from rannd.graph.modules.methods import Method, part_of, split_path
 
 NAME = "rannd::leaf"
 
@@ -195,10 +196,16 @@ def _run(
         or any(not isinstance(flat[place], torch.Tensor) for place in call.places)
         or any(type(flat[place]) is not type(value) or flat[place] != value for place, value in call.result_constants)
     ):
+        recorded = _outline(_recorded_result(call))
+        if (selected := _selected(call.path, module)) is not None:
+            raise UsageError(
+                f"a tensor selects an item of {selected}: item {_outline(result)}, but {recorded} when the model was "
+                "traced, and a graph always runs the same modules. Pass the index as a Python int in place of a "
+                "tensor: each value then gets a graph of its own"
+            )
         raise RuntimeError(
-            f"{_called(call.path)} returned {_outline(result)}, but when the model was traced "
-            f"{_outline(_recorded_result(call))}; a module whose code cannot be traced has to return the same kind of "
-            "result, and the same numbers, in every call"
+            f"{_called(call.path)} returned {_outline(result)}, but when the model was traced {recorded}; a module "
+            "whose code cannot be traced has to return the same kind of result, and the same numbers, in every call"
         )
     return _own([flat[place] for place in call.places], [*tensors, *written])
 
@@ -207,6 +214,15 @@ def _called(path: str) -> str:
     if is_function(path):
         return f"autograd.Function {function_name(path)}"
     return f"module {path}" if path else "the model"
+
+
+def _selected(path: str, part: nn.Module) -> str | None:
+    """The list of modules or parameters whose own method for indices a leaf is, for messages; None for other leaves."""
+    if not isinstance(part, Method) or not isinstance(part.owner, (nn.ModuleList, nn.Sequential, nn.ParameterList)):
+        return None
+    if not getattr(type(part.owner), part.name).__module__.startswith("torch."):
+        return None  # a method of the script
+    return f"{split_path(path)[0]} ({type(part.owner).__qualname__})"
 
 
 def _own(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from leaf_models import WIDTH, Between, Counting, Deciding, Function, Masking, Nested, Pair, Scaled, check
-from pieces import graph_of, in_pieces
+from pieces import assert_same, eager, graph_of, in_pieces
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rannd.errors import TraceError
+from rannd.errors import TraceError, UsageError
 from rannd.graph.modules.autograd_functions import function_path
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -312,6 +312,27 @@ def test_a_method_of_a_large_module_is_a_leaf_of_its_own() -> None:
     assert graph.placement.written == {"calls"}
     graph = check(Between(Masking()), ("inner..masked",))
     assert graph.placement.written == {"inner.calls"}
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ParameterList])
+def test_a_tensor_that_selects_another_submodule_than_when_traced_is_told_as_such(kind: type[nn.Module]) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(WIDTH, WIDTH)
+            layers = [nn.Linear(WIDTH, 2) for _ in range(3)]
+            self.heads: Any = kind(layers if kind is nn.ModuleList else [each.weight for each in layers])
+
+        def forward(self, a: Tensor, task: Tensor) -> Tensor:
+            head = self.heads[task]
+            return head(self.body(a)) if kind is nn.ModuleList else self.body(a) @ head.T
+
+    model, rows = Heads(), torch.randn(4, WIDTH)
+    graph = graph_of(model, rows, torch.tensor(0))
+    assert_same(in_pieces(graph, model, [rows, torch.tensor(0)], [4]), eager(graph, model, [rows, torch.tensor(0)]))
+    told = rf"a tensor selects an item of heads \({kind.__name__}\): item '1', but '0' when .* as a Python int"
+    with pytest.raises(UsageError, match=told):
+        in_pieces(graph, model, [rows, torch.tensor(1)], [4])
 
 
 def test_a_method_that_uses_submodules_is_none() -> None:
