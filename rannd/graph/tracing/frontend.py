@@ -38,7 +38,7 @@ from rannd.graph.modules.foreign_rng import unchanged
 from rannd.graph.modules.methods import called_methods, method_path, part_of
 from rannd.graph.modules.source_location import Offence, SourceLocation, described, in_words, of_exception
 from rannd.graph.tracing.batch_dim import closed_batch, holes, lines
-from rannd.graph.tracing.export import Notes, Shown, TracedCall, example_inputs, export, shown, traced_of
+from rannd.graph.tracing.export import Notes, Shown, TracedCall, example_inputs, export, quiet, shown, traced_of
 from rannd.graph.tracing.hook_proofs import failing
 from rannd.graph.tracing.leaf_recorder import NotALeaf, preserved, record
 from rannd.graph.tracing.unsound_exports import unshown, written_later
@@ -406,7 +406,7 @@ class _FrontEnd:
 
     def _run(self, examples: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self._signature.unflatten(examples, traced=True)
-        with unchanged(self._model):
+        with unchanged(self._model), quiet():  # the script does not make this call, so it says nothing
             return self._model(*args, **kwargs)
 
     def _problem(self, attempt: _Attempt) -> TraceError | None:
