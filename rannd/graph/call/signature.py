@@ -270,8 +270,9 @@ def classify(
     """Decide which tensors carry the batch.
 
     `shapes[rank][i]` is the shape of tensor i on each rank, so that all ranks decide alike. A rank's batch size is the
-    most frequent first dimension of its tensors (the earliest one on ties); a tensor carries the batch if its first
-    dimension has that size on every rank, and it is not one of `whole`, of which earlier calls have shown otherwise.
+    most frequent first dimension of its tensors (the earliest one on ties), but for the state of an LSTM; a tensor
+    carries the batch if its first dimension has that size on every rank, and it is not one of `whole`, of which earlier
+    calls have shown otherwise.
     """
     if not call.tensors:
         given = ", ".join([*(repr(value) for _, value in call.constants[:3]), *(["..."] if call.constants[3:] else [])])
@@ -287,8 +288,7 @@ def classify(
             )
     rows = []
     for other in shapes:
-        sizes = [shape[0] for number, shape in enumerate(other) if shape and number not in whole]
-        rows.append(Counter(sizes).most_common(1)[0][0] if sizes else 0)
+        rows.append(_rows([shape for number, shape in enumerate(other) if shape and number not in whole]))
     specs = []
     for index, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
         batch = index not in whole and all(
@@ -301,6 +301,17 @@ def classify(
         raise UsageError(f"no argument carries the batch in its first dimension ({described})")
     constants = [(i, replace(c, value=None) if type(c) is Unread else c) for i, c in call.constants]
     return Signature(call.spec, tuple(specs), call.positions, tuple(constants), mode, numbers=call.numbers)
+
+
+def _rows(shapes: Sequence[Sequence[int]]) -> int:
+    """Most frequent first dimension; that of the first shape if only the state of an LSTM, (layers, batch, size) twice,
+    has the most frequent one. 0 without shapes."""
+    if not shapes:
+        return 0
+    found = Counter(shape[0] for shape in shapes).most_common(1)[0][0]
+    first, having = shapes[0][0], [shape for shape in shapes if shape[0] == found]
+    state = len(having) == 2 and having[0] == having[1] and len(having[0]) == 3 and having[0][1] == first
+    return first if state else found
 
 
 def argument_name(path: tuple[Any, ...]) -> str:

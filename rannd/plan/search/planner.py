@@ -151,8 +151,8 @@ def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool
     asked = f"pipeline_num={options.pipeline_num}" if options.pipeline_num else f"min_pipeline={options.min_pipeline}"
     if coupled and wanted[0] > 1:
         raise PlanError(
-            f"{asked}, but the model couples the rows of a batch (as BatchNorm does in training), so each mini-batch "
-            f"has to run whole; set pipeline_num=1{why}"
+            f"{asked}, but the model couples the rows of a batch (as BatchNorm does in training), or has a graph for "
+            f"one batch size only (the log says why), so each mini-batch has to run whole; set pipeline_num=1{why}"
         )
     # Microbatches without rows do not run, so the smallest one has at least one row.
     smallest = {count: max(rows_per_rank // count, 1) for count in wanted}

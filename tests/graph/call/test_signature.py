@@ -29,6 +29,14 @@ def test_tensors_are_named_and_keywords_sorted() -> None:
     assert [value for _, value in call.constants] == [None, 2, True]
 
 
+def test_the_state_of_an_lstm_does_not_make_its_layers_the_batch() -> None:
+    x, h, c = torch.zeros(8, 5, 3), torch.zeros(2, 8, 4), torch.zeros(2, 8, 4)
+    for call in (call_of(x, (h, c)), call_of(x, h0=h, c0=c)):
+        assert [spec.batch for spec in signature_of(call).tensors] == [True, False, False]
+    rows = torch.zeros(2, 5, 4)  # two batches beside a table
+    assert [spec.batch for spec in signature_of(call_of(torch.zeros(8, 3), rows, rows)).tensors] == [False, True, True]
+
+
 def test_unflatten_gives_the_call_back() -> None:
     a, b = torch.zeros(4), torch.ones(4)
     call = call_of(a, (1, None), z={"b": b}, y="text")
