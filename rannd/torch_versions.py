@@ -234,6 +234,8 @@ PRIVATE_NAMES = (
         "torch.utils._sympy.functions",
         "Functions of sizes (FloorDiv, Mod) in traced graphs, by name, for stored traces.",
     ),
+    PrivateName("torch.utils._sympy.functions.Mod", "Remainders in conditions on sizes."),
+    PrivateName("torch.utils._sympy.functions.PythonMod", "Remainders as Python's, which can be evaluated everywhere."),
     PrivateName("torch.utils._sympy.functions.ToFloat", "A size as a float, in expressions of traced graphs."),
     PrivateName("torch.utils._sympy.symbol.SymT", "Kinds of symbols in traced graphs."),
     PrivateName("torch.utils._sympy.symbol.symbol_is_type", "Distinguishes data-dependent sizes from others."),

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import sympy
 import torch
 from sympy.logic.boolalg import BooleanFunction
-from torch.utils._sympy.functions import ToFloat
+from torch.utils._sympy.functions import Mod, PythonMod, ToFloat
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 ROWS = sympy.Symbol("rows", integer=True, positive=True)
@@ -137,5 +137,6 @@ def _unified(expr: Any, fixed: tuple[tuple[sympy.Symbol, Any], ...]) -> Any:
     for symbol in expr.free_symbols:
         unbacked = symbol_is_type(symbol, _UNBACKED)
         replaced[symbol] = known.get(symbol, unknown_size(str(symbol)) if unbacked else ROWS)
-    found = expr.replace(ToFloat, lambda value: value).subs(replaced)
+    # PythonMod is equal where torch uses Mod (of numbers that are not negative), and can be evaluated everywhere.
+    found = expr.replace(ToFloat, lambda value: value).replace(Mod, PythonMod).subs(replaced)
     return found if isinstance(found, BooleanFunction) else sympy.expand(found)  # And, Or, Not cannot be expanded

@@ -118,6 +118,32 @@ def test_a_condition_on_several_sizes_at_once_is_part_of_a_template() -> None:
         assert_same(in_pieces(graph, model, given, [2, 3]), eager(graph, model, given))
 
 
+class EvenSizes(nn.Module):
+    """Odd sizes are padded before they are halved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        if image.shape[2] % 2 or (image.shape[3] - 5) % 3:
+            image = nn.functional.pad(image, (0, 1, 0, 1))
+        return nn.functional.avg_pool2d(self.layer(image), 2)
+
+
+def test_a_condition_on_a_remainder_is_part_of_a_template() -> None:
+    model = EvenSizes()
+    signature, tensors = signature_of(model, torch.randn(5, 2, 8, 11))
+    data = template(model, dataclasses.replace(signature, open=((0, 1), (0, 2))), tensors)
+    small, given = signature_of(model, torch.randn(5, 2, 6, 14))
+    graph = build(model, small, given, CPU, instance(data, model, small))
+    assert_same(in_pieces(graph, model, given, [2, 3]), eager(graph, model, given))
+    for height, width in ((7, 14), (6, 15), (7, 3)):
+        other, _ = signature_of(model, torch.randn(5, 2, height, width))
+        with pytest.raises(NoTemplate, match="runs differently for these sizes"):
+            instance(data, model, other)
+
+
 class Fixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
