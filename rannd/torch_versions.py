@@ -319,7 +319,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module._forward_pre_hooks", "The user's forward pre-hooks."),
     PrivateName("torch.nn.Module._forward_pre_hooks_with_kwargs", "Which of them take keyword arguments."),
     PrivateName("torch.nn.Module._is_full_backward_hook", "Kind of the backward hooks."),
-    PrivateName("torch.nn.Module._load_from_state_dict", "Whether a class overrides loading."),
+    PrivateName("torch.nn.Module._load_from_state_dict", "Whether a class overrides loading, and whether it runs."),
     PrivateName("torch.nn.Module._load_state_dict_post_hooks", "Whether the user's hooks run after loading."),
     PrivateName("torch.nn.Module._load_state_dict_pre_hooks", "Whether the user's hooks run before loading."),
     PrivateName("torch.nn.Module._modules", "A module's own submodules, including those that are None."),

@@ -85,6 +85,6 @@ def test_a_script_written_for_rannc(job: Job, stages: str, batch: str) -> None:
 
 
 @pytest.mark.parametrize("stages", ["1", "2"])
-def test_a_loop_of_accelerate(job: Job, stages: str) -> None:
-    output = job.train(2, "tests/e2e/programs/accelerated.py", RANNC_PARTITION_NUM=stages)
+def test_a_loop_of_accelerate(job: Job, stages: str, tmp_path: Path) -> None:
+    output = job.train(2, "tests/e2e/programs/accelerated.py", str(tmp_path), RANNC_PARTITION_NUM=stages)
     assert output.count("Accelerate is right on rank") == 2
