@@ -304,7 +304,9 @@ PRIVATE_NAMES = (
         "The norm without torch's checks; also patched, because torch.nn.utils.clip_grad_norm_ calls it.",
     ),
     # Modules: these attributes are a module's complete state; public functions run hooks, or return less.
-    PrivateName("torch.nn.Module._apply", "A method that tracing need not inspect."),
+    PrivateName(
+        "torch.nn.Module._apply", "Tracing need not inspect it; a wrapper that is converted calls its model's."
+    ),
     PrivateName("torch.nn.Module._backward_hooks", "The user's backward hooks."),
     PrivateName("torch.nn.Module._backward_pre_hooks", "The user's backward pre-hooks."),
     PrivateName("torch.nn.Module._buffers", "A module's own buffers, to replace them."),

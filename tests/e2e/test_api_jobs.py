@@ -88,3 +88,9 @@ def test_a_script_written_for_rannc(job: Job, stages: str, batch: str) -> None:
 def test_a_loop_of_accelerate(job: Job, stages: str, tmp_path: Path) -> None:
     output = job.train(2, "tests/e2e/programs/accelerated.py", str(tmp_path), RANNC_PARTITION_NUM=stages)
     assert output.count("Accelerate is right on rank") == 2
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_wrapped_model_is_converted_or_refuses(job: Job, stages: str) -> None:
+    output = job.train(2, "tests/e2e/programs/conversions.py", RANNC_PARTITION_NUM=stages)
+    assert output.count("conversions are right on rank") == 2
