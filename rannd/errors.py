@@ -27,6 +27,10 @@ with its ``exit_code``.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from types import FrameType
+
 
 class RanndError(Exception):
     """Base class of all errors that rannd raises on purpose."""
@@ -130,3 +134,19 @@ def text_of(exc: BaseException) -> str:
         return str(exc)
     except Exception as wrong:
         return f"(no text: its __str__ raises {type(wrong).__name__})"
+
+
+def advice_for_caller(advice: Mapping[tuple[str, str], str], otherwise: str) -> str:
+    """Of the functions that are running, the advice of the outermost that has one; else `otherwise`.
+
+    `advice`: by how the name of a function's module begins, and the name of the function.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = otherwise
+    while frame is not None:
+        module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        for (start, function), text in advice.items():
+            if name == function and module.startswith(start):
+                found = text
+        frame = frame.f_back
+    return found

@@ -306,7 +306,9 @@ PRIVATE_NAMES = (
         "The norm without torch's checks; also patched, because torch.nn.utils.clip_grad_norm_ calls it.",
     ),
     # Modules: these attributes are a module's complete state; public functions run hooks, or return less.
-    PrivateName("torch.nn.Module._apply", "A method that tracing need not inspect."),
+    PrivateName(
+        "torch.nn.Module._apply", "Tracing need not inspect it; a wrapper that is converted calls its model's."
+    ),
     PrivateName("torch.nn.Module._backward_hooks", "The user's backward hooks."),
     PrivateName("torch.nn.Module._backward_pre_hooks", "The user's backward pre-hooks."),
     PrivateName("torch.nn.Module._buffers", "A module's own buffers, to replace them."),
@@ -321,7 +323,7 @@ PRIVATE_NAMES = (
     PrivateName("torch.nn.Module._forward_pre_hooks", "The user's forward pre-hooks."),
     PrivateName("torch.nn.Module._forward_pre_hooks_with_kwargs", "Which of them take keyword arguments."),
     PrivateName("torch.nn.Module._is_full_backward_hook", "Kind of the backward hooks."),
-    PrivateName("torch.nn.Module._load_from_state_dict", "Whether a class overrides loading."),
+    PrivateName("torch.nn.Module._load_from_state_dict", "Whether a class overrides loading, and whether it runs."),
     PrivateName("torch.nn.Module._load_state_dict_post_hooks", "Whether the user's hooks run after loading."),
     PrivateName("torch.nn.Module._load_state_dict_pre_hooks", "Whether the user's hooks run before loading."),
     PrivateName("torch.nn.Module._modules", "A module's own submodules, including those that are None."),

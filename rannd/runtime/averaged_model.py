@@ -115,14 +115,14 @@ class AveragedModel:
         return {name: held.tensors[name] for name in held.own}
 
     def _kept(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The averages of these tensors alone, on their devices; new buffers begin with their values."""
+        """The averages of these tensors alone, with their devices and dtypes; new buffers begin with their values."""
         assert self._values is not None
         self._values = {
             name: tensor.detach().clone()
             if name not in self._values
             else self._values[name]
             if tensor.is_meta
-            else self._values[name].to(tensor.device)
+            else self._values[name].to(tensor.device, tensor.dtype)
             for name, tensor in tensors.items()
         }
         return self._values

@@ -527,14 +527,27 @@ class RaNNCModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RaNNCModule:
-        """Ignore `.to()`, `.cuda()` and the like, with a warning if they would change a dtype or the rank's device."""
-        dtypes = dict.fromkeys(parameter.dtype for parameter in self._inner.parameters())
-        probes = [torch.empty(0, dtype=dtype, device=self._session.world.device) for dtype in dtypes]
-        if any((moved := fn(probe)).dtype != probe.dtype or moved.device != probe.device for probe in probes):
-            log.get("RaNNCModule").warning(
-                "A RaNNCModule cannot be moved or converted: every rank computes on its own device. Convert the model "
-                "before it is wrapped; the configuration item `device` chooses between CPU and GPU"
+        """Convert the model as `.to(dtype)`, `.half()` and the like do; what would move it has no effect.
+
+        A warning if it would leave the rank's device. UsageError if it changes a dtype of a deployed model.
+        """
+        device = self._session.world.device
+        dtypes = dict.fromkeys(tensor.dtype for tensor in (*self._inner.parameters(), *self._inner.buffers()))
+        probes = {dtype: fn(torch.empty(0, dtype=dtype, device=device)) for dtype in dtypes}
+        wanted = {dtype: probe.dtype for dtype, probe in probes.items() if probe.dtype != dtype}
+        if wanted and self._session.deployment is not None:
+            changes = ", ".join(f"{before} to {after}" for before, after in wanted.items())
+            raise UsageError(
+                f"the model is deployed, and cannot be converted ({changes}) any more: convert it before its first "
+                "call, or after model.undeploy() on all ranks; torch.autocast computes in another dtype without it"
             )
+        if any(probe.device != device for probe in probes.values()):
+            log.get("RaNNCModule").warning(
+                "A RaNNCModule cannot be moved: every rank computes on its own device, and the configuration item "
+                "`device` chooses between CPU and GPU"
+            )
+        if wanted:
+            self._inner._apply(lambda tensor: tensor.to(wanted.get(tensor.dtype, tensor.dtype)))
         return self
 
     def drop(self) -> None:

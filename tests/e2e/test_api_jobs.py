@@ -44,15 +44,15 @@ def test_averages_by_hand_are_right_or_an_error(job: Job, stages: str) -> None:
     assert output.count(" is right") == 8
 
 
-@pytest.mark.parametrize("stages", ["1", "2"])
-def test_the_model_inside_runs_the_plan(job: Job, stages: str, tmp_path: Path) -> None:
-    output = job.train(2, "tests/e2e/programs/inner_calls.py", stages, str(tmp_path), RANNC_PARTITION_NUM=stages)
-    assert output.count(" is right") == 4
-    assert output.count("methods that call the model are right") == 2
+@pytest.mark.parametrize(("ranks", "stages"), [(1, "1"), (2, "1"), (2, "2")])
+def test_the_model_inside_runs_the_plan(job: Job, ranks: int, stages: str, tmp_path: Path) -> None:
+    output = job.train(ranks, "tests/e2e/programs/inner_calls.py", stages, str(tmp_path), RANNC_PARTITION_NUM=stages)
+    assert output.count(" is right") == 2 * ranks
+    assert output.count("methods that call the model are right") == ranks
     told = (
         "optimizer.step found a gradient of body.0.weight, but no backward went through the RaNNCModule since the last"
     )
-    assert output.count(told) == (stages == "1")
+    assert output.count(told) == (ranks == 2 and stages == "1")
 
 
 @pytest.mark.parametrize("stages", ["1", "2"])
@@ -85,6 +85,12 @@ def test_a_script_written_for_rannc(job: Job, stages: str, batch: str) -> None:
 
 
 @pytest.mark.parametrize("stages", ["1", "2"])
-def test_a_loop_of_accelerate(job: Job, stages: str) -> None:
-    output = job.train(2, "tests/e2e/programs/accelerated.py", RANNC_PARTITION_NUM=stages)
+def test_a_loop_of_accelerate(job: Job, stages: str, tmp_path: Path) -> None:
+    output = job.train(2, "tests/e2e/programs/accelerated.py", str(tmp_path), RANNC_PARTITION_NUM=stages)
     assert output.count("Accelerate is right on rank") == 2
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_a_wrapped_model_is_converted_or_refuses(job: Job, stages: str) -> None:
+    output = job.train(2, "tests/e2e/programs/conversions.py", RANNC_PARTITION_NUM=stages)
+    assert output.count("conversions are right on rank") == 2

@@ -13,6 +13,16 @@ PROGRAM = "tests/e2e/programs/own_group.py"
 SHARED = "init_process_group: the script uses the default process group that rannd has made (gloo, 2 ranks)"
 
 
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_a_single_rank_runs_the_same_script(job: Job, when: str) -> None:
+    output = job.train(1, PROGRAM, when)
+    assert "trained [0, 1, 0, 1]" in output, output
+    assert output.count("the script uses the default process group that rannd has made (gloo, 1 rank)") == (
+        when == "after"
+    )
+    assert "[error]" not in output
+
+
 @pytest.mark.parametrize("stages", ["1", "2"])
 @pytest.mark.parametrize("when", ["before", "after", "never"])
 def test_the_scripts_group_and_rannds_do_not_collide(job: Job, when: str, stages: str) -> None:

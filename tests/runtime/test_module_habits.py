@@ -103,13 +103,50 @@ def test_what_changes_nothing_is_silent(change: str, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-@pytest.mark.parametrize("change", ["to(torch.float64)", "half()", "bfloat16()", "to('meta')"])
-def test_what_would_change_something_is_told(change: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("change", ["to('meta')", "to('meta', torch.float32)"])
+def test_what_would_move_it_is_told(change: str, caplog: pytest.LogCaptureFixture) -> None:
     model = wrapped()
     with caplog.at_level(logging.WARNING):
         eval(f"model.{change}")
-    assert ["cannot be moved or converted" in each.getMessage() for each in caplog.records] == [True]
+    assert ["cannot be moved" in each.getMessage() for each in caplog.records] == [True]
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float32, "cpu")}
+
+
+@pytest.mark.parametrize("change", ["double()", "to(torch.float64)", "to('cpu', torch.float64)", "bfloat16()"])
+def test_a_model_that_is_not_deployed_is_converted(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    plain = copy.deepcopy(net)
+    model = wrapped(net)
+    objects = list(net.parameters())
+    with caplog.at_level(logging.WARNING):
+        assert eval(f"model.{change}") is model
+    eval(f"plain.{change}")
+    assert not caplog.records
+    dtype = plain[0].weight.dtype
+    assert all(mine is before for mine, before in zip(net.parameters(), objects, strict=True))  # the optimizer's
+    x = torch.randn(6, 4, dtype=dtype)
+    for call in (model, plain):
+        call(x).pow(2).sum().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.grad, other.grad)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.state_dict()[name], buffer)
+
+
+def test_a_deployed_model_is_not_converted() -> None:
+    model = wrapped()
+    model(torch.ones(2, 4)).backward()
+    with pytest.raises(UsageError, match=r"\(torch\.float32 to torch\.bfloat16\) any more: .* model\.undeploy\(\)"):
+        model.to(torch.bfloat16)
+    with pytest.raises(UsageError, match=r"torch\.float32 to torch\.float64"):
+        nn.Sequential(model).double()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    model.undeploy()
+    model.double()
+    loss = model(torch.ones(2, 4, dtype=torch.float64))
+    loss.backward()
+    assert {loss.dtype, *(p.grad.dtype for p in model.parameters())} == {torch.float64}
 
 
 def test_torch_compile_runs_the_plan_and_says_that_it_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:

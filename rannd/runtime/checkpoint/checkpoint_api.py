@@ -43,7 +43,7 @@ def save_checkpoint(
     Args:
         path: The checkpoint's folder, on a file system that all nodes share. Folders above it are made.
         model: A RaNNCModule, before or after its first call, or a plain module, which rank 0 writes.
-        optimizer: The optimizer that the model was wrapped with.
+        optimizer: The optimizer that the model was wrapped with, also as `accelerator.prepare` returns it.
         scheduler, scaler: Anything with state_dict and load_state_dict, the same on all ranks; rank 0's is saved.
         averaged: The `pyrannc.AveragedModel` of the model.
         step: A number to be given back.
@@ -140,4 +140,7 @@ def _subject(
 
 
 def _whole(optimizer: torch.optim.Optimizer | None, world: World) -> WholeOptimizer | None:
+    inner = getattr(optimizer, "optimizer", None)  # as of Accelerate, whose prepared optimizer holds the script's
+    if isinstance(inner, torch.optim.Optimizer):
+        optimizer = inner
     return None if optimizer is None else WholeOptimizer.of(optimizer, world)

@@ -55,9 +55,10 @@ def _check(asked: dict[str, Any], backend: str) -> None:
         )
     if rank == 0:
         log.get("RaNNCProcess").info(
-            "init_process_group: the script uses the default process group that rannd has made (%s, %d ranks)",
+            "init_process_group: the script uses the default process group that rannd has made (%s, %d rank%s)",
             backend,
             size,
+            "s" if size > 1 else "",
         )
 
 

@@ -71,7 +71,10 @@ def find_place(environ: Mapping[str, str]) -> LaunchedRank:
 
 
 def join(place: LaunchedRank, connections: Connections) -> None:
-    """Initialise torch.distributed, unless the script has done so or there is only one rank. Collective."""
+    """Initialise torch.distributed, unless the script has done so or no launcher has started it. Collective.
+
+    A single rank of a launcher gets a process group of its own, so that a script runs alike on any number of ranks.
+    """
     if place.launcher.startswith(("OMPI", "PMI")):
         _end_with_launcher()
     if place.size > 1:
@@ -80,6 +83,12 @@ def join(place: LaunchedRank, connections: Connections) -> None:
                 _initialise(place)
         network_interface.tell()
         atexit.register(_leave)
+    elif place.launcher and not dist.is_initialized():
+        backend = _backend()
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+        default_group.share(backend)
+        atexit.register(_leave_alone)
 
 
 def make_group(connections: Connections, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
@@ -106,12 +115,16 @@ def _initialise(place: LaunchedRank) -> None:
         address, port = _agree_through_mpi(place)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     network_interface.choose(os.environ)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = _backend()
     if place.rank:
         _await_listener(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
     default_group.share(backend)
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _await_listener(address: str, port: str) -> None:
@@ -138,6 +151,12 @@ def _leave() -> None:
     if torch.cuda.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     time.sleep(LOCK_S)
+
+
+def _leave_alone() -> None:
+    """Exit handler of a single rank: end its process group, and gloo's threads with it (see `_leave`)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _agree_through_mpi(place: LaunchedRank) -> tuple[str, int]:

@@ -11,11 +11,30 @@ from typing import Any
 
 import torch
 
-from rannd.errors import UsageError
+from rannd.errors import UsageError, advice_for_caller
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.optimizer_state import gather_optimizer, load_optimizer
 from rannd.runtime.parameters.state_elsewhere import optimizer_elsewhere
+
+_ANY_ADVICE = (
+    "Call optimizer.state_dict(from_global=True) on all ranks (rank 0 gets the whole state), or use "
+    "pyrannc.save_checkpoint; optimizer.state_dict(from_global=False) is this rank's part alone"
+)
+_ADVICE = {
+    ("accelerate.optimizer", "__init__"): (
+        "Call accelerator.prepare before the model's first call, or after model.undeploy() on all ranks"
+    ),
+    ("accelerate.optimizer", "state_dict"): (
+        "Call optimizer.optimizer.state_dict(from_global=True) on all ranks (rank 0 gets the whole state), or use "
+        "pyrannc.save_checkpoint, which takes the prepared optimizer"
+    ),
+    ("accelerate.", "save_state"): (
+        "In place of accelerator.save_state and load_state call pyrannc.save_checkpoint(folder, model, optimizer) and "
+        "load_checkpoint on all ranks; they take the prepared optimizer, and scheduler=, step= and extra="
+    ),
+}
+"""What to do instead of calls of other libraries (see `advice_for_caller`)."""
 
 
 def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOptimizer:
@@ -28,9 +47,8 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
     def ensure_whole() -> None:
         if missing := whole.elsewhere():
             raise UsageError(
-                f"this rank's optimizer has no state of {missing} parameters that other ranks hold. Call "
-                "optimizer.state_dict(from_global=True) on all ranks (rank 0 gets the whole state), or use "
-                "pyrannc.save_checkpoint; optimizer.state_dict(from_global=False) is this rank's part alone"
+                f"this rank's optimizer has no state of {missing} parameters that other ranks hold. "
+                f"{advice_for_caller(_ADVICE, _ANY_ADVICE)}"
             )
 
     def reduce(protocol: Any) -> Any:

@@ -24,14 +24,41 @@ import torch
 from torch import nn
 
 from rannd import log, patches
-from rannd.errors import UsageError
+from rannd.errors import UsageError, advice_for_caller
 from rannd.graph.fingerprint.state_rules import STANDS_FOR
 from rannd.runtime.parameters.tensor_swap import exchange_below_hooks
-from rannd.runtime.parameters.valueless import Valueless
+from rannd.runtime.parameters.valueless import Valueless, refuse
 
 _KINDS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "tensor")
 _LIKE = {*(f"{kind}_like" for kind in _KINDS), *(f"new_{kind}" for kind in _KINDS)}
 """Functions that make a new tensor of the same kind."""
+
+_ANY_ADVICE = (
+    "Call the RaNNCModule, not the model inside it, to compute; its state_dict(), load_state_dict(), get_param(name) "
+    "or undeploy(), called on all ranks, reach the values of other ranks; pyrannc.AveragedModel averages; "
+    "model.parameters(own=True) are those of this rank alone"
+)
+_ADVICE = {
+    ("torch.nn.parallel.distributed", "__init__"): (
+        "A RaNNCModule averages gradients over all ranks itself: use it without DistributedDataParallel of the model "
+        "inside it"
+    ),
+    ("torch.optim.swa_utils", "__init__"): "Use pyrannc.AveragedModel(model) of the RaNNCModule",
+    ("copy", "deepcopy"): (
+        "For its values call model.state_dict() of the RaNNCModule on all ranks; for averages use "
+        "pyrannc.AveragedModel(model); to copy the model, do so before its first call, or after model.undeploy() on "
+        "all ranks"
+    ),
+    ("", "save_pretrained"): (
+        "Call model.save_pretrained(..) of the RaNNCModule, not of the model inside it, on all ranks: it writes the "
+        "whole model, once"
+    ),
+    ("torch.nn.modules.module", "load_state_dict"): (
+        "Call model.load_state_dict(state) of the RaNNCModule, not of the model inside it, on all ranks, with the "
+        "whole state on each"
+    ),
+}
+"""What to do instead of calls of other libraries with the model inside a RaNNCModule (see `advice_for_caller`)."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +80,21 @@ class _Absent(Valueless):
 
     def refusal(self, what: str) -> Exception:
         return UsageError(
-            f"{what} needs the values of {self._rannd_absence.holder}: this rank does not have them. Call the "
-            "RaNNCModule, not the model inside it, to compute; its state_dict(), load_state_dict(), get_param(name) or "
-            "undeploy(), called on all ranks, reach the values of other ranks; pyrannc.AveragedModel averages; "
-            "model.parameters(own=True) are those of this rank alone"
+            f"{what} needs the values of {self._rannd_absence.holder}: this rank does not have them. "
+            f"{advice_for_caller(_ADVICE, _ANY_ADVICE)}"
         )
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = getattr(func, "__name__", "")
         if func == _READ_GRADIENT:
             gradient_reads.note(sys._getframe(1), args[0])
-        if getattr(func, "__name__", "") in _LIKE:
+        if name == "__get__" and sys._getframe(1).f_code is nn.Module._load_from_state_dict.__code__:
+            # It looks at the shape before it copies, and would repeat the error of copying for each tensor.
+            refuse("load_state_dict", args)
+        if name in _LIKE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*map(_kept, args), **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)

@@ -52,6 +52,7 @@ rank = pyrannc.get_rank()
 
 folder = tempfile.mkdtemp()
 x = torch.ones(1, 3, 16, dtype=torch.float64)
+before = {name: value.clone() for name, value in model.state_dict(rank0_only=False).items()}
 uses: dict[str, Callable[[], Any]] = {
     "forward": lambda: net.forward(ids),
     "submodule": lambda: (net.transformer.h[0](x), net.transformer.h[1](x)),
@@ -63,6 +64,11 @@ uses: dict[str, Callable[[], Any]] = {
     "pickle": lambda: pickle.dumps(net),
     "torch.save": lambda: torch.save(net, io.BytesIO()),
     "save_model": lambda: safetensors.torch.save_model(net, f"{folder}/model.safetensors"),
+    "load_state_dict": lambda: net.load_state_dict(before),
+    "load_state_dict of a submodule": lambda: net.transformer.h.load_state_dict(
+        {name.removeprefix("transformer.h."): value for name, value in before.items() if ".h." in name}
+    ),
+    "DistributedDataParallel": lambda: nn.parallel.DistributedDataParallel(net),
     "average": lambda: [p.detach().mul(0.9) for p in net.parameters()],
     "norm": lambda: sum(p.norm() for p in net.parameters()),
     "histogram": lambda: [p.detach().cpu().numpy() for p in net.parameters()],
@@ -71,6 +77,15 @@ uses: dict[str, Callable[[], Any]] = {
     "pickle of the optimizer": lambda: pickle.dumps(optimizer),
     "deepcopy of the optimizer": lambda: copy.deepcopy(optimizer),
 }
+advice = {
+    "save_pretrained": r"call model\.save_pretrained\(\.\.\) of the RaNNCModule, not of the model inside it",
+    "deepcopy": r"model\.state_dict\(\) of the RaNNCModule on all ranks.* pyrannc\.AveragedModel.*undeploy\(\)",
+    "AveragedModel": r"use pyrannc\.AveragedModel\(model\)",
+    "load_state_dict": r"^((?!load_state_dict\().)*call model\.load_state_dict\(state\) of the RaNNCModule",
+    "load_state_dict of a submodule": r"call model\.load_state_dict\(state\) of the RaNNCModule",
+    "DistributedDataParallel": r"averages gradients over all ranks itself: use it without DistributedDataParallel",
+}
+"""What to do instead, where it is more than for any other use."""
 own_part = r"call optimizer\.state_dict\(from_global=True\) on all ranks"
 names = {*dict(net.named_parameters()), *dict(net.named_buffers())}
 for name, use in uses.items():
@@ -83,11 +98,11 @@ for name, use in uses.items():
     if name.endswith("optimizer"):
         assert re.search(own_part, str(caught.value), re.IGNORECASE), caught.value
         continue
+    assert re.search(advice.get(name, r"model\.parameters\(own=True\)"), str(caught.value), re.I), caught.value
     found = re.search(r"needs the values of (\S+) on rank (\d) \(stage (\d)\)", str(caught.value))
     assert found is not None, caught.value
     assert int(found[2]) != rank, caught.value
     assert found[1] in names, caught.value
-
 # What the model is goes on,
 whole = transformers.GPT2LMHeadModel(config).double().eval()
 assert sum(p.numel() for p in net.parameters()) == sum(p.numel() for p in whole.parameters())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+
 import accelerate
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -46,4 +49,34 @@ if RANK == 0:
     same(weight, plain.model.state_dict()["0.weight"], "the state on rank 0")
 else:
     raises(UsageError, "another rank has", weight.sum)
+
+# Accelerate's own checkpoints have no state of other ranks; rannd's take what it has prepared.
+folder = sys.argv[1]
+if len(model.deployment.stages) == 1:
+    accelerator.save_state(f"{folder}/state of {RANK}")
+    accelerator.prepare(model, optimizer.optimizer)
+else:
+    raises(UsageError, "pyrannc.save_checkpoint(folder, model, optimizer)", lambda: accelerator.save_state(folder))
+    raises(UsageError, "optimizer.optimizer.state_dict(from_global=True)", optimizer.state_dict)
+    raises(
+        UsageError,
+        "Call accelerator.prepare before the model's first call, or after model.undeploy()",
+        lambda: accelerator.prepare(model, optimizer.optimizer),
+    )
+pyrannc.save_checkpoint(f"{folder}/checkpoint", model, optimizer, step=STEPS)
+kept = copy.deepcopy((plain.model.state_dict(), plain.optimizer.state_dict()))
+for again in (False, True):
+    if again:
+        pyrannc.load_checkpoint(f"{folder}/checkpoint", model, optimizer)
+        plain.model.load_state_dict(kept[0])
+        plain.optimizer.load_state_dict(kept[1])
+    prepared(data[:ROWS]).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    plain.gradients([lambda net: net(data[:ROWS]).pow(2).sum()] * SIZE)
+    plain.optimizer.step()
+    plain.optimizer.zero_grad()
+    same_parameters(model, plain.model, "after a checkpoint")
+model.undeploy()
+assert accelerator.prepare(model, optimizer.optimizer)[0] is model
 print(f"Accelerate is right on rank {RANK}", flush=True)

@@ -123,7 +123,7 @@ for each, optimizer in zip((model, alone), optimizers, strict=True):
 options: dict[str, Any] = {"max_new_tokens": 9, "pad_token_id": 0, "do_sample": False}
 prompt = ids[RANK : RANK + 2, :3]
 for each in (gpt, model):
-    found = each.generate(prompt, use_cache=False, synced_gpus=RANKS > 1, **options)
+    found = each.generate(prompt, use_cache=False, synced_gpus=True, **options)
     assert torch.equal(found, alone.generate(prompt, **options)), found
     with pytest.raises(UsageError, match=r"generate\(\.\., use_cache=False\)"):
         each.generate(prompt, **options)
