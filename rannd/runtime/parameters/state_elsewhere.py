@@ -90,12 +90,15 @@ def described(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     }
 
 
-def elsewhere(description: dict[str, Any]) -> OrderedDict[str, Any]:
-    """The entries of a described state, without values."""
-    return OrderedDict(
-        (name, StateElsewhere() if about is None else TensorElsewhere.of(name, *about))
+def elsewhere(description: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a described state, without values.
+
+    Not an OrderedDict, in which Accelerate looks for tensors that share memory before it asks which rank saves.
+    """
+    return {
+        name: StateElsewhere() if about is None else TensorElsewhere.of(name, *about)
         for name, about in description.items()
-    )
+    }
 
 
 _SAVE = patches.declare("torch.save", torch, "save", "it empties the file before what cannot be saved is an error")
