@@ -167,8 +167,8 @@ def stages_by_owner(
                     raise CutError(
                         f"{node.name} needs {name}, which stages {list(owners[name])} of {stages} hold, but reads "
                         f"values of stage {stage}: this call of the model uses its layers in another order than the "
-                        "call it was planned for. Call the model first in the way that it is trained, or use one "
-                        "stage (partition_num=1)"
+                        "call it was planned for. Call it under torch.no_grad() if it needs no gradients; otherwise "
+                        "call the model first in the way that it is trained, or use one stage (partition_num=1)"
                     )
                 stage = min(later)
             if stage != stage_of_group[group]:
