@@ -2,7 +2,8 @@
 
 The data holds the graph, the metadata of its values, constants, opaque calls, and the names (not the values) of the
 parameters and buffers that it reads. The format is zlib-compressed msgpack of lists and plain values. It contains no
-code: operators and classes are looked up by name among those of torch and the running program. Models with anything
+code: operators and classes are looked up by name among those of torch and the running program. What it may contain is
+the grammar of `trace_grammar`, checked when it is written and before anything is built from it. Models with anything
 else are not stored (Uncodable).
 """
 
@@ -22,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from rannd.graph.call.containers import spec_from_text, spec_to_text
 from rannd.graph.fx.encoding import (
+    DTYPES,
     Broken,
     Uncodable,
     argument,
@@ -35,32 +37,27 @@ from rannd.graph.fx.fx_names import graph_module
 from rannd.graph.fx.leaf_op import NAME as LEAF
 from rannd.graph.fx.leaf_op import LeafCall, LeafOutput, LeafTable, call_name
 from rannd.graph.fx.symbolic_values import with_lengths
+from rannd.graph.fx.trace_grammar import FUNCTIONS, MOST_CONSTANT_BYTES, MOST_GRAPH_BYTES, check_operator, check_trace
 from rannd.graph.fx.traced import Decisions, OutputSpec, Traced, attribute
 from rannd.graph.modules.autograd_functions import found_by_name, function_name, is_function
 
-FORMAT = 2
-MOST_CONSTANT_BYTES = 64 * 2**20
-"""Models with larger constants in total are not stored."""
-
-_PYTHON: Mapping[str, Any] = {"_operator": operator, "operator": operator, "math": math, "torch": torch}
-"""Python modules whose functions a graph may call besides operators."""
+FORMAT = 3
+_PYTHON: Mapping[str, Any] = {"_operator": operator, "math": math, "torch": torch}
+"""Python modules whose functions (`FUNCTIONS`) a graph may call besides operators."""
 
 
 def encode(traced: Traced, fixed_rows: int | None) -> bytes:
     """Serialize a traced model, with the batch size it is specialized to, if any. Raises Uncodable."""
     try:
         return _encoded(traced, fixed_rows)
-    except ValueError as exc:
+    except (Broken, ValueError) as exc:
         raise Uncodable(str(exc)) from exc
 
 
 def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
-    held = sum(tensor.numel() * tensor.element_size() for tensor in traced.constants.values())
-    if held > MOST_CONSTANT_BYTES:
-        raise Uncodable(f"constants of {held} bytes")
     constants = {name: _tensor(tensor) for name, tensor in traced.constants.items()}
     used = set(traced.attributes.values())
-    data = {
+    data: dict[str, Any] = {
         "format": FORMAT,
         "fixed_rows": fixed_rows,
         "graph": _graph(traced.graph, traced.root),
@@ -78,7 +75,12 @@ def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
         "decisions": None if traced.decisions is None else _decisions(traced.decisions),
         "leaves": None if traced.leaves is None else {n: _leaf_call(c) for n, c in traced.leaves.calls.items()},
     }
-    return zlib.compress(msgspec.msgpack.encode(data), 1)
+    check_trace(data)
+    plain = msgspec.msgpack.encode(data)
+    held = sum(len(raw) for _, _, raw in data["constants"].values() if raw is not None)
+    if held > MOST_CONSTANT_BYTES or len(plain) - held > MOST_GRAPH_BYTES:
+        raise Uncodable(f"constants of {held} bytes, and {len(plain) - held} for the rest")
+    return zlib.compress(plain, 1)
 
 
 def decode(
@@ -89,11 +91,32 @@ def decode(
     `lengths` are substituted for the symbols of dynamic dimensions (tracing/dynamic_shapes.py). Raises Broken.
     """
     try:
-        return _decoded(msgspec.msgpack.decode(zlib.decompress(data)), model, lengths or {})
+        return _decoded(_checked(data), model, lengths or {})
     except Broken:
         raise
     except Exception as exc:
         raise Broken(f"{type(exc).__name__}: {exc}") from exc
+
+
+class _Fields(msgspec.Struct):
+    """A trace whose constants are read, while the size of the rest is not known yet."""
+
+    constants: dict[str, Any]
+
+
+def _checked(data: bytes) -> dict[str, Any]:
+    """Decompress and read a trace, and check what it contains."""
+    unpacker = zlib.decompressobj()
+    plain = unpacker.decompress(data, MOST_CONSTANT_BYTES + MOST_GRAPH_BYTES)
+    if not unpacker.eof:
+        raise Broken(f"it is cut off, or has more than {MOST_CONSTANT_BYTES + MOST_GRAPH_BYTES} bytes")
+    constants = msgspec.msgpack.decode(plain, type=_Fields).constants
+    raw = [each[2] for each in constants.values() if isinstance(each, list) and len(each) == 3]
+    if len(plain) - sum(len(each) for each in raw if isinstance(each, bytes)) > MOST_GRAPH_BYTES:
+        raise Broken(f"it has more than {MOST_GRAPH_BYTES} bytes beside the values of its constants")
+    found: dict[str, Any] = msgspec.msgpack.decode(plain)
+    check_trace(found)
+    return found
 
 
 def _decoded(data: dict[str, Any], model: nn.Module, lengths: Mapping[sympy.Symbol, int]) -> tuple[Traced, int | None]:
@@ -243,16 +266,19 @@ def _target(target: Callable[..., Any]) -> list[str]:
 
 
 def _to_target(target: tuple[str, ...]) -> Any:
+    """Look up a function whose name the grammar allows."""
     kind, where, name = target
     if kind == "op":
         namespace, base = where.split("::")
-        return getattr(getattr(getattr(torch.ops, namespace), base), name)
+        found = getattr(getattr(getattr(torch.ops, namespace), base), name)
+        check_operator(found)
+        return found
     if kind == "hop":
         found = getattr(torch.ops.higher_order, where)
         if not isinstance(found, torch._ops.HigherOrderOperator):
             raise Broken(f"{where} is no operator")
         return found
-    if kind != "py" or where not in _PYTHON or not (where != "torch" or name.startswith("sym_")):
+    if name not in FUNCTIONS.get(where, ()):
         raise Broken(f"a call of {where}.{name}")
     return getattr(_PYTHON[where], name)
 
@@ -270,7 +296,7 @@ def _tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def _to_tensor(data: list[Any]) -> torch.Tensor:
-    dtype = getattr(torch, data[0])
+    dtype = DTYPES[data[0]]
     if data[2] is None:
         return torch.empty(data[1], dtype=dtype, device="meta")
     if not data[2]:
@@ -307,7 +333,7 @@ def _to_leaf_call(data: list[Any]) -> LeafCall:
         tuple((place, to_argument(value, [])) for place, value in constants),
         tuple(
             LeafOutput(
-                getattr(torch, dtype),
+                DTYPES[dtype],
                 tuple(s if s is None or type(s) is int else to_expression(s) for s in shape),
                 requires_grad,
             )

@@ -28,7 +28,15 @@ _FUNCTIONS: dict[str, Any] = {name: getattr(sympy, name) for name in _SYMPY.spli
 _FUNCTIONS.update({name: getattr(functions, name) for name in _TORCH.split() if hasattr(functions, name)})
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
+EXPRESSIONS = frozenset(_FUNCTIONS)
+"""Names of the functions that a size may be made of."""
+
 _ENUMS = {torch.layout: "layout", torch.memory_format: "memory_format", torch.dtype: "dtype"}
+ENUMS: dict[str, dict[str, Any]] = {
+    tag: {name: value for name, value in vars(torch).items() if isinstance(value, kind)} for kind, tag in _ENUMS.items()
+}
+"""torch's dtypes, layouts and memory formats, by kind and name."""
+DTYPES: dict[str, torch.dtype] = ENUMS["dtype"]
 
 
 class Uncodable(Exception):
@@ -84,11 +92,8 @@ def to_argument(value: Any, nodes: list[Node]) -> Any:
         return complex(*items)
     if tag == "device":
         return torch.device(items[0])
-    for kind, name in _ENUMS.items():
-        if tag == name:
-            found = getattr(torch, items[0])
-            if isinstance(found, kind):
-                return found
+    if tag in ENUMS and items[0] in ENUMS[tag]:
+        return ENUMS[tag][items[0]]
     raise Broken(f"an argument {value}")
 
 
@@ -109,10 +114,9 @@ def to_value(value: Any) -> Any:
         return value
     tag, *rest = value
     if tag == "T":
-        dtype = getattr(torch, rest[0])
-        if not isinstance(dtype, torch.dtype):
-            raise Broken(f"a tensor of type {rest[0]}")
-        return TensorValue(dtype, tuple(size if type(size) is int else to_expression(size) for size in rest[1:]))
+        return TensorValue(
+            DTYPES[rest[0]], tuple(size if type(size) is int else to_expression(size) for size in rest[1:])
+        )
     if tag == "N":
         return Number(rest[0], to_expression(rest[1]))
     if tag == "t":
