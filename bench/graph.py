@@ -82,9 +82,9 @@ def _times(action: Callable[[], Any], rounds: int) -> tuple[float, str]:
 def stored(layers: int, rounds: int) -> None:
     """Measure tracing, encoding and loading of a deep GPT-2."""
     from rannd.graph.fingerprint.fingerprint import fingerprint
-    from rannd.graph.fx.codec import decode, encode
     from rannd.graph.model import build
     from rannd.graph.partition.graph_hash import graph_hash
+    from rannd.graph.stored.codec import decode, encode
     from rannd.graph.tracing.frontend import trace
 
     model = _gpt2(layers).train()

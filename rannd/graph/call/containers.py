@@ -1,10 +1,10 @@
-"""Pytree registration of containers in the model's arguments and results, and their serialization."""
+"""Pytree registration of containers in the model's arguments and results."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
+import types
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -193,46 +193,18 @@ def plain_output(result: Any, dropped: list[str]) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def spec_to_text(spec: pytree.TreeSpec) -> str:
-    """Serialize a TreeSpec to text; ValueError if it has containers that cannot be looked up by name."""
-    try:
-        text = pytree.treespec_dumps(spec)
-        same = spec_from_text(text) == spec
-    except Exception as exc:
-        raise ValueError(f"the structure {spec} cannot be serialized: {exc}") from exc
-    if not same:
-        raise ValueError(f"the structure {spec} changes when it is serialized")
-    return text
-
-
-def spec_from_text(text: str) -> pytree.TreeSpec:
-    """Deserialize a TreeSpec; container classes are looked up in the modules imported so far."""
-    for name in _class_names(json.loads(text)):
-        if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
-            _register(_imported(name))
-    return pytree.treespec_loads(text)
-
-
-def _class_names(data: Any) -> set[str]:
-    """Names of the containers in a serialized structure."""
-    found: set[str] = set()
-    if isinstance(data, list):
-        for item in data:
-            found |= _class_names(item)
-    elif isinstance(data, dict):
-        if isinstance(data.get("type"), str):
-            found.add(data["type"])
-        found |= _class_names(data.get("children_spec"))
-    return found
+def register_named(name: str) -> None:
+    """Register the container class of this qualified name, which a module imported so far has; ValueError if none."""
+    if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+        _register(_imported(name))
 
 
 def _imported(name: str) -> type:
-    """Look up a container class in sys.modules by its qualified name; ValueError if there is none."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
         for part in parts[count:]:
-            found = getattr(found, part, None)
+            found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None  # imports nothing
         if isinstance(found, type) and _can_register(found):
             return found
     raise ValueError(f"the imported modules have no container {name}")

@@ -18,11 +18,11 @@ from torch import nn
 
 from rannd.errors import TraceError
 from rannd.graph.call.signature import Signature
-from rannd.graph.fx.codec import decode, encode
-from rannd.graph.fx.encoding import Broken, Uncodable, expression, to_expression
 from rannd.graph.fx.symbolic_values import ROWS, TensorValue, length_symbol, unified
 from rannd.graph.fx.traced import Traced
 from rannd.graph.modules.source_location import Offence
+from rannd.graph.stored.codec import decode, encode
+from rannd.graph.stored.encoding import Broken, Uncodable, expression, to_expression
 from rannd.graph.tracing.batch_dim import MOST_ROWS
 
 SMALLEST = 3

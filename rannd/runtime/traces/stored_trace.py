@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rannd.graph.fx.encoding import Broken
+from rannd.graph.stored.encoding import Broken
 
 
 class StoredTrace(msgspec.Struct, frozen=True, array_like=True):

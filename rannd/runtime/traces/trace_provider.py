@@ -24,11 +24,11 @@ from rannd.graph.call.call_errors import explained
 from rannd.graph.call.signature import Call, Signature
 from rannd.graph.call.unread import note_read
 from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
-from rannd.graph.fx.codec import decode, encode
-from rannd.graph.fx.encoding import Broken, Uncodable
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph, build, trace
 from rannd.graph.modules.guards import PythonState
+from rannd.graph.stored.codec import decode, encode
+from rannd.graph.stored.encoding import Broken, Uncodable
 from rannd.runtime.comm.cache_client import tell_miss
 from rannd.runtime.comm.context import Context
 from rannd.runtime.parameters.ownership import Parameters

@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 
 from rannd.errors import RanndError, TraceError, UsageError
 from rannd.graph.call.call_errors import check_ready
-from rannd.graph.call.containers import spec_from_text, spec_to_text
 from rannd.graph.call.signature import Mode, classify, flatten_call
 from rannd.graph.model import ModelGraph, build
+from rannd.graph.stored import container_text
 
 X = torch.arange(24.0).reshape(4, 6).double() / 24
 """A batch of four samples."""
@@ -198,7 +198,7 @@ def test_containers_are_made_again_as_they_were(value: Any) -> None:
     import torch.utils._pytree as pytree
 
     call = flatten_call((value,), {})
-    assert spec_from_text(spec_to_text(call.spec)) == call.spec
+    assert container_text.from_text(container_text.to_text(call.spec)) == call.spec
     signature = classify(call, Mode.current(True), [call.shapes()])
     ((again,), _) = signature.unflatten(call.tensors)
     assert type(again) is type(value)

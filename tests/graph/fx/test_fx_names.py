@@ -7,8 +7,8 @@ import torch
 from pieces import assert_same, eager, graph_of, in_pieces
 from torch import Tensor, nn
 
-from rannd.graph.fx.codec import decode, encode
 from rannd.graph.model import build
+from rannd.graph.stored.codec import decode, encode
 from rannd.graph.tracing.frontend import trace
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rannd.graph.fx.codec import decode, encode
-from rannd.graph.fx.encoding import Uncodable
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.modules.autograd_functions import _with_parameters, function_part, function_path
+from rannd.graph.stored.codec import decode, encode
+from rannd.graph.stored.encoding import Uncodable
 
 pytestmark = pytest.mark.usefixtures("double")
 

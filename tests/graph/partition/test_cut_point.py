@@ -10,10 +10,10 @@ from pieces import CPU, signature_of
 from torch import Tensor, nn
 
 import pyrannc
-from rannd.graph.fx.codec import decode, encode
 from rannd.graph.fx.traced import operator_name
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.partition.cut import cut
+from rannd.graph.stored.codec import decode, encode
 from rannd.graph.tracing.frontend import trace
 from rannd.plan.blocks.atoms import make_atoms
 from rannd.plan.blocks.cut_places import cut_places

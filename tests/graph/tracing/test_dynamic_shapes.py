@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 from rannd.graph.call.signature import Signature
-from rannd.graph.fx.encoding import Broken
 from rannd.graph.model import build
+from rannd.graph.stored.encoding import Broken
 from rannd.graph.tracing.dynamic_shapes import NoTemplate, instance, template
 
 pytestmark = pytest.mark.usefixtures("double")

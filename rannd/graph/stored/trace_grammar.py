@@ -9,7 +9,6 @@ Each rule is a function of a value that raises Broken.
 
 from __future__ import annotations
 
-import json
 import keyword
 import math
 import re
@@ -19,8 +18,9 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import nn
 
-from rannd.graph.fx.encoding import DTYPES, ENUMS, EXPRESSIONS, Broken
 from rannd.graph.fx.leaf_op import NAME as LEAF
+from rannd.graph.stored.container_text import check_container
+from rannd.graph.stored.encoding import DTYPES, ENUMS, EXPRESSIONS, Broken
 
 MOST_GRAPH_BYTES: Final = 16 * 2**20
 """Size of a trace without the values of its constants."""
@@ -32,8 +32,6 @@ LONGEST_TEXT: Final = 65_536
 LARGEST_POWER: Final = 64
 LARGEST_EXPRESSION: Final = 1_000
 """Functions and arguments of a size."""
-MOST_NESTED_TEXT: Final = 2**20
-"""Characters of the description of a container."""
 
 _OPERATOR: Final = (
     "abs add and_ eq floordiv ge getitem gt iadd iand ifloordiv imod imul inv invert ior ipow is_ is_not isub itruediv "
@@ -69,10 +67,8 @@ _DEVICE = re.compile(r"[a-z]{1,16}(:\d{1,4})?", re.ASCII)
 _FLOAT = re.compile(r"[-+]?\d{0,400}\.?\d{0,400}([eE][-+]?\d{1,4})?", re.ASCII)
 _SYMBOL = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _OF_MODULES = frozenset(dir(nn.Module()))
-_FACTORIES = frozenset({"dict", "float", "int", "list", "set", "str", "tuple"})
-"""Builtins that a defaultdict may call for missing keys."""
 
-Rule = Callable[[Any], None]
+Rule = Callable[[Any], object]
 
 
 def check_trace(data: Any) -> None:
@@ -87,7 +83,7 @@ def check_trace(data: Any) -> None:
         "graph": lambda graph: _graph(graph, bool(data["leaves"]), 0),
         "holes": _naturals,
         "leaves": _maybe(_mapping(_text, _leaf_call)),
-        "outputs": _tuple(_container, _places, _naturals),
+        "outputs": _tuple(check_container, _places, _naturals),
         "record": _texts,
         "whole": _naturals,
     }
@@ -279,8 +275,8 @@ def _attributes(data: Any) -> None:
 
 def _leaf_call(data: Any) -> None:
     _tuple(
-        _text, _container, _each(_source), _each(_source), _naturals, _places, _each(_tuple(_dtype, _sizes, _bool)),
-        _container, _naturals, _places, _bool,
+        _text, check_container, _each(_source), _each(_source), _naturals, _places,
+        _each(_tuple(_dtype, _sizes, _bool)), check_container, _naturals, _places, _bool,
     )(data)  # fmt: skip
     module, found, method = data[0].partition("..")
     if found and not method.startswith("function "):
@@ -293,51 +289,6 @@ def _method(name: str) -> None:
     """A method of the user's own: not one of every module, and none with a meaning for Python."""
     if not _IDENTIFIER.fullmatch(name) or name.startswith("__") or name in _OF_MODULES:
         _broken("a method", name)
-
-
-def _container(text: Any) -> None:
-    """The text of a TreeSpec (torch.utils._pytree.treespec_dumps). It may name classes that are registered."""
-    if type(text) is not str or len(text) > MOST_NESTED_TEXT:
-        _broken("a container", text)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise Broken(f"a container: {exc}") from exc
-    if not isinstance(data, list) or len(data) != 2 or type(data[0]) is not int:
-        _broken("a container", text)
-    _tree(data[1], 0)
-
-
-def _tree(data: Any, depth: int) -> None:
-    if depth > DEEPEST or not isinstance(data, dict) or data.keys() != {"type", "context", "children_spec"}:
-        _broken("a container", data)
-    context = data["context"]
-    if type(context) is str:
-        try:
-            context = json.loads(context)
-        except (ValueError, RecursionError):
-            context = data["context"]  # a name
-    if isinstance(context, dict) and context.keys() == {
-        "default_factory_module",
-        "default_factory_name",
-        "dict_context",
-    }:
-        if context["default_factory_module"] != "builtins" or context["default_factory_name"] not in _FACTORIES:
-            _broken("the default of a defaultdict", context)
-        context = context["dict_context"]
-    _context(context, 0)
-    _list(data["children_spec"])
-    for child in data["children_spec"]:
-        _tree(child, depth + 1)
-
-
-def _context(value: Any, depth: int) -> None:
-    """Keys and names of a container: plain values, no objects (torch writes an Enum as a dict)."""
-    if isinstance(value, list) and depth < DEEPEST:
-        for each in value:
-            _context(each, depth + 1)
-    else:
-        _scalar(value)
 
 
 # -- simple rules -------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from pieces import CPU, assert_same, eager, in_pieces, signature_of
 from torch import Tensor, nn
 from zoo import ZOO, Entry
 
-from rannd.graph.fx.codec import decode, encode
-from rannd.graph.fx.encoding import Broken, Uncodable
 from rannd.graph.fx.traced import Traced
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.partition.graph_hash import graph_hash
+from rannd.graph.stored.codec import decode, encode
+from rannd.graph.stored.encoding import Broken, Uncodable
 from rannd.graph.tracing.frontend import trace
 
 NAMES = ("gpt2", "t5", "clip", "swin", "mamba", "control flow", "dataclass", "nested inputs", "moving averages", "lstm")

@@ -21,8 +21,14 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from rannd.graph.call.containers import spec_from_text, spec_to_text
-from rannd.graph.fx.encoding import (
+from rannd.graph.fx.fx_names import graph_module
+from rannd.graph.fx.leaf_op import NAME as LEAF
+from rannd.graph.fx.leaf_op import LeafCall, LeafOutput, LeafTable, call_name
+from rannd.graph.fx.symbolic_values import with_lengths
+from rannd.graph.fx.traced import Decisions, OutputSpec, Traced, attribute
+from rannd.graph.modules.autograd_functions import found_by_name, function_name, is_function
+from rannd.graph.stored import container_text
+from rannd.graph.stored.encoding import (
     DTYPES,
     Broken,
     Uncodable,
@@ -33,13 +39,13 @@ from rannd.graph.fx.encoding import (
     to_value,
     value_data,
 )
-from rannd.graph.fx.fx_names import graph_module
-from rannd.graph.fx.leaf_op import NAME as LEAF
-from rannd.graph.fx.leaf_op import LeafCall, LeafOutput, LeafTable, call_name
-from rannd.graph.fx.symbolic_values import with_lengths
-from rannd.graph.fx.trace_grammar import FUNCTIONS, MOST_CONSTANT_BYTES, MOST_GRAPH_BYTES, check_operator, check_trace
-from rannd.graph.fx.traced import Decisions, OutputSpec, Traced, attribute
-from rannd.graph.modules.autograd_functions import found_by_name, function_name, is_function
+from rannd.graph.stored.trace_grammar import (
+    FUNCTIONS,
+    MOST_CONSTANT_BYTES,
+    MOST_GRAPH_BYTES,
+    check_operator,
+    check_trace,
+)
 
 FORMAT = 3
 _PYTHON: Mapping[str, Any] = {"_operator": operator, "math": math, "torch": torch}
@@ -64,7 +70,7 @@ def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
         "attributes": {str(node.target): name for node, name in traced.attributes.items()},
         "constants": {name: value for name, value in constants.items() if name in used},
         "outputs": [
-            spec_to_text(traced.outputs.spec),
+            container_text.to_text(traced.outputs.spec),
             [[place, argument(value, {})] for place, value in traced.outputs.constants.items()],
             list(traced.outputs.positions),
         ],
@@ -139,7 +145,7 @@ def _decoded(data: dict[str, Any], model: nn.Module, lengths: Mapping[sympy.Symb
     }
     spec, fixed, positions = data["outputs"]
     outputs = OutputSpec(
-        spec_from_text(spec), {place: to_argument(value, []) for place, value in fixed}, tuple(positions)
+        container_text.from_text(spec), {place: to_argument(value, []) for place, value in fixed}, tuple(positions)
     )
     decisions = None if data["decisions"] is None else _to_decisions(data["decisions"])
     changes, record = tuple(data["changes"]), tuple(data["record"])
@@ -316,8 +322,8 @@ def _leaf_call(call: LeafCall) -> list[Any]:
         for each in call.made
     ]
     return [
-        call.path, spec_to_text(call.spec), list(call.tensors), list(call.written), list(call.numbers),
-        [[place, argument(value, {})] for place, value in call.constants], made, spec_to_text(call.result),
+        call.path, container_text.to_text(call.spec), list(call.tensors), list(call.written), list(call.numbers),
+        [[place, argument(value, {})] for place, value in call.constants], made, container_text.to_text(call.result),
         list(call.places), [[place, argument(value, {})] for place, value in call.result_constants], call.shares,
     ]  # fmt: skip
 
@@ -326,7 +332,7 @@ def _to_leaf_call(data: list[Any]) -> LeafCall:
     path, spec, tensors, written, numbers, constants, made, result, places, fixed, shares = data
     return LeafCall(
         path,
-        spec_from_text(spec),
+        container_text.from_text(spec),
         tuple(tensors),
         tuple(written),
         tuple(numbers),
@@ -339,7 +345,7 @@ def _to_leaf_call(data: list[Any]) -> LeafCall:
             )
             for dtype, shape, requires_grad in made
         ),
-        spec_from_text(result),
+        container_text.from_text(result),
         tuple(places),
         tuple((place, to_argument(value, [])) for place, value in fixed),
         shares,
