@@ -1,0 +1,93 @@
+"""Cached traces that somebody else wrote: only what the grammar allows is built, in bounded memory and time."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fuzz.mutation import Mutator
+from fuzz.watched import Found
+from leaf_models import Deciding, Masking, Nested, Pair
+from pieces import CPU, signature_of
+from torch import nn
+
+from rannd.graph.model import build
+from rannd.graph.partition.graph_hash import graph_hash
+from rannd.graph.stored.codec import decode, encode
+from rannd.graph.stored.encoding import Broken
+from rannd.graph.tracing.frontend import trace
+
+ROUNDS = 400
+SEED = int(seed) if (seed := os.environ.get("TEST_SEED", "0")).isdigit() else None
+GROWTH = 2 * 2**30
+SECONDS = 60
+"""More than any attempt takes on a busy machine; a size like 9**9**9 would take hours."""
+
+
+class Tied(nn.Module):
+    """Constants, a no_grad region, sizes that depend on the rows, and several containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> dict[str, Any]:
+        with torch.no_grad():
+            mean = x.mean(0)
+        x = self.first(x).reshape(x.shape[0] * 2, 3).reshape(-1, 6) + torch.arange(6.0) * scale
+        return {"out": self.second(x), "mean": (mean, [x.sum()]), "name": "tied"}
+
+
+class Packed(nn.Module):
+    """A module that runs as one operator, with containers and plain values as its arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), Nested()
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        found = self.inner(Pair(self.first(x), {"two": x}), scale=0.5, rows=1, names=("x",))
+        return Pair(found["sum"], {"more": [found["count"], None]})
+
+
+MODELS = (Tied, Deciding, Masking, Packed)
+
+
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(20 * ROUNDS, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
+    model = kind()
+    signature, tensors = signature_of(model, torch.randn(4, 6))
+    traced, signature = trace(model, signature, tensors)
+    plain = msgspec.msgpack.decode(zlib.decompress(encode(traced, signature.fixed_rows)))
+    mutator, found, sound = Mutator(SEED or 0), Found(), 0
+    for _ in range(rounds):
+        changed = mutator.mutated(plain)
+        try:
+            data = zlib.compress(msgspec.msgpack.encode(changed), 1)
+        except (OverflowError, RecursionError, UnicodeEncodeError, TypeError):
+            continue  # it cannot be written
+        with found.watched():
+            try:
+                loaded = decode(data, model)[0]
+            except Broken:
+                continue
+            # What the provider does then, with a stored hash that somebody has computed in the same way.
+            try:
+                build(model, signature, tensors, CPU, loaded)
+                graph_hash(loaded, signature)
+                sound += 1
+            except Exception:  # the provider traces the model again
+                continue
+    assert found.violations == []
+    assert found.runs > rounds * 0.8
+    assert sound
+    assert found.grown < GROWTH
+    assert found.seconds < SECONDS
+    print(f"{kind.__name__}: {found.runs} mutated traces, {sound} still make a graph; slowest {found.seconds:.2f} s")
