@@ -9,6 +9,9 @@
     checksum    BLAKE2b-128 of the content, 16 bytes
     content     msgpack, tagged by its "t" field
 
+A signed file has format 2, and in its End an HMAC-SHA256 of the magic and of length and content of each frame before,
+with a key of the user's. Checksums find damage, a signature finds files that somebody without the key made or changed.
+
 The magic, the frame and the field `format` of the header never change, so that any version of rannd can say which one
 is needed. Files are read and written one frame at a time: only one entry is in memory.
 """
@@ -16,6 +19,7 @@ is needed. Files are read and written one frame at a time: only one entry is in 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Iterator
 from typing import Annotated, BinaryIO, TypeAlias
 
@@ -28,8 +32,8 @@ from rannd.daemon.common.keys import digest_of
 from rannd.daemon.common.printable import plain
 from rannd.errors import ProtocolError, UsageError
 
-FORMAT = 1
-"""Version of the file format."""
+FORMAT = 2
+"""Version of the file format; files without a signature have 1."""
 MAGIC = b"rannd cache export\n"
 MAX_FRAME = protocol.MAX_VALUE + (2 << 20)
 """Maximum bytes of one frame's content; an entry of that size still fits into a message."""
@@ -63,11 +67,12 @@ class Exported(msgspec.Struct, frozen=True, tag_field="t", tag="entry", forbid_u
     value: protocol.Value
 
 
-class End(msgspec.Struct, frozen=True, tag_field="t", tag="end", forbid_unknown_fields=True):
+class End(msgspec.Struct, frozen=True, tag_field="t", tag="end", forbid_unknown_fields=True, omit_defaults=True):
     """Last frame of a file: without it the file is truncated."""
 
     entries: protocol.Count
     """Number of entries in the file."""
+    signature: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
 
 
 _Frame: TypeAlias = Header | Exported | End
@@ -80,12 +85,16 @@ _headers: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
 class ExportWriter:
     """Writes entries to an open file."""
 
-    def __init__(self, opened: BinaryIO, rannd: str, created: float) -> None:
-        """Write the header. `rannd`: version of the writer; `created`: current time, in seconds since the epoch."""
+    def __init__(self, opened: BinaryIO, rannd: str, created: float, key: bytes | None = None) -> None:
+        """Write the header.
+
+        `rannd`: version of the writer; `created`: current time, in seconds since the epoch; `key`: to sign with.
+        """
         self._file = opened
         self._entries = 0
+        self._signature = _signature(key)
         self._file.write(MAGIC)
-        self._frame(Header(FORMAT, rannd, created))
+        self._frame(Header(FORMAT if key is not None else 1, rannd, created))
 
     def add(self, entry: Exported) -> None:
         """Write one entry.
@@ -98,31 +107,38 @@ class ExportWriter:
 
     def end(self) -> None:
         """Write the last frame, without which the file is refused."""
-        self._frame(End(self._entries))
+        self._frame(End(self._entries, self._signature.hexdigest() if self._signature is not None else ""))
 
     def _frame(self, frame: _Frame) -> None:
         content = _encoder.encode(frame)
         if len(content) > MAX_FRAME:
             raise UsageError(f"an entry of {len(content)} bytes is above the limit of {MAX_FRAME} bytes")
-        self._file.write(len(content).to_bytes(LENGTH, "big"))
+        length = len(content).to_bytes(LENGTH, "big")
+        if self._signature is not None:
+            self._signature.update(length + content)
+        self._file.write(length)
         self._file.write(_checksum(content))
         self._file.write(content)
 
 
-def read(opened: BinaryIO) -> Iterator[Exported]:
+def read(opened: BinaryIO, key: bytes | None = None) -> Iterator[Exported]:
     """Yield the entries of a file, each fully checked: checksum, limits, key, and that its value can be decompressed.
 
+    With a `key`, the file has to be signed with it; that is known at its end.
+
     Raises:
-        UsageError: The file is not an export, is damaged or truncated, or has a newer format. Entries yielded before
-            are sound.
+        UsageError: The file is not an export, is damaged or truncated, has a newer format, or is not signed with the
+            key. Entries yielded before are sound.
     """
+    signature = _signature(key)
     if opened.read(len(MAGIC)) != MAGIC:
         raise UsageError("it is not a cache export; name a file that `rannc-cache export` wrote")
-    _check_header(_content(opened, "its header"))
+    _check_header(_content(opened, "its header", signature))
     number = 0
     while True:
         where = f"entry {number + 1}"
-        content = _content(opened, where)
+        expected = signature.hexdigest() if signature is not None else ""
+        content = _content(opened, where, signature)
         try:
             frame = _decoder.decode(content)
         except (msgspec.DecodeError, RecursionError) as exc:
@@ -134,12 +150,19 @@ def read(opened: BinaryIO) -> Iterator[Exported]:
         number += 1
     if frame.entries != number:
         raise UsageError(f"it contains {number} entries, but its end says {frame.entries}; copy or export it again")
+    if signature is not None and not hmac.compare_digest(frame.signature, expected):
+        wrong = "is not signed with this key" if frame.signature else "is not signed"
+        raise UsageError(f"it {wrong}: somebody else has made or changed it, or it was exported with another key")
     if opened.read(1):
         raise UsageError(f"there is data after its end, after {number} entries; copy or export it again")
 
 
-def _content(opened: BinaryIO, where: str) -> bytes:
-    """Return the content of the next frame."""
+def _signature(key: bytes | None) -> hmac.HMAC | None:
+    return None if key is None else hmac.new(key, MAGIC, hashlib.sha256)
+
+
+def _content(opened: BinaryIO, where: str, signature: hmac.HMAC | None) -> bytes:
+    """Return the content of the next frame, and add it to the signature."""
     head = _exactly(opened, LENGTH + CHECKSUM, where)
     length = int.from_bytes(head[:LENGTH], "big")
     if length > MAX_FRAME:
@@ -147,6 +170,8 @@ def _content(opened: BinaryIO, where: str) -> bytes:
     content = _exactly(opened, length, where)
     if _checksum(content) != head[LENGTH:]:
         raise UsageError(f"{where} is damaged, its checksum does not match; copy or export it again")
+    if signature is not None:
+        signature.update(head[:LENGTH] + content)
     return content
 
 

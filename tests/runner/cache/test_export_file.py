@@ -102,9 +102,35 @@ def test_entries_before_the_damage_are_sound() -> None:
         next(found)
 
 
+def signed(key: bytes = b"k" * 32) -> bytes:
+    opened = io.BytesIO()
+    writer = ExportWriter(opened, "0.1.0", 1e9, key)
+    for each in ENTRIES:
+        writer.add(each)
+    writer.end()
+    return opened.getvalue()
+
+
+def test_a_signed_file_is_read_with_its_key_and_without() -> None:
+    assert list(read(io.BytesIO(signed()), b"k" * 32)) == ENTRIES
+    assert list(read(io.BytesIO(signed()))) == ENTRIES
+
+
+def test_what_the_key_has_not_signed_is_refused() -> None:
+    content = msgspec.msgpack.encode(msgspec.structs.replace(ENTRIES[0], value=b"other"))
+    whole = msgspec.msgpack.encode(ENTRIES[0])
+    forged = signed().replace(frame(whole), frame(content))  # with the right checksum
+    assert forged != signed()
+    cases = {"is not signed with this key": (forged, signed(b"x" * 32)), "it is not signed:": (file(),)}
+    for told, files in cases.items():
+        for each in files:
+            with pytest.raises(UsageError, match=told):
+                list(read(io.BytesIO(each), b"k" * 32))
+
+
 def test_a_newer_format_is_named() -> None:
-    newer = with_header(format=2, rannd="9.0", more=[1]) + b"whatever follows"
-    with pytest.raises(UsageError, match=r"of format 2, written by rannd 9.0; this rannd reads format 1: update it"):
+    newer = with_header(format=3, rannd="9.0", more=[1]) + b"whatever follows"
+    with pytest.raises(UsageError, match=r"of format 3, written by rannd 9.0; this rannd reads format 2: update it"):
         list(read(io.BytesIO(newer)))
 
 

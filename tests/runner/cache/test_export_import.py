@@ -134,6 +134,37 @@ def test_a_file_that_everybody_can_change_is_refused(file: Path) -> None:
     assert held([deployment(64)]) == [None]
 
 
+def test_a_signed_export_is_verified_before_anything_is_stored(file: Path, tmp_path: Path) -> None:
+    key, other = tmp_path / "key", tmp_path / "other"
+    for each in (key, other):
+        each.write_bytes(os.urandom(32))
+        each.chmod(0o600)
+    assert imported(file)["new"] == 4
+    made = tmp_path / "signed"
+    assert cache("export", str(made), "--sign", str(key)).returncode == 0
+    cache("clear")
+    for refused, told in ((file, "it is not signed"), (made, "is not signed with this key")):
+        found = cache("import", str(refused), "--verify", str(other))
+        assert found.returncode == 2
+        assert told in found.stderr
+    assert json.loads(cache("ls", "--json").stdout) == []
+    assert imported(made, "--verify", str(key))["new"] == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "told"),
+    [(b"k" * 32, 0o640, "other users can read or change"), (b"short", 0o600, "has 5 bytes, a key has at least 16")],
+)
+def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, content: bytes, mode: int, told: str) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(content)
+    key.chmod(mode)
+    found = cache("export", str(tmp_path / "made"), "--sign", str(key))
+    assert found.returncode == 2
+    assert told in found.stderr
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "garbage"])
 def test_of_a_damaged_file_nothing_is_imported(file: Path, damage: str) -> None:
     whole = file.read_bytes()
