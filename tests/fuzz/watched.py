@@ -90,6 +90,7 @@ class Found:
 
     def __init__(self) -> None:
         self.runs = 0
+        self.refused = 0
         self.seconds = 0.0
         """Of the slowest."""
         self.violations: list[str] = []

@@ -153,7 +153,10 @@ def test_a_signed_export_is_verified_before_anything_is_stored(file: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("content", "mode", "told"),
-    [(b"k" * 32, 0o640, "other users can read or change"), (b"short", 0o600, "has 5 bytes, a key has at least 16")],
+    [
+        (b"k" * 32, 0o640, "can be read or changed by other users"),
+        (b"short", 0o600, "has 5 bytes, a key has at least 16"),
+    ],
 )
 def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, content: bytes, mode: int, told: str) -> None:
     key = tmp_path / "key"
