@@ -8,6 +8,7 @@ further entries of the index, for the same bytes.
 from __future__ import annotations
 
 import io
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rannd.errors import CheckpointError
 from rannd.runtime.comm.gather_objects import unseal
+from rannd.runtime.storage.atomic_folder import METADATA
 
 CHUNK = 16 << 20
 
@@ -59,7 +61,7 @@ def write_shard(
     """Write a rank's tensors, and other values, to its file, on disk when this returns; nothing where it has none."""
     if not values:
         return [], {}
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, thread_count=1)
     writer.set_up_storage_writer(False)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(values), None, False)
@@ -83,6 +85,8 @@ def write_shard(
             )
         )
     files = {entry.file for entry in entries}
+    for name in files:
+        _sync(folder / name)
     return entries, {name: facts(folder / name) for name in sorted(files)}
 
 
@@ -101,10 +105,17 @@ def write_index(folder: Path, entries: Sequence[Entry], paths: Mapping[str, Sequ
                 described[name] = BytesStorageMetadata()
             index = MetadataIndex(name, zeros if entry.dtype else None)
             results.append(WriteResult(index, entry.length, _StorageInfo(entry.file, entry.offset, entry.length)))
-    writer = FileSystemWriter(folder, sync_files=True)
+    writer = FileSystemWriter(folder, sync_files=False)
     writer.set_up_storage_writer(True)
     planned = {name: tuple(paths.get(name, (name,))) for name in described}
     writer.finish(Metadata(described, planner_data=planned), [results])
+    _sync(folder / METADATA)
+
+
+def _sync(path: Path) -> None:
+    """Write a file to disk. (torch's `sync_files` syncs before Python has written all that it buffers.)"""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def read_values(folder: Path, index: Metadata, targets: dict[str, Any]) -> dict[str, Any]:
