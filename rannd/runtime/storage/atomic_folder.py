@@ -51,11 +51,18 @@ class Draft:
         self.folder = place.parent / f".{place.name}{DRAFT}{self.token}"
         new = place.parent / f".{place.name}{NEW}{self.token}"
         new.mkdir()
-        self._lock = os.open(new / TOKEN, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(self._lock, self.token.encode())
-        os.rename(new, self.folder)
+        self._lock = -1
+        try:
+            self._lock = os.open(new / TOKEN, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            with suppress(OSError):  # not every file system has locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._lock, self.token.encode())
+            os.rename(new, self.folder)
+        except OSError:
+            shutil.rmtree(new, ignore_errors=True)
+            if self._lock >= 0:
+                os.close(self._lock)
+            raise
 
     def finish(self) -> None:
         """Put the draft, which is whole, in its place."""

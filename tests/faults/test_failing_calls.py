@@ -1,0 +1,20 @@
+"""Each call for files fails in turn with EIO, ENOSPC, EMFILE, EINTR, or writes half: whole or not at all, always told.
+
+As SQLite tests itself (https://www.sqlite.org/testing.html, "I/O Error Testing").
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faults.faulty import HERE, run
+
+
+@pytest.mark.parametrize("program", ["failing_saves.py", "failing_exports.py"])
+def test_whole_or_not_at_all_and_always_told(program: str, tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    output = run(program, str(root), under=root, PYTHONPATH=str(HERE.parent))
+    assert "failing calls" in output
+    print(output)
