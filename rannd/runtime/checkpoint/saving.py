@@ -104,7 +104,7 @@ def save(
         return None
     content.snapshot()
     other = _storage_world(world)
-    return start(lambda: write(other), os.fspath(path))
+    return start(lambda: write(other), os.fspath(path), tells=world.rank == 0)
 
 
 def _outline(world: World, subject: Subject, content: Content, prefix: str, step: int | None, extra: Any) -> bytes:

@@ -32,7 +32,7 @@ import msgspec
 from rannd import log
 from rannd.errors import RankFailedError, StepError
 from rannd.profile.out_of_memory import is_out_of_memory
-from rannd.runtime.failure import stack_dump, wait_notice
+from rannd.runtime.failure import late_error, stack_dump, wait_notice
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.coordinator import ANSWER_S, GRACE_S, Hub
 from rannd.runtime.failure.failure_report import Failure, failure_of, is_broken
@@ -114,6 +114,8 @@ class FailureDetector:
         self._heard = threading.Event()
         self._gone: dict[int, threading.Event] = {}
         self._left: dict[int, int] = {}
+        self._scripts_ended = threading.Event()
+        """Those of all ranks have, or the job has failed."""
         self._kill_deadline: tuple[float, int] | None = None
         self._blocks_others = False
         """Whether the other ranks are waiting for this rank in a hang."""
@@ -357,6 +359,7 @@ class FailureDetector:
                 event.set()
             self._heard.set()
             self._verdict.set()
+            self._scripts_ended.set()
             return
         for message in messages:
             if isinstance(message, Told):
@@ -372,6 +375,8 @@ class FailureDetector:
                 self._heard.set()
             elif isinstance(message, Ask):
                 self._answer(message)
+        if all(rank in self._left or gone.is_set() for rank, gone in self._gone.items()):
+            self._scripts_ended.set()
 
     def _take(self, failure: Failure) -> None:
         """Handle the failure of the job: log it, acknowledge it, and shut down connections."""
@@ -393,6 +398,7 @@ class FailureDetector:
             self._channel.send(Heard())
         self._news.set()
         self._verdict.set()
+        self._scripts_ended.set()
         self.connections.cut()
 
     def _answer(self, ask: Ask) -> None:
@@ -473,6 +479,8 @@ class FailureDetector:
                 self._channel.send(Told(msgspec.structs.replace(own, certain=True)))
         if self._own is None and self.failure is None:
             self._channel.send(Left(self._rank, self.where.calls))
+            if late_error.known() is not None:  # an error on all ranks: the launcher, once told, ends those that work
+                self._scripts_ended.wait()
         elif self._own is not None:
             self._verdict.wait(HEARD_S)
             if self.failure is None or self.failure.rank == self._rank:
