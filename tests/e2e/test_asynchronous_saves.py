@@ -12,6 +12,7 @@ from job import ROOT, Job
 pytestmark = pytest.mark.ranks
 
 LAST = str(ROOT / "tests/e2e/programs/last_save.py")
+BESIDE = str(ROOT / "tests/e2e/programs/saves_beside.py")
 HALVES = {"RANNC_PARTITION_NUM": "2"}
 FAILED = r"the asynchronous save to \S*/last failed: .*rank \d on .*: File too large"
 LOGGED = rf"\[error\] {FAILED}"
@@ -54,3 +55,24 @@ def test_an_error_of_the_script_comes_first(job: Job, tmp_path: Path) -> None:
     output = job.train(2, LAST, "error", str(tmp_path), code=1, **HALVES)
     assert re.search(LOGGED, output), output
     assert re.search(r"exit code 1  KeyError: 'the script is wrong' \(last_save\.py:\d+\)", output), output
+
+
+# -- beside the watch --------------------------------------------------------------------------------------------
+
+
+def test_the_watchdog_leaves_a_save_its_time(job: Job, tmp_path: Path) -> None:
+    watch = {"RANNC_RUN_WATCHDOG": "true", "RANNC_WATCHDOG_TIMEOUT_S": "2"}
+    output = job.train(2, BESIDE, "watchdog", str(tmp_path), **watch)
+    assert output.count("finished") == 2, output
+    assert "no progress" not in output
+
+
+def test_a_failure_is_raised_beside_a_saver_and_wakes_it(job: Job, tmp_path: Path) -> None:
+    output = job.train(2, BESIDE, "failure", str(tmp_path), code=1, **HALVES)
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} made [1-9]\d* calls", output), output
+    failed = r"rank 1 \(.*\) failed in the script, after step 1: KeyError: 'the script is wrong'"
+    assert re.search(rf"rank 0 caught {failed}; the ranks are out of sync; restart the job", output), output
+    assert "the saver has ended" in output
+    assert re.search(rf"the saver raised .* failed: {failed} \(this is rank 0, in asynchronous save\)", output), output
+    assert re.search(r"exit code 1  KeyError: 'the script is wrong' \(saves_beside\.py:\d+\)", output), output
