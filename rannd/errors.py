@@ -22,7 +22,7 @@ RanndError             1          base class; never raised itself
 =====================  =========  =====================================================
 
 The message of an error says what was wrong, with the value, and what to do. A command that ends with an error exits
-with its ``exit_code``.
+with its ``exit_code``, and so does a process whose last asynchronous save has failed.
 """
 
 from __future__ import annotations

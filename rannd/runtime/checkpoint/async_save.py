@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
-from rannd.errors import CheckpointError
+from rannd import log
+from rannd.errors import CheckpointError, StepError
+from rannd.runtime.failure import late_error
 
 
 class PendingSave:
     """What an asynchronous save gives back. Its thread keeps the process alive until the checkpoint is there."""
 
-    def __init__(self, work: Callable[[], None], path: str) -> None:
+    def __init__(self, work: Callable[[], None], path: str, *, tells: bool) -> None:
+        """`tells`: log the error that all ranks have."""
         self._work = work
         self._path = path
+        self._tells = tells
         self._error: Exception | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name="rannd checkpoint")
@@ -27,26 +32,44 @@ class PendingSave:
         """Wait until the checkpoint is there. CheckpointError where it could not be written: then on all ranks."""
         self._thread.join()
         if self._error is not None and not self._told:
-            self._told = True
-            raise CheckpointError(f"the asynchronous save to {self._path} failed: {self._error}") from self._error
+            self.raise_error()
 
     result = wait
     """As of a ``concurrent.futures.Future``."""
+
+    @property
+    def unseen(self) -> CheckpointError | None:
+        """The error if nobody has seen it. That another rank has failed (StepError) every call says anyway."""
+        error = self._error
+        return None if error is None or self._told or isinstance(error, StepError) else self._failure(error)
+
+    def raise_error(self) -> NoReturn:
+        """Wait for the end, and raise its error, also where this rank's script has seen it."""
+        self._thread.join()
+        assert self._error is not None
+        self._told = True
+        raise self._failure(self._error) from self._error
+
+    def _failure(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"the asynchronous save to {self._path} failed: {error}")
 
     def _run(self) -> None:
         try:
             self._work()
         except Exception as exc:
+            if self._tells or not isinstance(exc, CheckpointError):
+                log.get("RaNNCModule").error("%s", self._failure(exc))
             self._error = exc
 
 
 _last: PendingSave | None = None
 
 
-def start(work: Callable[[], None], path: str) -> PendingSave:
+def start(work: Callable[[], None], path: str, *, tells: bool) -> PendingSave:
     """Save in a thread. The one before has ended."""
     global _last
-    _last = PendingSave(work, path)
+    _last = PendingSave(work, path, tells=tells)
+    late_error.follow(_last)
     return _last
 
 

@@ -49,7 +49,8 @@ def save_checkpoint(
         step: A number to be given back.
         extra: Plain data to be given back, rank 0's: None, numbers, texts, bytes, lists, tuples, dicts.
         asynchronous: Return when this rank's values are copied to the CPU, and write while the script goes on. The
-            next save or load waits for it.
+            next save or load waits for it. Its error is raised by the next collective call; where there is none, the
+            process ends with exit code 8.
         prefix: What comes before the model's names in the index.
 
     Returns:

@@ -19,8 +19,9 @@ from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, check_plain, man
 from rannd.runtime.checkpoint.rng_state import random_state
 from rannd.runtime.comm.gather_objects import agree_on_errors, seal, unseal
 from rannd.runtime.comm.lockstep import Phase, meet
-from rannd.runtime.comm.rendezvous import TIMEOUT
+from rannd.runtime.comm.rendezvous import make_group
 from rannd.runtime.comm.world import World
+from rannd.runtime.failure.position import SAVING
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, merge
 from rannd.runtime.parameters.initial_values import InitialValues
@@ -28,7 +29,7 @@ from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.storage.atomic_folder import TOKEN, Draft, sync_folder, write_file
 from rannd.runtime.storage.dcp_files import Entry, FileFacts, facts, write_index, write_shard
 
-_storage: dict[int, dist.ProcessGroup] = {}
+_storage: dict[int, dist.ProcessGroup | None] = {}
 """For each world's control group, another one for the thread that saves."""
 
 
@@ -104,7 +105,12 @@ def save(
         return None
     content.snapshot()
     other = _storage_world(world)
-    return start(lambda: write(other), os.fspath(path))
+
+    def write_beside() -> None:
+        with world.watch.beside(SAVING):
+            write(other)
+
+    return start(write_beside, os.fspath(path), tells=world.rank == 0)
 
 
 def _outline(world: World, subject: Subject, content: Content, prefix: str, step: int | None, extra: Any) -> bytes:
@@ -248,5 +254,6 @@ def _storage_world(world: World) -> World:
     if world.size == 1:
         return world
     if id(world.control) not in _storage:
-        _storage[id(world.control)] = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        with world.watch.inside("group"):
+            _storage[id(world.control)] = make_group(world.watch.connections, "gloo")
     return dataclasses.replace(world, control=_storage[id(world.control)])

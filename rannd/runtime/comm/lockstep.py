@@ -12,6 +12,7 @@ import msgspec
 from rannd.errors import StepError, UsageError
 from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.world import World
+from rannd.runtime.failure import late_error
 
 FLAG_BITS = 62
 """Number of flags packed into one integer of a message."""
@@ -67,11 +68,16 @@ def _place(phase: int, step: int) -> str:
 
 
 def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[int, ...]]:
-    """All-gather a few integers (equally many on all ranks); StepError if ranks are at different places. Collective."""
+    """All-gather a few integers (equally many on all ranks); StepError if ranks are at different places. Collective.
+
+    Raises the error of an asynchronous save on all ranks once one of them knows it, but for backwards, whose gradients
+    would be lost.
+    """
     ensure_memory(phase, step)
     # Equally long in every phase, so that ranks in different phases can decode each other's messages.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
-    told = world.gather_numbers([phase, step, _digest(_uncompared), *first])
+    late = phase is not Phase.BACKWARD and late_error.known() is not None
+    told = world.gather_numbers([phase, step, _digest(_uncompared), int(late), *first])
     places = [(each[0], each[1]) for each in told]
     if len(set(places)) > 1:
         other = next(rank for rank, place in enumerate(places) if place != places[0])
@@ -84,7 +90,9 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
     if len({each[2] for each in told}) > 1:
         _compare(world)
     _uncompared.clear()
-    found = [each[3 : 3 + len(numbers)] for each in told]
+    if any(each[3] for each in told):
+        late_error.raise_known()
+    found = [each[4 : 4 + len(numbers)] for each in told]
     if len(numbers) > TOGETHER:
         rest = world.gather_numbers(numbers[TOGETHER:])
         found = [[*each, *more] for each, more in zip(found, rest, strict=True)]
@@ -159,8 +167,6 @@ def same_loss_gradient(gradients: Sequence[float]) -> None:
 def meet(world: World, phase: Phase, about: str = "") -> None:
     """Barrier that checks that all ranks are in the same phase, with the same `about`; StepError if not."""
     ensure_memory(phase, 0)
-    if world.size == 1:
-        return
     with world.watch.inside(phase.name.lower()):
         told = agree(world, phase, 0, _number(about.encode()))
         if len(set(told)) > 1:

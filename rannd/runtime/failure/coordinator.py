@@ -221,8 +221,12 @@ class Hub:
             self._judge_hang(asked_by, answers)
 
     def _judge_hang(self, stuck: Stuck, answers: dict[int, Stacks]) -> None:
-        """Decide on a hang from the ranks' stacks, and print them; no hang if a rank is still preparing."""
-        if any(each.doing == "preparing" for each in answers.values()):
+        """Decide on a hang from the ranks' stacks, and print them.
+
+        No hang if a rank is still preparing, or was until now: what it waits for may be on its way.
+        """
+        gets_on = [each for each in answers.values() if each.doing == "waiting" and each.still < wait_notice.STILL_S]
+        if gets_on or any(each.doing == "preparing" for each in answers.values()):
             return
         silent = sorted(self._channels.keys() - answers.keys() - self._left)
         words = [f"rank {rank} {_doing(answers[rank])}" for rank in sorted(answers)]

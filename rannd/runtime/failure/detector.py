@@ -10,6 +10,9 @@ describes the first rank's failure. From then on the ranks are out of sync, and 
 
 An error that all ranks raise before they run anything (a wrong call, a model that cannot be traced) leaves them in
 sync. The watcher thread sleeps in `select`; a block costs two method calls.
+
+All threads share the script's position (torch runs backward in threads of its own) but a saver, which communicates on
+its own process group while the script goes on: `beside` gives its thread a position of its own.
 """
 
 from __future__ import annotations
@@ -23,16 +26,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
 
 from rannd import log
-from rannd.errors import RankFailedError, StepError
+from rannd.errors import CheckpointError, RankFailedError, StepError
 from rannd.profile.out_of_memory import is_out_of_memory
-from rannd.runtime.failure import stack_dump, wait_notice
+from rannd.runtime.failure import late_error, stack_dump, wait_notice
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.coordinator import ANSWER_S, GRACE_S, Hub
 from rannd.runtime.failure.failure_report import Failure, failure_of, is_broken
@@ -89,6 +92,9 @@ class FailureDetector:
 
     def __init__(self, connections: Connections | None = None) -> None:
         self.where = Where()
+        """Position of the script."""
+        self._beside: dict[int, Where] = {}
+        """Positions of the threads in `beside`, by thread."""
         self.connections = connections if connections is not None else Connections()
         self.promises: dict[str, PromisedMemory] = {}
         """Memory estimates of plans, by `Promise.digest`."""
@@ -105,7 +111,6 @@ class FailureDetector:
         self._thread: threading.Thread | None = None
         self._selector: selectors.BaseSelector | None = None
         self._wakeup: tuple[int, int] | None = None
-        self._depth = 0
         self._ending = False
         self._own: Failure | None = None
         self._connected = threading.Event()
@@ -114,6 +119,8 @@ class FailureDetector:
         self._heard = threading.Event()
         self._gone: dict[int, threading.Event] = {}
         self._left: dict[int, int] = {}
+        self._scripts_ended = threading.Event()
+        """Those of all ranks have, or the job has failed."""
         self._kill_deadline: tuple[float, int] | None = None
         self._blocks_others = False
         """Whether the other ranks are waiting for this rank in a hang."""
@@ -216,7 +223,8 @@ class FailureDetector:
         if self._hub is not None:
             self._hub.forget()
         self._channel, self._hub, self._thread = None, None, None
-        self.failure, self._own, self._depth = None, None, 0
+        self.failure, self._own, self.where.depth = None, None, 0
+        self._beside.clear()
 
     # -- blocks -----------------------------------------------------------------------------------------------
 
@@ -224,30 +232,60 @@ class FailureDetector:
         """Context manager for a block that communicates with other ranks; `call` names it in messages."""
         return Inside(self, call)
 
+    @contextlib.contextmanager
+    def beside(self, call: str) -> Iterator[None]:
+        """A block of `inside` in a thread that communicates, on a process group of its own, while the script goes on.
+
+        Errors that leave it fail the job, but for a CheckpointError, which all ranks raise.
+        """
+        where = self._beside[threading.get_ident()] = Where()
+        agreed: CheckpointError | None = None
+        try:
+            with self.inside(call):
+                where.preparing = True
+                try:
+                    yield
+                except CheckpointError as exc:
+                    agreed = exc
+        finally:
+            del self._beside[threading.get_ident()]
+        if agreed is not None:
+            raise agreed
+
+    def _here(self) -> Where:
+        """Position of the calling thread."""
+        return self._beside.get(threading.get_ident(), self.where)
+
+    def _waited_for(self) -> Where:
+        """Position of the thread on which it depends whether the script goes on: its own, or a saver that it joins."""
+        beside = tuple(self._beside.values())
+        return beside[0] if beside and stack_dump.joins(self.where) else self.where
+
     def enter(self, call: str) -> None:
         """Enter a block of `inside`; raises RankFailedError if the job has failed."""
-        if self._depth == 0:
+        where = self._here()
+        if where.depth == 0:
             if self._own is not None and self._channel is not None and self.failure is None:
                 self._verdict.wait(GRACE_S + NEWS_S)
             if self.failure is not None:
                 raise self._again(self.failure)
-            self.where.call, self.where.thread = call, threading.get_ident()
-            self.where.calls += 1
-        self.where.turns += 1
-        self._depth += 1
+            where.call, where.thread = call, threading.get_ident()
+            where.calls += 1
+        where.turns += 1
+        where.depth += 1
 
     def leave(self, exc: BaseException | None) -> None:
         """Leave a block of `inside`; may raise a RankFailedError or StepError instead of `exc`."""
-        self._depth -= 1
+        where = self._here()
+        where.depth -= 1
         try:
             if exc is not None:
-                self._failed(exc)
+                self._failed(exc, where)
         finally:
-            if self._depth == 0:
-                where = self.where
+            if where.depth == 0:
                 where.call, where.piece, where.action, where.preparing = "", None, None, False
 
-    def _failed(self, exc: BaseException) -> None:
+    def _failed(self, exc: BaseException, where: Where) -> None:
         if isinstance(exc, RankFailedError | GeneratorExit) or getattr(exc, "_rannd_told", False):
             return
         if isinstance(exc, SystemExit) and exc.code in (None, 0):
@@ -255,27 +293,29 @@ class FailureDetector:
         if is_broken(exc):
             if self._channel is not None:
                 self._news.wait(NEWS_S if not self._left else LEFT_S)
-            if self.failure is not None and (self.failure.rank != self._rank or self.failure.kind == "hang"):
-                raise self._elsewhere(self.failure) from None
-            lost = StepError(f"a connection to another rank broke in {self.where.words()}: {self._lost()}")
-            self._tell(lost)
+            told = self.failure
+            # A saver's connection that breaks because this rank's script has failed is not the saver's failure.
+            if told is not None and (told.rank != self._rank or told.kind == "hang" or where is not self.where):
+                raise self._elsewhere(told, where) from None
+            lost = StepError(f"a connection to another rank broke in {where.words()}: {self._lost(where)}")
+            self._tell(lost, where)
             raise lost from exc
-        self._tell(exc)
+        self._tell(exc, where)
 
-    def _lost(self) -> str:
+    def _lost(self, where: Where) -> str:
         left = [f"rank {rank} has ended its script" for rank in sorted(self._left)]
         why = "; ".join(left) or "another rank is gone, or cannot be reached any more"
-        told = wait_notice.collective(stack_dump.entry(self.where))
+        told = wait_notice.collective(stack_dump.entry(where))
         return f"{why}; {told or 'every rank has to call the model, and backward, equally often'}"
 
-    def _tell(self, exc: BaseException) -> None:
+    def _tell(self, exc: BaseException, where: Where) -> None:
         """Add a note to an error of this rank, and report it to the other ranks."""
-        failure = failure_of(exc, self.where, rank=self._rank, host=self._host, pid=self._pid)
+        failure = failure_of(exc, where, rank=self._rank, host=self._host, pid=self._pid)
         if is_out_of_memory(exc):
             failure = msgspec.structs.replace(failure, kind="memory", certain=True)
             if self.promise is not None:
-                exc.add_note("rannd: " + self.promise.text(exc, self.where.stage))
-                failure = msgspec.structs.replace(failure, **self.promise.marks(self.where.stage))
+                exc.add_note("rannd: " + self.promise.text(exc, where.stage))
+                failure = msgspec.structs.replace(failure, **self.promise.marks(where.stage))
         if failure.stage is not None or failure.action or failure.kind == "memory" or self._channel is not None:
             exc.add_note(f"rannd: this was rank {self._rank}, {failure.place}")
         with contextlib.suppress(AttributeError):
@@ -294,10 +334,10 @@ class FailureDetector:
             if is_broken(exc):
                 exc.add_note(f"rannd: {self.failure.words()}")
         elif not getattr(exc, "_rannd_told", False) and not isinstance(exc, RankFailedError):
-            self._tell(exc)
+            self._tell(exc, self.where)
 
-    def _elsewhere(self, failure: Failure) -> RankFailedError:
-        return RankFailedError(f"{failure.words()} (this is rank {self._rank}, in {self.where.words()})", failure.rank)
+    def _elsewhere(self, failure: Failure, where: Where) -> RankFailedError:
+        return RankFailedError(f"{failure.words()} (this is rank {self._rank}, in {where.words()})", failure.rank)
 
     def _again(self, failure: Failure) -> RankFailedError:
         return RankFailedError(f"{failure.words()}; {ANEW}", failure.rank)
@@ -357,6 +397,7 @@ class FailureDetector:
                 event.set()
             self._heard.set()
             self._verdict.set()
+            self._scripts_ended.set()
             return
         for message in messages:
             if isinstance(message, Told):
@@ -372,6 +413,8 @@ class FailureDetector:
                 self._heard.set()
             elif isinstance(message, Ask):
                 self._answer(message)
+        if all(rank in self._left or gone.is_set() for rank, gone in self._gone.items()):
+            self._scripts_ended.set()
 
     def _take(self, failure: Failure) -> None:
         """Handle the failure of the job: log it, acknowledge it, and shut down connections."""
@@ -386,18 +429,19 @@ class FailureDetector:
                 log.get("RaNNCProcess").error("%s", failure.words())
             if failure.kind == "memory":
                 self._mark(failure)
-            self._blocks_others = failure.kind == "hang" and stack_dump.doing(self.where) != "waiting"
+            self._blocks_others = failure.kind == "hang" and stack_dump.doing(self._waited_for()) != "waiting"
             if self.where.call or self._blocks_others:
                 self._kill_deadline = (time.monotonic() + STUBBORN_S, self.where.calls)
         if self._channel is not None:
             self._channel.send(Heard())
         self._news.set()
         self._verdict.set()
+        self._scripts_ended.set()
         self.connections.cut()
 
     def _answer(self, ask: Ask) -> None:
         assert self._channel is not None
-        where, still = self.where, 0.0
+        where, still = self._waited_for(), 0.0
         if self._still is not None and self._still[1] == stack_dump.progress(where):
             still = time.monotonic() - self._still[0]
         doing = stack_dump.doing(where)
@@ -415,6 +459,7 @@ class FailureDetector:
             )
         )
         self._noticed = True  # the line for this question names this rank, too
+        self._asked_at = None  # rank 0 answers
 
     def _check_progress(self) -> None:
         """Watchdog: check whether this rank waits for others, hangs, or ignores a failure elsewhere."""
@@ -432,8 +477,9 @@ class FailureDetector:
             error = f"no progress for {self._timeout:g} s (watchdog_timeout_s), and rank 0 does not answer"
             self._take(Failure(0, self._hosts[0], 0, "hang", "", error))
             return
-        here = stack_dump.progress(self.where)
-        if self._still is None or self._still[1] != here or stack_dump.doing(self.where) != "waiting":
+        where = self._waited_for()
+        here = stack_dump.progress(where)
+        if self._still is None or self._still[1] != here or stack_dump.doing(where) != "waiting":
             self._still = (now, here)
             self._asked_at, self._noticed = None, False
             return
@@ -473,6 +519,8 @@ class FailureDetector:
                 self._channel.send(Told(msgspec.structs.replace(own, certain=True)))
         if self._own is None and self.failure is None:
             self._channel.send(Left(self._rank, self.where.calls))
+            if late_error.known() is not None:  # an error on all ranks: the launcher, once told, ends those that work
+                self._scripts_ended.wait()
         elif self._own is not None:
             self._verdict.wait(HEARD_S)
             if self.failure is None or self.failure.rank == self._rank:

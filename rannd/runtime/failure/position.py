@@ -1,19 +1,22 @@
-"""Current position of this process (step, stage, microbatch, action), for error messages and the watchdog."""
+"""Current position of a thread (step, stage, microbatch, action), for error messages and the watchdog."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
+SAVING = "asynchronous save"
+"""`Where.call` of the thread that writes a checkpoint while the script goes on."""
+
 
 class Where:
-    """Position of the thread that runs calls of models; updated by plain attribute assignment.
+    """Position of the thread that runs calls of models, or of one beside it; updated by plain attribute assignment.
 
     The executor sets `stage`, `piece` (the microbatch) and `action` (any object, converted to text only on demand);
     rannd.runtime.failure.detector sets the rest. Other threads only read.
     """
 
-    __slots__ = ("action", "call", "calls", "piece", "preparing", "stage", "step", "thread", "turns")
+    __slots__ = ("action", "call", "calls", "depth", "piece", "preparing", "stage", "step", "thread", "turns")
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -28,8 +31,10 @@ class Where:
         """Number of entries into rannd so far."""
         self.turns = 0
         """Number of blocks of rannd entered so far, inner ones included: progress inside a call."""
+        self.depth = 0
+        """Number of blocks of rannd that it is inside of."""
         self.preparing = False
-        """Whether it is tracing, profiling or planning, which has no time limit."""
+        """Whether it is tracing, profiling, planning, or writing beside the script, which has no time limit."""
         self.thread = threading.main_thread().ident or 0
         """Thread that entered rannd last."""
 

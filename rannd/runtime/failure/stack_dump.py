@@ -14,7 +14,7 @@ from types import FrameType
 import torch.distributed as dist
 
 import rannd
-from rannd.runtime.failure.position import Where
+from rannd.runtime.failure.position import SAVING, Where
 
 DEEPEST = 60
 """Maximum number of frames shown per stack, innermost ones."""
@@ -32,6 +32,9 @@ _LIBRARIES = (
     "<",
 )
 """Prefixes of the names of files that are not the user's; `<` begins names of generated code."""
+_THREADING = threading.Thread.join.__code__.co_filename
+_JOINING = ("join", "_wait_for_tstate_lock", "_shutdown")
+"""Functions there that wait for the end of a thread, the last one at the end of the script."""
 _ACTIVITIES = {"graph": "tracing", "profile": "profiling", "plan": "planning"}
 """By folder of rannd."""
 
@@ -63,6 +66,13 @@ def doing(where: Where) -> str:
     return "preparing" if where.preparing else "working"
 
 
+def joins(where: Where) -> bool:
+    """Whether the thread that runs the model, or the main thread, waits for the end of another thread."""
+    frames = sys._current_frames()
+    codes = [frames[each].f_code for each in (where.thread, threading.main_thread().ident or 0) if each in frames]
+    return any(code.co_filename == _THREADING and code.co_name in _JOINING for code in codes)
+
+
 def line(where: Where) -> str:
     """Innermost line of the thread that runs the model: ``load (train.py:33: time.sleep(9))``."""
     frame = sys._current_frames().get(where.thread)
@@ -88,7 +98,7 @@ def user_line(where: Where) -> str:
 def entry(where: Where) -> str:
     """Name of the function of rannd that the user's code has called, as the user knows it; '' if none."""
     found = ""
-    if where.call in ("forward", "backward"):
+    if where.call in ("forward", "backward", SAVING):
         return where.call  # also where a method of the model has called it
     for frame in _outwards(sys._current_frames().get(where.thread)):
         code = frame.f_code

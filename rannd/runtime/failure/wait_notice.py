@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from rannd.runtime.failure import stack_dump
-from rannd.runtime.failure.position import Where
+from rannd.runtime.failure.position import SAVING, Where
 from rannd.runtime.failure.side_channel import Stacks
 
 STILL_S = 1.0
@@ -64,7 +64,7 @@ def is_expected(asked_by: int, answers: Mapping[int, Stacks]) -> bool:
 
 def collective(call: str) -> str:
     """'state_dict is collective: ..' for functions that scripts call on one rank by mistake; '' for calls of models."""
-    if call in ("", "forward", "backward"):
+    if call in ("", "forward", "backward", SAVING):
         return ""
     state = "; rank 0 gets the state" if call == "state_dict" else ""
     return f"{call} is collective: all ranks have to call it{state}"

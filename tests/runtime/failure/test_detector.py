@@ -6,6 +6,7 @@ import errno
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -16,11 +17,12 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import pyrannc
-from rannd.errors import NotANumberError, StepError, UsageError
+from rannd.errors import NotANumberError, RankFailedError, StepError, UsageError
 from rannd.plan.schedule.program import Action, ActionKind
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.failure import stack_dump
 from rannd.runtime.failure.connections import Connections
+from rannd.runtime.failure.detector import FailureDetector
 from rannd.runtime.failure.failure_report import Failure, describe, failure_of, is_broken
 from rannd.runtime.failure.nan_check import Finite
 from rannd.runtime.failure.position import Where
@@ -78,6 +80,48 @@ def test_what_the_main_thread_does_is_seen_from_another() -> None:
     assert found[0] == "script"
     assert "thread MainThread" in found[2]
     assert "test_what_the_main_thread_does_is_seen_from_another" in found[2]
+
+
+def test_a_thread_beside_the_script_has_a_position_of_its_own() -> None:
+    watch, waits, goes_on = FailureDetector(), threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def save() -> None:
+        with watch.beside("asynchronous save"), watch.inside("gather"):
+            waits.set()
+            goes_on.wait()
+        with watch.inside("gather"):
+            found.append(watch.where.depth == 1)  # as any thread: torch has threads for backward
+
+    saver = threading.Thread(target=save)
+    saver.start()
+    waits.wait()
+    with watch.inside("forward"):
+        assert (watch.where.call, watch.where.calls, watch.where.turns) == ("forward", 1, 1)
+    assert watch.where.call == ""
+    watch.failure = FAILURE
+    with pytest.raises(RankFailedError, match=r"rank 1 .* failed in step 3.*restart the job"), watch.inside("forward"):
+        pass
+    watch.failure = None
+    goes_on.set()
+    saver.join()
+    assert found == [True]
+
+
+def test_the_watch_sees_that_the_script_joins_a_thread() -> None:
+    where, release = Where(), threading.Event()
+    assert not stack_dump.joins(where)
+
+    def look() -> None:
+        while not stack_dump.joins(where):
+            time.sleep(0.01)
+        release.set()
+
+    threads = [threading.Thread(target=release.wait), threading.Thread(target=look)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 # -- the side channel --------------------------------------------------------------------------------------------
