@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 import rannd.config
-from rannd import __version__, planned
+from rannd import __version__, open_files, planned
 from rannd.config import ITEMS, Config
 from rannd.errors import ConfigError, LaunchError, PlanError, RanndError, UsageError
 from rannd.runner.adoption import Adopted, adopt
@@ -43,6 +43,10 @@ class _Command(click.Command):
             _say("SIGINT: nothing was started")
             ctx.exit(128 + signal.SIGINT)
 
+
+#: Open files of the MPI launcher for each rank of this machine (rannc-run has one for each rank), and of either beside.
+_LAUNCHER_FILES = 2
+_OTHER_FILES = 96
 
 _PATH = click.Path(path_type=Path)
 
@@ -203,8 +207,12 @@ def launch(job: Job) -> int:
 
     Raises:
         UsageError: The log directory cannot be created.
-        LaunchError: The launcher cannot be executed.
+        LaunchError: The launcher cannot be executed, or too few files may be open for so many ranks.
     """
+    local_ranks = max(place.local_rank for place in job.places) + 1
+    files = max(len(job.places), _LAUNCHER_FILES * local_ranks) + _OTHER_FILES
+    if too_few := open_files.make_room(files, f"rannc-run and MPI for {len(job.places)} ranks"):
+        raise LaunchError(f"{too_few}; nothing was started")
     if job.log_dir is not None:
         try:
             os.makedirs(job.log_dir)
