@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from rannd.lost_host import LOOK_S, LOST_S, is_lost
@@ -123,6 +123,7 @@ class Monitor:
         shown: Ranks whose output is shown.
         grace: Seconds between SIGTERM and SIGKILL; the watchers use the same.
         start: Seconds within which every rank must start; 0: no limit.
+        started: Called when the first rank has started; returns a line for the user, or ''.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Monitor:
         shown: Collection[int],
         grace: float,
         start: float = 0.0,
+        started: Callable[[], str] = str,
     ) -> None:
         self._reception = listener.reception(self._say)
         self._launcher = launcher
@@ -140,6 +142,7 @@ class Monitor:
         self._shown = shown
         self._grace = grace
         self._start = start
+        self._started = started
         self._start_by = time.monotonic() + start if start else None
         self._output = OutputQueue()
         self._links: dict[int, _Link] = {}  # by descriptor
@@ -342,6 +345,8 @@ class Monitor:
         if rank in self._joined or not 0 <= rank < self._size:
             raise wire.WireError(f"rank {rank} is there already, or not of this job")
         link.rank, link.host, link.pid = rank, str(hello["host"]), int(hello["pid"])
+        if not self._joined and (line := self._started()):
+            self._say(line)
         self._joined[rank] = link
         if rank in self._shown:
             prefix = f"[{link.host}:{rank}] ".encode() if len(self._shown) > 1 else b""
