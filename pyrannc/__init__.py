@@ -1,7 +1,8 @@
 """Automatic parallelism for PyTorch models: ``model = pyrannc.RaNNCModule(model, optimizer)``.
 
 The public API, under the name that RaNNC scripts import. Importing it starts nothing;
-where gloo would listen on an address that other nodes cannot reach, it sets GLOO_SOCKET_IFNAME.
+where gloo would listen on an address that other nodes cannot reach, or that they reach although all ranks are on this
+machine, it sets GLOO_SOCKET_IFNAME.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ from typing import Any
 import click
 
 import rannd.config
-from rannd import __version__, planned
+from rannd import __version__, open_files, planned
 from rannd.config import ITEMS, Config
 from rannd.errors import ConfigError, LaunchError, PlanError, RanndError, UsageError
 from rannd.runner.adoption import Adopted, adopt
 from rannd.runner.hints import hints
 from rannd.runner.job import Job, prepare
-from rannd.runner.launch import session_folder
+from rannd.runner.launch import launcher_ports, session_folder
+from rannd.runner.launch.mpi import LauncherKind
 from rannd.runner.report import exit_code, report
 from rannd.runner.resources.inherited import rank_here
 from rannd.runner.run_options import Options, quietly, with_flags
@@ -43,6 +44,10 @@ class _Command(click.Command):
             _say("SIGINT: nothing was started")
             ctx.exit(128 + signal.SIGINT)
 
+
+#: Open files of the MPI launcher for each rank of this machine (rannc-run has one for each rank), and of either beside.
+_LAUNCHER_FILES = 2
+_OTHER_FILES = 96
 
 _PATH = click.Path(path_type=Path)
 
@@ -203,8 +208,12 @@ def launch(job: Job) -> int:
 
     Raises:
         UsageError: The log directory cannot be created.
-        LaunchError: The launcher cannot be executed.
+        LaunchError: The launcher cannot be executed, or too few files may be open for so many ranks.
     """
+    local_ranks = max(place.local_rank for place in job.places) + 1
+    files = max(len(job.places), _LAUNCHER_FILES * local_ranks) + _OTHER_FILES
+    if too_few := open_files.make_room(files, f"rannc-run and MPI for {len(job.places)} ranks"):
+        raise LaunchError(f"{too_few}; nothing was started")
     if job.log_dir is not None:
         try:
             os.makedirs(job.log_dir)
@@ -241,13 +250,32 @@ def launch(job: Job) -> int:
         raise LaunchError(f"{command[0]} cannot be executed: {error}") from None
     guard = processes.Guard(launcher.pid, job.grace, own_folder.get(session_folder.VARIABLE, ""))
     sys.stdout.flush()
-    result = Monitor(listener, launcher, len(job.places), job.shown, job.grace, job.start).run()
+    result = Monitor(
+        listener,
+        launcher,
+        len(job.places),
+        job.shown,
+        job.grace,
+        job.start,
+        started=lambda: _close_ports(job, launcher.pid),
+    ).run()
     guard.close()
     processes.kill_session(launcher.pid)  # a login to a host that never answered
     session_folder.remove(own_folder)
     text = report(result, job.launcher.kind.value, job.shown, job.log_dir)
     _tell(text)
     return exit_code(result)
+
+
+def _close_ports(job: Job, launcher: int) -> str:
+    """Close the launcher's ports to other machines, unless ranks run there; return a line if that is not possible."""
+    if job.remote_host is not None or job.launcher.kind is not LauncherKind.OPEN_MPI:
+        return ""
+    try:
+        launcher_ports.close_to_others(launcher)
+    except OSError as error:
+        return "" if job.quiet else f"ports of {job.launcher.kind.value} stay open to other machines: {error}"
+    return ""
 
 
 def _ready(job: Job, items: Config, script: str) -> Job:

@@ -67,12 +67,13 @@ def ask(
     quiet_until = time.monotonic() + QUIET_S
     running: list[_Asked] = []
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("", 0), backlog=1024))
         stack.callback(lambda: _end_all(running))
-        try:
-            back = (address_towards(remote), listener.getsockname()[1]) if remote is not None else None
-        except LaunchError:
-            back = None  # that host will not answer
+        listener, back = None, None
+        if remote is not None:
+            with contextlib.suppress(LaunchError):  # that host will not answer
+                listener = stack.enter_context(socket.create_server((address_towards(remote), 0), backlog=1024))
+                listener.setblocking(False)
+                back = listener.getsockname()
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 running.append(_start(waiting.pop(0), launcher, environ, question, back))
@@ -81,6 +82,8 @@ def ask(
                 running.remove(each)
                 _end(each)
                 _take(each, answers, silent, launcher)
+            if listener is not None:
+                _let_connect(listener)
             if time.monotonic() >= end:
                 break
             if running and time.monotonic() >= quiet_until:
@@ -95,6 +98,13 @@ def ask(
             silent.update(dict.fromkeys(each.hosts, f"{words}: {said}" if said else words))
         silent.update({name: "not asked before the time limit" for group in waiting for name in group})
     return answers, silent
+
+
+def _let_connect(listener: socket.socket) -> None:
+    """Close new connections: hosts only try whether they can connect, and others must not fill the queue."""
+    with contextlib.suppress(OSError):  # there are no more
+        while True:
+            listener.accept()[0].close()
 
 
 def _start(

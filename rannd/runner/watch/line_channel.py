@@ -1,7 +1,8 @@
 """Sockets between the watcher of a rank and the monitor: creation, addresses, and access checks.
 
 On one machine an abstract AF_UNIX name, with the peer's user checked on both sides; if ranks run on other machines TCP,
-with a token that only the job knows. Standard library only: the watcher runs without site-packages.
+at the address that these machines use. Both sides prove that they know the job's token (rannd.admission). Standard
+library only: the watcher runs without site-packages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 
+from rannd.admission import Reception, introduce, new_token
 from rannd.errors import LaunchError
 from rannd.lost_host import look_out
 
@@ -26,7 +29,7 @@ class Listener:
     """
 
     def __init__(self, remote_host: str | None) -> None:
-        self.token = secrets.token_hex(16)
+        self.token = new_token()
         self.address: list[str | int]
         if remote_host is None:
             # Abstract: a SIGKILL leaves no file behind, and there is no file in a world-writable place.
@@ -36,25 +39,24 @@ class Listener:
             self.address = ["unix", name]
         else:
             self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            local = address_towards(remote_host)
-            self.socket.bind(("", 0))
-            self.address = ["tcp", local, self.socket.getsockname()[1]]
+            self.socket.bind((address_towards(remote_host), 0))
+            self.address = ["tcp", *self.socket.getsockname()]
         self.socket.listen(1024)
-        self.socket.setblocking(False)
 
-    def accept(self) -> socket.socket | None:
-        """Accept the next connection; None if there is none, or if it is another user's."""
-        try:
-            channel, _ = self.socket.accept()
-        except (BlockingIOError, ConnectionError):
-            return None
-        if channel.family == socket.AF_UNIX and peer_uid(channel) != os.getuid():
-            channel.close()
-            return None
-        if channel.family != socket.AF_UNIX:
-            look_out(channel, reads_at_once=True)
-        channel.setblocking(False)
-        return channel
+    def reception(self, say: Callable[[str], None]) -> Reception:
+        """Return what admits the watchers; it closes the socket. `say` gets a line for the user."""
+        return Reception(self.socket, self.token, say)
+
+
+def prepare(channel: socket.socket) -> bool:
+    """Prepare the monitor's end of an admitted connection; False: it is another user's, or has ended."""
+    if channel.family == socket.AF_UNIX:
+        return peer_uid(channel) == os.getuid()
+    try:
+        look_out(channel, reads_at_once=True)
+    except OSError:
+        return False
+    return True
 
 
 def address_towards(host: str) -> str:
@@ -72,14 +74,15 @@ def address_towards(host: str) -> str:
         return address
 
 
-def connect(address: list[str | int]) -> socket.socket:
+def connect(address: list[str | int], token: str) -> socket.socket:
     """Connect to the monitor.
 
     Args:
         address: ``["unix", name]`` (a name in the abstract namespace) or ``["tcp", host, port]``.
+        token: The job's token.
 
     Raises:
-        OSError: Nothing listens there, or a process of another user does.
+        OSError: Nothing listens there, or not this job's monitor.
     """
     if address[0] == "unix":
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -87,10 +90,11 @@ def connect(address: list[str | int]) -> socket.socket:
         uid = peer_uid(channel)
         if uid != os.getuid():
             raise PermissionError(f"the monitor's socket belongs to user {uid}, not to {os.getuid()}")
-        return channel
-    channel = socket.create_connection((str(address[1]), int(address[2])), timeout=30)
-    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    look_out(channel, reads_at_once=False)  # a user may pause rannc-run's output
+    else:
+        channel = socket.create_connection((str(address[1]), int(address[2])), timeout=30)
+        channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        look_out(channel, reads_at_once=False)  # a user may pause rannc-run's output
+    introduce(channel, token)
     return channel
 
 

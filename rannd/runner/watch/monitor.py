@@ -7,19 +7,18 @@ sockets are not read, and the ranks block as they would on a pipe.
 from __future__ import annotations
 
 import errno
-import hmac
 import os
 import select
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from rannd.lost_host import LOOK_S, LOST_S, is_lost
 from rannd.runner.watch import processes, wire
-from rannd.runner.watch.line_channel import Listener
+from rannd.runner.watch.line_channel import Listener, prepare
 from rannd.runner.watch.output import LineTagger, OutputQueue
 
 #: Maximum bytes of output to buffer for a slow reader before the ranks block.
@@ -36,7 +35,7 @@ _NOBODY_EXIT = 1.0
 NO_ANSWER = f"no answer for {LOST_S} s; its network or the machine has failed"
 
 _LOST_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-#: Seconds for a connection to send HELLO after the launcher has exited: any program may connect to a TCP port.
+#: Seconds for which watchers that have just connected are waited for after the launcher has exited.
 _HELLO_S = 5.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -124,6 +123,7 @@ class Monitor:
         shown: Ranks whose output is shown.
         grace: Seconds between SIGTERM and SIGKILL; the watchers use the same.
         start: Seconds within which every rank must start; 0: no limit.
+        started: Called when the first rank has started; returns a line for the user, or ''.
     """
 
     def __init__(
@@ -134,13 +134,15 @@ class Monitor:
         shown: Collection[int],
         grace: float,
         start: float = 0.0,
+        started: Callable[[], str] = str,
     ) -> None:
-        self._listener = listener
+        self._reception = listener.reception(self._say)
         self._launcher = launcher
         self._size = size
         self._shown = shown
         self._grace = grace
         self._start = start
+        self._started = started
         self._start_by = time.monotonic() + start if start else None
         self._output = OutputQueue()
         self._links: dict[int, _Link] = {}  # by descriptor
@@ -151,11 +153,11 @@ class Monitor:
         self._kill_launcher_at: float | None = None
         self._launcher_asked = False  # it was sent SIGTERM by this monitor
         self._launcher_gone = False
-        self._hello_by: float | None = None  # deadline for connections without a HELLO
+        self._hello_by: float | None = None  # deadline for connections that are not admitted yet
         self._dismissed = False  # every watcher was sent QUIT
         self._lost: set[str] = set()  # hosts that do not answer
         # On one machine the kernel reports the end of a process at once.
-        self._look_at = None if listener.socket.family == socket.AF_UNIX else time.monotonic() + LOOK_S
+        self._look_at = None if listener.address[0] == "unix" else time.monotonic() + LOOK_S
         self._wakeup = -1
 
     def run(self) -> JobResult:
@@ -193,14 +195,15 @@ class Monitor:
         if self._launcher.poll() is None:
             return False
         self._accept()  # a watcher may have connected just before
-        return not self._links and not self._output.pending
+        late = self._launcher_gone and self._hello_by is None
+        return not self._links and not self._output.pending and (late or not self._reception.waiting)
 
     # --- one turn -------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
-        poll.register(self._listener.socket, select.POLLIN)
+        poll.register(self._reception, select.POLLIN)
         if self._output.waiting_for is not None:
             poll.register(self._output.waiting_for, select.POLLOUT)
         if self._output.pending < _BACKLOG:
@@ -211,8 +214,10 @@ class Monitor:
             poll.register(launcher_pipe, select.POLLIN)
         moments = (self._kill_launcher_at, self._start_by, self._look_at, self._hello_by)
         due = [moment for moment in moments if moment is not None]
-        timeout = max(0.0, min(due) - time.monotonic()) * 1000 if due else None
-        ready = {fd for fd, _ in poll.poll(timeout)}
+        pauses = [max(0.0, moment - time.monotonic()) for moment in due]
+        if (pause := self._reception.due()) is not None:
+            pauses.append(pause)
+        ready = {fd for fd, _ in poll.poll(min(pauses) * 1000 if pauses else None)}
 
         if self._wakeup in ready:
             self._take_signals(os.read(self._wakeup, 4096))
@@ -220,8 +225,7 @@ class Monitor:
             self._output.pump()
             if _STDOUT in self._output.broken:
                 self._end_job(signal.SIGPIPE)
-        if self._listener.socket.fileno() in ready:
-            self._accept()
+        self._accept()
         for fd in [fd for fd in self._links if fd in ready]:
             self._receive(self._links[fd])
         if launcher_pipe is not None and not launcher_pipe.closed and launcher_pipe.fileno() in ready:
@@ -229,7 +233,7 @@ class Monitor:
         self._look_after_launcher()
         self._look_for_starts()
         if self._hello_by is not None and time.monotonic() >= self._hello_by:
-            self._turn_strangers_away()
+            self._hello_by = None
         if self._look_at is not None and time.monotonic() >= self._look_at:
             self._look_for_hosts()
 
@@ -294,15 +298,11 @@ class Monitor:
     # --- watchers -------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while (channel := self._listener.accept()) is not None:
-            self._links[channel.fileno()] = _Link(channel)
-            if self._launcher_gone and self._hello_by is None:
-                self._hello_by = time.monotonic() + _HELLO_S
-
-    def _turn_strangers_away(self) -> None:
-        self._hello_by = None
-        for link in [link for link in self._links.values() if link.rank < 0]:
-            self._part(link)
+        for channel in self._reception.admit():
+            if prepare(channel):
+                self._links[channel.fileno()] = _Link(channel)
+            else:
+                channel.close()
 
     def _receive(self, link: _Link) -> None:
         lost = link.lost
@@ -320,8 +320,8 @@ class Monitor:
         try:
             for kind, payload in link.reader.feed(data):
                 self._take_frame(link, kind, payload)
-        except (wire.WireError, KeyError, TypeError):
-            # Not a watcher of this job: nothing that it sent is used.
+        except (wire.WireError, LookupError, TypeError, ValueError, ArithmeticError):
+            # No watcher sends this: nothing that it sent is used.
             self._part(link)
 
     def _take_frame(self, link: _Link, kind: bytes, payload: bytes) -> None:
@@ -341,12 +341,12 @@ class Monitor:
         if kind != wire.HELLO:
             raise wire.WireError(f"{kind!r} before HELLO")
         hello = wire.decode_json(payload)
-        rank = hello["rank"]
-        if not hmac.compare_digest(str(hello["token"]), self._listener.token):
-            raise wire.WireError("wrong token")
+        rank = int(hello["rank"])
         if rank in self._joined or not 0 <= rank < self._size:
             raise wire.WireError(f"rank {rank} is there already, or not of this job")
-        link.rank, link.host, link.pid = rank, hello["host"], hello["pid"]
+        link.rank, link.host, link.pid = rank, str(hello["host"]), int(hello["pid"])
+        if not self._joined and (line := self._started()):
+            self._say(line)
         self._joined[rank] = link
         if rank in self._shown:
             prefix = f"[{link.host}:{rank}] ".encode() if len(self._shown) > 1 else b""
@@ -456,7 +456,7 @@ class Monitor:
         self._accept()
         for link in self._links.values():
             link.channel.close()
-        self._listener.socket.close()
+        self._reception.close()
         if self._launcher.stdout is not None and not self._launcher.stdout.closed:
             while self._hear_launcher():
                 pass

@@ -156,10 +156,10 @@ class Watcher:
             os.set_blocking(fd, False)
         return pid, out_read, err_read
 
-    def run(self, token: str) -> None:
-        """Send HELLO with `token`, then work until the monitor sends QUIT, or is gone and the rank has ended."""
+    def run(self) -> None:
+        """Send HELLO, then work until the monitor sends QUIT, or is gone and the rank has ended."""
         host = socket.gethostname().split(".")[0]
-        self._send(wire.encode_json(wire.HELLO, token=token, rank=self._rank, host=host, pid=self._pid))
+        self._send(wire.encode_json(wire.HELLO, rank=self._rank, host=host, pid=self._pid))
         while not self._quit:
             self._turn()
             if self._done and self._monitor is None:
@@ -423,7 +423,7 @@ def _stand_in(watcher: int) -> NoReturn:
 
 def _watch(settings: dict[str, Any], rank: int) -> None:
     try:
-        channel = connect(settings["address"])
+        channel = connect(settings["address"], settings["token"])
     except OSError as error:
         sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot reach {settings['address']}: {error}")
     log_dir = settings["log_dir"]
@@ -438,7 +438,7 @@ def _watch(settings: dict[str, Any], rank: int) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     try:
-        watcher.run(settings["token"])
+        watcher.run()
     except Exception:
         # Standard error is closed by now; the rank is killed with the watcher, and the user must know why.
         import traceback  # its import takes as long as all others

@@ -1,12 +1,13 @@
 """Frames that the watcher of a rank and the monitor exchange.
 
-A frame is one byte of kind, four bytes of length (big endian) and the payload. All but rank output is JSON. Standard
-library only: the watcher runs without site-packages.
+They are exchanged once both have proved that they are of the same job (line_channel.py). A frame is one byte of kind,
+four bytes of length (big endian) and the payload. All but rank output is JSON. Standard library only: the watcher runs
+without site-packages.
 
 ==========  ==================  ========================================================
 kind        direction           payload
 ==========  ==================  ========================================================
-``HELLO``   watcher -> monitor  ``{"token", "rank", "host", "pid"}``; the first frame
+``HELLO``   watcher -> monitor  ``{"rank", "host", "pid"}``; the first frame
 ``STDOUT``  watcher -> monitor  bytes the rank wrote to its standard output
 ``STDERR``  watcher -> monitor  bytes the rank wrote to its standard error
 ``EXIT``    watcher -> monitor  ``{"status", "time", "tail", "ordered", "leftovers"}``
@@ -66,7 +67,7 @@ def decode_json(payload: bytes) -> dict[str, Any]:
     """
     try:
         fields = json.loads(payload)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, a number of too many digits; a nesting that is too deep
         raise WireError(f"the payload is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise WireError(f"the payload is a {type(fields).__name__}, not an object")

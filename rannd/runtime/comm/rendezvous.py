@@ -7,6 +7,7 @@ environment variables of MPI launchers, rannc-run, torchrun and Slurm. A process
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -118,13 +119,39 @@ def _initialise(place: LaunchedRank) -> None:
     backend = _backend()
     if place.rank:
         _await_listener(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    server = None if place.rank else _loopback_server(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
+    del server  # it ends with the group now
     default_group.share(backend)
 
 
 def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _loopback_server(address: str, port: str) -> object:
+    """Store in which ranks of one machine meet, listening on a loopback address; None if theirs is another address.
+
+    torch would listen on all interfaces; as `multi_tenant` it takes this server of the same port and process instead.
+    """
+    loopback = network_interface.loopback_address(address)
+    if not loopback or not network_interface.is_one_machine(os.environ):
+        return None
+    family = socket.AF_INET6 if ":" in loopback else socket.AF_INET
+    try:
+        listener = socket.create_server((loopback, int(port)), family=family, backlog=4096)
+    except (OSError, ValueError, OverflowError):
+        return None  # torch says what is wrong with the port; under torchrun its own process listens there
+    return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in its __all__
+        loopback,
+        int(port),
+        is_master=True,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _await_listener(address: str, port: str) -> None:
@@ -173,11 +200,10 @@ def _agree_through_mpi(place: LaunchedRank) -> tuple[str, int]:
         )
     told = None
     if place.rank == 0:
-        host = socket.gethostname()
-        try:
-            address = socket.gethostbyname(host)
-        except OSError:
-            address = "127.0.0.1"
+        address = "127.0.0.1"
+        if not network_interface.is_one_machine(os.environ):
+            with contextlib.suppress(OSError):
+                address = socket.gethostbyname(socket.gethostname())
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]

@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rannd import log
+from rannd import log, open_files
 from rannd.config import Config
 from rannd.errors import LaunchError, StepError, UsageError
 from rannd.plan.deployment import Slot
@@ -24,6 +24,9 @@ from rannd.runtime.comm.device import backend_of, choose_device
 from rannd.runtime.comm.rendezvous import LaunchedRank
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.detector import FailureDetector
+
+FILES_PER_RANK, OTHER_FILES = 9, 128
+"""Open files of rank 0: connections of its process groups, failure reports and the store to each rank; and beside."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,9 @@ def _make(config: Config) -> World:
     watch = FailureDetector(connections)
     if place.size > 1:
         watch.await_ranks(place.rank, place.size, config.wait_notice_s)
+        few = open_files.make_room(FILES_PER_RANK * place.size + OTHER_FILES, f"connections to {place.size} ranks")
+        if few and place.local_rank == 0:
+            logger.warning("%s", few)
     rendezvous.join(place, connections)
     device = choose_device(config.device, place.local_rank)
     if place.size == 1:

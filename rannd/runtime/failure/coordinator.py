@@ -18,6 +18,7 @@ import sys
 import time
 
 from rannd import log
+from rannd.admission import Reception
 from rannd.runtime.failure import wait_notice
 from rannd.runtime.failure.failure_report import Failure
 from rannd.runtime.failure.side_channel import (
@@ -35,7 +36,6 @@ from rannd.runtime.failure.side_channel import (
     Told,
     Waits,
     prepare,
-    token_matches,
 )
 
 GRACE_S = 5.0
@@ -49,12 +49,11 @@ class Hub:
 
     def __init__(self, size: int, token: str, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         self._size = size
-        self._token = token
-        self._listener = listener
+        self._reception = Reception(listener, token, lambda line: log.get("RaNNCProcess").warning("rank 0: %s", line))
         self._selector = selector
         self._channels: dict[int, Channel] = {}
         self._hellos: dict[int, RankHello] = {}
-        self._strangers: set[Channel] = set()
+        self._unnamed: set[Channel] = set()
         self._left: set[int] = set()
         self._heard: set[int] = set()
         self._failure: Failure | None = None
@@ -64,29 +63,31 @@ class Hub:
         self._asked_by: Stuck | Waits | None = None
         self._answers: dict[int, Stacks] = {}
         self._answers_end = 0.0
-        selector.register(listener, selectors.EVENT_READ, self.accept)
+        selector.register(self._reception, selectors.EVENT_READ, self.accept)
 
     def accept(self) -> None:
-        """Accept a new connection."""
-        with contextlib.suppress(BlockingIOError):
-            end, _ = self._listener.accept()
+        """Accept new connections of ranks."""
+        for end in self._reception.admit():
             with contextlib.suppress(OSError):
                 prepare(end)
             self.adopt(Channel(end))
 
     def adopt(self, channel: Channel) -> None:
         """Start receiving from a connection, whose rank is unknown until its RankHello."""
-        self._strangers.add(channel)
+        self._unnamed.add(channel)
         self._selector.register(channel.socket, selectors.EVENT_READ, lambda: self._serve(channel))
 
     def due(self) -> float | None:
         """Seconds until `tick` has something to do."""
         ends = [self._doubts_end] if self._doubts else []
         ends += [self._answers_end] if self._asked_by is not None else []
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        pauses = [max(0.0, end - time.monotonic()) for end in ends]
+        pauses += [pause] if (pause := self._reception.due()) is not None else []
+        return min(pauses) if pauses else None
 
     def tick(self) -> None:
         """Handle expired deadlines."""
+        self.accept()
         now = time.monotonic()
         if self._doubts and now >= self._doubts_end:
             self._decide(min(self._doubts.values(), key=lambda each: each.rank))
@@ -95,13 +96,13 @@ class Hub:
 
     def detach(self) -> None:
         """Stop sending, but leave the connections open until the process ends."""
-        for channel in [*self._channels.values(), *self._strangers]:
+        for channel in [*self._channels.values(), *self._unnamed]:
             channel.socket.detach()
 
     def forget(self) -> None:
         """Close this process's copies of the parent's sockets, in a forked child."""
-        self._listener.close()
-        for channel in [*self._channels.values(), *self._strangers]:
+        self._reception.close()
+        for channel in [*self._channels.values(), *self._unnamed]:
             channel.close()
 
     # -- messages ---------------------------------------------------------------------------------------------
@@ -125,11 +126,11 @@ class Hub:
                 self._part(rank)
 
     def _meet(self, channel: Channel, message: AnyMessage) -> int:
-        if not isinstance(message, RankHello) or not token_matches(message.token, self._token):
-            raise ChannelError("a client is not part of this job")
+        if not isinstance(message, RankHello):
+            raise ChannelError(f"{type(message).__name__} before RankHello")
         if message.rank in self._channels or not 0 <= message.rank < self._size:
             raise ChannelError(f"another client is rank {message.rank}")
-        self._strangers.discard(channel)
+        self._unnamed.discard(channel)
         self._channels[message.rank] = channel
         self._hellos[message.rank] = message
         if self._failure is not None:
@@ -168,7 +169,7 @@ class Hub:
             channel.send(message)
 
     def _drop(self, channel: Channel) -> None:
-        self._strangers.discard(channel)
+        self._unnamed.discard(channel)
         self._selector.unregister(channel.socket)
         channel.close()
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
 import selectors
 import socket
 import sys
@@ -33,6 +32,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rannd import log
+from rannd.admission import new_token
 from rannd.errors import CheckpointError, RankFailedError, StepError
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.failure import late_error, stack_dump, wait_notice
@@ -180,7 +180,7 @@ class FailureDetector:
         self._selector.register(self._wakeup[0], selectors.EVENT_READ, lambda: None)
         if rank == 0:
             listener = listen(alone)
-            token = secrets.token_hex(16)
+            token = new_token()
             told = (token, addresses(alone), listener.getsockname()[1])
             broadcast(msgspec.msgpack.encode(told))
             self._hub = Hub(len(hosts), token, listener, self._selector)
@@ -189,7 +189,7 @@ class FailureDetector:
             self._channel = Channel(mine)
         else:
             token, places, port = msgspec.msgpack.decode(broadcast(None), type=tuple[str, list[str], int])
-            self._channel = connect(places, port)
+            self._channel = connect(places, port, token)
             if self._channel is None:
                 log.get("RaNNCProcess").warning(
                     "rank %d cannot connect to any of %s, port %d: it will learn late of failed ranks (set "
@@ -199,7 +199,7 @@ class FailureDetector:
                     port,
                 )
         if self._channel is not None:
-            self._channel.send(RankHello(token, rank, self._host, self._pid))
+            self._channel.send(RankHello(rank, self._host, self._pid))
             self._selector.register(self._channel.socket, selectors.EVENT_READ, self._hear)
         self._connected.set()
         self._hook()

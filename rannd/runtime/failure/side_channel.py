@@ -2,8 +2,8 @@
 
 The connections form a star: every rank's watcher thread is connected to the hub in rank 0's watcher thread. Nothing is
 sent during normal operation; the kernel notices when a rank's process or (by keepalive probes, see `rannd.lost_host`)
-its machine is gone. On one machine the hub listens on the loopback interface only. Clients authenticate with a token
-that the ranks received through their process group.
+its machine is gone. On one machine the hub listens on the loopback interface only. Rank and hub prove to each other
+that they know a token, which the ranks received through their process group (rannd.admission).
 
 A frame is its length (4 bytes, big-endian) and a msgpack message, an array that starts with the message's name.
 """
@@ -11,7 +11,6 @@ A frame is its length (4 bytes, big-endian) and a msgpack message, an array that
 from __future__ import annotations
 
 import contextlib
-import hmac
 import ipaddress
 import os
 import socket
@@ -22,6 +21,7 @@ from typing import TypeAlias
 import msgspec
 import psutil
 
+from rannd.admission import introduce
 from rannd.lost_host import look_out
 from rannd.runtime.failure.failure_report import Failure
 
@@ -37,7 +37,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class RankHello(Message, frozen=True):
     """First message of a rank."""
 
-    token: str
     rank: int
     host: str
     pid: int
@@ -155,7 +154,7 @@ class Channel:
                 break
             try:
                 found.append(_decoder.decode(self._incoming[4 : 4 + size]))
-            except msgspec.DecodeError as exc:
+            except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # not UTF-8; a nesting that is too deep
                 raise ChannelError(str(exc)) from exc
             del self._incoming[: 4 + size]
         return found
@@ -168,13 +167,10 @@ class Channel:
 def listen(alone: bool) -> socket.socket:
     """Create the hub's listening socket; `alone`: all ranks are on this machine."""
     if alone:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
-    else:
-        listener = socket.create_server(("", 0), backlog=4096)
-    listener.setblocking(False)
-    return listener
+        return socket.create_server(("127.0.0.1", 0), backlog=4096)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=4096)
 
 
 def addresses(alone: bool) -> list[str]:
@@ -193,12 +189,17 @@ def addresses(alone: bool) -> list[str]:
     return [address for _, _, address in sorted(found)]
 
 
-def connect(places: Sequence[str], port: int) -> Channel | None:
-    """Connect to the hub; None if none of its addresses answers."""
+def connect(places: Sequence[str], port: int, token: str) -> Channel | None:
+    """Connect to the hub; None if it does not answer at any of its addresses (another machine may have the same)."""
     for place in places:
         with contextlib.suppress(OSError):
             end = socket.create_connection((place, port), timeout=CONNECT_S)
-            prepare(end)
+            try:
+                introduce(end, token)
+                prepare(end)
+            except OSError:
+                end.close()
+                raise
             return Channel(end)
     return None
 
@@ -207,8 +208,3 @@ def prepare(end: socket.socket) -> None:
     """Set TCP_NODELAY and keepalive probes."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     look_out(end, reads_at_once=True)
-
-
-def token_matches(given: str, token: str) -> bool:
-    """Whether a client's token is that of this job, compared in constant time."""
-    return hmac.compare_digest(given.encode(), token.encode())

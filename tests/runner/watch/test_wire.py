@@ -28,7 +28,7 @@ def test_json_round_trip() -> None:
     assert wire.decode_json(payload) == {"status": -9, "tail": "ü\n"}
 
 
-@pytest.mark.parametrize("payload", [b"[1]", b"{", b"\xff"])
+@pytest.mark.parametrize("payload", [b"[1]", b"{", b"\xff", b"[" * 200_000, b'{"rank": ' + b"9" * 10_000 + b"}"])
 def test_a_payload_that_is_no_object(payload: bytes) -> None:
     with pytest.raises(wire.WireError):
         wire.decode_json(payload)

@@ -1,0 +1,207 @@
+"""Who is admitted by a process that listens, and what strangers can do to it: nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rannd import admission
+from rannd.admission import NotAdmittedError, Reception, introduce, new_token
+
+TOKEN = new_token()
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def reception(told: list[str]) -> Iterator[Reception]:
+    found = Reception(socket.create_server(("127.0.0.1", 0)), TOKEN, told.append)
+    yield found
+    found.close()
+
+
+def knock(reception: Reception) -> socket.socket:
+    return socket.create_connection(reception.listener.getsockname(), timeout=30)
+
+
+def admit_until(reception: Reception, *, admitted: int = 0, strangers: int | None = None) -> list[socket.socket]:
+    """Those admitted until there are so many, and so many strangers."""
+    found: list[socket.socket] = []
+    while len(found) < admitted or (strangers is not None and reception.waiting != strangers):
+        due = reception.due()
+        select.select([reception], [], [], due)
+        found += reception.admit()
+    return found
+
+
+def introduced(reception: Reception, token: str = TOKEN) -> tuple[threading.Thread, list[OSError], socket.socket]:
+    """A process that introduces itself: its thread, its errors, its socket."""
+    channel, errors = knock(reception), []
+
+    def run() -> None:
+        try:
+            introduce(channel, token)
+            channel.sendall(b"after")
+        except OSError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors, channel
+
+
+def test_who_knows_the_token_is_admitted_and_nothing_after_the_answer_is_read(reception: Reception) -> None:
+    thread, errors, channel = introduced(reception)
+    (end,) = admit_until(reception, admitted=1)
+    thread.join()
+    assert not errors
+    assert channel.gettimeout() == 30
+    end.setblocking(True)
+    assert end.recv(100) == b"after"
+    assert reception.waiting == 0
+    end.close()
+    channel.close()
+
+
+def test_another_token_is_refused(reception: Reception) -> None:
+    thread, errors, channel = introduced(reception, new_token())
+    admit_until(reception, strangers=1)
+    assert admit_until(reception, strangers=0) == []
+    thread.join()
+    assert isinstance(errors[0], NotAdmittedError)
+    channel.close()
+
+
+def test_a_listener_that_does_not_know_the_token_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        channel = socket.create_connection(other.getsockname())
+        theirs, _ = other.accept()
+        theirs.sendall(bytes(32) + bytes(32))
+        with pytest.raises(NotAdmittedError, match="does not know this job's token"):
+            introduce(channel, TOKEN)
+        assert TOKEN.encode() not in theirs.recv(1000)
+        channel.close()
+        theirs.close()
+
+
+def test_an_answer_is_of_no_use_to_another_connection(reception: Reception) -> None:
+    thread, _, channel = introduced(reception)
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        # Who sits between them sees all that is sent.
+        first = knock(reception)
+        admit_until(reception, admitted=1)[0].close()
+        thread.join()
+        nonce = first.recv(32)
+        victim = socket.create_connection(between.getsockname())
+        theirs, _ = between.accept()
+        theirs.sendall(nonce[::-1])
+
+        def run() -> None:
+            with pytest.raises(NotAdmittedError):
+                introduce(victim, TOKEN)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        first.sendall(theirs.recv(64))
+        theirs.close()
+        assert admit_until(reception, strangers=0) == []
+        thread.join()
+    for each in (first, victim, channel):
+        each.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"x", b"\xff" * 64, b"[" * 200_000], ids=["nothing", "a byte", "64", "200,000"])
+def test_strangers_are_closed_when_their_time_is_over_or_their_answer_wrong(
+    reception: Reception, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "ANSWER_S", 0.2)
+    with knock(reception) as stranger:
+        stranger.sendall(sent)
+        admit_until(reception, strangers=1)
+        assert admit_until(reception, strangers=0) == []
+    assert reception.due() is None
+
+
+def test_few_strangers_wait_at_once_and_others_have_their_turn(
+    reception: Reception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(admission, "ANSWER_S", 0.2)
+    silent = [knock(reception) for _ in range(7)]
+    thread, errors, channel = introduced(reception)
+    most, admitted = 0, []
+    while not admitted:
+        select.select([reception], [], [], reception.due())
+        admitted = reception.admit()
+        most = max(most, reception.waiting)
+    thread.join()
+    assert (most, errors) == (3, [])
+    for each in (*silent, channel, *admitted):
+        each.close()
+
+
+class Failing(socket.socket):
+    """A listener whose accept fails, so often."""
+
+    code = errno.ECONNABORTED
+    times = 1
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.times:
+            self.times -= 1
+            raise OSError(self.code, os.strerror(self.code))
+        return super().accept()
+
+
+@pytest.mark.parametrize("code", [errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EMFILE, errno.ENOBUFS])
+def test_an_error_of_accept_ends_nothing(code: int, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PAUSE_S", 0.1)
+    listener = Failing()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    listener.code, listener.times = code, 2
+    reception = Reception(listener, TOKEN, told.append)
+    thread, errors, channel = introduced(reception)
+    (end,) = admit_until(reception, admitted=1)
+    thread.join()
+    assert errors == []
+    own = code in (errno.EMFILE, errno.ENOBUFS)
+    assert told == ([f"a connection cannot be accepted: {os.strerror(code)}; trying again each 0.1 s"] if own else [])
+    for each in (end, channel, reception):
+        each.close()
+
+
+def test_without_free_files_it_does_not_spin(told: list[str]) -> None:
+    listener = Failing()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    listener.code, listener.times = errno.EMFILE, 1 << 30
+    reception = Reception(listener, TOKEN, told.append)
+    with knock(reception):
+        select.select([reception], [], [])
+        assert reception.admit() == []
+        assert select.select([reception], [], [], 0.0)[0] == []
+        due = reception.due()
+        assert due is not None
+        assert 0 < due <= admission.PAUSE_S
+    reception.close()
+
+
+def test_closing_it_turns_strangers_away(reception: Reception) -> None:
+    place = reception.listener.getsockname()
+    with knock(reception) as stranger:
+        admit_until(reception, strangers=1)
+        reception.close()
+        assert len(stranger.recv(100)) == 32
+        assert stranger.recv(100) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(place)
