@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rannd.daemon.common import descriptors
 from rannd.errors import DaemonError
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -22,7 +23,9 @@ def open_lock(path: str) -> int:
     try:
         return os.open(path, _FLAGS, 0o600)
     except OSError as exc:
-        raise DaemonError(f"the lock {path} cannot be opened: {exc.strerror}; check its type and permissions") from exc
+        scarce = exc.errno in descriptors.EXHAUSTED
+        do = "close files, or raise the limit (ulimit -n)" if scarce else "check its type and permissions"
+        raise DaemonError(f"the lock {path} cannot be opened: {exc.strerror}; {do}") from exc
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:

@@ -204,6 +204,39 @@ def test_descriptors_do_not_leak(client: Client) -> None:
     assert after <= before + 5
 
 
+def test_at_its_limit_it_serves_who_is_there_and_refuses_others(daemon_home) -> None:
+    """libzmq aborts the process when it accepts a client without a descriptor for it."""
+    few = 160
+    rannd = [sys.executable, "-c", "from rannd.daemon.cli import main; main()", "run"]
+    limited = ["prlimit", f"--nofile={few}:{few}", *rannd]
+    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True) as daemon, contextlib.ExitStack() as crowd:
+        assert daemon.stdout is not None
+        daemon.stdout.readline()
+        with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as one:
+            assert one.put(key(1), b"x")
+            for _ in range(2 * few):
+                other = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                other.connect(places().socket)
+                assert one.get(key(1)) == b"x"  # a turn of the daemon
+            late = connect(mode="on", timeout_s=0.5, idle_s=600, max_bytes=1 << 30)
+            assert not late.connected
+            crowd.close()
+            with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as next_one:
+                assert next_one.get(key(1)) == b"x"
+            (trouble,) = [each.text for each in state().errors if "descriptors" in each.text]
+            assert trouble.startswith("new clients are refused: of the 160 file descriptors ")
+            assert one.get(key(1)) == b"x"
+        assert daemon.poll() is None
+        daemon.terminate()
+
+
+def test_without_descriptors_it_does_not_start(daemon_home) -> None:
+    rannd = [sys.executable, "-c", "from rannd.daemon.cli import main; main()", "run"]
+    done = subprocess.run(["prlimit", "--nofile=60:60", *rannd], capture_output=True, text=True, check=False)
+    assert done.returncode == 6
+    assert "the daemon needs 80 file descriptors, and " in done.stderr
+
+
 def test_acknowledged_puts_survive_kill_9(daemon_home) -> None:
     for round_ in range(10):
         with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
