@@ -14,6 +14,7 @@ from collections.abc import MutableMapping
 import psutil
 
 from rannd import log
+from rannd.host_name import own_names
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _DISCARD = 9
@@ -57,7 +58,7 @@ def _to_others(master: str) -> str:
         address = _address_towards(master)
     except OSError:
         return ""  # connecting to it gives a better error message
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         if not _is_loopback(socket.gethostname()):
             return ""
     names = psutil.net_if_addrs()
@@ -72,7 +73,7 @@ def _to_others(master: str) -> str:
 
 
 def _is_own_name(name: str) -> bool:
-    return name in (socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn())
+    return name in own_names()
 
 
 def _is_loopback(name: str) -> bool:

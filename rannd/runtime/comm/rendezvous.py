@@ -157,7 +157,7 @@ def _agree_through_mpi(place: LaunchedRank) -> tuple[str, int]:
         host = socket.gethostname()
         try:
             address = socket.gethostbyname(host)
-        except OSError:
+        except (OSError, UnicodeError):
             address = "127.0.0.1"
         with socket.socket() as probe:
             probe.bind(("", 0))
