@@ -37,6 +37,21 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
+def is_at(fd: int, path: str) -> bool:
+    """Whether `path` still is the file of the descriptor: whoever cleans /tmp may have deleted it."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
+def write_pid(fd: int) -> None:
+    """Write into the lock file who holds it."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+
+
 def unlock(fd: int) -> None:
     """Release the lock; the descriptor stays open."""
     fcntl.flock(fd, fcntl.LOCK_UN)

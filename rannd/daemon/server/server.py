@@ -83,13 +83,16 @@ class Settings(msgspec.Struct, frozen=True):
 class Server:
     """Answers requests until it is stopped or idle for too long."""
 
-    def __init__(self, places: DaemonPaths, settings: Settings, listener: socket.socket, *, owns_socket: bool) -> None:
+    def __init__(
+        self, places: DaemonPaths, settings: Settings, listener: socket.socket, life: int, *, owns_socket: bool
+    ) -> None:
         """Open the store and the socket.
 
         Args:
             places: Paths of the daemon.
             settings: Limits.
             listener: Listening socket at `places.socket`; ownership is taken over.
+            life: Descriptor of the `life` lock, which the caller holds.
             owns_socket: Unlink the socket at exit. False under socket activation, where systemd keeps listening.
 
         Raises:
@@ -99,6 +102,7 @@ class Server:
         self.places = places
         self.settings = settings
         self._owns_socket = owns_socket
+        self._life = life
         self._log = logging.getLogger("rannd.Daemon")
         self._store = Store(places.store, max_bytes=settings.max_bytes)
         self._leases: Leases[Route] = Leases()
@@ -237,6 +241,9 @@ class Server:
                 self._stop = f"the socket {self.places.socket} was removed"
                 self._owns_socket = False
                 return
+            self._keep_locks()
+            if self._stop is not None:
+                return
         if self.settings.idle_s <= 0 or self._leases or now - self._active < self.settings.idle_s:
             return
         # Clients share this lock from before they look for the daemon until they have their reply.
@@ -246,6 +253,23 @@ class Server:
             file_locks.unlock(self._use)
         else:
             self._stop = f"nothing to do for {self.settings.idle_s:g} s"
+
+    def _keep_locks(self) -> None:
+        """Make lock files again that were deleted; exit if another daemon has the new `life`."""
+        if not file_locks.is_at(self._use, self.places.use):
+            os.close(self._use)
+            self._use = file_locks.open_lock(self.places.use)
+        if file_locks.is_at(self._life, self.places.life):
+            return
+        life = file_locks.open_lock(self.places.life)
+        if not file_locks.try_lock(life):
+            os.close(life)
+            self._stop = f"the lock {self.places.life} was removed, and another daemon holds the new one"
+            return
+        file_locks.write_pid(life)
+        os.dup2(life, self._life, inheritable=False)
+        os.close(life)
+        self._trouble(f"the lock {self.places.life} was removed; it was made again")
 
     def _receive(self) -> None:
         try:
