@@ -370,6 +370,19 @@ def test_append_and_truncate(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "x.0.log").read_text() == "x\ny\n"
 
 
+def test_a_file_that_is_rotated_from_outside_is_made_again(run: Run, tmp_path: Path) -> None:
+    """As by logrotate: later lines went to the file that was moved, or nowhere."""
+    code = (
+        "log.setup()\na = log.get('A')\na.info('1')\na.warning('2')\n"
+        "os.rename(here / 'x.0.log', here / 'x.0.log.1')\na.info('3')\nlog.get('B').info('4')\n"
+        "logging.shutdown()\nos.unlink(here / 'x.0.log')\na.info('5')\n"
+    )
+    result = run(code, file_sink(more="truncate = true"), RANK="0")
+    assert (tmp_path / "x.0.log.1").read_text() == "1\n2\n"
+    assert (tmp_path / "x.0.log").read_text() == "5\n"
+    assert result.stderr == ""
+
+
 def test_warnings_reach_the_file_though_the_process_dies(run: Run, tmp_path: Path) -> None:
     code = "log.setup()\nlog.get('A').info('x')\nlog.get('A').warning('y')\nsys.stdout.flush()\nos._exit(0)"
     run(code, file_sink(), RANK="0")

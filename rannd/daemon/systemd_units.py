@@ -56,6 +56,7 @@ UMask=0077
 KillMode=mixed
 MemoryMax=2G
 TasksMax=64
+LimitNOFILE=65536
 NoNewPrivileges=yes
 LockPersonality=yes
 RestrictRealtime=yes

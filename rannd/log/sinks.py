@@ -85,6 +85,8 @@ class SpdlogSinks:
         self._label = label
         self._sinks: dict[tuple[str, str], spdlog.Sink] = {}
         self._loggers: dict[str, spdlog.SinkLogger] = {}
+        self._files: dict[str, tuple[str, os.stat_result]] = {}
+        """Path, and the file that was opened there, of each sink to a plain file."""
         level = self._spdlog.LogLevel
         self._levels = (level.TRACE, level.DEBUG, level.INFO, level.WARN, level.ERR, level.CRITICAL)
         self._text = logging.Formatter()
@@ -93,6 +95,8 @@ class SpdlogSinks:
 
     def write(self, record: logging.LogRecord, name: str, route: LoggerSettings) -> None:
         """Writes a record of the logger `name` to the sinks of `route`, in its pattern."""
+        for sink in route.sinks:
+            self._follow(sink)
         logger = self._loggers.get(name)
         if logger is None:
             logger = self._loggers[name] = self._logger(name, route)
@@ -104,6 +108,19 @@ class SpdlogSinks:
         """Writes out C's buffers."""
         for logger in self._loggers.values():
             logger.flush()
+
+    def _follow(self, sink: str) -> None:
+        """Open the file of a sink anew if it was moved or deleted since, as logrotate does."""
+        if sink not in self._files:
+            return
+        path, opened = self._files[sink]
+        try:
+            if os.path.samestat(os.stat(path), opened):
+                return
+        except OSError:
+            pass  # opening it says what is wrong
+        self._sinks = {key: each for key, each in self._sinks.items() if key[0] != sink}
+        self._loggers.clear()  # made anew with this sink's new file and the other sinks as they are
 
     def _logger(self, name: str, route: LoggerSettings) -> spdlog.SinkLogger:
         sinks = [self._sink(sink, route.pattern) for sink in route.sinks]
@@ -131,7 +148,7 @@ class SpdlogSinks:
             "color_stdout_sink": self._spdlog.stdout_color_sink_mt,
             "color_stderr_sink": self._spdlog.stderr_color_sink_mt,
             "null_sink": self._spdlog.null_sink_mt,
-            "basic_file_sink": lambda: self._spdlog.basic_file_sink_mt(_log_file(sink, self._label), sink.truncate),
+            "basic_file_sink": lambda: self._plain_file(sink),
             "rotating_file_sink": lambda: self._spdlog.rotating_file_sink_mt(
                 _log_file(sink, self._label), sink.max_size, sink.max_files
             ),
@@ -143,3 +160,9 @@ class SpdlogSinks:
             ),
         }
         return makers[sink.kind]()
+
+    def _plain_file(self, sink: SinkSettings) -> spdlog.Sink:
+        path = _log_file(sink, self._label)
+        opened = self._spdlog.basic_file_sink_mt(path, sink.truncate and sink.name not in self._files)
+        self._files[sink.name] = path, os.stat(path)
+        return opened

@@ -188,6 +188,8 @@ def _wrong(deployment: Deployment) -> str:
     for name in ("microbatches", "batch_rows"):
         if not getattr(deployment, name):
             return f"{name} is 0"
+    if deployment.microbatches > deployment.batch_rows:  # a program is made of them before any row is seen
+        return f"it has {deployment.microbatches} microbatches for {deployment.batch_rows} rows"
     if list(deployment.slots) != sorted(set(deployment.slots)):
         return "its slots are not sorted, or one of them occurs twice"
     used = sorted(slot for stage in stages for slot in stage.slots)

@@ -113,6 +113,6 @@ def _meeting_point(environ: Mapping[str, str], here: Rank) -> dict[str, str]:
         return {}
     wanted = {
         "MASTER_ADDR": address,
-        "MASTER_PORT": str(LOWEST_PORT + zlib.crc32(job.encode()) % (32768 - LOWEST_PORT)),
+        "MASTER_PORT": str(LOWEST_PORT + zlib.crc32(os.fsencode(job)) % (32768 - LOWEST_PORT)),
     }
     return {each: value for each, value in wanted.items() if each not in environ}

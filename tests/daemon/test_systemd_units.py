@@ -37,6 +37,7 @@ HARDENED = {
     "ProtectSystem": "strict",
     "MemoryMax": "2G",
     "TasksMax": "64",
+    "LimitNOFILE": "65536",
     "UMask": "0077",
 }
 

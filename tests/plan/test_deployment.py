@@ -42,6 +42,13 @@ def test_what_is_encoded_comes_back() -> None:
     assert decode(changed(lambda told: told.pop("made"))).made is None
 
 
+def test_a_plan_with_more_microbatches_than_rows_wanted_is_one() -> None:
+    """More would be without rows; a deployment that has them is refused."""
+    made = deploy(chain(10), 4, rows=1, partition_num=2, pipeline_num=8)
+    assert made.microbatches == made.batch_rows == 4
+    assert decode(encode(made)) == made
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -65,6 +72,7 @@ def test_what_is_encoded_comes_back() -> None:
         (lambda d: d.update(microbatches=-3), "microbatches is -3"),
         (lambda d: d.update(microbatches=1 << 60), "microbatches is 1152921504606846976"),
         (lambda d: d.update(microbatches=True), "not a deployment .*Expected `int`"),
+        (lambda d: d.update(microbatches=65), "it has 65 microbatches for 64 rows"),
         (lambda d: d.update(batch_rows=0), "batch_rows is 0"),
         (lambda d: d.update(step_us=math.nan), "step_us is nan"),
         (lambda d: d.update(step_us=math.inf), "step_us is inf"),

@@ -9,7 +9,7 @@ import time
 
 import zmq
 
-from rannd.daemon.common import protocol
+from rannd.daemon.common import descriptors, protocol
 from rannd.daemon.common.listening import answers
 from rannd.errors import DaemonError
 
@@ -18,6 +18,9 @@ PROBE_MS = 200
 
 LAST_MS = 20
 """Maximum time that a reply takes inside this process, from the connection to the waiting thread."""
+
+DESCRIPTORS = 16
+"""Free descriptors without which no connection is opened. ZeroMQ takes seven for the first; the rest is a margin."""
 
 
 class GoneError(Exception):
@@ -31,7 +34,12 @@ class Line:
     """
 
     def __init__(self, path: str) -> None:
-        """Connect to the listening socket at `path`; an error shows only in `ask`."""
+        """Connect to the listening socket at `path`; an error of the daemon shows only in `ask`.
+
+        Raises:
+            DaemonError: This process has too few file descriptors left.
+        """
+        descriptors.require(DESCRIPTORS, "a connection to the daemon")
         self._path = path
         self._pid = os.getpid()
         self._peer: socket.socket | None = None
@@ -76,7 +84,8 @@ class Line:
                 raise GoneError
             if left_ms <= 0:
                 raise DaemonError(
-                    f"the daemon at {self._path} did not answer in time; raise daemon_timeout_s, or `rannd restart`"
+                    f"the daemon at {self._path} did not answer in time (its log may say why); raise "
+                    "daemon_timeout_s, or `rannd restart`"
                 )
 
     def _wait(self, patience_ms: int) -> bool:

@@ -137,7 +137,10 @@ def stop(places: DaemonPaths, reason: str, deadline: float) -> bool:
     except ProtocolError:
         raise
     except DaemonError as exc:
-        pid = Path(places.life).read_text(encoding="ascii", errors="replace").strip()
+        try:
+            pid = Path(places.life).read_text(encoding="ascii", errors="replace").strip()
+        except OSError:  # it was deleted
+            pid = "unknown"
         raise DaemonError(
             f"the daemon, process {pid}, does not answer; end it by `kill -9 {pid}`, which loses nothing that it has "
             "acknowledged"

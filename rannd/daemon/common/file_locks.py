@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rannd.daemon.common import descriptors
 from rannd.errors import DaemonError
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -22,7 +23,9 @@ def open_lock(path: str) -> int:
     try:
         return os.open(path, _FLAGS, 0o600)
     except OSError as exc:
-        raise DaemonError(f"the lock {path} cannot be opened: {exc.strerror}; check its type and permissions") from exc
+        scarce = exc.errno in descriptors.EXHAUSTED
+        do = "close files, or raise the limit (ulimit -n)" if scarce else "check its type and permissions"
+        raise DaemonError(f"the lock {path} cannot be opened: {exc.strerror}; {do}") from exc
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
@@ -32,6 +35,21 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_at(fd: int, path: str) -> bool:
+    """Whether `path` still is the file of the descriptor: whoever cleans /tmp may have deleted it."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
+def write_pid(fd: int) -> None:
+    """Write into the lock file who holds it."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
 
 
 def unlock(fd: int) -> None:

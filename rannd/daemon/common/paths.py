@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pwd
-import socket
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,6 +29,7 @@ import msgspec
 
 from rannd.daemon.common.protocol import SERIES, STORE
 from rannd.errors import DaemonError
+from rannd.host_name import host_name
 
 MAX_SOCKET_PATH = 107
 """Maximum bytes of an AF_UNIX path on Linux, without the terminating zero."""
@@ -133,7 +133,7 @@ def machine_id(path: str = "/etc/machine-id") -> str:
         text = Path(path).read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         text = ""
-    return hashlib.sha256(f"rannd machine {text or socket.gethostname()}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"rannd machine {text or host_name()}".encode()).hexdigest()[:16]
 
 
 def _expressible(path: str) -> None:

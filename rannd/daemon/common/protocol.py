@@ -419,13 +419,20 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply, version: int = PROTOCOL) -> list[bytes]:
-    """Encode a message as frames in a version of the protocol, without routing id and delimiter."""
+    """Encode a message as frames in a version of the protocol, without routing id and delimiter.
+
+    Raises:
+        ProtocolError: A text has surrogates, which stand for bytes that are not UTF-8.
+    """
     content: object = message
     if version < PROTOCOL and isinstance(message, _Reply):
         content = msgspec.to_builtins(message, builtin_types=(bytes,))
         for added in (fields for since, fields in ADDED.items() if since > version):
             _strip(content, added)
-    return [b"rannd/%d" % version, _encoder.encode(content)]
+    try:
+        return [b"rannd/%d" % version, _encoder.encode(content)]
+    except UnicodeEncodeError as exc:
+        raise ProtocolError(f"a message cannot contain text that is not UTF-8: {exc.object[:200]!r}") from None
 
 
 class VersionError(ProtocolError):
@@ -466,7 +473,7 @@ def decode_reply(frames: list[bytes], version: int = PROTOCOL) -> Reply:
         return _decode(frames, _replies)
     try:
         text = msgspec.msgpack.decode(frames[1], type=Failed).text
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeError):
         text = "it gives no reason"
     raise VersionError(f"the daemon has protocol version {spoken}, this process {version}: {text}", spoken)
 
@@ -474,7 +481,7 @@ def decode_reply(frames: list[bytes], version: int = PROTOCOL) -> Reply:
 def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     try:
         return decoder.decode(frames[1])
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as exc:
         raise ProtocolError(f"a message violates the protocol: {exc}") from None
 
 

@@ -73,12 +73,13 @@ def run(places: DaemonPaths, settings: Settings, *, on_ready: str | None = None,
                     f"another daemon holds {places.life} but does not listen at {places.socket}; "
                     f"end process {_written_pid(life)}"
                 )
+        if activated is None and answers(places.socket):
+            return False  # its lock file was deleted, the running daemon will make it again
         _allow_descriptors()
-        os.ftruncate(life, 0)
-        os.pwrite(life, b"%d\n" % os.getpid(), 0)
+        file_locks.write_pid(life)
         listener = activated or _listen(places.socket)
         try:
-            server = Server(places, settings, listener, owns_socket=activated is None)
+            server = Server(places, settings, listener, life, owns_socket=activated is None)
         except DaemonError:
             if activated is None:
                 os.unlink(places.socket)  # nobody will answer there

@@ -5,6 +5,7 @@
     listening descriptor ──► ROUTER ──► decode ──► handler ──► reply
     pidfd of each lease holder ──► lease ends, next waiter gets it
     wake-up pipe of the signal handlers ──► drain and exit
+    a connection comes or goes ──► listen only while there are descriptors
     no request for idle_s, no lease, no client (the `use` lock) ──► exit
 
 The caller of `serve` holds the `life` lock and provides a listening AF_UNIX socket. Torch and numpy are never imported
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from rannd.daemon.common import file_locks, protocol
+from rannd.daemon.common import descriptors, file_locks, protocol
 from rannd.daemon.common.compression import PackedValue
 from rannd.daemon.common.paths import DaemonPaths
 from rannd.daemon.server.holders import Holders, peer_pid
@@ -45,6 +46,9 @@ DRAIN_S = 1.0
 """Maximum seconds to answer the last requests at exit, and to send the last replies."""
 CLIENT_S = 60.0
 """Seconds after its latest request for which a process counts as a client."""
+DESCRIPTORS = 64
+"""File descriptors to keep free of clients, at least; it begins with some more. One more client would end the daemon:
+libzmq aborts when it accepts one and has no descriptor."""
 MOST_CLIENTS = 1024
 """Number of processes above which former clients are dropped before `status` asks."""
 ERRORS = 16
@@ -79,21 +83,26 @@ class Settings(msgspec.Struct, frozen=True):
 class Server:
     """Answers requests until it is stopped or idle for too long."""
 
-    def __init__(self, places: DaemonPaths, settings: Settings, listener: socket.socket, *, owns_socket: bool) -> None:
+    def __init__(
+        self, places: DaemonPaths, settings: Settings, listener: socket.socket, life: int, *, owns_socket: bool
+    ) -> None:
         """Open the store and the socket.
 
         Args:
             places: Paths of the daemon.
             settings: Limits.
             listener: Listening socket at `places.socket`; ownership is taken over.
+            life: Descriptor of the `life` lock, which the caller holds.
             owns_socket: Unlink the socket at exit. False under socket activation, where systemd keeps listening.
 
         Raises:
-            DaemonError: The store cannot be used.
+            DaemonError: The store cannot be used, or there are too few file descriptors.
         """
+        descriptors.require(DESCRIPTORS + 16, "the daemon")
         self.places = places
         self.settings = settings
         self._owns_socket = owns_socket
+        self._life = life
         self._log = logging.getLogger("rannd.Daemon")
         self._store = Store(places.store, max_bytes=settings.max_bytes)
         self._leases: Leases[Route] = Leases()
@@ -110,11 +119,19 @@ class Server:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an undeliverable reply must raise an error
         self._router.setsockopt(zmq.SNDTIMEO, 0)
         self._router.setsockopt(zmq.IPC_FILTER_UID, os.getuid())  # SO_PEERCRED, checked by libzmq at accept
-        self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._accepting = os.dup(listener.fileno())
+        self._deaf: socket.socket | None = None
+        """Socket that libzmq listens at instead, while there are too few descriptors for new clients."""
+        # Clients may come many at a time, while a request is carried out.
+        self._reserve = max(DESCRIPTORS, min(1024, descriptors.limit() // 8))
+        self._router.setsockopt(zmq.USE_FD, self._accepting)
         self._router.bind(f"ipc://{places.socket}")
-        listener.close()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._holders = Holders(self._poller)
         self._wake, self._wake_end = socket.socketpair()
         for end in (self._wake, self._wake_end):
@@ -142,9 +159,13 @@ class Server:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        events = self._poller.poll(self._patience_ms())
+        events = dict(self._poller.poll(self._patience_ms()))
+        if events.pop(self._monitor, None):
+            self._admit()
+        if events.pop(self._listener.fileno(), None):
+            self._refuse()
         self._worked = bool(events)
-        for source, _ in events:
+        for source in events:
             if source is self._router:
                 self._receive()
             elif source == self._wake.fileno():
@@ -164,6 +185,44 @@ class Server:
             self._store.flush()
             self._rest(now)
 
+    def _admit(self) -> None:
+        """After a client came or went: let libzmq accept more only while there are descriptors for them.
+
+        libzmq has no call for that: its `unbind` would end all connections. So its descriptor of the listening socket
+        becomes one of a socket that nobody knows, at which it finds no client.
+        """
+        with suppress(zmq.Again):
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+        free = descriptors.free()
+        if self._deaf is None and free < self._reserve:
+            self._deaf = socket.socket(socket.AF_UNIX)
+            self._deaf.setblocking(False)
+            self._deaf.bind("")  # a name that the kernel chooses
+            self._deaf.listen()
+            os.dup2(self._deaf.fileno(), self._accepting, inheritable=False)
+            self._poller.register(self._listener.fileno(), zmq.POLLIN)
+            self._trouble(
+                f"new clients are refused: of the {descriptors.limit()} file descriptors of this process, {free} are "
+                f"free, and {self._reserve} are kept; raise the hard limit (ulimit -Hn, or LimitNOFILE= in the unit), "
+                "then `rannd restart`"
+            )
+        elif free > self._reserve + 1:  # `_deaf` has one, too
+            self._accept_again()
+
+    def _accept_again(self) -> None:
+        if self._deaf is not None:
+            os.dup2(self._listener.fileno(), self._accepting, inheritable=False)
+            self._poller.unregister(self._listener.fileno())
+            self._deaf.close()
+            self._deaf = None
+
+    def _refuse(self) -> None:
+        """Hang up on new clients: they try again until their timeout, and then continue without a cache."""
+        with suppress(OSError):
+            while True:
+                self._listener.accept()[0].close()
+
     def _patience_ms(self) -> int:
         now = time.monotonic()
         ends = [now + CHECK_S, self._leases.deadline()]
@@ -177,9 +236,13 @@ class Server:
         """Without requests: exit if the daemon is idle, or if clients cannot find its socket."""
         if now - self._checked >= CHECK_S:
             self._checked = now
+            self._admit()  # libzmq tells of a client that left before it closes the descriptor
             if identity(self.places.socket) != self._inode:
                 self._stop = f"the socket {self.places.socket} was removed"
                 self._owns_socket = False
+                return
+            self._keep_locks()
+            if self._stop is not None:
                 return
         if self.settings.idle_s <= 0 or self._leases or now - self._active < self.settings.idle_s:
             return
@@ -190,6 +253,23 @@ class Server:
             file_locks.unlock(self._use)
         else:
             self._stop = f"nothing to do for {self.settings.idle_s:g} s"
+
+    def _keep_locks(self) -> None:
+        """Make lock files again that were deleted; exit if another daemon has the new `life`."""
+        if not file_locks.is_at(self._use, self.places.use):
+            os.close(self._use)
+            self._use = file_locks.open_lock(self.places.use)
+        if file_locks.is_at(self._life, self.places.life):
+            return
+        life = file_locks.open_lock(self.places.life)
+        if not file_locks.try_lock(life):
+            os.close(life)
+            self._stop = f"the lock {self.places.life} was removed, and another daemon holds the new one"
+            return
+        file_locks.write_pid(life)
+        os.dup2(life, self._life, inheritable=False)
+        os.close(life)
+        self._trouble(f"the lock {self.places.life} was removed; it was made again")
 
     def _receive(self) -> None:
         try:
@@ -268,6 +348,10 @@ class Server:
             self._receive()
 
     def _close(self) -> None:
+        self._accept_again()  # libzmq has to close the socket that it was given
+        self._listener.close()
+        self._router.disable_monitor()
+        self._monitor.close()
         self._router.close()
         self._context.term()  # waits until the last replies are sent, DRAIN_S at most
         self._store.close()

@@ -94,6 +94,7 @@ def plan(
     allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
     rows_per_rank = math.ceil(batch_rows / world)
     counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=_opaque(graph))
+    counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
     intervals = Intervals(graph, blocks, costs.blocks)
     reductions = Reductions(intervals, machine)

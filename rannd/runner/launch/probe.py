@@ -19,6 +19,7 @@ import msgspec
 import rannd.config
 from rannd import __version__
 from rannd.errors import RanndError
+from rannd.host_name import host_name
 from rannd.runner.resources import host_list
 from rannd.runner.resources.rank_environment import free_port
 
@@ -75,7 +76,7 @@ def here(question: Question, environ: Mapping[str, str]) -> Answer:
     """Return the answer of this machine."""
     config, error = _configuration(environ)
     return Answer(
-        host=socket.gethostname(),
+        host=host_name(),
         python=platform.python_version(),
         rannd=__version__,
         torch=_version("torch"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rannd.errors import UsageError
+from rannd.host_name import own_names
 
 #: More than any machine has: a larger number is a mistake, and must not fill the memory.
 _NUMBER = re.compile("[0-9]{1,6}")
@@ -97,8 +98,7 @@ def _distinct(hosts: list[Host], where: str) -> list[Host]:
 
 def is_local(name: str) -> bool:
     """Whether a host name means this machine."""
-    own = socket.gethostname()
-    return _is_loopback(name) or name in (own, own.split(".")[0], socket.getfqdn()) or _is_own_address(name)
+    return _is_loopback(name) or name in own_names() or _is_own_address(name)
 
 
 def _is_own_address(name: str) -> bool:

@@ -38,6 +38,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from rannd.host_name import host_name
 from rannd.lost_host import LOOK_S, is_lost
 from rannd.rank_variables import MPI_RANKS, torch_variables
 from rannd.runner.watch import processes, wire
@@ -158,7 +159,7 @@ class Watcher:
 
     def run(self) -> None:
         """Send HELLO, then work until the monitor sends QUIT, or is gone and the rank has ended."""
-        host = socket.gethostname().split(".")[0]
+        host = host_name().split(".")[0]
         self._send(wire.encode_json(wire.HELLO, rank=self._rank, host=host, pid=self._pid))
         while not self._quit:
             self._turn()
@@ -239,7 +240,7 @@ class Watcher:
     def _write_error(self, ended: float, tail: str) -> None:
         assert self._log_dir is not None
         fields = {
-            "host": socket.gethostname(),
+            "host": host_name(),
             "rank": self._rank,
             "pid": self._pid,
             "time": ended,
@@ -425,14 +426,14 @@ def _watch(settings: dict[str, Any], rank: int) -> None:
     try:
         channel = connect(settings["address"], settings["token"])
     except OSError as error:
-        sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot reach {settings['address']}: {error}")
+        sys.exit(f"rannc-run: rank {rank} on {host_name()} cannot reach {settings['address']}: {error}")
     log_dir = settings["log_dir"]
     if log_dir is not None:
         log_dir = os.path.join(log_dir, f"rank_{rank}")
     try:
         watcher = Watcher(channel, _unshielded(sys.argv[1:]), rank, settings["grace"], log_dir)
     except OSError as error:
-        sys.exit(f"rannc-run: rank {rank} on {socket.gethostname()} cannot start: {error}")
+        sys.exit(f"rannc-run: rank {rank} on {host_name()} cannot start: {error}")
     # The launcher waits until its pipes are closed; the watcher may outlive it by the grace period.
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)

@@ -26,7 +26,7 @@ from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, merge
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.storage.atomic_folder import TOKEN, Draft, sync_folder, write_file
+from rannd.runtime.storage.atomic_folder import TOKEN, Draft, UnsyncedError, sync_folder, write_file
 from rannd.runtime.storage.dcp_files import Entry, FileFacts, facts, write_index, write_shard
 
 _storage: dict[int, dist.ProcessGroup | None] = {}
@@ -207,7 +207,7 @@ def _write(world: World, draft: Draft | None, folder: Path, content: Content, sc
         mine.error = _reason(exc, world)
     content.values.clear()
     parts = [msgspec.msgpack.decode(data, type=_Written) for data in world.gather_bytes(msgspec.msgpack.encode(mine))]
-    error = next((part.error for part in parts if part.error), "")
+    error, unsynced = next((part.error for part in parts if part.error), ""), ""
 
     def finish() -> None:
         assert draft is not None
@@ -231,14 +231,21 @@ def _write(world: World, draft: Draft | None, folder: Path, content: Content, sc
         try:
             if not error:
                 finish()
+        except UnsyncedError as exc:
+            unsynced = _reason(exc, world)
+            error = (
+                f"the checkpoint is complete and in its place, but a power failure could undo that: {unsynced}: "
+                f"{exc.filename} cannot be written to disk; check this disk, and save again"
+            )
         except Exception as exc:
             error = _reason(exc, world)
-        if error:
+        if error and not unsynced:
             assert draft is not None
             draft.drop()
-    error = world.broadcast_bytes(error.encode()).decode()
+            error = f"the checkpoint was not written, the one before is as it was: {error}"
+    error = world.broadcast_bytes(error.encode(errors="backslashreplace")).decode()
     if error:
-        raise CheckpointError(f"the checkpoint was not written, the one before is as it was: {error}")
+        raise CheckpointError(error)
 
 
 def _reason(error: Exception, world: World) -> str:

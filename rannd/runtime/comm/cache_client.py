@@ -19,6 +19,7 @@ from rannd import log
 from rannd.config import Config
 from rannd.daemon.client.cache import Client, connect
 from rannd.daemon.common.keys import Key
+from rannd.host_name import encodable
 from rannd.runtime.comm.world import World
 
 GIB = 1024**3
@@ -33,7 +34,7 @@ _VALUES = msgspec.msgpack.Decoder(list[bytes])
 def holder() -> str:
     """Name of this job's rank 0, shown to other jobs that wait for an entry it is creating."""
     job = os.environ.get("SLURM_JOB_ID")
-    return f"rank 0 of job {job}" if job else f"rank 0 of another job (process {os.getpid()})"
+    return f"rank 0 of job {encodable(job)}" if job else f"rank 0 of another job (process {os.getpid()})"
 
 
 def understood(client: Client, key: Key, data: bytes | None, decoder: msgspec.msgpack.Decoder[T]) -> T | None:

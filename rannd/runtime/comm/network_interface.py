@@ -15,6 +15,7 @@ from collections.abc import Mapping, MutableMapping
 import psutil
 
 from rannd import log
+from rannd.host_name import own_names
 from rannd.rank_variables import torch_variables
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -77,7 +78,7 @@ def _to_others(master: str) -> str:
         address = _address_towards(master)
     except OSError:
         return ""  # connecting to it gives a better error message
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         if not ipaddress.ip_address(_resolved(socket.gethostname())).is_loopback:
             return ""
     if name := _with_address(address):
@@ -91,7 +92,7 @@ def _to_others(master: str) -> str:
 
 
 def _is_own_name(name: str) -> bool:
-    return name in (socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn())
+    return name in own_names()
 
 
 def _with_address(address: str) -> str:

@@ -202,7 +202,7 @@ def _agree_through_mpi(place: LaunchedRank) -> tuple[str, int]:
     if place.rank == 0:
         address = "127.0.0.1"
         if not network_interface.is_one_machine(os.environ):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UnicodeError):
                 address = socket.gethostbyname(socket.gethostname())
         with socket.socket() as probe:
             probe.bind(("", 0))

@@ -7,7 +7,6 @@ then exchange their hosts and devices here.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from rannd import log, open_files
 from rannd.config import Config
 from rannd.errors import LaunchError, StepError, UsageError
+from rannd.host_name import host_name
 from rannd.plan.deployment import Slot
 from rannd.runtime.comm import rendezvous
 from rannd.runtime.comm.device import backend_of, choose_device
@@ -207,7 +207,7 @@ def made() -> World | None:
 def _make(config: Config) -> World:
     logger = log.get("RaNNCProcess")
     place = rendezvous.find_place(os.environ)
-    host = socket.gethostname()
+    host = host_name()
     logger.log(log.DETAIL, "RaNNC started on rank %d (%s)", place.rank, host)
     connections = Connections()
     watch = FailureDetector(connections)
@@ -262,4 +262,4 @@ def _node_identity() -> str:
             boot = file.read().strip()
     except OSError:
         boot = ""
-    return f"{boot}/{socket.gethostname()}"
+    return f"{boot}/{host_name()}"

@@ -34,6 +34,7 @@ import msgspec
 from rannd import log
 from rannd.admission import new_token
 from rannd.errors import CheckpointError, RankFailedError, StepError
+from rannd.host_name import host_name
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.failure import late_error, stack_dump, wait_notice
 from rannd.runtime.failure.connections import Connections
@@ -104,7 +105,7 @@ class FailureDetector:
         """Stage of each rank in the last deployment."""
         self.failure: Failure | None = None
         """The failure that ended the job."""
-        self._rank, self._host, self._pid = 0, socket.gethostname(), os.getpid()
+        self._rank, self._host, self._pid = 0, host_name(), os.getpid()
         self._hosts: tuple[str, ...] = (self._host,)
         self._channel: Channel | None = None
         self._hub: Hub | None = None

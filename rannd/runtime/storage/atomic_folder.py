@@ -2,10 +2,11 @@
 
 A checkpoint is written into a draft beside its place, ``.NAME.rannd-draft-HEX``, which takes its place when all is on
 disk. Where a checkpoint is there already, the two change places in one step, and the old one goes. Where the file
-system cannot do that, the old one steps aside as ``.NAME.rannd-before-HEX`` first, and is put back by whoever finds
-its place empty. What is to be removed is named ``.NAME.rannd-gone-HEX`` first, so that nobody takes half of it for a
-whole. Whoever writes a draft holds a lock on its token, so that drafts of the dead are told from others
-(other jobs may write into the same parent folder); until it has the lock, the draft is named ``.NAME.rannd-new-HEX``.
+system cannot do that, the old one steps aside as ``.NAME.rannd-before-HEX`` first, and is put back by whoever finds its
+place empty and its writer, which holds the draft of the same HEX, dead. What is to be removed is named ``.NAME.rannd-
+gone-HEX`` first, so that nobody takes half of it for a whole. Whoever writes a draft holds a lock on its token, so that
+drafts of the dead are told from others (other jobs may write into the same parent folder); until it has the lock, the
+draft is named ``.NAME.rannd-new-HEX``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ FORGOTTEN_S = 24 * 3600.0
 """Age of a draft that is a leftover where no lock tells."""
 NEW_S = 600.0
 """Age of an empty folder that should have become a draft at once."""
+WRITER_S = 10.0
+"""Seconds to wait for a living writer that has moved the old checkpoint aside; the next call of it ends that."""
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class UnsyncedError(OSError):
+    """The new folder is in its place, but that is not known to be on disk."""
 
 
 class Draft:
@@ -41,7 +49,7 @@ class Draft:
 
     def __init__(self, place: Path, marker: str) -> None:
         """Make a draft for `place`, whose checkpoints have the file `marker`. OSError where that cannot be."""
-        place.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(place.parent)
         recover(place)
         _check_place(place, marker)
         clean(place.parent)
@@ -65,23 +73,42 @@ class Draft:
             raise
 
     def finish(self) -> None:
-        """Put the draft, which is whole, in its place."""
+        """Put the draft, which is whole, in its place.
+
+        UnsyncedError where it is there, but would perhaps not survive a power failure; what was there before then stays
+        beside it until the next draft.
+        """
         sync_folder(self.folder)
         _check_place(self.place, self._marker)
         parent = self.place.parent
         if not self.place.exists() or not any(self.place.iterdir()):
             os.rename(self.folder, self.place)
-            sync_folder(parent)
+            old = None
         elif exchange(self.folder, self.place):
-            sync_folder(parent)
-            remove(self.folder)
+            old = self.folder
         else:
-            aside = parent / f".{self.place.name}{BEFORE}{self.token}"
-            os.rename(self.place, aside)
-            os.rename(self.folder, self.place)
+            old = parent / f".{self.place.name}{BEFORE}{self.token}"
+            self._replace(old)
+        try:
             sync_folder(parent)
-            remove(aside)
-        os.close(self._lock)
+            if old is not None:
+                remove(old)
+        except OSError as exc:
+            raise UnsyncedError(exc.errno, exc.strerror, str(parent)) from exc
+        finally:
+            os.close(self._lock)
+
+    def _replace(self, aside: Path) -> None:
+        """Put the draft in its place in two steps: another job may put the old folder back in between."""
+        deadline = time.monotonic() + WRITER_S
+        while True:
+            os.rename(self.place, aside)
+            try:
+                os.rename(self.folder, self.place)
+                return
+            except OSError as exc:
+                if exc.errno not in _TAKEN or time.monotonic() > deadline:
+                    raise
 
     def drop(self) -> None:
         """Remove the draft."""
@@ -91,12 +118,26 @@ class Draft:
 
 def recover(place: Path) -> None:
     """Put back a checkpoint that had stepped aside when its successor's writer was killed."""
-    if place.exists():
-        return
-    aside = sorted(place.parent.glob(f".{glob.escape(place.name)}{BEFORE}*"), key=lambda path: path.stat().st_mtime)
-    if aside:
-        with suppress(FileNotFoundError):  # another rank or job was faster
-            os.rename(aside[-1], place)
+    deadline = time.monotonic() + WRITER_S
+    while not place.exists() and (aside := list(place.parent.glob(f".{glob.escape(place.name)}{BEFORE}*"))):
+        drafts = (place.parent / path.name.replace(BEFORE, DRAFT) for path in aside)
+        if time.monotonic() < deadline and any(path.exists() and _held(path) for path in drafts):
+            time.sleep(0.01)  # a living writer puts its draft there
+            continue
+        try:
+            os.rename(max(aside, key=lambda path: path.stat().st_mtime), place)
+        except OSError as exc:  # another rank or job was faster
+            if exc.errno not in (errno.ENOENT, *_TAKEN):
+                raise
+            return
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, on disk: else a power failure takes them with all that is in them."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
 
 
 def clean(parent: Path) -> None:

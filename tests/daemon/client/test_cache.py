@@ -67,6 +67,41 @@ def test_long_components_are_split_too(daemon_home, caplog: pytest.LogCaptureFix
     assert warnings(caplog) == []
 
 
+SCARCE = """
+import logging, os, resource
+from rannd.daemon.client.cache import connect
+from rannd.daemon.common import keys
+
+logging.basicConfig(format="%(message)s")
+lowest = os.dup(0)
+os.close(lowest)
+for left in range(24):
+    child = os.fork()
+    if not child:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, lowest + left))
+        cache = connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30)
+        print(left, cache.connected, cache.get(keys.make_key("trace", {"number": 1})), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, f"with {left} descriptors left"
+"""
+
+
+def test_without_descriptors_a_job_goes_on_without_a_cache(daemon_home) -> None:
+    """libzmq would abort the process, with two to four left."""
+    client().put(key(1), b"x")
+    done = subprocess.run([sys.executable, "-c", SCARCE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
+    first = told.index("True b'x'")
+    assert 7 < first < 24
+    assert set(told[:first]) <= {"False None", "True None"}  # connecting takes some, then too few are left to ask
+    assert set(told[first:]) == {"True b'x'"}
+    assert len(done.stderr.splitlines()) == first
+    for line in done.stderr.splitlines():
+        assert "oo many open files" in line or "or raise the limit (ulimit -n)" in line
+        assert line.endswith("; the job continues without a cache")
+
+
 def test_limits_beyond_all_measure_are_no_hindrance(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
     with connect(mode="on", timeout_s=60, idle_s=1e12, max_bytes=10**40) as cache:
         assert cache.put(key(1), b"x")

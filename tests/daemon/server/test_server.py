@@ -25,7 +25,8 @@ from rannd.daemon.client import spawn
 from rannd.daemon.client.cache import Client, Lease, connect
 from rannd.daemon.common import file_locks, keys, protocol
 from rannd.daemon.common.paths import places
-from rannd.daemon.server import holders
+from rannd.daemon.server import boot, holders
+from rannd.daemon.server.server import Settings
 
 
 def key(number: int) -> keys.Key:
@@ -57,6 +58,7 @@ def raw_reply(frames: list[bytes]) -> protocol.Reply:
         [b"rannd/two", b""],
         [protocol.HEADER],
         [protocol.HEADER, b"\xc1"],
+        [protocol.HEADER, b"\x82\xa1t\xa4stop\xa6reason\xa2\xff\xfe"],
         [protocol.HEADER, os.urandom(1000)],
         [protocol.HEADER, msgspec.msgpack.encode({"t": "get", "keys": ["x"]})],
         [protocol.HEADER, msgspec.msgpack.encode({"t": "values", "values": []})],
@@ -202,6 +204,81 @@ def test_descriptors_do_not_leak(client: Client) -> None:
     while (after := count()) > before + 5 and time.monotonic() < deadline:
         select.select([], [], [], 0.01)
     assert after <= before + 5
+
+
+def test_at_its_limit_it_serves_who_is_there_and_refuses_others(daemon_home) -> None:
+    """libzmq aborts the process when it accepts a client without a descriptor for it."""
+    few = 160
+    rannd = [sys.executable, "-c", "from rannd.daemon.cli import main; main()", "run"]
+    limited = ["prlimit", f"--nofile={few}:{few}", *rannd]
+    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True) as daemon, contextlib.ExitStack() as crowd:
+        assert daemon.stdout is not None
+        daemon.stdout.readline()
+        with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as one:
+            assert one.put(key(1), b"x")
+            for _ in range(2 * few):
+                other = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                other.connect(places().socket)
+                assert one.get(key(1)) == b"x"  # a turn of the daemon
+            late = connect(mode="on", timeout_s=0.5, idle_s=600, max_bytes=1 << 30)
+            assert not late.connected
+            crowd.close()
+            with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as next_one:
+                assert next_one.get(key(1)) == b"x"
+            (trouble,) = [each.text for each in state().errors if "descriptors" in each.text]
+            assert trouble.startswith("new clients are refused: of the 160 file descriptors ")
+            assert one.get(key(1)) == b"x"
+        assert daemon.poll() is None
+        daemon.terminate()
+
+
+QUICK = """
+from rannd.daemon.server import server
+server.CHECK_S = 0.05
+from rannd.daemon.cli import main
+main()
+"""
+
+
+def test_lock_files_that_were_deleted_are_made_again(daemon_home) -> None:
+    """As a cleaner of /tmp does: `rannd stop` found no daemon, and `rannd run` took the socket of the running one."""
+    rannd = [sys.executable, "-c", QUICK, "run"]
+    with subprocess.Popen(rannd, stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        daemon.stdout.readline()
+        with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as one:
+            assert one.put(key(1), b"x")
+            for name in (places().life, places().use, places().spawn):
+                Path(name).unlink(missing_ok=True)
+            assert not boot.run(places(), Settings(600, 1 << 30, "9"))  # another one, before the check
+            while not (boot.lives(places()) and Path(places().use).exists()):
+                select.select([], [], [], 0.01)
+            assert Path(places().life).read_text() == f"{daemon.pid}\n"
+            assert one.get(key(1)) == b"x"
+            assert state().pid == daemon.pid
+        assert spawn.stop(places(), "test", time.monotonic() + 60)
+        assert daemon.wait() == 0
+
+
+def test_it_ends_where_another_has_the_lock_that_was_deleted(daemon_home) -> None:
+    rannd = [sys.executable, "-c", QUICK, "run"]
+    with subprocess.Popen(rannd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        daemon.stdout.readline()
+        with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30):
+            taken = places().life + ".new"
+            with file_locks.held(taken, time.monotonic() + 60):
+                os.replace(taken, places().life)
+                assert daemon.wait() == 0
+        assert daemon.stderr is not None
+        assert "was removed, and another daemon holds the new one" in daemon.stderr.read()
+
+
+def test_without_descriptors_it_does_not_start(daemon_home) -> None:
+    rannd = [sys.executable, "-c", "from rannd.daemon.cli import main; main()", "run"]
+    done = subprocess.run(["prlimit", "--nofile=60:60", *rannd], capture_output=True, text=True, check=False)
+    assert done.returncode == 6
+    assert "the daemon needs 80 file descriptors, and " in done.stderr
 
 
 def test_acknowledged_puts_survive_kill_9(daemon_home) -> None:

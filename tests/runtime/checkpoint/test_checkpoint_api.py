@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -406,6 +407,24 @@ except CheckpointError as exc:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "told" in done.stdout, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_failed_sync_at_the_end_does_not_deny_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.save(tmp_path / "c", step=1)
+    sync = atomic_folder.sync_folder
+
+    def broken(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(folder)
+
+    monkeypatch.setattr(atomic_folder, "sync_folder", broken)
+    with pytest.raises(
+        CheckpointError, match=r"is complete and in its place, but .* Input/output error: .* save again"
+    ):
+        run.save(tmp_path / "c", step=2)
+    assert run.load(tmp_path / "c").step == 2
 
 
 def test_an_index_of_any_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
