@@ -26,18 +26,18 @@ _COPIES |= {"bfloat16", "double", "float", "half", "type", "type_as"}
 class TensorElsewhere(Valueless, torch.Tensor):  # type: ignore[misc]
     """A tensor of another rank's state; its values are an error."""
 
-    _name: str
+    _entry: str
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Any:
         """The entry `name` of a state."""
         found: Any = torch.Tensor._make_wrapper_subclass(TensorElsewhere, shape, dtype=dtype, device=device)
-        found._name = name
+        found._entry = name
         return found
 
     def refusal(self, what: str) -> Exception:
         """See `Valueless`."""
-        return _refusal(f"{what} needs the values of {self._name}")
+        return _refusal(f"{what} needs the values of {self._entry}")
 
     @classmethod
     def __torch_function__(
@@ -50,17 +50,17 @@ class TensorElsewhere(Valueless, torch.Tensor):  # type: ignore[misc]
             one = torch.empty((), dtype=first.dtype)
             if name in _COPIES:
                 one = getattr(one, name)(*args[1:], **(kwargs or {}))
-            return cls.of(first._name, tuple(first.shape), one.dtype, one.device)
+            return cls.of(first._entry, tuple(first.shape), one.dtype, one.device)
         return super().__torch_function__(func, types, args, kwargs)
 
     def __copy__(self) -> Any:
-        return TensorElsewhere.of(self._name, tuple(self.shape), self.dtype, self.device)
+        return TensorElsewhere.of(self._entry, tuple(self.shape), self.dtype, self.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.__copy__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TensorElsewhere({self._name}, {self.dtype}, {tuple(self.shape)}, values on another rank)"
+        return f"TensorElsewhere({self._entry}, {self.dtype}, {tuple(self.shape)}, values on another rank)"
 
 
 class StateElsewhere(OrderedDict[str, Any]):
