@@ -16,7 +16,7 @@ TORCH ?= 2.15.0
 TORCH_ENVS ?= .torch
 TESTS ?= tests/test_torch_versions.py tests/e2e tests/parity tests/runtime tests/profile tests/graph tests/plan
 
-.PHONY: help setup demo test test-full test-torch test-chosen bench lint clean
+.PHONY: help setup demo test test-full test-torch test-chosen bench lint lock clean
 
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
@@ -26,11 +26,12 @@ help:
 	@echo "                the tests on another torch (5 GB) or Python, in an environment of its own below .torch"
 	@echo "make bench      side-by-side measurements"
 	@echo "make lint       lint, types and layers only"
+	@echo "make lock       versions and hashes of requirements.lock for what pyproject.toml asks for; UPGRADE=1: the newest"
 	@echo "make clean      remove .venv, .torch and what tools left behind"
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt requirements.lock
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(PIN)" .ci/setup
 	@touch $@
 
@@ -38,6 +39,10 @@ $(STAMP): pyproject.toml constraints.txt
 $(LAUNCHERS): $(STAMP) .ci/launchers
 	@VENV="$(VENV)" .ci/launchers
 	@touch $@
+
+# After a change of dependencies. UPGRADE=1: with the newest versions.
+lock:
+	@PYTHON="$(PYTHON)" UPGRADE="$(UPGRADE)" .ci/lock
 
 demo: $(STAMP)
 	@VENV="$(VENV)" .ci/demo

@@ -19,6 +19,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import rannd
 from rannd.config import ITEMS
@@ -37,7 +38,7 @@ COMMANDS = ("rannc-cache", "rannc-run", "rannd")
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 MODULES = {
     str(file.relative_to(ROOT)) for package in ("rannd", "pyrannc") for file in (ROOT / package).rglob("*.py")
-} | {"rannd/py.typed"}
+} | {"rannd/py.typed", "pyrannc/py.typed"}
 PACKAGED = MODULES | {f"rannd/{path}" for path in DATA}
 
 
@@ -143,10 +144,36 @@ def test_wheel_holds_the_packages_and_their_data(built: dict[str, Path]) -> None
             assert wheel.read(f"rannd/{path}") == data
         (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         fields = Parser().parsestr(wheel.read(metadata).decode())
+        licence = wheel.read(f"{metadata.removesuffix('METADATA')}licenses/LICENSE")
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert (fields["License-Expression"], fields["License-File"]) == ("MIT", "LICENSE")
     assert (fields["Name"], fields["Version"]) == ("rannd", rannd.__version__)
     own = [each for each in fields.get_all("Requires-Dist", []) if "extra ==" not in each]
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert [each.replace(" ", "").replace('"', "'") for each in own] == [each.replace(" ", "") for each in wanted]
+    assert {_normal(each) for each in own} == {_normal(each) for each in wanted}
+
+
+def _normal(requirement: str) -> str:
+    return str(Requirement(requirement))
+
+
+def test_the_lock_has_what_is_asked_for() -> None:
+    """`make lock` writes it; torch is not in it (CONTRIBUTING.md)."""
+    lock = (ROOT / "requirements.lock").read_text()
+    locked: dict[str, list[Requirement]] = {}
+    for entry in re.split(r"^(?=[a-z])", lock, flags=re.MULTILINE)[1:]:
+        requirement = Requirement(entry.split(" \\\n")[0])
+        assert "--hash=sha256:" in entry, requirement
+        locked.setdefault(requirement.name, []).append(requirement)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for each in map(Requirement, [*project["dependencies"], *extras["test"], *extras["examples"]]):
+        if each.name == "torch":
+            continue
+        for version in locked[each.name]:
+            (pin,) = version.specifier
+            assert each.specifier.contains(pin.version), f"{each}: {pin}; run make lock"
+    assert not {name for name in locked if re.match(r"torch|triton|nvidia-|cuda-", name)}
 
 
 def test_source_distribution_holds_pages_and_examples_too(built: dict[str, Path]) -> None:
@@ -155,7 +182,7 @@ def test_source_distribution_holds_pages_and_examples_too(built: dict[str, Path]
         top, held = members[0].name, {each.name.partition("/")[2]: each for each in members if not each.isdir()}
     assert top == f"rannd-{rannd.__version__}"
     assert all(each.isfile() for each in held.values()), "a link does not survive every way of unpacking"
-    pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", *map(str, DATA)}
+    pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "SECURITY.md", *map(str, DATA)}
     for folder in ("docs", "examples"):
         found = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         pages |= {str(path.relative_to(ROOT)) for path in found}

@@ -265,7 +265,7 @@ def test_the_range_is_said_once_everywhere() -> None:
     """pyproject, Makefile and the pages name the same range."""
     oldest, newest = (f"{major}.{number}" for major, number in (OLDEST, NEWEST))
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"torch>={oldest}" in dependencies
+    assert f"torch>={oldest},<{NEWEST[0]}.{NEWEST[1] + 1}" in dependencies
     default = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert default is not None
     assert minor(default[1]) == NEWEST
