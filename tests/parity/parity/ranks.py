@@ -15,6 +15,7 @@ from parity.case import Case
 from parity.record import Record, array, put_gradients, put_input_gradients, put_outputs
 from parity.script import play
 from parity.zoo import OPTIMIZERS, ZOO, build_batch, build_model
+from rannd.runtime.parameters.state_elsewhere import TensorElsewhere
 
 
 class Backend(Protocol):
@@ -201,6 +202,8 @@ class Rank:
         for name, parameter in self._parameters().items():
             self.record[f"end/param/{name}"] = array(parameter)
         for name, value in self.model.state_dict().items():
+            if isinstance(value, TensorElsewhere):
+                continue  # rank 0 alone has the values
             self.record[f"end/state/{name.removeprefix('module.')}"] = array(value)
         self.backend.plan(self.model, self.record)
 
