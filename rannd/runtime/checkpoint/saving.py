@@ -242,7 +242,7 @@ def _write(world: World, draft: Draft | None, folder: Path, content: Content, sc
         if error and not unsynced:
             assert draft is not None
             draft.drop()
-            error = f"the checkpoint was not written, the one before is as it was: {error}"
+            error = f"the checkpoint {draft.place} was not written, the one before is as it was: {error}"
     error = world.broadcast_bytes(error.encode(errors="backslashreplace")).decode()
     if error:
         raise CheckpointError(error)
