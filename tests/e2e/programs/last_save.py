@@ -32,6 +32,7 @@ def train(step: int) -> None:
 
 
 train(0)
+sys.dont_write_bytecode = True  # a file of bytecode that is cut off would break later imports
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))  # writes fail, as where a quota or a disk is full
 write = saving._write

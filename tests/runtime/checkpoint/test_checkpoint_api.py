@@ -391,10 +391,11 @@ def test_drafts_of_living_jobs_stay(tmp_path: Path) -> None:
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     """A limit on the size of files stands for it."""
     code = f"""
-import resource, torch, pyrannc
+import resource, sys, torch, pyrannc
 from rannd.errors import CheckpointError
 model = torch.nn.Linear(100, 100)
 pyrannc.save_checkpoint({str(tmp_path / "c")!r}, model, step=1)
+sys.dont_write_bytecode = True
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, {resource.RLIM_INFINITY}))
 try:
     pyrannc.save_checkpoint({str(tmp_path / "c")!r}, model, step=2)
