@@ -30,6 +30,6 @@ for step in range(STEPS):
     loss = model(rows[mine].flatten(0, 1)).square().mean()
     loss.backward()
     optimizer.step()
-    total = sum(float(value.abs().sum()) for value in model.state_dict(rank0_only=False).values())
-    words = f"{total:.10f}" if 0 in mine else "done"
+    state = model.state_dict()
+    words = f"{sum(float(value.abs().sum()) for value in state.values()):.10f}" if 0 in mine else "done"
     print(f"after step {step}: {words}", flush=True)
