@@ -30,6 +30,8 @@ DEEPEST: Final = 48
 """Lists inside of each other, and graphs inside of graphs."""
 LONGEST_TEXT: Final = 65_536
 LARGEST_POWER: Final = 64
+MOST_POWERS: Final = 2
+"""Powers inside of each other: with five, a number of 64-bit digits would fill the memory."""
 LARGEST_EXPRESSION: Final = 1_000
 """Functions and arguments of a size."""
 
@@ -226,7 +228,7 @@ def _value(value: Any, depth: int) -> None:
 def _expression(data: Any) -> None:
     left = [LARGEST_EXPRESSION]
 
-    def walk(each: Any, depth: int) -> None:
+    def walk(each: Any, depth: int, powers: int) -> None:
         left[0] -= 1
         if left[0] < 0 or depth > DEEPEST:
             _broken("a size", data)
@@ -243,18 +245,19 @@ def _expression(data: Any) -> None:
             right = len(items) == 1 and type(items[0]) is str and bool(_FLOAT.fullmatch(items[0]))
         else:
             right = tag in EXPRESSIONS and bool(items)
+            powers += "Pow" in tag
             for item in items:
-                walk(item, depth + 1)
+                walk(item, depth + 1, powers)
             if right and "Pow" in tag:
-                right = len(items) == 2 and _small_power(items[1])
+                right = len(items) == 2 and _small_power(items[1]) and powers <= MOST_POWERS
         if not right:
             _broken("a size", each)
 
-    walk(data, 0)
+    walk(data, 0, 0)
 
 
 def _small_power(power: Any) -> bool:
-    """Whether a number to this power is not huge; powers inside of each other are bounded by the depth."""
+    """Whether a number to this power is not huge."""
     if type(power) is int:
         return abs(power) <= LARGEST_POWER
     return bool(isinstance(power, list) and power and power[0] in ("q", "f", "y")) and (

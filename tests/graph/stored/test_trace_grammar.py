@@ -115,6 +115,9 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a magic attribute": attribute("layer.__class__"),
     "a huge power": lambda data: data["graph"]["values"].append(["T", "float32", ["Pow", 9, ["Pow", 9, 9999]]]),
     "a power of a huge power": lambda data: data["graph"]["values"].append(["T", "float32", ["Pow", 9, 99999]]),
+    "powers inside of each other": lambda data: data["graph"]["values"].append(
+        ["T", "float32", ["Pow", ["Pow", ["Pow", ["Pow", ["Pow", 9, 64], 64], 64], 64], 64]]
+    ),
     "a float that is none": lambda data: data["graph"]["values"].append(["N", "float", ["f", "nan()"]]),
     "a dtype that is none": lambda data: data["graph"]["values"].append(["T", "nn", 3]),
     "a device that is none": called("gelu", 4, ["d", "device", ["device", "cpu; evil()"]]),
