@@ -33,7 +33,8 @@ def test_a_run_that_plans_again_says_why(job: Job) -> None:
     assert ANEW not in known
     again = job.train(2, *TUTORIAL, RANNC_MEM_MARGIN="0.25")
     (line,) = re.findall(rf"{ANEW}(.*)", again)
-    assert re.fullmatch(r"device memory \d+ -> \d+, mem_margin 0.1 -> 0.25 \(rannc-cache why --last\)", line)
+    size = r"[\d.]+ GiB"
+    assert re.fullmatch(rf"device memory {size} -> {size}, mem_margin 0.1 -> 0.25 \(rannc-cache why --last\)", line)
     assert "plan.mem_margin" in job.run("rannc-cache", "why", "--last")
 
 
