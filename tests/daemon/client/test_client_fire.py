@@ -101,7 +101,8 @@ def test_killed_at_any_moment_50_times(daemon_home) -> None:
             for _ in range(ROUNDS):
                 seen = len(acknowledged)
                 deadline = time.monotonic() + 60
-                while len(acknowledged) == seen:  # it writes again
+                # It writes again. The first may be the killed daemon's answer; a kill then hits a starting daemon.
+                while len(acknowledged) < seen + 2:
                     assert time.monotonic() < deadline
                     select.select([], [], [], 0.001)
                 select.select([], [], [], chance.random() * 0.01)
