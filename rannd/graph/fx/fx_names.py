@@ -22,7 +22,8 @@ def _format_target(base: str, target: str) -> str:
     """As torch.fx.graph's, for any names: the expression for an attribute of an attribute."""
     found = base
     for name in target.split("."):
-        plain = name.isidentifier() and not keyword.iskeyword(name)
+        # Python would normalize others than ASCII, and read another attribute.
+        plain = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
         found = f"{found}.{name}" if plain else f"getattr({found}, {name!r})"
     return found
 

@@ -13,11 +13,12 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import sympy
 import torch
+from msgspec import Meta
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
@@ -42,12 +43,13 @@ from rannd.graph.stored.encoding import (
 from rannd.graph.stored.trace_grammar import (
     FUNCTIONS,
     MOST_CONSTANT_BYTES,
+    MOST_DIMENSIONS,
     MOST_GRAPH_BYTES,
     check_operator,
     check_trace,
 )
 
-FORMAT = 3
+FORMAT = 4
 _PYTHON: Mapping[str, Any] = {"_operator": operator, "math": math, "torch": torch}
 """Python modules whose functions (`FUNCTIONS`) a graph may call besides operators."""
 
@@ -107,7 +109,7 @@ def decode(
 class _Fields(msgspec.Struct):
     """A trace whose constants are read, while the size of the rest is not known yet."""
 
-    constants: dict[str, Any]
+    constants: dict[str, tuple[str, Annotated[list[int], Meta(max_length=MOST_DIMENSIONS)], bytes | None]]
 
 
 def _checked(data: bytes) -> dict[str, Any]:
@@ -117,8 +119,7 @@ def _checked(data: bytes) -> dict[str, Any]:
     if not unpacker.eof:
         raise Broken(f"it is cut off, or has more than {MOST_CONSTANT_BYTES + MOST_GRAPH_BYTES} bytes")
     constants = msgspec.msgpack.decode(plain, type=_Fields).constants
-    raw = [each[2] for each in constants.values() if isinstance(each, list) and len(each) == 3]
-    if len(plain) - sum(len(each) for each in raw if isinstance(each, bytes)) > MOST_GRAPH_BYTES:
+    if len(plain) - sum(len(raw) for _, _, raw in constants.values() if raw is not None) > MOST_GRAPH_BYTES:
         raise Broken(f"it has more than {MOST_GRAPH_BYTES} bytes beside the values of its constants")
     found: dict[str, Any] = msgspec.msgpack.decode(plain)
     check_trace(found)
@@ -206,7 +207,9 @@ def _graph(graph: Graph, root: nn.Module) -> dict[str, Any]:
                 inner[str(target)] = _graph(module.graph, module)
             elif not isinstance(module, torch.Tensor):
                 raise Uncodable(f"attribute {target} is a {type(module).__qualname__}")
-        elif node.op not in ("placeholder", "output"):
+        elif node.op in ("placeholder", "output"):
+            target = node.op
+        else:
             raise Uncodable(f"a node of kind {node.op}")
         kwargs = argument(node.kwargs, numbers) if node.kwargs else None
         nodes.append([node.op, node.name, target, argument(args, numbers), kwargs, value, node.meta.get("module", "")])
@@ -237,6 +240,8 @@ def _to_graph(
                 given = (table.key(given[0]), *given[1:])
             target = targets[key]
         node = graph.create_node(op, target, given, to_argument(kwargs, nodes) if kwargs else {}, name=name)
+        if op == "placeholder":
+            node.target = node.name  # torch.fx writes it into the code as it is; the name is one of its own by now
         node.meta = {"val": values[value], "module": module}
         nodes.append(node)
     return graph

@@ -73,8 +73,14 @@ def _check_tree(data: Any, depth: int, names: set[str]) -> None:
 
 def _check_context(context: Any) -> None:
     """Check what a class keeps beside its children: names and keys, as plain values or as JSON of them."""
-    if type(context) is str and context[:1] in ("{", "["):
-        context = _json(context)
+    if type(context) is str:
+        try:  # as torch does with a text, whatever it begins with
+            told = json.loads(context)
+        except RecursionError as exc:
+            raise Broken(f"a container: {exc}") from exc
+        except ValueError:
+            told = None
+        context = told if isinstance(told, (dict, list)) else context
     if isinstance(context, dict) and context.keys() == _DEFAULTDICT:
         if context["default_factory_module"] != "builtins" or context["default_factory_name"] not in _FACTORIES:
             raise Broken(f"a defaultdict that calls {str(context)[:200]}")

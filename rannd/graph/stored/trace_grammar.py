@@ -12,11 +12,13 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
+from torch.fx import Graph, GraphModule
 
 from rannd.graph.fx.leaf_op import NAME as LEAF
 from rannd.graph.stored.container_text import check_container
@@ -29,11 +31,17 @@ MOST_CONSTANT_BYTES: Final = 64 * 2**20
 DEEPEST: Final = 48
 """Lists inside of each other, and graphs inside of graphs."""
 LONGEST_TEXT: Final = 65_536
+MOST_NODES: Final = 2**18
+"""Nodes of a graph with the graphs inside of it."""
+MOST_DIMENSIONS: Final = 64
+"""Of a tensor."""
+MOST_PARTS: Final = 64
+"""Names in a path of modules."""
 LARGEST_POWER: Final = 64
-MOST_POWERS: Final = 2
-"""Powers inside of each other: with five, a number of 64-bit digits would fill the memory."""
-LARGEST_EXPRESSION: Final = 1_000
-"""Functions and arguments of a size."""
+LARGEST_SIZE: Final = 64
+"""Functions and arguments of a size. Simplifying a product of sums takes memory as its expanded form does."""
+MOST_SYMBOLS: Final = 4
+"""Different ones in a size."""
 
 _OPERATOR: Final = (
     "abs add and_ eq floordiv ge getitem gt iadd iand ifloordiv imod imul inv invert ior ipow is_ is_not isub itruediv "
@@ -55,9 +63,17 @@ _HIGHER_ORDER: Final = (
 HIGHER_ORDER: Final = frozenset(_HIGHER_ORDER.split())
 """Higher-order operators that a graph may call: they run its own subgraphs."""
 
-_TORCHS_OWN: Final = frozenset({"aten", "prims"})
-"""Namespaces of torch's operators that compute tensors. Operators of all others may not take strings or objects."""
-_REFUSED: Final = frozenset({"from_file", "save"})
+_COMPUTING: Final = frozenset({"aten", "prims"})
+"""Namespaces of torch's operators that compute tensors, and check what they get."""
+_OTHERS: Final = (
+    "_c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test c10d debug_mode_ops debugprims "
+    "export inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prepacked profiler quantization quantized "
+    "rngprims sparse static_runtime symm_mem"
+)
+TORCHS_OTHERS: Final = frozenset(_OTHERS.split())
+"""Torch's other namespaces: communication, files, and internal operators that trust their arguments."""
+_REFUSED: Final = re.compile(r"from_file|save|_reshape_alias(_copy)?|_nested_view_from_.*|.*_tensor_unsafe")
+"""Of `aten`: operators that touch files, and those that do not check sizes, strides or indices."""
 _VALUES: Final = "Device Generator SymBool SymFloat SymInt Tensor bool complex float int number"
 _VALUE_TYPES: Final = frozenset(_VALUES.split())
 _CONTAINER_TYPES: Final = re.compile(r"Optional\[|List\[|\]")
@@ -68,7 +84,8 @@ _OVERLOAD = re.compile(r"\w{1,128}", re.ASCII)
 _DEVICE = re.compile(r"[a-z]{1,16}(:\d{1,4})?", re.ASCII)
 _FLOAT = re.compile(r"[-+]?\d{0,400}\.?\d{0,400}([eE][-+]?\d{1,4})?", re.ASCII)
 _SYMBOL = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
-_OF_MODULES = frozenset(dir(nn.Module()))
+_OF_MODULES = frozenset(dir(GraphModule(nn.Module(), Graph())))
+"""Attributes that a module has by itself. One of these names would read them, and not what the trace put there."""
 
 Rule = Callable[[Any], object]
 
@@ -82,7 +99,7 @@ def check_trace(data: Any) -> None:
         "decisions": _maybe(_decisions),
         "fixed_rows": _maybe(_natural),
         "format": _natural,
-        "graph": lambda graph: _graph(graph, bool(data["leaves"]), 0),
+        "graph": lambda graph: _whole_graph(graph, data["attributes"], bool(data["leaves"])),
         "holes": _naturals,
         "leaves": _maybe(_mapping(_text, _leaf_call)),
         "outputs": _tuple(check_container, _places, _naturals),
@@ -101,8 +118,10 @@ def check_operator(target: Any) -> None:
         _broken("an operator", target)
     namespace, name = target._schema.name.split("::")
     given = [str(argument.type) for argument in target._schema.arguments]
-    if namespace in _TORCHS_OWN:
-        if name in _REFUSED or any(argument.name == "filename" for argument in target._schema.arguments):
+    if namespace in TORCHS_OTHERS:
+        _broken("an operator", target)
+    if namespace in _COMPUTING:
+        if _REFUSED.fullmatch(name) or any(argument.name == "filename" for argument in target._schema.arguments):
             _broken("an operator", target)
     elif target._schema.name != LEAF and not all(_CONTAINER_TYPES.sub("", each) in _VALUE_TYPES for each in given):
         _broken(f"an operator that takes ({', '.join(given)})", target)
@@ -111,45 +130,76 @@ def check_operator(target: Any) -> None:
 # -- graphs -------------------------------------------------------------------------------------------------------
 
 
-def _graph(data: Any, leaves: bool, depth: int) -> None:
+def _whole_graph(data: Any, tensors: Any, leaves: bool) -> None:
+    """A graph whose get_attr nodes read `tensors` and inner graphs, and that calls `leaves` or not."""
+    _mapping(_path, lambda each: None)(tensors)
+    left = [MOST_NODES]
+    _graph(data, tensors, leaves, 0, left)
+
+
+def _graph(data: Any, tensors: Collection[str], leaves: bool, depth: int, left: list[int]) -> None:
     if depth > DEEPEST or not isinstance(data, dict) or data.keys() != {"nodes", "values", "inner"}:
         _broken("a graph", data)
-    _list(data["nodes"])
-    _list(data["values"])
-    for value in data["values"]:
+    nodes, values, inner = data["nodes"], data["values"], data["inner"]
+    _list(nodes)
+    _list(values)
+    _mapping(_path, lambda each: None)(inner)
+    left[0] -= len(nodes)
+    if left[0] < 0 or len(values) > len(nodes):
+        _broken("the number of nodes or values", [len(nodes), len(values)])
+    for value in values:
         _value(value, 0)
-    for number, node in enumerate(data["nodes"]):
+    begun = False
+    for number, node in enumerate(nodes):
         if not isinstance(node, list) or len(node) != 7:
             _broken("a node", node)
         op, name, target, args, kwargs, value, module = node
         _identifier(name)
         _text(module)
-        if type(value) is not int or not 0 <= value < len(data["values"]):
+        if type(value) is not int or not 0 <= value < len(values):
             _broken("a node's value", value)
         if op == "call_function":
             _target(target, leaves)
-        elif op == "placeholder":
-            _identifier(target)
         elif op == "get_attr":
-            _path(target)
-        elif op != "output" or target != "output":
+            if type(target) is not str or (target not in tensors and target not in inner):
+                _broken("an attribute", target)
+        elif target != op or (op == "placeholder" and begun) or op not in ("placeholder", "output"):
             _broken("a node", node)
-        _argument(args, number, 0)
-        if not isinstance(args, list) or args[:1] != ["t"]:
-            _broken("the arguments of a node", args)
-        if op == "call_function" and target[1] == LEAF and (len(args) < 2 or type(args[1]) is not str):
-            _broken("the arguments of a leaf", args)
-        if kwargs is not None:
-            _argument(kwargs, number, 0)
-            if not isinstance(kwargs, list) or kwargs[:1] != ["d"]:
-                _broken("the arguments of a node", kwargs)
-            for key in kwargs[1::2]:
-                _identifier(key)
-    if not isinstance(data["inner"], dict):
-        _broken("inner graphs", data["inner"])
-    for target, inner in data["inner"].items():
-        _path(target)
-        _graph(inner, leaves, depth + 1)
+        begun = begun or op in ("call_function", "output")
+        _arguments(op, target, args, kwargs, number)
+    for each in inner.values():
+        _graph(each, (), leaves, depth + 1, left)
+
+
+def _arguments(op: Any, target: Any, args: Any, kwargs: Any, number: int) -> None:
+    """The arguments of a node that has `number` before it."""
+    _argument(args, number, 0)
+    if not isinstance(args, list) or args[:1] != ["t"]:
+        _broken("the arguments of a node", args)
+    if kwargs is not None:
+        _argument(kwargs, number, 0)
+        if not isinstance(kwargs, list) or kwargs[:1] != ["d"]:
+            _broken("the arguments of a node", kwargs)
+        for key in kwargs[1::2]:
+            _identifier(key)
+    if op != "call_function":
+        return
+    kind, where, name = target
+    if where == LEAF and (len(args) < 2 or type(args[1]) is not str):
+        _broken("the arguments of a leaf", args)
+    if kind == "py":
+        _python_arguments(name, args[1:], kwargs)
+
+
+def _python_arguments(name: str, args: list[Any], kwargs: Any) -> None:
+    """Arguments of a function of Python, which takes numbers and tensors, and results of other nodes."""
+    many = name in ("getitem", "sym_sum")
+    if kwargs is not None or any(
+        type(each) is str or (type(each) is list and each[0] in "ltds" and not many) for each in args
+    ):
+        _broken(f"the arguments of {name}", args)
+    if name in ("pow", "ipow", "lshift") and not (type(args[-1]) in (int, float) and abs(args[-1]) <= LARGEST_POWER):
+        _broken(f"the arguments of {name}", args)
 
 
 def _target(target: Any, leaves: bool) -> None:
@@ -211,12 +261,14 @@ def _value(value: Any, depth: int) -> None:
     if tag == "T":
         if not items or type(items[0]) is not str or items[0] not in DTYPES:
             _broken("a tensor value", value)
+        if len(items) > 1 + MOST_DIMENSIONS:
+            _broken("a tensor value", value)
         for size in items[1:]:
-            _expression(size)
+            check_size(size)
     elif tag == "N":
         if len(items) != 2 or items[0] not in ("int", "float", "bool"):
             _broken("a number", value)
-        _expression(items[1])
+        check_size(items[1])
     elif tag == "t":
         for item in items:
             _value(item, depth + 1)
@@ -225,10 +277,11 @@ def _value(value: Any, depth: int) -> None:
     return None
 
 
-def _expression(data: Any) -> None:
-    left = [LARGEST_EXPRESSION]
+def check_size(data: Any) -> None:
+    """Check a size, or a condition on sizes: a function of few symbols and small powers."""
+    left, symbols = [LARGEST_SIZE], set[str]()
 
-    def walk(each: Any, depth: int, powers: int) -> None:
+    def walk(each: Any, depth: int, in_power: bool) -> None:
         left[0] -= 1
         if left[0] < 0 or depth > DEEPEST:
             _broken("a size", data)
@@ -239,37 +292,39 @@ def _expression(data: Any) -> None:
         tag, *items = each
         if tag == "y":
             right = len(items) == 1 and type(items[0]) is str and bool(_SYMBOL.fullmatch(items[0]))
+            symbols.update(items if right else ())
         elif tag == "q":
             right = len(items) == 2 and all(type(item) is int for item in items) and items[1] > 0
         elif tag == "f":
             right = len(items) == 1 and type(items[0]) is str and bool(_FLOAT.fullmatch(items[0]))
+            right = right and math.isfinite(float(items[0]))
         else:
+            power = "Pow" in tag
             right = tag in EXPRESSIONS and bool(items)
-            powers += "Pow" in tag
-            for item in items:
-                walk(item, depth + 1, powers)
-            if right and "Pow" in tag:
-                right = len(items) == 2 and _small_power(items[1]) and powers <= MOST_POWERS
-        if not right:
+            if power:
+                right = right and len(items) == 2 and _small_power(items[1]) and not in_power
+            if right:
+                for item in items:
+                    walk(item, depth + 1, in_power or power)
+        if not right or len(symbols) > MOST_SYMBOLS:
             _broken("a size", each)
 
-    walk(data, 0, 0)
+    walk(data, 0, False)
 
 
 def _small_power(power: Any) -> bool:
     """Whether a number to this power is not huge."""
-    if type(power) is int:
-        return abs(power) <= LARGEST_POWER
-    return bool(isinstance(power, list) and power and power[0] in ("q", "f", "y")) and (
-        power[0] != "q" or abs(power[1]) <= LARGEST_POWER
-    )
+    if isinstance(power, list) and power[:1] == ["q"]:
+        return len(power) == 3 and all(type(each) is int and abs(each) <= LARGEST_POWER for each in power[1:])
+    return type(power) is int and abs(power) <= LARGEST_POWER
 
 
 # -- the rest of a trace ------------------------------------------------------------------------------------------
 
 
 def _decisions(data: Any) -> None:
-    _tuple(lambda graph: _graph(graph, False, 0), _mapping(_path, _tensor), _each(_bool), _texts)(data)
+    _tuple(lambda graph: None, _mapping(_path, _tensor), _each(_bool), _texts)(data)
+    _whole_graph(data[0], data[1], leaves=False)
 
 
 def _attributes(data: Any) -> None:
@@ -310,16 +365,16 @@ def _text(value: Any) -> None:
 
 
 def _identifier(value: Any) -> None:
-    if type(value) is not str or not _IDENTIFIER.fullmatch(value) or keyword.iskeyword(value):
+    if type(value) is not str or not _IDENTIFIER.fullmatch(value) or keyword.iskeyword(value) or value == "self":
         _broken("a name", value)
 
 
 def _path(value: Any) -> None:
     """A path of modules: any names that modules may have, but no attribute that every module has."""
     _text(value)
-    for part in value.split("."):
-        if not part or part in _OF_MODULES or part.startswith("__"):
-            _broken("a path", value)
+    parts = unicodedata.normalize("NFKC", value).split(".")  # as Python normalizes the names in code
+    if len(parts) > MOST_PARTS or any(not part or part in _OF_MODULES or part.startswith("__") for part in parts):
+        _broken("a path", value)
 
 
 def _natural(value: Any) -> None:
@@ -348,15 +403,19 @@ def _dtype(value: Any) -> None:
 
 def _sizes(value: Any) -> None:
     _list(value)
+    if len(value) > MOST_DIMENSIONS:
+        _broken("the sizes of a tensor", value)
     for size in value:
         if size is not None:
-            _expression(size)
+            check_size(size)
 
 
 def _tensor(value: Any) -> None:
     """A constant: its dtype, its shape, and as many bytes as they take; nil without values."""
     _tuple(_dtype, _naturals, lambda raw: None)(value)
     dtype, shape, raw = value
+    if len(shape) > MOST_DIMENSIONS:
+        _broken("the shape of a constant", shape)
     count = math.prod(shape)
     if raw is not None and (type(raw) is not bytes or len(raw) != count * DTYPES[dtype].itemsize):
         _broken(f"the bytes of a constant of {shape} {dtype}", raw)

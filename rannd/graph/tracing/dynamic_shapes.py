@@ -23,10 +23,14 @@ from rannd.graph.fx.traced import Traced
 from rannd.graph.modules.source_location import Offence
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken, Uncodable, expression, to_expression
+from rannd.graph.stored.trace_grammar import check_size
 from rannd.graph.tracing.batch_dim import MOST_ROWS
 
 SMALLEST = 3
 """Templates are not traced with smaller sizes: torch.export treats 0 and 1 differently, and code may subtract."""
+
+MOST_CONDITIONS = 1_000
+"""Of a template."""
 
 LARGEST_CHECKED = 65
 """Conditions on rows and sizes together are evaluated for numbers of rows from two to below this."""
@@ -41,6 +45,7 @@ class _Stored(msgspec.Struct):
     lengths: list[tuple[int, int, str]]
     """(tensor, dimension after the batch dimension, symbol) of the open dimensions."""
     conditions: list[Any]
+    """Sizes as trace_grammar.check_size allows them."""
 
 
 def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
@@ -66,7 +71,11 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor])
         traced = traced_of(model, found)
         data = encode(traced, None)
         conditions = [expression(each) for each in _conditions(program, symbols)]
-    except (Uncodable, Undecidable, Offence, TraceError) as exc:
+        for each in conditions:
+            check_size(each)
+        if len(conditions) > MOST_CONDITIONS:
+            raise NoTemplate(f"it has {len(conditions)} conditions on sizes")
+    except (Uncodable, Broken, Undecidable, Offence, TraceError) as exc:
         raise NoTemplate(str(exc)) from exc
     except NoTemplate:
         raise
@@ -87,8 +96,12 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
     """
     try:
         stored = msgspec.msgpack.decode(data, type=_Stored)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
         raise Broken(str(exc)) from exc
+    if len(stored.conditions) > MOST_CONDITIONS:
+        raise Broken(f"it has {len(stored.conditions)} conditions")
+    for each in stored.conditions:
+        check_size(each)
     sizes: dict[sympy.Symbol, int] = {}
     for tensor, dim, name in stored.lengths:
         if not (0 <= tensor < len(signature.tensors) and 0 <= dim < len(signature.tensors[tensor].shape)):
@@ -105,6 +118,8 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
         if any(condition.subs(ROWS, count) == sympy.false for count in rows):
             raise NoTemplate(f"the model's code runs differently for these sizes ({condition})")
     traced, _ = decode(stored.traced, model, sizes)
+    if len(traced.placeholders) != len(signature.tensors):
+        raise Broken(f"it is for {len(traced.placeholders)} tensors, not {len(signature.tensors)}")
     for node, spec in zip(traced.placeholders, signature.tensors, strict=True):
         value = node.meta["val"]
         if not isinstance(value, TensorValue) or value.shape[1 if spec.batch else 0 :] != spec.shape:

@@ -190,16 +190,15 @@ class Families:
         """Make a graph from a template; returns (graph, ''), or (None, the template's defect or '')."""
         try:
             traced = instance(data, self._context.model, signature)
+            if traced.decisions is not None and signature.rows(leaves):  # a rank without rows follows the others
+                here = [tensor.to(self._world.device) for tensor in leaves]
+                if not traced.decisions.hold(here):
+                    return None, ""
+            return build(self._context.model, signature, leaves, self._world.device, traced), ""
         except NoTemplate:
             return None, ""
         except Broken as exc:
             return None, str(exc)
-        if traced.decisions is not None and signature.rows(leaves):  # a rank without rows follows the others
-            here = [tensor.to(self._world.device) for tensor in leaves]
-            if not traced.decisions.hold(here):
-                return None, ""
-        try:
-            return build(self._context.model, signature, leaves, self._world.device, traced), ""
         except Exception as exc:  # cached data may be arbitrarily wrong; the model can still be traced
             return None, f"building a graph from it failed: {type(exc).__name__}: {exc}"
 

@@ -27,5 +27,5 @@ def unpack(data: bytes) -> StoredTrace:
     """Deserialize a trace from the cache; Broken if `data` is not a valid one."""
     try:
         return msgspec.msgpack.decode(data, type=StoredTrace)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as exc:
         raise Broken(f"it is not a valid stored trace: {exc}") from exc

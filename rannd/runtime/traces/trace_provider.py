@@ -162,7 +162,7 @@ class Tracer:
             return stored
         try:
             names = msgspec.msgpack.decode(stored.removeprefix(REFUSED), type=list[str])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return b""
         for name in names:
             note_read(name)
@@ -306,8 +306,8 @@ class Tracer:
                 try:
                     trace = unpack(stored)
                     graph = self._load(trace, signature, leaves, assumed)
-                except Broken as exc:
-                    broken = str(exc)
+                except Exception as exc:  # cached data may be arbitrarily wrong; the model can still be traced
+                    broken = str(exc) if isinstance(exc, Broken) else f"{type(exc).__name__}: {exc}"
                     log.get("RaNNCModule").warning("The cached trace cannot be used: %s", exc)
                 else:
                     if graph is not None:
@@ -350,10 +350,7 @@ class Tracer:
         if made != [tuple(leaves[number].shape) for number in traced.whole]:
             return None
         signature = signature.whole(traced.whole, signature.rows(leaves))
-        try:
-            graph = build(self._context.model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
-        except Exception as exc:  # cached data may be arbitrarily wrong; the model can still be traced
-            raise Broken(f"building a graph from it failed: {type(exc).__name__}: {exc}") from exc
+        graph = build(self._context.model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
         if graph.task.graph_hash != stored.graph_hash:
             raise Broken("the hash of its graph differs from the stored one")
         decisions = graph.traced.decisions
