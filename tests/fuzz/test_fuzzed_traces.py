@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from typing import Any
@@ -19,6 +20,7 @@ from rannd.graph.model import build
 from rannd.graph.partition.graph_hash import graph_hash
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken
+from rannd.graph.tracing.dynamic_shapes import NoTemplate, instance, template
 from rannd.graph.tracing.frontend import trace
 
 ROUNDS = 400
@@ -82,6 +84,8 @@ def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
             try:
                 build(model, signature, tensors, CPU, loaded)
                 graph_hash(loaded, signature)
+                if loaded.decisions is not None:
+                    loaded.decisions.hold(tensors)
                 sound += 1
             except Exception:  # the provider traces the model again
                 continue
@@ -91,3 +95,45 @@ def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
     assert found.grown < GROWTH
     assert found.seconds < SECONDS
     print(f"{kind.__name__}: {found.runs} mutated traces, {sound} still make a graph; slowest {found.seconds:.2f} s")
+
+
+class Sequence(nn.Module):
+    """Any length that is divisible by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(9, 6), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        return self.layer(x.reshape(x.shape[0], x.shape[1] // 2, 12))
+
+
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(20 * ROUNDS, marks=pytest.mark.full)])
+def test_mutated_templates(rounds: int) -> None:
+    """Conditions and open dimensions of a trace for any length."""
+    model = Sequence()
+    signature, tensors = signature_of(model, torch.zeros(4, 6, dtype=torch.int64))
+    signature = dataclasses.replace(signature, open=((0, 0),))
+    plain = msgspec.msgpack.decode(template(model, signature, tensors))
+    plain["conditions"].append(["Ge", ["FloorDiv", ["Pow", ["Add", ["y", "n0"], ["q", 1, 2]], 2], 3], ["y", "n0"]])
+    held = plain.pop("traced")
+    mutator, found, sound = Mutator(SEED or 0), Found(), 0
+    for _ in range(rounds):
+        changed = mutator.mutated(plain)
+        try:
+            data = msgspec.msgpack.encode({"traced": held, **changed} if isinstance(changed, dict) else changed)
+        except (OverflowError, RecursionError, UnicodeEncodeError, TypeError):
+            continue  # it cannot be written
+        with found.watched():
+            try:
+                instance(data, model, signature)
+                sound += 1
+            except (Broken, NoTemplate):
+                continue
+    assert found.violations == []
+    assert found.runs > rounds * 0.8
+    assert sound
+    assert found.grown < GROWTH
+    assert found.seconds < SECONDS
+    print(f"{found.runs} mutated templates, {sound} still fit; slowest {found.seconds:.2f} s")

@@ -38,10 +38,10 @@ MOST_DIMENSIONS: Final = 64
 MOST_PARTS: Final = 64
 """Names in a path of modules."""
 LARGEST_POWER: Final = 64
-LARGEST_SIZE: Final = 64
-"""Functions and arguments of a size. Simplifying a product of sums takes memory as its expanded form does."""
-MOST_SYMBOLS: Final = 4
-"""Different ones in a size."""
+LARGEST_SIZE: Final = 256
+"""Functions and arguments of a size."""
+LARGEST_DEGREE: Final = 8
+"""Symbols that a size multiplies with each other. Simplifying a product of sums costs as much as its expanded form."""
 
 _OPERATOR: Final = (
     "abs add and_ eq floordiv ge getitem gt iadd iand ifloordiv imod imul inv invert ior ipow is_ is_not isub itruediv "
@@ -278,45 +278,51 @@ def _value(value: Any, depth: int) -> None:
 
 
 def check_size(data: Any) -> None:
-    """Check a size, or a condition on sizes: a function of few symbols and small powers."""
-    left, symbols = [LARGEST_SIZE], set[str]()
+    """Check a size, or a condition on sizes, of a small degree and with small powers."""
+    left = [LARGEST_SIZE]
 
-    def walk(each: Any, depth: int, in_power: bool) -> None:
+    def degree(each: Any, depth: int) -> int:
+        """That of the polynomial which the size is at most, after checking it."""
         left[0] -= 1
         if left[0] < 0 or depth > DEEPEST:
             _broken("a size", data)
         if type(each) is bool or (type(each) is int and -(2**63) <= each < 2**63):
-            return
+            return 0
         if not isinstance(each, list) or not each or type(each[0]) is not str:
             _broken("a size", each)
         tag, *items = each
+        found = 0
         if tag == "y":
             right = len(items) == 1 and type(items[0]) is str and bool(_SYMBOL.fullmatch(items[0]))
-            symbols.update(items if right else ())
+            found = 1
         elif tag == "q":
             right = len(items) == 2 and all(type(item) is int for item in items) and items[1] > 0
         elif tag == "f":
             right = len(items) == 1 and type(items[0]) is str and bool(_FLOAT.fullmatch(items[0]))
             right = right and math.isfinite(float(items[0]))
-        else:
-            power = "Pow" in tag
-            right = tag in EXPRESSIONS and bool(items)
-            if power:
-                right = right and len(items) == 2 and _small_power(items[1]) and not in_power
+        elif "Pow" in tag:
+            power = _power(items[1]) if tag in EXPRESSIONS and len(items) == 2 else 0
+            right = power > 0
             if right:
-                for item in items:
-                    walk(item, depth + 1, in_power or power)
-        if not right or len(symbols) > MOST_SYMBOLS:
+                found = degree(items[0], depth + 1) * power
+                right = bool(found) or not isinstance(items[0], list) or items[0][0] in ("q", "f")
+        else:
+            right = tag in EXPRESSIONS and bool(items)
+            inside = [degree(item, depth + 1) for item in items] if right else [0]
+            found = sum(inside) if tag == "Mul" else max(inside)
+        if not right or found > LARGEST_DEGREE:
             _broken("a size", each)
+        return found
 
-    walk(data, 0, False)
+    degree(data, 0)
 
 
-def _small_power(power: Any) -> bool:
-    """Whether a number to this power is not huge."""
-    if isinstance(power, list) and power[:1] == ["q"]:
-        return len(power) == 3 and all(type(each) is int and abs(each) <= LARGEST_POWER for each in power[1:])
-    return type(power) is int and abs(power) <= LARGEST_POWER
+def _power(power: Any) -> int:
+    """How often a factor is multiplied at most, at least once; 0 for what is no small number."""
+    number, of = power[1:] if isinstance(power, list) and len(power) == 3 and power[0] == "q" else (power, 1)
+    if type(number) is not int or type(of) is not int or not 0 < of <= LARGEST_POWER:
+        return 0
+    return max(1, -(-abs(number) // of)) if abs(number) <= LARGEST_POWER else 0
 
 
 # -- the rest of a trace ------------------------------------------------------------------------------------------

@@ -148,7 +148,11 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a power of a power of large numbers": size(["Pow", ["Pow", ["Mul", *[2**62] * 990], 64], 64]),
     "a huge number that is rounded": size(["floor", ["Pow", 10, ["f", "1e10"]]]),
     "a huge number of text": size(["floor", ["f", "1e999"]]),
-    "a product that is expanded": size(["FloorDiv", ["Mul", *[["Add", ["y", f"n{n}"], n] for n in range(2, 32)]], 3]),
+    "a product that is expanded": size(
+        ["FloorDiv", ["Mul", *[["Add", ["y", f"n{n % 3}"], n] for n in range(2, 32)]], 3]
+    ),
+    "a fraction that is a large power": size(["FloorDiv", ["Pow", ["Add", ["y", "n0"], 1], ["q", 64, 1]], 3]),
+    "a power that is expanded": size(["FloorDiv", ["Pow", ["Add", ["y", "n0"], ["y", "n1"], 1], 64], 3]),
     "a tensor of many dimensions": lambda data: data["graph"]["values"].__setitem__(0, ["T", "float32", *[1] * 65]),
     "a constant of many dimensions": lambda data: data["constants"].update(c=["float32", [2**31 - 1] * 100_000, None]),
     "constants that are lists": lambda data: data["constants"].update(c=[[]] * 1000),
