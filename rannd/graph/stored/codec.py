@@ -253,6 +253,8 @@ def _assign(root: nn.Module, target: str, value: Any) -> None:
         if not hasattr(root, part):
             setattr(root, part, nn.Module())
         root = getattr(root, part)
+        if type(root) is not nn.Module:
+            raise Broken(f"a path through a {type(root).__qualname__}: {target}")
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         root.register_buffer(name, value)
     else:

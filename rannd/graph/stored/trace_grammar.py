@@ -84,8 +84,9 @@ _OVERLOAD = re.compile(r"\w{1,128}", re.ASCII)
 _DEVICE = re.compile(r"[a-z]{1,16}(:\d{1,4})?", re.ASCII)
 _FLOAT = re.compile(r"[-+]?\d{0,400}\.?\d{0,400}([eE][-+]?\d{1,4})?", re.ASCII)
 _SYMBOL = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
-_OF_MODULES = frozenset(dir(GraphModule(nn.Module(), Graph())))
-"""Attributes that a module has by itself. One of these names would read them, and not what the trace put there."""
+_OF_MODULES = frozenset(dir(nn.Module()))
+_OF_GRAPHS = frozenset(dir(GraphModule(nn.Module(), Graph())))
+"""Attributes that the module of a graph has by itself: its code would read these, and not what the trace put there."""
 
 Rule = Callable[[Any], object]
 
@@ -379,7 +380,9 @@ def _path(value: Any) -> None:
     """A path of modules: any names that modules may have, but no attribute that every module has."""
     _text(value)
     parts = unicodedata.normalize("NFKC", value).split(".")  # as Python normalizes the names in code
-    if len(parts) > MOST_PARTS or any(not part or part in _OF_MODULES or part.startswith("__") for part in parts):
+    if len(parts) > MOST_PARTS or parts[0] in _OF_GRAPHS:
+        _broken("a path", value)
+    if any(not part or part in _OF_MODULES or part.startswith("__") for part in parts):
         _broken("a path", value)
 
 

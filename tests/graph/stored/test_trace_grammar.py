@@ -212,6 +212,22 @@ def test_conditions_of_a_template_are_sizes(tmp_path: Path) -> None:
     assert not made.exists()
 
 
+class Named(nn.Module):
+    """Submodules with the names of attributes that the module of a graph has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.code, self.meta = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.meta(self.code(self.graph(x)))
+
+
+def test_submodules_may_have_names_of_a_graphs_module() -> None:
+    model = Named()
+    decode(sealed(plain_trace(model)), model)
+
+
 def test_a_sound_trace_is_read() -> None:
     model = Model()
     decode(sealed(plain_trace(model)), model)
