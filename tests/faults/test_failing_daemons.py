@@ -1,7 +1,7 @@
-"""Each call for files and sockets of the daemon, or of its client, fails in turn: no wrong value, nothing lost, no hang.
+"""Each call for files and sockets of the daemon, or of its client, fails in turn: nothing is wrong or lost, or hangs.
 
-A client gets the value, or is told of a miss; a daemon goes on, or ends with a message; the next client finds a store that
-is whole, with what was acknowledged.
+A client gets the value, or is told of a miss; a daemon goes on, or ends with a message; the next client finds a store
+that is whole, with what was acknowledged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Each call of the daemon and of its client fails in turn: no value is wrong, none that was acknowledged is lost.
 
-Arguments: the part of `PARTS`; how many calls of each kind fail, with one error each, or ``all`` with all errors; a file
-with which the daemon's calls are let fail.
+Arguments: the part of `PARTS`; how many calls of each kind fail, with one error each, or ``all`` with all errors; a
+file with which the daemon's calls are let fail.
 """
 
 from __future__ import annotations
