@@ -20,6 +20,7 @@ from rannd.admission import introduce
 from rannd.runtime.failure import coordinator
 from rannd.runtime.failure.failure_report import Failure
 from rannd.runtime.failure.side_channel import (
+    AnyMessage,
     Ask,
     Forgiven,
     Gone,
@@ -33,20 +34,25 @@ from rannd.runtime.failure.side_channel import (
     connect,
 )
 
-BATCHES = 6
+BATCHES, ROUNDS, AT_ONCE = 6, 2000, 5
 GROWTH = 256 << 20
-HELLO = RankHello(1, "host", 7)
-FAILURE = Failure(1, "host", 7, "raised", "step 3", "ValueError: no", stage=1, piece=2, action="F2")
-STACKS = Stacks(1, "waiting", "step 3", "train.py:4", "File ..", "forward", "train.py:4", "", 3.0)
-MESSAGES = [
-    [HELLO, Left(1, 4)],
-    [HELLO, Told(FAILURE), Heard()],
-    [HELLO, Told(msgspec.structs.replace(FAILURE, certain=False))],
-    [HELLO, Stuck(1, 9.0), STACKS, msgspec.structs.replace(STACKS, doing="script")],
-    [HELLO, Waits(1), STACKS],
-    [HELLO, Ask(1, True), Forgiven(), Gone(1), Heard()],
-]
-"""What a rank sends, and what it does not."""
+LEGITIMATE = 12
+"""Rank of the one that is served meanwhile."""
+
+
+def sequences(rank: int) -> list[list[AnyMessage]]:
+    """What a rank sends, and what it does not."""
+    hello, failure = RankHello(rank, "host", 7), Failure(rank, "host", 7, "raised", "step 3", "ValueError: no", stage=1)
+    stacks = Stacks(1, "waiting", "step 3", "train.py:4", "File ..", "forward", "train.py:4", "", 3.0)
+    return [
+        [hello, Left(rank, 4)],
+        [hello, Told(failure), Heard()],
+        [hello, Told(msgspec.structs.replace(failure, certain=False))],
+        [hello, Stuck(rank, 9.0), stacks],
+        [hello, Stuck(rank, 9.0), msgspec.structs.replace(stacks, doing="script")],
+        [hello, Waits(rank), stacks],
+        [hello, Ask(1, True), Forgiven(), Gone(rank), Heard()],
+    ]
 
 
 def is_of_accept(event: str, arguments: tuple[Any, ...]) -> bool:
@@ -74,7 +80,7 @@ def test_strangers(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "ANSWER_S", 0.2)
     found, slowest = Found(), 0.0
     hub = HubThread(batches, found.watched(is_of_accept))
-    frames = [frame(msgspec.msgpack.encode(message)) for messages in MESSAGES for message in messages]
+    frames = [frame(msgspec.msgpack.encode(message)) for messages in sequences(1) for message in messages]
     strangers = Strangers(1, lambda: knock(hub), hub.token, frames)
     try:
         for batch in range(batches):
@@ -89,25 +95,26 @@ def test_strangers(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     print(f"{strangers.came} strangers at the hub of {batches} ranks; a rank waits {slowest:.1f} s at most")
 
 
-@pytest.mark.parametrize("rounds", [300, pytest.param(20 * 300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(20 * ROUNDS, marks=pytest.mark.full)])
 def test_ranks(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "ANSWER_S", 0.01)
     monkeypatch.setattr(coordinator, "GRACE_S", 0.01)
-    plain = [msgspec.msgpack.decode(msgspec.msgpack.encode(messages)) for messages in MESSAGES]
     mutator, chance, found, slowest, sent = Mutator(SEED + 7), random.Random(SEED), Found(), 0.0, 0
-    for begin in range(0, rounds, 10):
-        hub = HubThread(8, found.watched(is_of_accept))
+    for batch in range(rounds // AT_ONCE):
+        count = 1 if batch % 2 else 2 * AT_ONCE - 1
+        hub = HubThread(16, found.watched(is_of_accept))
         ends = []
         try:
-            for number in range(begin, begin + 10):
+            for number in range(count):
                 end = knock(hub)
                 ends.append(end)
                 introduce(end, hub.token)
                 with contextlib.suppress(ConnectionError):
-                    for data in _frames(mutator.mutated(plain[number % len(plain)]), chance):
+                    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(sequences(number)[(number + batch) % 7]))
+                    for data in _frames(mutator.mutated(plain), chance):
                         end.sendall(data)
                         sent += 1
-            slowest = max(slowest, serve(hub, 5))
+            slowest = max(slowest, serve(hub, LEGITIMATE))
         finally:
             hub.stop()
             for end in ends:
@@ -128,8 +135,7 @@ def _frames(messages: Any, chance: random.Random) -> list[bytes]:
         except (OverflowError, RecursionError, UnicodeEncodeError, TypeError):
             continue
         if chance.random() < 0.05:
-            data = chance.choice(
-                [data[:-1], chance.randbytes(4) + data[4:], data + b"\0", b"\xff\xff\xff\xff", data[4:]]
-            )
+            torn = [data[:-1], data[4:], data + b"\0", chance.randbytes(4) + data[4:], b"\xff\xff\xff\xff"]
+            data = chance.choice(torn)
         found.append(data)
     return found
