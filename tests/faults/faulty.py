@@ -21,8 +21,8 @@ CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink")
 SOCKET_CALLS = ("socket", "bind", "listen", "connect", "accept", "send", "recv", "poll")
 ALL_CALLS = ("open", "read", "write", "fsync", "rename", "mkdir", "unlink", *SOCKET_CALLS)
 """Those of shim.c, in its order."""
-MOST_POLLS = 20
-"""Waits are many, their number depends on time, and their only failure is EINTR."""
+MOST_CALLS = 24
+"""Number of calls of one kind that fail with all errors; more are alike."""
 
 
 @functools.cache
@@ -44,17 +44,19 @@ def errors_of(call: str) -> tuple[int, ...]:
 
 
 def failures(counts: Mapping[str, int], most: int | None) -> Iterator[tuple[str, int, int]]:
-    """Each call with all of its errors; or `most` calls of each kind, first and last among them, errors by turns."""
+    """Calls of each kind with all of their errors; or `most` of each kind with one error, by turns."""
     turn = itertools.count()
     for call, count in counts.items():
         errors = errors_of(call)
         if most is None:
-            numbers = range(1, min(count, MOST_POLLS if call == "poll" else count) + 1)
-            yield from ((call, number, error) for number in numbers for error in errors)
+            yield from ((call, number, error) for number in _spread(count, MOST_CALLS) for error in errors)
         else:
-            steps = max(most - 1, 1)
-            for number in sorted({1 + each * (count - 1) // steps for each in range(most)}):
-                yield call, number, errors[next(turn) % len(errors)]
+            yield from ((call, number, errors[next(turn) % len(errors)]) for number in _spread(count, most))
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many numbers from 1 to `count`, the first and the last among them."""
+    return sorted({1 + each * (count - 1) // max(most - 1, 1) for each in range(most)})
 
 
 def words(call: str, number: int, error: int) -> str:
