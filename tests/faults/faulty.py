@@ -21,6 +21,8 @@ CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink")
 SOCKET_CALLS = ("socket", "bind", "listen", "connect", "accept", "send", "recv", "poll")
 ALL_CALLS = ("open", "read", "write", "fsync", "rename", "mkdir", "unlink", *SOCKET_CALLS)
 """Those of shim.c, in its order."""
+LONGEST_S = 3000
+"""Seconds that all calls with all errors may take on a busy machine; a single one that hangs ends a program sooner."""
 MOST_CALLS = 24
 """Number of calls of one kind that fail with all errors; more are alike."""
 
@@ -80,7 +82,7 @@ def run(program: str, *arguments: str, under: Path, **variables: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LONGEST_S,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults.faulty import run
+from faults.faulty import LONGEST_S, run
 
 CALLS = {
     "a daemon starts": 2,
@@ -21,8 +21,11 @@ CALLS = {
 """How many calls of each kind fail in `make test`: a start of a daemon takes half a second."""
 
 
+ALL = (pytest.mark.full, pytest.mark.timeout(LONGEST_S))
+
+
 @pytest.mark.parametrize("part", CALLS)
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=ALL)], ids=["some", "all"])
 def test_what_was_acknowledged_stays_and_nothing_is_wrong(part: str, every: bool, daemon_home, tmp_path: Path) -> None:
     variables = {**daemon_home.variables(), "RANNC_CACHE": "on"}
     most = "all" if every else str(CALLS[part])
