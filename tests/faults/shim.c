@@ -1,13 +1,16 @@
-/* Stands between a program and libc's calls for files (LD_PRELOAD): logs those below a folder, or lets one of them fail.
+/* Stands between a program and libc's calls for files and sockets (LD_PRELOAD): logs those for files below a folder, or
+   lets one call fail.
 
-   FAULTS_UNDER  the folder; calls about other paths pass through
+   FAULTS_UNDER  the folder; calls about other paths pass through. Sockets count if they are TCP or UDP, have an abstract
+                 name, or one below the folder, at either end
    FAULTS_LOG    file to which one line is written for each call that changed something
    FAULTS_DATA   file to which the data of these writes is appended
    FAULTS_NO_EXCHANGE  set: two folders cannot be exchanged in one step, as on NFS
+   FAULTS_CONTROL  file of a `struct plan`, by which another process decides which call fails here (faulty.py writes it)
 
    A program may call faults_plan("CALL NUMBER ERRNO"): the NUMBER-th CALL from now on (from 1) fails with ERRNO, or,
-   where that is 0, a write writes half of its data. faults_plan("") ends that. faults_seen(CALL) counts the calls since
-   then. The program has one thread that writes. */
+   where that is 0, a write or send sends half of its data, and a recv takes half of what it asks for. faults_plan("")
+   ends that. faults_seen(CALL) counts the calls since then. What is logged are the calls of one thread. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -16,16 +19,22 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <poll.h>
+#include <stddef.h>
 #include <string.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <unistd.h>
 
-enum { KINDS = 16 };
+enum { KINDS = 15 };
+static const char *const names[KINDS] = {"open",   "read", "write",  "fsync",   "rename", "mkdir", "unlink", "socket",
+                                         "bind", "listen", "connect", "accept", "send",   "recv",  "poll"};
+static struct plan { long call, number, error, seen[KINDS]; } own = {-1, 0, 0, {0}}, *plan = &own;
 static const char *under;
-static char fail_call[32];
-static long fail_number, fail_errno;
-static struct { const char *call; long count; } seen[KINDS];
 static int log_fd = -1, data_fd = -1, exchanges = 1, ready;
 
 static int raw_open(const char *path) {
@@ -37,19 +46,37 @@ __attribute__((constructor)) static void start(void) {
   log_fd = raw_open(getenv("FAULTS_LOG"));
   data_fd = raw_open(getenv("FAULTS_DATA"));
   exchanges = getenv("FAULTS_NO_EXCHANGE") == NULL;
+  const char *control = getenv("FAULTS_CONTROL");
+  if (control && *control) {
+    int fd = (int)syscall(SYS_openat, AT_FDCWD, control, O_RDWR | O_CLOEXEC, 0);
+    void *map = fd < 0 ? MAP_FAILED : mmap(NULL, sizeof *plan, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED) abort();
+    plan = map;
+    syscall(SYS_close, fd);
+  }
   ready = under && *under;
 }
 
-void faults_plan(const char *plan) {
-  memset(seen, 0, sizeof seen);
-  fail_call[0] = 0;
-  sscanf(plan, "%31s %ld %ld", fail_call, &fail_number, &fail_errno);
+static long kind_of(const char *call) {
+  for (long i = 0; i < KINDS; i++)
+    if (strcmp(names[i], call) == 0) return i;
+  return -1;
+}
+
+void faults_plan(const char *wanted) {
+  char call[32] = "";
+  long number = 0, error = 0;
+  sscanf(wanted, "%31s %ld %ld", call, &number, &error);
+  plan->number = 0;
+  memset(plan->seen, 0, sizeof plan->seen);
+  plan->call = kind_of(call);
+  plan->error = error;
+  plan->number = number;
 }
 
 long faults_seen(const char *call) {
-  for (int i = 0; i < KINDS; i++)
-    if (seen[i].call && strcmp(seen[i].call, call) == 0) return seen[i].count;
-  return 0;
+  long kind = kind_of(call);
+  return kind < 0 ? 0 : plan->seen[kind];
 }
 
 static int concerns(const char *path) { return ready && path && strncmp(path, under, strlen(under)) == 0; }
@@ -88,14 +115,12 @@ static void told(const char *format, ...) {
   errno = saved;
 }
 
-/* 0: go on; 1: fail, errno is set; 2: write half. */
+/* 0: go on; 1: fail, errno is set; 2: half of it. */
 static int failing(const char *call) {
-  int i = 0;
-  while (i < KINDS - 1 && seen[i].call && strcmp(seen[i].call, call) != 0) i++;
-  seen[i].call = call;
-  if (++seen[i].count != fail_number || strcmp(call, fail_call) != 0) return 0;
-  if (fail_errno == 0) return 2;
-  errno = (int)fail_errno;
+  long kind = kind_of(call);
+  if (__atomic_add_fetch(&plan->seen[kind], 1, __ATOMIC_SEQ_CST) != plan->number || kind != plan->call) return 0;
+  if (plan->error == 0) return 2;
+  errno = (int)plan->error;
   return 1;
 }
 
@@ -153,6 +178,19 @@ ssize_t pwrite64(int fd, const void *data, size_t size, off64_t at) {
 }
 ssize_t pwrite(int fd, const void *data, size_t size, off_t at) { return pwrite64(fd, data, size, at); }
 
+ssize_t read(int fd, void *data, size_t size) {
+  char buffer[PATH_MAX];
+  if (concerns(named(fd, buffer)) && failing("read") == 1) return -1;
+  return syscall(SYS_read, fd, data, size);
+}
+
+ssize_t pread64(int fd, void *data, size_t size, off64_t at) {
+  char buffer[PATH_MAX];
+  if (concerns(named(fd, buffer)) && failing("read") == 1) return -1;
+  return syscall(SYS_pread64, fd, data, size, at);
+}
+ssize_t pread(int fd, void *data, size_t size, off_t at) { return pread64(fd, data, size, at); }
+
 static int synced(int fd, long number) {
   char buffer[PATH_MAX];
   const char *path = named(fd, buffer);
@@ -196,3 +234,84 @@ int unlinkat(int dir, const char *path, int flags) {
 }
 int unlink(const char *path) { return unlinkat(AT_FDCWD, path, 0); }
 int rmdir(const char *path) { return unlinkat(AT_FDCWD, path, AT_REMOVEDIR); }
+
+/* -- sockets ------------------------------------------------------------------------------------------------------- */
+
+static int is_counted(const struct sockaddr *name, socklen_t size) {
+  const char *path = ((const struct sockaddr_un *)name)->sun_path;
+  if (!ready || size < sizeof(sa_family_t)) return 0;
+  if (name->sa_family == AF_INET || name->sa_family == AF_INET6) return 1;
+  return name->sa_family == AF_UNIX && size > offsetof(struct sockaddr_un, sun_path) && (*path == 0 || concerns(path));
+}
+
+static int is_counted_socket(int fd) {
+  struct sockaddr_storage name;
+  socklen_t size = sizeof name;
+  if (!ready) return 0;
+  if (getsockname(fd, (struct sockaddr *)&name, &size) == 0 && is_counted((struct sockaddr *)&name, size)) return 1;
+  size = sizeof name;
+  return getpeername(fd, (struct sockaddr *)&name, &size) == 0 && is_counted((struct sockaddr *)&name, size);
+}
+
+/* The size that a call may have; 0: it fails. */
+static size_t allowed_size(const char *call, int fd, size_t size) {
+  int saved = errno, counted = is_counted_socket(fd);
+  errno = saved;
+  int found = counted && size > 0 ? failing(call) : 0;
+  return found == 1 ? 0 : found == 2 && size > 1 ? size / 2 : size;
+}
+
+int socket(int family, int type, int protocol) {
+  int counted = ready && (family == AF_UNIX || family == AF_INET || family == AF_INET6);
+  if (counted && failing("socket") == 1) return -1;
+  return (int)syscall(SYS_socket, family, type, protocol);
+}
+
+int bind(int fd, const struct sockaddr *name, socklen_t size) {
+  if (is_counted(name, size) && failing("bind") == 1) return -1;
+  return (int)syscall(SYS_bind, fd, name, size);
+}
+
+int listen(int fd, int backlog) {
+  if (is_counted_socket(fd) && failing("listen") == 1) return -1;
+  return (int)syscall(SYS_listen, fd, backlog);
+}
+
+int connect(int fd, const struct sockaddr *name, socklen_t size) {
+  int fails = is_counted(name, size) && failing("connect") == 1, error = errno;
+  /* A connection over a network goes on being made after a signal, connect(2). */
+  if (!fails || (error == EINTR && name->sa_family != AF_UNIX)) {
+    int n = (int)syscall(SYS_connect, fd, name, size);
+    if (!fails) return n;
+  }
+  errno = error;
+  return -1;
+}
+
+int accept4(int fd, struct sockaddr *name, socklen_t *size, int flags) {
+  if (is_counted_socket(fd) && failing("accept") == 1) return -1;
+  return (int)syscall(SYS_accept4, fd, name, size, flags);
+}
+int accept(int fd, struct sockaddr *name, socklen_t *size) { return accept4(fd, name, size, 0); }
+
+ssize_t sendto(int fd, const void *data, size_t size, int flags, const struct sockaddr *name, socklen_t length) {
+  size_t most = allowed_size("send", fd, size);
+  return most == 0 && size > 0 ? -1 : syscall(SYS_sendto, fd, data, most, flags, name, length);
+}
+ssize_t send(int fd, const void *data, size_t size, int flags) { return sendto(fd, data, size, flags, NULL, 0); }
+
+ssize_t recvfrom(int fd, void *data, size_t size, int flags, struct sockaddr *name, socklen_t *length) {
+  size_t most = allowed_size("recv", fd, size);
+  return most == 0 && size > 0 ? -1 : syscall(SYS_recvfrom, fd, data, most, flags, name, length);
+}
+ssize_t recv(int fd, void *data, size_t size, int flags) { return recvfrom(fd, data, size, flags, NULL, NULL); }
+
+int poll(struct pollfd *each, nfds_t count, int milliseconds) {
+  if (ready && failing("poll") == 1) return -1;
+  return (int)syscall(SYS_poll, each, count, milliseconds);
+}
+
+int epoll_wait(int fd, struct epoll_event *events, int most, int milliseconds) {
+  if (ready && failing("poll") == 1) return -1;
+  return (int)syscall(SYS_epoll_wait, fd, events, most, milliseconds);
+}

@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults.faulty import HERE, run
+from faults.faulty import run
 
 
 @pytest.mark.parametrize("program", ["failing_saves.py", "failing_exports.py"])
 def test_whole_or_not_at_all_and_always_told(program: str, tmp_path: Path) -> None:
     root = tmp_path / "disk"
     root.mkdir()
-    output = run(program, str(root), under=root, PYTHONPATH=str(HERE.parent))
+    output = run(program, str(root), under=root)
     assert "failing calls" in output
     print(output)

@@ -131,7 +131,7 @@ class Mutator:
             return value[: self._random.randint(0, len(value))] + self._random.randbytes(self._random.randint(0, 9))
         if isinstance(value, bool) and chance < 0.7:
             return not value
-        if isinstance(value, int | float) and chance < 0.8:
+        if isinstance(value, int | float) and value == value and chance < 0.8:  # not NaN
             return self._random.choice(_NUMBERS) if chance < 0.5 else int(min(abs(value), 2**40)) + 1
         return self._random.choice(
             [None, True, self._random.choice(_NUMBERS), self._random.choice(_TEXTS), [], {}, b"x"]

@@ -3,7 +3,8 @@
 On local filesystems the file is in WAL mode with synchronous=NORMAL: a committed write survives the death of the
 process. On network filesystems there is no WAL (its shared memory does not work there) and synchronous=FULL. The
 locking mode is EXCLUSIVE: another process that opens the file, such as a daemon in another container that shares the
-home directory, gets an error. A file that SQLite cannot read is renamed to ``*.corrupt``, and a new one is created.
+home directory, gets an error. A file that SQLite cannot read, and cannot read again, is renamed to ``*.corrupt``, and a
+new one is created.
 """
 
 from __future__ import annotations
@@ -114,13 +115,29 @@ class Database:
 
     @contextlib.contextmanager
     def healing(self) -> Iterator[None]:
-        """Run the block; if SQLite finds its file corrupt, create a new one and leave the block."""
+        """Run the block; if SQLite finds its file corrupt, create a new one and leave the block.
+
+        A read that fails (EIO) is an error of the block: SQLite calls that corruption, too.
+        """
         try:
             yield
         except sqlite3.DatabaseError as exc:
-            if not _unreadable(exc):
+            if not _unreadable(exc) or self._is_sound():
                 raise
             self._begin_anew(exc)
+
+    def _is_sound(self) -> bool:
+        """Whether the file can be opened again, and read as a whole."""
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+        try:
+            found = self._open().execute("PRAGMA integrity_check(1)").fetchone()
+        except sqlite3.DatabaseError as exc:
+            if not _unreadable(exc):
+                raise
+            return False
+        return bool(found == ("ok",))
 
     def _begin_anew(self, exc: sqlite3.DatabaseError) -> None:
         aside = self.path + ".corrupt"

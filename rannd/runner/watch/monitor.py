@@ -34,6 +34,8 @@ _LOST_EXIT = 1.0
 _NOBODY_EXIT = 1.0
 NO_ANSWER = f"no answer for {LOST_S} s; its network or the machine has failed"
 
+#: Seconds since the epoch up to which C's localtime, and so the report, has a clock.
+_LATEST = 1e11
 _LOST_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 #: Seconds for which watchers that have just connected are waited for after the launcher has exited.
 _HELLO_S = 5.0
@@ -359,13 +361,15 @@ class Monitor:
 
     def _take_end(self, link: _Link, payload: bytes) -> None:
         fields = wire.decode_json(payload)
-        status = int(fields["status"])
+        status, moment = int(fields["status"]), float(fields["time"])
+        if not 0 <= moment <= _LATEST:  # no NaN either
+            raise wire.WireError(f"a rank has ended at {moment}")
         link.end = RankEnd(
             rank=link.rank,
             host=link.host,
             pid=link.pid,
             status=status,
-            time=float(fields["time"]),
+            time=moment,
             tail=str(fields["tail"]),
             ordered=_obeyed(status, int(fields["ordered"])),
         )

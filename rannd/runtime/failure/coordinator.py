@@ -17,6 +17,8 @@ import socket
 import sys
 import time
 
+import msgspec
+
 from rannd import log
 from rannd.admission import Reception
 from rannd.runtime.failure import wait_notice
@@ -150,7 +152,7 @@ class Hub:
             self._heard.add(rank)
             self._all_heard()
         elif isinstance(message, Stuck | Waits):
-            self._ask(message)
+            self._ask(msgspec.structs.replace(message, rank=rank))
         elif isinstance(message, Stacks) and message.number == self._question and self._asked_by is not None:
             self._answers[rank] = message
             if self._answers.keys() >= self._channels.keys() - self._left:

@@ -126,10 +126,13 @@ class Channel:
         end.settimeout(CONNECT_S)  # applies to sends; receives happen only when data is available
 
     def send(self, message: AnyMessage) -> None:
-        """Send a message; errors are ignored, since `receive` notices a closed connection."""
+        """Send a message; an error ends the connection, which `receive` notices on both sides."""
         data = _encoder.encode(message)
-        with contextlib.suppress(OSError):
+        try:
             self.socket.sendall(struct.pack(">I", len(data)) + data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[AnyMessage] | None:
         """Receive messages from a readable socket; None if the connection has ended.

@@ -4,51 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from monitored import run
 from transcript import program
 
-import rannd
-from rannd.runner.job import _WATCHER
 from rannd.runner.watch import monitor, wire
 from rannd.runner.watch.line_channel import Listener
-from rannd.runner.watch.monitor import JobResult, Monitor
-from rannd.runner.watch.watcher import SETTINGS_VARIABLE
-
-# Starts the ranks as Slurm's srun does, waits for all, and ends as the worst of them.
-SRUN = """
-import os, subprocess, sys
-ranks = [subprocess.Popen(sys.argv[2:], env={**os.environ, "SLURM_PROCID": str(r)}) for r in range(int(sys.argv[1]))]
-sys.exit(max(rank.wait() for rank in ranks))
-"""
-ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI"))}
-
-
-def run(
-    listener: Listener,
-    size: int,
-    *command: str,
-    started: int | None = None,
-    token: str | None = None,
-    start: float = 0.0,
-) -> JobResult:
-    settings = {"address": listener.address, "token": token or listener.token, "grace": 5.0, "log_dir": None}
-    root = str(Path(rannd.__file__).parents[1])
-    watcher = [sys.executable, "-I", "-S", "-c", _WATCHER, root, sys.executable, *command]
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", SRUN, str(size if started is None else started), *watcher],
-        env={**ENVIRON, SETTINGS_VARIABLE: json.dumps(settings)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    return Monitor(listener, launcher, size, range(size), 5.0, start).run()
 
 
 def test_another_launcher(capfd: pytest.CaptureFixture[str]) -> None:
