@@ -17,7 +17,7 @@ values beyond its limits. Runs no user code: no comparison, no property.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from rannd.graph.modules.contained_objects import Contents, has_memory
 from rannd.graph.modules.snapshot import ABSENT, SnapshotWriter, differing, forget_names, places, plain_values
 from rannd.graph.modules.source_location import Offence, SourceLocation
 
+_LIBRARIES = frozenset({"accelerate", "peft", "pyrannc", "rannd", "torch", "transformers"})
 HOOKS = tuple(name for hooks, flags in HOOK_FLAGS.items() for name in (hooks, *flags))
 """Attributes in which a module stores its hooks and their flags."""
 
@@ -157,6 +158,21 @@ def same_constants(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     """The dicts in which a module stores its hooks and their flags."""
     return [module.__dict__[name] for name in HOOKS if name in module.__dict__]
+
+
+def users_hooks(model: nn.Module, opaque: Collection[str]) -> list[str]:
+    """Which forward hooks of the script's the modules have, outside of the submodules that run as opaque operators.
+
+    Hooks of libraries do what they do to tensors only.
+    """
+    return [
+        f"{getattr(hook, '__qualname__', type(hook).__qualname__)} of module {path or 'the model'}"
+        for path, module in modules_of(model)
+        if not any(path == each or each == "" or path.startswith(f"{each}.") for each in opaque)
+        for held in (module._forward_pre_hooks, module._forward_hooks)
+        for hook in held.values()
+        if str(getattr(hook, "__module__", "")).partition(".")[0] not in _LIBRARIES
+    ]
 
 
 # -- during tracing --------------------------------------------------------------------------------------------------

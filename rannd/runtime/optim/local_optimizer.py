@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from rannd import log
 from rannd.errors import UsageError
 from rannd.runtime.comm.world import World
+from rannd.runtime.optim.coupling import Untried, couples
 from rannd.runtime.optim.meta_state import check_settings, remake_state
 from rannd.runtime.optim.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
 from rannd.runtime.optim.state_codec import Key, NamedState
@@ -80,13 +82,8 @@ class WholeOptimizer:
                 "the optimizer has none of the model's parameters any more: they were replaced after it was made "
                 "(load_state_dict(assign=True), say); make the optimizer from the parameters as they are"
             )
-        if isinstance(self.optimizer, torch.optim.LBFGS) and any(
-            set(parameters.slots[by_id[id(p)]]) != everyone for p in mine if id(p) in by_id
-        ):
-            raise UsageError(
-                "LBFGS looks at all parameters at once, but this plan gives ranks only some of them; use another "
-                "optimizer, or partition_num=1"
-            )
+        if any(set(parameters.slots[by_id[id(p)]]) != everyone for p in mine if id(p) in by_id):
+            self._check_apart()
         self.members.append(parameters)
         self._places.update({number: (parameters, name) for number, name in by_id.items()})
         own = set(parameters.own)
@@ -94,6 +91,27 @@ class WholeOptimizer:
         self._reduce()
         if trained and not trains(self.optimizer):
             add_placeholder(self.optimizer, self.world.device)
+
+    def _check_apart(self) -> None:
+        """UsageError if a step needs parameters that this rank will not have; a warning where that cannot be told."""
+        kind = type(self.optimizer).__name__
+        try:
+            coupled = couples(self.optimizer)
+        except Untried as exc:
+            if self.world.rank == 0:
+                log.get("RaNNCModule").warning(
+                    "The plan gives each rank's optimizer only the parameters of its stages. Whether %s updates each "
+                    "parameter by itself could not be tried (%s). If an update depends on other parameters, as on the "
+                    "norm of all gradients in SAM, its results are wrong: set partition_num=1",
+                    kind,
+                    exc,
+                )
+            return
+        if coupled:
+            raise UsageError(
+                f"{kind} looks at all parameters at once, but this plan gives ranks only some of them; use another "
+                "optimizer, or partition_num=1"
+            )
 
     def forget(self, parameters: Parameters) -> None:
         """Give the groups a model's parameters back, once they are whole again. Other ranks' state is not here."""

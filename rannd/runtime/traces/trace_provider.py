@@ -26,7 +26,7 @@ from rannd.graph.call.unread import note_read
 from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph, build, trace
-from rannd.graph.modules.guards import PythonState
+from rannd.graph.modules.guards import PythonState, users_hooks
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken, Uncodable
 from rannd.runtime.comm.cache_client import tell_miss
@@ -78,6 +78,7 @@ class Tracer:
         self._checker = TraceChecker(context) if context.config.verify_trace else None
         self._families = Families(context, self._key)
         self._distrusted = False
+        self._hooks_told = False
         self._proven = False
         self._last: Key | None = None
         """Key of the last call that was looked up."""
@@ -395,7 +396,11 @@ class Tracer:
                 if call_here != call_there
                 else f"the model of ranks {different} differs from rank 0's (graph {other[:12]}, not {mine[:12]})"
             )
-            raise StepError(f"{what}; build the same model and call it in the same way on every rank")
+            pad = "; sizes other than the number of rows are the same on all ranks: pad all to one length"
+            advice = (
+                f"; build the same model and call it in the same way on every rank{pad * (call_here != call_there)}"
+            )
+            raise StepError(what + advice)
         return []
 
     def _tell(self, graph: ModelGraph) -> None:
@@ -407,9 +412,23 @@ class Tracer:
             logger.info("Tracing: %s", line)
         if "" in graph.traced.leaf_paths:
             logger.warning("The model runs in data parallel only: %s", graph.traced.record[-1])
+        changes: dict[str, list[str]] = {}
         for where in graph.traced.changes:
+            changes.setdefault(where.partition(" of ")[0], []).append(where)
+        for where, *more in changes.values():
             logger.warning(
-                "forward assigns attribute %s; the graph does not contain this, so it is not done in later calls", where
+                "forward assigns attribute %s%s; the graph does not contain this, so it is not done in later calls",
+                where,
+                f" and of {len(more)} more" if more else "",
+            )
+        hooks = users_hooks(self._context.model, graph.traced.leaf_paths)
+        if hooks and not self._hooks_told:
+            self._hooks_told = True
+            logger.warning(
+                "Forward hook %s%s: what it does to tensors is part of the graph. Anything else, such as keeping a "
+                "tensor for the script, is not done in later calls; return such tensors from forward",
+                hooks[0],
+                f", and {len(hooks) - 1} more" if hooks[1:] else "",
             )
 
     # -- the cache --------------------------------------------------------------------------------------------
@@ -435,7 +454,7 @@ class Tracer:
         told = [msgspec.json.decode(each) for each in self._world.gather_bytes(msgspec.json.encode(components))]
         rank = next((rank for rank, each in enumerate(told) if each != told[0]), 0)
         names = [name for name in told[0] if told[rank].get(name) != told[0][name]]
-        if self._world.rank == 0:
+        if self._world.rank == 0 and names != ["call"]:  # an error follows, unless ranks without rows follow others
             log.get("RaNNCModule").info(
                 "The trace cannot be cached: rank %d's model differs from rank 0's in its %s", rank, ", ".join(names)
             )

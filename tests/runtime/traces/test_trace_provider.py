@@ -131,3 +131,21 @@ def test_a_template_that_cannot_be_used_is_replaced(runs: Runs) -> None:
     assert runs.run(lengths=lengths) == 1
     assert stored(key) == good
     assert runs.run(lengths=lengths) == 0
+
+
+def keeping(features: dict[str, Any]) -> Callable[..., None]:
+    def keep(module: nn.Module, given: Any, result: torch.Tensor) -> None:
+        features["h"] = result
+
+    return keep
+
+
+def test_a_hook_of_the_scripts_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """It kept the tensor of the trace, and the script computed with it, without a word."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    inner[1].register_forward_hook(keeping({}))
+    torch.nn.utils.parametrizations.weight_norm(inner[0])
+    model = pyrannc.RaNNCModule(inner)
+    model(torch.randn(2, 4))
+    model(torch.randn(2, 4))
+    assert caplog.text.count("Forward hook keeping.<locals>.keep of module 1: what it does to tensors is part") == 1

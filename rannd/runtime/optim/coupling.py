@@ -1,0 +1,75 @@
+"""Whether an optimizer's update of one parameter depends on others, which another rank may hold: tried on copies."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+
+LARGEST = 3
+"""Size of each dimension of the parameters that are tried; these have as many dimensions as the real ones."""
+
+
+class Untried(Exception):
+    """The optimizer could not be tried: its step needs more than gradients, or it cannot be copied."""
+
+
+def couples(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step moves a parameter otherwise where a second one has a gradient, too.
+
+    Two copies of the optimizer take two steps with small parameters in place of the real ones, which are not touched.
+    Those of torch.optim are known.
+
+    Raises:
+        Untried: This cannot be told.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return isinstance(optimizer, torch.optim.LBFGS)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if len(trained) < 2:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        alone, together = (_moved(optimizer, trained[0], trained[1:], beside) for beside in (False, True))
+    if not torch.isfinite(alone).all() or torch.equal(alone, torch.zeros_like(alone)):
+        raise Untried("its step does not move a parameter")
+    return not torch.allclose(alone, together, rtol=1e-5, atol=0.0)
+
+
+def _moved(optimizer: Any, first: Any, others: list[Any], beside: bool) -> torch.Tensor:
+    """How far two steps of a copy move the first parameter; the others have gradients, or none."""
+    torch.manual_seed(0)
+    small: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            values = torch.randn([min(size, LARGEST) for size in each.shape], dtype=torch.float64)
+            small[id(each)] = torch.nn.Parameter(values, each.requires_grad)
+    gradients = {id(each): torch.randn_like(small[id(each)]) for each in (first, *others)}
+    mine = small[id(first)]
+    before = mine.detach().clone()
+    try:
+        made = _copy(optimizer, dict(small))
+        for _ in range(2):
+            for number, gradient in gradients.items():
+                small[number].grad = gradient.clone() if beside or number == id(first) else None
+            type(made).step(made)  # a scheduler wraps the object's own step
+    except Exception as exc:  # whatever a user's class raises
+        raise Untried(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__) from exc
+    moved: torch.Tensor = mine.detach() - before
+    return moved
+
+
+def _copy(optimizer: Any, memo: dict[int, Any]) -> Any:
+    """A copy without state and hooks, with the parameters of `memo`; the optimizers that it holds are copied alike."""
+    made = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    memo[id(optimizer.state)] = defaultdict(dict)
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            made.__dict__[name] = memo[id(value)] if id(value) in memo else _copy(value, memo)
+        elif name.startswith("_optimizer_"):
+            made.__dict__[name] = OrderedDict()
+        elif not name.startswith("_rannd"):
+            made.__dict__[name] = copy.deepcopy(value, memo)
+    return made
