@@ -173,7 +173,9 @@ class Reception:
 
     def _accept(self) -> None:
         ended = 0
-        while len(self._strangers) < MOST_STRANGERS:
+        for _ in range(MOST_STRANGERS):  # not until nobody comes: peers that go at once may come without end
+            if len(self._strangers) >= MOST_STRANGERS:
+                return
             try:
                 channel, _ = self.listener.accept()
             except BlockingIOError:

@@ -180,6 +180,31 @@ def test_an_error_of_accept_ends_nothing(code: int, told: list[str], monkeypatch
         each.close()
 
 
+class Besieged(socket.socket):
+    """A listener in whose queue there is always a peer that has gone already."""
+
+    accepted = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.accepted += 1
+        assert self.accepted <= 1000, "it does not come back"
+        with socket.socket(socket.AF_UNIX) as passing:
+            passing.connect(self.getsockname())
+        return super().accept()
+
+
+def test_a_flood_of_peers_that_have_gone_does_not_keep_it() -> None:
+    listener = Besieged(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen()
+    reception = Reception(listener, TOKEN, pytest.fail)
+    with socket.socket(socket.AF_UNIX) as first:
+        first.connect(listener.getsockname())
+    assert reception.admit() == []
+    assert listener.accepted <= admission.MOST_STRANGERS
+    reception.close()
+
+
 def test_without_free_files_it_does_not_spin(told: list[str]) -> None:
     listener = Failing()
     listener.bind(("127.0.0.1", 0))
