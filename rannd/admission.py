@@ -58,20 +58,23 @@ def introduce(channel: socket.socket, token: str) -> None:
 
     Raises:
         NotAdmittedError: The listener does not know the token, or refuses this process.
-        OSError: The connection failed, or the listener does not answer within `TURN_S`.
+        OSError: The connection failed, or the listener has not answered within `TURN_S`.
     """
-    before = channel.gettimeout()
-    channel.settimeout(TURN_S)
-    theirs, mine = _receive(channel, _NONCE), secrets.token_bytes(_NONCE)
+    before, until = channel.gettimeout(), time.monotonic() + TURN_S
+    theirs, mine = _receive(channel, _NONCE, until), secrets.token_bytes(_NONCE)
     channel.sendall(mine + _proof(token, b"connects", theirs, mine))
-    if not hmac.compare_digest(_receive(channel, _DIGEST), _proof(token, b"listens", theirs, mine)):
+    if not hmac.compare_digest(_receive(channel, _DIGEST, until), _proof(token, b"listens", theirs, mine)):
         raise NotAdmittedError("what listens there does not know this job's token")
     channel.settimeout(before)
 
 
-def _receive(channel: socket.socket, size: int) -> bytes:
+def _receive(channel: socket.socket, size: int, until: float) -> bytes:
     data = b""
     while len(data) < size:
+        left = until - time.monotonic()
+        if left <= 0:  # each part in time is not all in time
+            raise TimeoutError(errno.ETIMEDOUT, f"what listens there has not answered within {TURN_S:g} s")
+        channel.settimeout(left)
         part = channel.recv(size - len(data))
         if not part:
             raise NotAdmittedError(

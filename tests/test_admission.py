@@ -93,6 +93,29 @@ def test_a_listener_that_does_not_know_the_token_is_refused() -> None:
         theirs.close()
 
 
+def test_a_listener_that_answers_bit_by_bit_is_not_waited_for_any_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TURN_S", 0.5)
+    gave_up = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        channel = socket.create_connection(other.getsockname())
+        theirs, _ = other.accept()
+
+        def drip() -> None:
+            for _ in range(64):
+                if gave_up.wait(0.05):
+                    return
+                theirs.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            introduce(channel, TOKEN)
+        gave_up.set()
+        thread.join()
+        channel.close()
+        theirs.close()
+
+
 def test_an_answer_is_of_no_use_to_another_connection(reception: Reception) -> None:
     thread, _, channel = introduced(reception)
     with socket.create_server(("127.0.0.1", 0)) as between:
