@@ -9,7 +9,8 @@
 
 Any program may connect to a TCP port. Until it has proved that it knows the token, no more than `_ANSWER` bytes of it
 are read, nothing of them is decoded, and it counts among at most `MOST_STRANGERS` connections; others wait in the
-kernel's queue. Standard library only: the ranks' watchers run without site-packages.
+kernel's queue. What another user connects to an AF_UNIX socket is closed at once. Standard library only: the ranks'
+watchers run without site-packages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import secrets
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable
 
@@ -86,6 +88,12 @@ def _receive(channel: socket.socket, size: int, until: float) -> bytes:
 
 def _proof(token: str, side: bytes, listeners: bytes, connecting: bytes) -> bytes:
     return hmac.digest(token.encode(), side + listeners + connecting, "sha256")
+
+
+def peer_uid(channel: socket.socket) -> int:
+    """Return the user id at the other end of a connected AF_UNIX socket."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[4:8], sys.byteorder)
 
 
 class _Stranger:
@@ -193,6 +201,9 @@ class Reception:
                     why = os.strerror(exc.errno or 0)
                     self._say(f"a connection cannot be accepted: {why}; trying again each {PAUSE_S:g} s")
                 return
+            if channel.family == socket.AF_UNIX and peer_uid(channel) != os.getuid():
+                channel.close()  # at once: another user gets none of the places
+                continue
             stranger = _Stranger(channel)
             self._strangers.add(stranger)
             try:

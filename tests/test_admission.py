@@ -6,6 +6,8 @@ import errno
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -241,6 +243,32 @@ def test_without_free_files_it_does_not_spin(told: list[str]) -> None:
         due = reception.due()
         assert due is not None
         assert 0 < due <= admission.PAUSE_S
+    reception.close()
+
+
+SOMEBODY_ELSE = """
+import os, socket, sys
+os.setuid(65534)
+channel = socket.socket(socket.AF_UNIX)
+channel.connect("\\0" + sys.argv[1])
+print("connected", flush=True)
+print(len(channel.recv(100)))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_another_user_of_the_machine_takes_no_place() -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen()
+    reception = Reception(listener, TOKEN, pytest.fail)
+    command = [sys.executable, "-I", "-S", "-c", SOMEBODY_ELSE, listener.getsockname()[1:].decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "connected\n"
+        assert reception.admit() == []
+        assert reception.waiting == 0
+        assert other.stdout.read() == "0\n", "it is closed, and gets not even a nonce"
     reception.close()
 
 
