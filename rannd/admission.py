@@ -4,7 +4,8 @@
 
     who connects                                   who listens
          ◄──────────────── nonce of the listener ──────
-         ── nonce of its own, HMAC("connects", both) ──►     anything else, or nothing within `ANSWER_S`: closed
+         ── nonce of its own, HMAC("connects", both) ──►     anything else, or nothing within `ANSWER_S`: closed;
+                                                             within `PATIENCE_S`, if others wait for its place
          ◄──────────────── HMAC("listens", both) ──────
 
 Any program may connect to a TCP port. Until it has proved that it knows the token, no more than `_ANSWER` bytes of it
@@ -19,6 +20,7 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import selectors
@@ -29,6 +31,8 @@ from collections.abc import Callable
 
 ANSWER_S = 5.0
 """Seconds that a peer gets for its answer."""
+PATIENCE_S = 1.0
+"""Seconds after which a peer without an answer loses its place if all places are taken and another one waits."""
 MOST_STRANGERS = 64
 """Maximum number of connections that have not answered yet."""
 TURN_S = 60.0
@@ -51,18 +55,46 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def introduce(channel: socket.socket, token: str) -> None:
+def admitted(connect: Callable[[], socket.socket], token: str) -> socket.socket:
+    """Connect to a listener until it has admitted this process.
+
+    It closes the connection of an honest peer that is too slow while strangers want its place (`PATIENCE_S`). Then
+    another connection is made; not if it was closed at once, which is the answer to another token.
+
+    Args:
+        connect: Makes a connection.
+        token: The token of the job.
+
+    Raises:
+        OSError: As `introduce` and `connect`; all connections together take no more than `TURN_S`.
+    """
+    until = time.monotonic() + TURN_S
+    while True:
+        since = time.monotonic()
+        channel = connect()
+        try:
+            introduce(channel, token, until)
+            return channel
+        except OSError as exc:
+            channel.close()
+            at_once = time.monotonic() - since < PATIENCE_S
+            if at_once or time.monotonic() >= until or not isinstance(exc, NotAdmittedError | ConnectionError):
+                raise
+
+
+def introduce(channel: socket.socket, token: str, until: float = math.inf) -> None:
     """Prove to a listener that this process knows the token, and have it prove the same. Blocks until it has.
 
     Args:
         channel: A connected socket, whose timeout is kept.
         token: The token of the job.
+        until: Moment of time.monotonic() at which it gives up, if it is before the end of `TURN_S`.
 
     Raises:
         NotAdmittedError: The listener does not know the token, or refuses this process.
         OSError: The connection failed, or the listener has not answered within `TURN_S`.
     """
-    before, until = channel.gettimeout(), time.monotonic() + TURN_S
+    before, until = channel.gettimeout(), min(until, time.monotonic() + TURN_S)
     theirs, mine = _receive(channel, _NONCE, until), secrets.token_bytes(_NONCE)
     channel.sendall(mine + _proof(token, b"connects", theirs, mine))
     if not hmac.compare_digest(_receive(channel, _DIGEST, until), _proof(token, b"listens", theirs, mine)):
@@ -101,7 +133,8 @@ class _Stranger:
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self.until = time.monotonic() + ANSWER_S
+        self.since = time.monotonic()
+        self.until = self.since + ANSWER_S
         self.nonce = secrets.token_bytes(_NONCE)
         self.answer = bytearray()
 
@@ -123,7 +156,7 @@ class Reception:
         self._token = token
         self._say = say
         self._said = False
-        self._strangers: set[_Stranger] = set()
+        self._strangers: dict[_Stranger, None] = {}  # a set, the oldest first
         self._accepts = False
         self._paused_until = 0.0
         self._selector = selectors.DefaultSelector()
@@ -144,6 +177,8 @@ class Reception:
         moments = [stranger.until for stranger in self._strangers]
         if self._paused_until:
             moments.append(self._paused_until)
+        elif self._strangers and not self._accepts:
+            moments.append(self._oldest().since + PATIENCE_S)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def admit(self) -> list[socket.socket]:
@@ -151,19 +186,21 @@ class Reception:
 
         They are non-blocking.
         """
-        admitted = []
+        found, knocks = [], False
         for key, _ in self._selector.select(0):
             if key.fileobj is self.listener:
-                self._accept()
+                knocks = True
             elif self._hear(key.data):
-                admitted.append(key.data.channel)
+                found.append(key.data.channel)
+        if knocks:  # who has answered meanwhile has not lost its place
+            self._accept()
         now = time.monotonic()
         for stranger in [stranger for stranger in self._strangers if now >= stranger.until]:
             self._dismiss(stranger)
         if self._paused_until and now >= self._paused_until:
             self._paused_until = 0.0
         self._listen()
-        return admitted
+        return found
 
     def close(self) -> None:
         """Close the listener and all connections that were not admitted."""
@@ -175,17 +212,23 @@ class Reception:
 
     def _listen(self) -> None:
         """Accept connections or leave them in the kernel's queue, whichever is due."""
-        wanted = not self._paused_until and len(self._strangers) < MOST_STRANGERS
+        wanted = not self._paused_until and self._has_room()
         if wanted and not self._accepts:
             self._selector.register(self.listener, selectors.EVENT_READ)
         elif not wanted and self._accepts:
             self._selector.unregister(self.listener)
         self._accepts = wanted
 
+    def _has_room(self) -> bool:
+        return len(self._strangers) < MOST_STRANGERS or time.monotonic() >= self._oldest().since + PATIENCE_S
+
+    def _oldest(self) -> _Stranger:
+        return next(iter(self._strangers))
+
     def _accept(self) -> None:
         ended = 0
         for _ in range(MOST_STRANGERS):  # not until nobody comes: peers that go at once may come without end
-            if len(self._strangers) >= MOST_STRANGERS:
+            if not self._has_room():
                 return
             try:
                 channel, _ = self.listener.accept()
@@ -204,8 +247,10 @@ class Reception:
             if channel.family == socket.AF_UNIX and peer_uid(channel) != os.getuid():
                 channel.close()  # at once: another user gets none of the places
                 continue
+            if len(self._strangers) >= MOST_STRANGERS:
+                self._dismiss(self._oldest())
             stranger = _Stranger(channel)
-            self._strangers.add(stranger)
+            self._strangers[stranger] = None
             try:
                 channel.setblocking(False)
                 self._selector.register(channel, selectors.EVENT_READ, stranger)
@@ -231,12 +276,12 @@ class Reception:
         except OSError:
             self._dismiss(stranger)
             return False
-        self._strangers.discard(stranger)
+        self._strangers.pop(stranger, None)
         self._selector.unregister(stranger.channel)
         return True
 
     def _dismiss(self, stranger: _Stranger) -> None:
-        self._strangers.discard(stranger)
+        self._strangers.pop(stranger, None)
         with contextlib.suppress(KeyError):
             self._selector.unregister(stranger.channel)
         stranger.channel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -9,12 +10,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from rannd import admission
-from rannd.admission import NotAdmittedError, Reception, introduce, new_token
+from rannd.admission import NotAdmittedError, Reception, admitted, introduce, new_token
 
 TOKEN = new_token()
 
@@ -172,6 +173,83 @@ def test_few_strangers_wait_at_once_and_others_have_their_turn(
     assert (most, errors) == (3, [])
     for each in (*silent, channel, *admitted):
         each.close()
+
+
+@contextlib.contextmanager
+def served(reception: Reception, *beside: Callable[[], None]) -> Iterator[list[socket.socket]]:
+    """Those whom a process admits in a thread of its own; in others, something is done again and again."""
+    stop, found = threading.Event(), list[socket.socket]()
+
+    def admit() -> None:
+        select.select([reception], [], [], min(reception.due() or 0.1, 0.1))
+        found.extend(reception.admit())
+
+    def again(what: Callable[[], None]) -> None:
+        while not stop.is_set():
+            what()
+
+    threads = [threading.Thread(target=again, args=(what,)) for what in (admit, *beside)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        for each in found:
+            each.close()
+
+
+def test_strangers_that_come_again_and_again_do_not_keep_others_waiting(
+    reception: Reception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(admission, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(admission, "TURN_S", 20.0)
+    silent = [knock(reception) for _ in range(30)]
+
+    def refill() -> None:
+        for gone in select.select(silent, [], [], 0.02)[0]:
+            if not gone.recv(100):
+                gone.close()
+                silent[silent.index(gone)] = knock(reception)
+
+    with served(reception, refill):
+        silent.append(admitted(lambda: knock(reception), TOKEN))
+    for each in silent:
+        each.close()
+
+
+def test_who_was_too_slow_among_strangers_comes_again(reception: Reception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MOST_STRANGERS", 1)
+    monkeypatch.setattr(admission, "PATIENCE_S", 0.05)
+    opened: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        opened.append(knock(reception))
+        if len(opened) == 1:
+            opened.append(knock(reception))
+            assert select.select([opened[1]], [], [], 30)[0], "it has the place of the first one"
+        return opened[0] if len(opened) == 2 else opened[-1]
+
+    with served(reception):
+        assert admitted(connect, TOKEN) is opened[2]
+    for each in opened:
+        each.close()
+
+
+def test_another_token_is_not_tried_again(reception: Reception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PATIENCE_S", 60.0)  # it is refused before that
+    opened: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        opened.append(knock(reception))
+        return opened[-1]
+
+    with served(reception) as found, pytest.raises(NotAdmittedError):
+        admitted(connect, new_token())
+    assert (len(opened), found) == (1, [])
 
 
 class Failing(socket.socket):

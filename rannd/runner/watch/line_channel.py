@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from rannd.admission import TURN_S, Reception, introduce, new_token, peer_uid
+from rannd.admission import TURN_S, Reception, admitted, new_token, peer_uid
 from rannd.errors import LaunchError
 from rannd.lost_host import look_out
 
@@ -84,6 +84,10 @@ def connect(address: list[str | int], token: str) -> socket.socket:
     Raises:
         OSError: Nothing listens there, or not this job's monitor.
     """
+    return admitted(lambda: _connected(address), token)
+
+
+def _connected(address: list[str | int]) -> socket.socket:
     if address[0] == "unix":
         channel = socket.socket(socket.AF_UNIX)
     else:
@@ -94,7 +98,6 @@ def connect(address: list[str | int], token: str) -> socket.socket:
         else:
             channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             look_out(channel, reads_at_once=False)  # a user may pause rannc-run's output
-        introduce(channel, token)
     except OSError:
         channel.close()
         raise

@@ -16,12 +16,13 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
 import psutil
 
-from rannd.admission import introduce
+from rannd.admission import admitted
 from rannd.lost_host import look_out
 from rannd.runtime.failure.failure_report import Failure
 
@@ -193,9 +194,8 @@ def connect(places: Sequence[str], port: int, token: str) -> Channel | None:
     """Connect to the hub; None if it does not answer at any of its addresses (another machine may have the same)."""
     for place in places:
         with contextlib.suppress(OSError):
-            end = socket.create_connection((place, port), timeout=CONNECT_S)
+            end = admitted(partial(socket.create_connection, (place, port), timeout=CONNECT_S), token)
             try:
-                introduce(end, token)
                 prepare(end)
             except OSError:
                 end.close()
