@@ -15,6 +15,7 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
@@ -123,14 +124,18 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
         self._incoming = bytearray()
+        self._sending = threading.Lock()
         end.setblocking(True)
         end.settimeout(CONNECT_S)  # applies to sends; receives happen only when data is available
 
     def send(self, message: AnyMessage) -> None:
-        """Send a message; errors are ignored, since `receive` notices a closed connection."""
+        """Send a message; an error ends the connection, which `receive` notices."""
         data = _encoder.encode(message)
-        with contextlib.suppress(OSError):
-            self.socket.sendall(struct.pack(">I", len(data)) + data)
+        with self._sending, contextlib.suppress(OSError):
+            try:
+                self.socket.sendall(struct.pack(">I", len(data)) + data)
+            except OSError:  # a part of the frame may be out: the next one would be read as its rest
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[AnyMessage] | None:
         """Receive messages from a readable socket; None if the connection has ended.
