@@ -119,7 +119,7 @@ def test_a_listener_that_answers_bit_by_bit_is_not_waited_for_any_longer(monkeyp
         theirs.close()
 
 
-def test_an_answer_is_of_no_use_to_another_connection(reception: Reception) -> None:
+def test_an_answer_to_another_nonce_is_refused(reception: Reception) -> None:
     thread, _, channel = introduced(reception)
     with socket.create_server(("127.0.0.1", 0)) as between:
         # Who sits between them sees all that is sent.
