@@ -26,10 +26,13 @@ def make_room(files: int, why: str) -> str:
     if soft == resource.RLIM_INFINITY or soft >= files:
         return ""
     allowed = files + SPARE if hard == resource.RLIM_INFINITY else min(files + SPARE, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):  # a sandbox forbids it, or it is above fs.nr_open
+        allowed = soft
     if allowed >= files:
         return ""
     return (
-        f"{why} need up to {files} open files, and this process may open {hard} (ulimit -Hn): raise that limit, by "
+        f"{why} need up to {files} open files, and this process may open {allowed} (ulimit -Hn): raise that limit, by "
         "'nofile' in /etc/security/limits.conf, LimitNOFILE= in a systemd unit, or docker run --ulimit nofile="
     )

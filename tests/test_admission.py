@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from rannd import admission
-from rannd.admission import NotAdmittedError, Reception, introduce, new_token
+from rannd.admission import NotAdmittedError, Reception, admitted, introduce, new_token
 
 TOKEN = new_token()
 
@@ -93,7 +96,30 @@ def test_a_listener_that_does_not_know_the_token_is_refused() -> None:
         theirs.close()
 
 
-def test_an_answer_is_of_no_use_to_another_connection(reception: Reception) -> None:
+def test_a_listener_that_answers_bit_by_bit_is_not_waited_for_any_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TURN_S", 0.5)
+    gave_up = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        channel = socket.create_connection(other.getsockname())
+        theirs, _ = other.accept()
+
+        def drip() -> None:
+            for _ in range(64):
+                if gave_up.wait(0.05):
+                    return
+                theirs.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            introduce(channel, TOKEN)
+        gave_up.set()
+        thread.join()
+        channel.close()
+        theirs.close()
+
+
+def test_an_answer_to_another_nonce_is_refused(reception: Reception) -> None:
     thread, _, channel = introduced(reception)
     with socket.create_server(("127.0.0.1", 0)) as between:
         # Who sits between them sees all that is sent.
@@ -149,6 +175,83 @@ def test_few_strangers_wait_at_once_and_others_have_their_turn(
         each.close()
 
 
+@contextlib.contextmanager
+def served(reception: Reception, *beside: Callable[[], None]) -> Iterator[list[socket.socket]]:
+    """Those whom a process admits in a thread of its own; in others, something is done again and again."""
+    stop, found = threading.Event(), list[socket.socket]()
+
+    def admit() -> None:
+        select.select([reception], [], [], min(reception.due() or 0.1, 0.1))
+        found.extend(reception.admit())
+
+    def again(what: Callable[[], None]) -> None:
+        while not stop.is_set():
+            what()
+
+    threads = [threading.Thread(target=again, args=(what,)) for what in (admit, *beside)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        for each in found:
+            each.close()
+
+
+def test_strangers_that_come_again_and_again_do_not_keep_others_waiting(
+    reception: Reception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(admission, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(admission, "TURN_S", 20.0)
+    silent = [knock(reception) for _ in range(30)]
+
+    def refill() -> None:
+        for gone in select.select(silent, [], [], 0.02)[0]:
+            if not gone.recv(100):
+                gone.close()
+                silent[silent.index(gone)] = knock(reception)
+
+    with served(reception, refill):
+        silent.append(admitted(lambda: knock(reception), TOKEN))
+    for each in silent:
+        each.close()
+
+
+def test_who_was_too_slow_among_strangers_comes_again(reception: Reception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MOST_STRANGERS", 1)
+    monkeypatch.setattr(admission, "PATIENCE_S", 0.05)
+    opened: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        opened.append(knock(reception))
+        if len(opened) == 1:
+            opened.append(knock(reception))
+            assert select.select([opened[1]], [], [], 30)[0], "it has the place of the first one"
+        return opened[0] if len(opened) == 2 else opened[-1]
+
+    with served(reception):
+        assert admitted(connect, TOKEN) is opened[2]
+    for each in opened:
+        each.close()
+
+
+def test_another_token_is_not_tried_again(reception: Reception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PATIENCE_S", 60.0)  # it is refused before that
+    opened: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        opened.append(knock(reception))
+        return opened[-1]
+
+    with served(reception) as found, pytest.raises(NotAdmittedError):
+        admitted(connect, new_token())
+    assert (len(opened), found) == (1, [])
+
+
 class Failing(socket.socket):
     """A listener whose accept fails, so often."""
 
@@ -180,6 +283,31 @@ def test_an_error_of_accept_ends_nothing(code: int, told: list[str], monkeypatch
         each.close()
 
 
+class Besieged(socket.socket):
+    """A listener in whose queue there is always a peer that has gone already."""
+
+    accepted = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.accepted += 1
+        assert self.accepted <= 1000, "it does not come back"
+        with socket.socket(socket.AF_UNIX) as passing:
+            passing.connect(self.getsockname())
+        return super().accept()
+
+
+def test_a_flood_of_peers_that_have_gone_does_not_keep_it() -> None:
+    listener = Besieged(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen()
+    reception = Reception(listener, TOKEN, pytest.fail)
+    with socket.socket(socket.AF_UNIX) as first:
+        first.connect(listener.getsockname())
+    assert reception.admit() == []
+    assert listener.accepted <= admission.MOST_STRANGERS
+    reception.close()
+
+
 def test_without_free_files_it_does_not_spin(told: list[str]) -> None:
     listener = Failing()
     listener.bind(("127.0.0.1", 0))
@@ -193,6 +321,32 @@ def test_without_free_files_it_does_not_spin(told: list[str]) -> None:
         due = reception.due()
         assert due is not None
         assert 0 < due <= admission.PAUSE_S
+    reception.close()
+
+
+SOMEBODY_ELSE = """
+import os, socket, sys
+os.setuid(65534)
+channel = socket.socket(socket.AF_UNIX)
+channel.connect("\\0" + sys.argv[1])
+print("connected", flush=True)
+print(len(channel.recv(100)))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_another_user_of_the_machine_takes_no_place() -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen()
+    reception = Reception(listener, TOKEN, pytest.fail)
+    command = [sys.executable, "-I", "-S", "-c", SOMEBODY_ELSE, listener.getsockname()[1:].decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "connected\n"
+        assert reception.admit() == []
+        assert reception.waiting == 0
+        assert other.stdout.read() == "0\n", "it is closed, and gets not even a nonce"
     reception.close()
 
 

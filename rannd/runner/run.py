@@ -272,7 +272,7 @@ def _close_ports(job: Job, launcher: int) -> str:
     if job.remote_host is not None or job.launcher.kind is not LauncherKind.OPEN_MPI:
         return ""
     try:
-        launcher_ports.close_to_others(launcher)
+        launcher_ports.close_session_to_others(launcher)
     except OSError as error:
         return "" if job.quiet else f"ports of {job.launcher.kind.value} stay open to other machines: {error}"
     return ""

@@ -57,6 +57,13 @@ def test_an_error_of_the_script_comes_first(job: Job, tmp_path: Path) -> None:
     assert re.search(r"exit code 1  KeyError: 'the script is wrong' \(last_save\.py:\d+\)", output), output
 
 
+def test_a_rank_that_waits_at_its_end_is_not_waited_for(job: Job, tmp_path: Path) -> None:
+    code, output = job.end("rannc-run", "-np", "2", LAST, "once more", str(tmp_path), **HALVES)
+    assert code in (1, 8), output  # that of the rank which ends first
+    broke = r"a connection to another rank broke in step 0, stage \d \(barrier\): rank 0 has ended its script"
+    assert re.search(rf"rannd\.errors\.StepError: {broke}", output), output
+
+
 # -- beside the watch --------------------------------------------------------------------------------------------
 
 

@@ -235,8 +235,10 @@ def _start(places: DaemonPaths, settings: Settings, deadline: float) -> None:
 def _read_line(fd: int, deadline: float) -> str:
     """Read one line from the pipe, or what is there at its end or at the deadline."""
     said = b""
+    poll = select.poll()  # select.select takes no descriptor above 1023
+    poll.register(fd, select.POLLIN)
     while not said.endswith(b"\n"):
-        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not poll.poll(min(max(0.0, deadline - time.monotonic()), 1e6) * 1000):  # 12 days: it takes a C int
             break
         part = os.read(fd, 4096)
         if not part:

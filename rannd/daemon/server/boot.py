@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import signal
 import socket
 import stat
@@ -23,6 +22,7 @@ if __name__ == "__main__":
 
 import msgspec
 
+from rannd import open_files
 from rannd.daemon.common import file_locks
 from rannd.daemon.common.listening import answers
 from rannd.daemon.common.paths import DaemonPaths
@@ -31,7 +31,7 @@ from rannd.errors import DaemonError
 
 BACKLOG = 4096
 DESCRIPTORS = 65536
-"""Limit of open files that the daemon requests."""
+"""Limit of open files that the daemon requests, as far as it is allowed."""
 LIFE_S = 3.0
 """Seconds that a previous daemon may take to exit. Shorter than a client waits, so that the client gets the error."""
 
@@ -75,7 +75,7 @@ def run(places: DaemonPaths, settings: Settings, *, on_ready: str | None = None,
                 )
         if activated is None and answers(places.socket):
             return False  # its lock file was deleted, the running daemon will make it again
-        _allow_descriptors()
+        open_files.make_room(DESCRIPTORS - open_files.SPARE, "clients")  # each takes one
         file_locks.write_pid(life)
         listener = activated or _listen(places.socket)
         try:
@@ -94,15 +94,6 @@ def run(places: DaemonPaths, settings: Settings, *, on_ready: str | None = None,
     finally:
         os.close(life)
     return True
-
-
-def _allow_descriptors() -> None:
-    """Raise the limit of open files: each client takes one, and the usual limit of 1,024 exists for select()."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def lives(places: DaemonPaths) -> bool:

@@ -9,12 +9,20 @@ import struct
 
 import zmq
 
+from rannd.daemon.common import descriptors
+
 
 class Holders:
-    """Watched processes: each has a pidfd in `poller`, which becomes readable when the process dies."""
+    """Watched processes: each has a pidfd in `poller`, which becomes readable when the process dies.
 
-    def __init__(self, poller: zmq.Poller) -> None:
+    Args:
+        poller: Of the server.
+        reserve: File descriptors that stay free: with fewer, no further process is watched.
+    """
+
+    def __init__(self, poller: zmq.Poller, reserve: int) -> None:
         self._poller = poller
+        self._reserve = reserve
         self._watched: dict[int, int] = {}
         """pidfd by pid."""
         self._log = logging.getLogger("rannd.Daemon")
@@ -28,6 +36,9 @@ class Holders:
         if pid in self._watched:
             return True
         if pid != peer:
+            return False
+        if (free := descriptors.free()) <= self._reserve:  # they are for clients that libzmq has accepted
+            self._log.warning("process %d is not watched: %d file descriptors are free", pid, free)
             return False
         try:
             fd = os.pidfd_open(pid)

@@ -132,7 +132,7 @@ class Server:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._holders = Holders(self._poller)
+        self._holders = Holders(self._poller, self._reserve)
         self._wake, self._wake_end = socket.socketpair()
         for end in (self._wake, self._wake_end):
             end.setblocking(False)

@@ -32,6 +32,8 @@ GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL for a launcher if rannc-run itself is killed."""
 AT_ONCE = 16
 """Number of hosts to ask at the same time: each is a login."""
+BACKLOG = 1024
+"""Connections that wait to be closed."""
 Asking: TypeAlias = Callable[[str | None, tuple[str, int] | None], Question]
 """Makes the question for a host (None: for several), with an address of this machine that the host tries to reach."""
 #: Words of the line that tells best why a host was not reached, by priority; launchers add paragraphs of their own.
@@ -71,7 +73,7 @@ def ask(
         listener, back = None, None
         if remote is not None:
             with contextlib.suppress(LaunchError):  # that host will not answer
-                listener = stack.enter_context(socket.create_server((address_towards(remote), 0), backlog=1024))
+                listener = stack.enter_context(socket.create_server((address_towards(remote), 0), backlog=BACKLOG))
                 listener.setblocking(False)
                 back = listener.getsockname()
         while waiting or running:
@@ -103,7 +105,7 @@ def ask(
 def _let_connect(listener: socket.socket) -> None:
     """Close new connections: hosts only try whether they can connect, and others must not fill the queue."""
     with contextlib.suppress(OSError):  # there are no more
-        while True:
+        for _ in range(BACKLOG):  # not until there are no more: they may come without end, and the time limit waits
             listener.accept()[0].close()
 
 

@@ -14,6 +14,8 @@ import errno
 import os
 import socket
 
+from rannd.runner.watch import processes
+
 #: Linux's number of the call, the same on all architectures that Python's wheels exist for. glibc has no function.
 _PIDFD_GETFD = 438
 _LOOPBACK = b"lo"
@@ -33,6 +35,17 @@ def close_to_others(pid: int) -> None:
                     _close_one(process, int(name))
     finally:
         os.close(process)
+
+
+def close_session_to_others(session: int) -> None:
+    """Bind the ports of all processes of a session: ``mpirun`` may be a script around the one that listens.
+
+    Raises:
+        OSError: As `close_to_others`; processes that end meanwhile are none.
+    """
+    for pid in processes.session_members(session):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            close_to_others(pid)
 
 
 def _close_one(process: int, descriptor: int) -> None:

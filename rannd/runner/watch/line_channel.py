@@ -7,13 +7,14 @@ library only: the watcher runs without site-packages.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
-import sys
+import struct
 from collections.abc import Callable
 
-from rannd.admission import Reception, introduce, new_token
+from rannd.admission import TURN_S, Reception, admitted, new_token, peer_uid
 from rannd.errors import LaunchError
 from rannd.lost_host import look_out
 
@@ -49,13 +50,12 @@ class Listener:
 
 
 def prepare(channel: socket.socket) -> bool:
-    """Prepare the monitor's end of an admitted connection; False: it is another user's, or has ended."""
-    if channel.family == socket.AF_UNIX:
-        return peer_uid(channel) == os.getuid()
-    try:
-        look_out(channel, reads_at_once=True)
-    except OSError:
-        return False
+    """Prepare the monitor's end of an admitted connection; False: it has ended."""
+    if channel.family != socket.AF_UNIX:
+        try:
+            look_out(channel, reads_at_once=True)
+        except OSError:
+            return False
     return True
 
 
@@ -84,21 +84,35 @@ def connect(address: list[str | int], token: str) -> socket.socket:
     Raises:
         OSError: Nothing listens there, or not this job's monitor.
     """
+    return admitted(lambda: _connected(address), token)
+
+
+def _connected(address: list[str | int]) -> socket.socket:
     if address[0] == "unix":
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        channel.connect("\0" + str(address[1]))
-        uid = peer_uid(channel)
-        if uid != os.getuid():
-            raise PermissionError(f"the monitor's socket belongs to user {uid}, not to {os.getuid()}")
+        channel = socket.socket(socket.AF_UNIX)
     else:
         channel = socket.create_connection((str(address[1]), int(address[2])), timeout=30)
-        channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        look_out(channel, reads_at_once=False)  # a user may pause rannc-run's output
-    introduce(channel, token)
+    try:
+        if channel.family == socket.AF_UNIX:
+            _reach(channel, "\0" + str(address[1]))
+        else:
+            channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            look_out(channel, reads_at_once=False)  # a user may pause rannc-run's output
+    except OSError:
+        channel.close()
+        raise
     return channel
 
 
-def peer_uid(channel: socket.socket) -> int:
-    """Return the user id at the other end of a connected AF_UNIX socket."""
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[4:8], sys.byteorder)
+def _reach(channel: socket.socket, name: str) -> None:
+    """Connect to a monitor of this user."""
+    # While the queue is full, connect waits, by default without end, and with a timeout of Python's not at all.
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(TURN_S), 0))
+    try:
+        channel.connect(name)
+    except BlockingIOError:
+        raise TimeoutError(errno.ETIMEDOUT, f"rannc-run does not accept connections for {TURN_S:g} s") from None
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
+    uid = peer_uid(channel)
+    if uid != os.getuid():
+        raise PermissionError(f"the monitor's socket belongs to user {uid}, not to {os.getuid()}")

@@ -521,7 +521,10 @@ class FailureDetector:
         if self._own is None and self.failure is None:
             self._channel.send(Left(self._rank, self.where.calls))
             if late_error.known() is not None:  # an error on all ranks: the launcher, once told, ends those that work
-                self._scripts_ended.wait()
+                # As after its exit: who calls a collective once more does not wait for this rank.
+                self.connections.cut()
+                while not self._scripts_ended.wait(1) and self._thread is not None and self._thread.is_alive():
+                    pass  # a watcher thread that has stopped sets no event
         elif self._own is not None:
             self._verdict.wait(HEARD_S)
             if self.failure is None or self.failure.rank == self._rank:

@@ -12,6 +12,7 @@ An error of the script that ends the process comes first: then standard error an
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import sys
@@ -62,10 +63,11 @@ def _exit() -> None:
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or isinstance(last, BaseException):
         return
-    kind = type(error)
-    print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr, flush=True)
     # Python has no way to change the exit code here but os._exit, which skips the other exit handlers. libc calls its
-    # own handlers, the last one first, when Python is gone.
+    # own handlers, the last one first, when Python is gone. Before the message, which may fail.
     libc = ctypes.CDLL(None)
     libc.__cxa_atexit(libc._exit, ctypes.c_void_p(error.exit_code), None)
     libc.__cxa_atexit(libc.fflush, None, None)
+    kind = type(error)
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr, flush=True)

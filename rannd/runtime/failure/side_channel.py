@@ -15,13 +15,15 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
 import psutil
 
-from rannd.admission import introduce
+from rannd.admission import admitted
 from rannd.lost_host import look_out
 from rannd.runtime.failure.failure_report import Failure
 
@@ -122,16 +124,17 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
         self._incoming = bytearray()
+        self._sending = threading.Lock()
         end.setblocking(True)
         end.settimeout(CONNECT_S)  # applies to sends; receives happen only when data is available
 
     def send(self, message: AnyMessage) -> None:
         """Send a message; an error ends the connection, which `receive` notices on both sides."""
         data = _encoder.encode(message)
-        try:
-            self.socket.sendall(struct.pack(">I", len(data)) + data)
-        except OSError:
-            with contextlib.suppress(OSError):
+        with self._sending, contextlib.suppress(OSError):
+            try:
+                self.socket.sendall(struct.pack(">I", len(data)) + data)
+            except OSError:  # a part of the frame may be out: the next one would be read as its rest
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[AnyMessage] | None:
@@ -196,9 +199,8 @@ def connect(places: Sequence[str], port: int, token: str) -> Channel | None:
     """Connect to the hub; None if it does not answer at any of its addresses (another machine may have the same)."""
     for place in places:
         with contextlib.suppress(OSError):
-            end = socket.create_connection((place, port), timeout=CONNECT_S)
+            end = admitted(partial(socket.create_connection, (place, port), timeout=CONNECT_S), token)
             try:
-                introduce(end, token)
                 prepare(end)
             except OSError:
                 end.close()

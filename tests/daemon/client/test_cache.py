@@ -102,6 +102,24 @@ def test_without_descriptors_a_job_goes_on_without_a_cache(daemon_home) -> None:
         assert line.endswith("; the job continues without a cache")
 
 
+CROWDED = """
+import os, resource
+from rannd.daemon.client.cache import connect
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+opened = os.open(os.devnull, os.O_RDONLY)
+while os.dup(opened) < 1100:
+    pass
+print(connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30).connected)
+"""
+
+
+def test_the_daemon_is_started_by_a_process_with_many_open_files(daemon_home) -> None:
+    """select() takes no descriptor above 1023, and ranks of large jobs have more."""
+    done = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 def test_limits_beyond_all_measure_are_no_hindrance(daemon_home, caplog: pytest.LogCaptureFixture) -> None:
     with connect(mode="on", timeout_s=60, idle_s=1e12, max_bytes=10**40) as cache:
         assert cache.put(key(1), b"x")

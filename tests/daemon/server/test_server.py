@@ -211,7 +211,12 @@ def test_at_its_limit_it_serves_who_is_there_and_refuses_others(daemon_home) -> 
     few = 160
     rannd = [sys.executable, "-c", "from rannd.daemon.cli import main; main()", "run"]
     limited = ["prlimit", f"--nofile={few}:{few}", *rannd]
-    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True) as daemon, contextlib.ExitStack() as crowd:
+    with (
+        subprocess.Popen(limited, stdout=subprocess.PIPE, text=True) as daemon,
+        contextlib.ExitStack() as ending,
+        contextlib.ExitStack() as crowd,
+    ):
+        ending.callback(daemon.terminate)
         assert daemon.stdout is not None
         daemon.stdout.readline()
         with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as one:
@@ -222,6 +227,10 @@ def test_at_its_limit_it_serves_who_is_there_and_refuses_others(daemon_home) -> 
                 assert one.get(key(1)) == b"x"  # a turn of the daemon
             late = connect(mode="on", timeout_s=0.5, idle_s=600, max_bytes=1 << 30)
             assert not late.connected
+            lease = one.lease(key(2), 0)
+            assert isinstance(lease, Lease)  # it ends without a beat; watching its holder would take of what is kept
+            assert "anon_inode:[pidfd]" not in [os.readlink(fd) for fd in Path(f"/proc/{daemon.pid}/fd").iterdir()]
+            lease.release()
             crowd.close()
             with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as next_one:
                 assert next_one.get(key(1)) == b"x"
@@ -229,7 +238,6 @@ def test_at_its_limit_it_serves_who_is_there_and_refuses_others(daemon_home) -> 
             assert trouble.startswith("new clients are refused: of the 160 file descriptors ")
             assert one.get(key(1)) == b"x"
         assert daemon.poll() is None
-        daemon.terminate()
 
 
 QUICK = """

@@ -77,3 +77,10 @@ if WHAT == "end":
             time.sleep(0.01)
         time.sleep(3)  # in which rannc-run would end this rank, if rank 1 had failed already
         print("rank 0 has done the rest", flush=True)
+if WHAT == "once more":
+    if rank == 0:
+        atexit.register((FOLDER / "rank 0 ends").touch)
+    else:
+        while not (FOLDER / "rank 0 ends").exists():
+            time.sleep(0.01)
+        pyrannc.barrier()

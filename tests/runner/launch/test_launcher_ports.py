@@ -6,10 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from rannd.runner.launch.launcher_ports import close_to_others
+from rannd.runner.launch.launcher_ports import close_session_to_others, close_to_others
 
 LISTENS = """
 import socket, sys
@@ -33,6 +34,24 @@ def test_listening_sockets_are_bound_and_still_accept_from_this_machine() -> Non
     close_to_others(process.pid)
     close_to_others(process.pid)  # again is the same
     socket.create_connection(("127.0.0.1", port), timeout=30).close()
+    out, _ = process.communicate("\n", timeout=30)
+    assert out.splitlines() == ["lo", "lo", ""]
+
+
+def test_a_launcher_that_is_a_script_around_the_one_that_listens(tmp_path: Path) -> None:
+    script = tmp_path / "mpirun"
+    script.write_text('#!/bin/sh\n"$@"\nexit $?\n')
+    script.chmod(0o755)
+    process = subprocess.Popen(
+        [script, sys.executable, "-c", LISTENS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    close_session_to_others(process.pid)
     out, _ = process.communicate("\n", timeout=30)
     assert out.splitlines() == ["lo", "lo", ""]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transcript import Shell, program
 
+from rannd.runner.launch import ask_hosts
 from rannd.runner.launch.ask_hosts import ask
 from rannd.runner.launch.mpi import Launcher, LauncherKind
 from rannd.runner.launch.probe import Question
@@ -105,3 +106,24 @@ def test_hosts_that_are_asked_at_once_answer_in_any_order(tmp_path: Path) -> Non
     assert list(silent) == ["n3"]
     flags = Path(f"{srun}.flags").read_text().split()
     assert {"--nodelist=n1,n2,n3", "--ntasks-per-node=1", "--ntasks=3"} <= set(flags)
+
+
+class Besieged(socket.socket):
+    """A listener in whose queue there is always somebody."""
+
+    accepted = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.accepted += 1
+        assert self.accepted <= 10_000, "it does not come back"
+        socket.create_connection(self.getsockname()).close()
+        return super().accept()
+
+
+def test_connections_without_end_do_not_hide_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask_hosts, "BACKLOG", 8)
+    with Besieged() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        ask_hosts._let_connect(listener)
+    assert listener.accepted == 8

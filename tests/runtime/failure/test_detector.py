@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +18,10 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import pyrannc
-from rannd.errors import NotANumberError, RankFailedError, StepError, UsageError
+from rannd.errors import CheckpointError, NotANumberError, RankFailedError, StepError, UsageError
 from rannd.plan.schedule.program import Action, ActionKind
 from rannd.profile.out_of_memory import is_out_of_memory
-from rannd.runtime.failure import stack_dump
+from rannd.runtime.failure import late_error, stack_dump
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.detector import FailureDetector
 from rannd.runtime.failure.failure_report import Failure, describe, failure_of, is_broken
@@ -106,6 +107,23 @@ def test_a_thread_beside_the_script_has_a_position_of_its_own() -> None:
     goes_on.set()
     saver.join()
     assert found == [True]
+
+
+def test_a_rank_does_not_wait_at_its_end_for_news_that_nobody_hears(
+    ends: tuple[Channel, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watcher thread has stopped, by an error of its own."""
+    monkeypatch.setattr(late_error, "known", lambda: CheckpointError("the last save failed"))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.delattr(sys, "last_exc", raising=False)
+    watch = FailureDetector()
+    watch._channel, watch._thread = Channel(ends[0].socket.dup()), threading.Thread(target=lambda: None)
+    watch._thread.start()
+    watch._thread.join()
+    leaving = threading.Thread(target=watch._leave, daemon=True)
+    leaving.start()
+    leaving.join(30)
+    assert not leaving.is_alive()
 
 
 def test_the_watch_sees_that_the_script_joins_a_thread() -> None:
