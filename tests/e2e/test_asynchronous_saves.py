@@ -51,6 +51,17 @@ def test_the_next_call_raises_it_on_all_ranks_which_may_go_on(job: Job, tmp_path
     assert (tmp_path / "last" / "checkpoint.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("broken", "a connection to another rank broke"), ("gone", r"rank 1 \(.*it was killed, or crashed")],
+)
+def test_a_last_save_that_lost_a_rank_is_told_as_well(job: Job, tmp_path: Path, what: str, reason: str) -> None:
+    """No call comes any more that would say it."""
+    output = job.run("rannc-run", "-np", "2", LAST, what, str(tmp_path), code=8, **HALVES)
+    assert re.search(rf"rannd\.errors\.CheckpointError: the asynchronous save to \S*/last failed: {reason}", output)
+    assert not (tmp_path / "last").exists()
+
+
 def test_an_error_of_the_script_comes_first(job: Job, tmp_path: Path) -> None:
     output = job.train(2, LAST, "error", str(tmp_path), code=1, **HALVES)
     assert re.search(LOGGED, output), output

@@ -40,8 +40,13 @@ class PendingSave:
     @property
     def unseen(self) -> CheckpointError | None:
         """The error if nobody has seen it. That another rank has failed (StepError) every call says anyway."""
+        return None if isinstance(self._error, StepError) else self.untold
+
+    @property
+    def untold(self) -> CheckpointError | None:
+        """The error if nobody has seen it, whatever it is: for the end of the script, after which no call comes."""
         error = self._error
-        return None if error is None or self._told or isinstance(error, StepError) else self._failure(error)
+        return None if error is None or self._told else self._failure(error)
 
     def raise_error(self) -> NoReturn:
         """Wait for the end, and raise its error, also where this rank's script has seen it."""
@@ -57,9 +62,9 @@ class PendingSave:
         try:
             self._work()
         except Exception as exc:
+            self._error = exc  # first of all: a log on a full disk may fail
             if self._tells or not isinstance(exc, CheckpointError):
                 log.get("RaNNCModule").error("%s", self._failure(exc))
-            self._error = exc
 
 
 _last: PendingSave | None = None

@@ -25,6 +25,10 @@ class Work(Protocol):
 
     @property
     def unseen(self) -> RanndError | None:
+        """Its error if the script has not seen it and no other call would say it, without waiting."""
+
+    @property
+    def untold(self) -> RanndError | None:
         """Its error if the script has not seen it, without waiting."""
 
     def raise_error(self) -> NoReturn:
@@ -58,7 +62,7 @@ def raise_known() -> None:
 
 def _exit() -> None:
     """At exit, when the work has ended: Python waits for its thread first."""
-    error = known()
+    error = _work.untold if _work is not None and _pid == os.getpid() else None
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or isinstance(last, BaseException):
         return
