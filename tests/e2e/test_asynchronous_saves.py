@@ -62,6 +62,16 @@ def test_a_last_save_that_lost_a_rank_is_told_as_well(job: Job, tmp_path: Path, 
     assert not (tmp_path / "last").exists()
 
 
+def test_a_rank_that_has_seen_the_error_stays_in_step(job: Job, tmp_path: Path) -> None:
+    """The next save raised it on rank 1 alone."""
+    output = job.train(2, LAST, "waited", str(tmp_path), **HALVES)
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} caught {FAILED}", output), output
+        assert f"rank {rank} step 2 done" in output
+    assert (tmp_path / "last" / "checkpoint.json").exists()
+    assert not (tmp_path / "next").exists()
+
+
 def test_an_error_of_the_script_comes_first(job: Job, tmp_path: Path) -> None:
     output = job.train(2, LAST, "error", str(tmp_path), code=1, **HALVES)
     assert re.search(LOGGED, output), output

@@ -22,7 +22,6 @@ class PendingSave:
         self._error: Exception | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name="rannd checkpoint")
-        self._thread.start()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -30,7 +29,7 @@ class PendingSave:
 
     def wait(self) -> None:
         """Wait until the checkpoint is there. CheckpointError where it could not be written: then on all ranks."""
-        self._thread.join()
+        self.join()
         if self._error is not None and not self._told:
             self.raise_error()
 
@@ -48,9 +47,14 @@ class PendingSave:
         error = self._error
         return None if error is None or self._told else self._failure(error)
 
+    def join(self) -> None:
+        """Wait for the end, well or not."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
     def raise_error(self) -> NoReturn:
         """Wait for the end, and raise its error, also where this rank's script has seen it."""
-        self._thread.join()
+        self.join()
         assert self._error is not None
         self._told = True
         raise self._failure(self._error) from self._error
@@ -67,20 +71,9 @@ class PendingSave:
                 log.get("RaNNCModule").error("%s", self._failure(exc))
 
 
-_last: PendingSave | None = None
-
-
 def start(work: Callable[[], None], path: str, *, tells: bool) -> PendingSave:
-    """Save in a thread. The one before has ended."""
-    global _last
-    _last = PendingSave(work, path, tells=tells)
-    late_error.follow(_last)
-    return _last
-
-
-def settle() -> None:
-    """Wait for the save that goes on; its error is raised here where nobody has seen it."""
-    global _last
-    last, _last = _last, None
-    if last is not None:
-        last.wait()
+    """Save in a thread. The one before has ended, see `late_error.settle`."""
+    pending = PendingSave(work, path, tells=tells)
+    late_error.follow(pending)
+    pending._thread.start()
+    return pending

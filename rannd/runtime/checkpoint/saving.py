@@ -13,7 +13,7 @@ from torch import nn
 
 from rannd.errors import CheckpointError, RanndError, UsageError
 from rannd.runtime.averaged_model import AveragedModel
-from rannd.runtime.checkpoint.async_save import PendingSave, settle, start
+from rannd.runtime.checkpoint.async_save import PendingSave, start
 from rannd.runtime.checkpoint.content import Content, class_name, put_averages, put_model, put_optimizer
 from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, check_plain, manifest
 from rannd.runtime.checkpoint.rng_state import random_state
@@ -21,6 +21,7 @@ from rannd.runtime.comm.gather_objects import agree_on_errors, seal, unseal
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.rendezvous import make_group
 from rannd.runtime.comm.world import World
+from rannd.runtime.failure import late_error
 from rannd.runtime.failure.position import SAVING
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, merge
@@ -78,7 +79,7 @@ def save(
     asynchronous: bool,
 ) -> PendingSave | None:
     """Write a checkpoint. Collective; with `asynchronous` only until this rank's values are copied."""
-    settle()
+    late_error.settle()
     meet(world, Phase.SAVE_CHECKPOINT)
     content, outline, error = Content(), b"", ""
     try:

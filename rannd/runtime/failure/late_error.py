@@ -31,6 +31,9 @@ class Work(Protocol):
     def untold(self) -> RanndError | None:
         """Its error if the script has not seen it, without waiting."""
 
+    def join(self) -> None:
+        """Wait for its end, well or not."""
+
     def raise_error(self) -> NoReturn:
         """Wait for its end, and raise its error."""
 
@@ -47,6 +50,12 @@ def follow(work: Work) -> None:
         _pid = os.getpid()
         atexit.register(_exit)
     _work = work
+
+
+def settle() -> None:
+    """Wait for the end of the work. Its error is left to the next collective call, which raises it on all ranks."""
+    if _work is not None:
+        _work.join()
 
 
 def known() -> RanndError | None:

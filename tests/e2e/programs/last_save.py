@@ -82,10 +82,17 @@ pending = pyrannc.save_checkpoint(FOLDER / "last", model, optimizer, asynchronou
 while not (late or pending.done()):
     time.sleep(0.01)
 
-if WHAT in ("call", "barrier"):
+if WHAT == "waited" and rank == 0:
+    try:
+        pending.wait()
+    except CheckpointError:
+        print("rank 0 has seen it", flush=True)
+if WHAT in ("call", "barrier", "waited"):
     try:
         if WHAT == "call":
             train(1)
+        elif WHAT == "waited":
+            pyrannc.save_checkpoint(FOLDER / "next", model, optimizer)
         else:
             pyrannc.barrier()
     except CheckpointError as exc:
