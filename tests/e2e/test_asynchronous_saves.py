@@ -72,6 +72,15 @@ def test_a_rank_that_has_seen_the_error_stays_in_step(job: Job, tmp_path: Path) 
     assert not (tmp_path / "next").exists()
 
 
+def test_a_rank_that_cannot_copy_its_values_is_told_on_all(job: Job, tmp_path: Path) -> None:
+    """The savers of the others waited for it, and so did the next save."""
+    output = job.train(2, LAST, "memory", str(tmp_path), **HALVES)
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} caught .*MemoryError: no more.*on rank 1 of 2", output), output
+        assert f"rank {rank} step 2 done" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
 def test_an_error_of_the_script_comes_first(job: Job, tmp_path: Path) -> None:
     output = job.train(2, LAST, "error", str(tmp_path), code=1, **HALVES)
     assert re.search(LOGGED, output), output

@@ -75,5 +75,9 @@ def start(work: Callable[[], None], path: str, *, tells: bool) -> PendingSave:
     """Save in a thread. The one before has ended, see `late_error.settle`."""
     pending = PendingSave(work, path, tells=tells)
     late_error.follow(pending)
-    pending._thread.start()
+    try:
+        pending._thread.start()
+    except RuntimeError as exc:  # the savers of the other ranks wait for this rank's part
+        log.get("RaNNCModule").warning("No thread can be started (%s): the checkpoint is written first", exc)
+        pending._run()
     return pending

@@ -1,6 +1,7 @@
 """last_save.py WHAT FOLDER: the last asynchronous save of a training fails, as on a full disk; WHAT comes after it.
 
-`broken` and `gone`: not the disk fails, but a connection between the savers, or rank 1 as a whole.
+`broken` and `gone`: not the disk fails, but a connection between the savers, or rank 1 as a whole; `memory`: rank 1
+cannot copy its values, and all save again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import pyrannc
 from rannd.errors import CheckpointError
 from rannd.runtime.checkpoint import saving
+from rannd.runtime.checkpoint.content import Content
 from rannd.runtime.comm.world import World
 
 WHAT, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -61,6 +63,22 @@ if WHAT in ("broken", "gone"):
     if rank == 1 and WHAT == "gone":
         (FOLDER / "rank 1 has ended").touch()
         os._exit(0)
+    sys.exit()
+if WHAT == "memory":
+    snapshot = Content.snapshot
+
+    def too_much(content: Content) -> None:
+        raise MemoryError("no more")
+
+    if rank == 1:
+        Content.snapshot = too_much  # type: ignore[method-assign]
+    try:
+        pyrannc.save_checkpoint(FOLDER / "first", model, optimizer, asynchronous=True)
+    except (CheckpointError, MemoryError) as exc:
+        print(f"rank {rank} caught {exc}", flush=True)
+    Content.snapshot = snapshot  # type: ignore[method-assign]
+    pyrannc.save_checkpoint(FOLDER / "last", model, optimizer, asynchronous=True)
+    train(2)
     sys.exit()
 sys.dont_write_bytecode = True  # a file of bytecode that is cut off would break later imports
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
