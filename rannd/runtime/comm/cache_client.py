@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -37,16 +37,30 @@ def holder() -> str:
     return f"rank 0 of job {encodable(job)}" if job else f"rank 0 of another job (process {os.getpid()})"
 
 
-def understood(client: Client, key: Key, data: bytes | None, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    """Decode a cached value; None if there is none, or if it cannot be decoded: then it is discarded with a warning."""
+def understood(
+    client: Client,
+    key: Key,
+    data: bytes | None,
+    decoder: msgspec.msgpack.Decoder[T],
+    plausible: Callable[[T], bool] | None = None,
+) -> T | None:
+    """Decode a cached value; None if there is none, or if it cannot be used: then it is discarded with a warning.
+
+    `plausible`: whether a decoded value can be one.
+    """
     if data is None:
         return None
     try:
-        return decoder.decode(data)
+        found = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError, MemoryError) as exc:
-        client.discard(key, str(exc))
-        log.get("RaNNCModule").warning("The cached %s cannot be used: %s", key.kind, exc)
-        return None
+        wrong = str(exc)
+    else:
+        if plausible is None or plausible(found):
+            return found
+        wrong = f"it has values that cannot be: {str(found)[:200]}"
+    client.discard(key, wrong)
+    log.get("RaNNCModule").warning("The cached %s cannot be used: %s", key.kind, wrong)
+    return None
 
 
 def tell_miss(client: Client, key: Key) -> None:

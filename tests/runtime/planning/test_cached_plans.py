@@ -1,8 +1,9 @@
-"""Plans in the cache that no job of ours can have stored: they are put out of it and made anew."""
+"""Plans and costs in the cache that no job of ours can have stored: they are put out of it and made anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import pyrannc
 from rannd.daemon.client.cache import Client, connect
 from rannd.daemon.common.keys import Key
 from rannd.plan import deployment
+from rannd.profile.points import Measured, is_plausible
 
 Kept = dict[str, dict[Key, bytes]]
 
@@ -41,6 +43,38 @@ def run() -> None:
 
 def client() -> Client:
     return connect(mode="on", timeout_s=30, idle_s=300, max_bytes=1 << 30)
+
+
+def negative(found: Measured) -> Measured:
+    return msgspec.structs.replace(found, add_us=-1.0)
+
+
+def not_a_number(found: Measured) -> Measured:
+    points = tuple(msgspec.structs.replace(point, forward_us=math.nan) for point in found.points)
+    return msgspec.structs.replace(found, points=points)
+
+
+def empty(found: Measured) -> Measured:
+    return msgspec.structs.replace(found, points=())
+
+
+@pytest.mark.parametrize("change", [negative, not_a_number, empty])
+def test_times_that_cannot_be_are_measured_again(kept: Kept, change: Callable[[Measured], Measured]) -> None:
+    run()
+    profiles, plans = kept.pop("profile"), kept.pop("deployment")
+    with client() as cache:
+        for key in plans:
+            cache.discard(key, "made again")
+        for key, value in profiles.items():
+            cache.put(key, msgspec.msgpack.encode(change(msgspec.msgpack.decode(value, type=Measured))))
+    kept.clear()
+    run()
+    assert kept["deployment"].keys() == plans.keys()
+    assert kept["profile"].keys() == profiles.keys()
+    with client() as cache:
+        for value in cache.get_many(list(profiles)):
+            assert value is not None
+            assert is_plausible(msgspec.msgpack.decode(value, type=Measured))
 
 
 def test_a_plan_for_other_rows_than_its_key_says_is_made_again(kept: Kept) -> None:
