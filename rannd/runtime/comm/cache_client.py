@@ -88,6 +88,8 @@ class Cache:
         """Connection of rank 0 while connected, None otherwise."""
         self._keeper: Client | None = None
         """Connection of the first rank of each other node while connected, None otherwise."""
+        self._lent: set[Key] = set()
+        """Keys that `elsewhere` has found: on rank 0 until `accept`, and on the rank whose node's cache had them."""
 
     @property
     def off(self) -> bool:
@@ -126,9 +128,9 @@ class Cache:
         )
 
     def elsewhere(self, key: Key) -> bytes:
-        """Look up an entry in the other nodes' caches and copy it to rank 0's. Collective.
+        """Look up an entry in the other nodes' caches. Collective.
 
-        Returns the value on all ranks, b"" if no node has it.
+        Returns the value on all ranks, b"" if no node has it. The caller checks it, and calls `accept` or `discard`.
         """
         if self._world.nodes == 1 or self.off:
             return b""
@@ -140,9 +142,24 @@ class Cache:
         if self._world.rank == 0:
             log.get("RaNNCModule").debug("%s has %s %s in its cache", self._world.hosts[source], key.kind, key.short)
         found = self._world.broadcast_bytes(found, source)
-        if self.client is not None:
-            self.client.put(key, found)
+        if self._world.rank in (0, source):
+            self._lent.add(key)
         return found
+
+    def accept(self, key: Key, found: bytes) -> None:
+        """Copy a value, now that it is known to be right, to rank 0's cache if it is from `elsewhere`."""
+        if self.client is not None and key in self._lent:
+            self._lent.remove(key)
+            self.client.put(key, found)
+            if self.client.used is not None:
+                self.client.used[key] = (found, False)  # not made here: the nodes that have one keep it
+
+    def discard(self, key: Key, reason: str) -> None:
+        """Discard a value that turned out to be wrong: in rank 0's cache, and where `elsewhere` took it."""
+        client = self.client or (self._keeper if key in self._lent else None)
+        self._lent.discard(key)
+        if client is not None:
+            client.discard(key, reason)
 
     def _share(self) -> None:
         """Copy entries to the other nodes' caches: those that rank 0 has read and they lack, and those it has written.

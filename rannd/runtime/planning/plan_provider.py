@@ -334,16 +334,16 @@ class Planner:
 
     def _from_other_nodes(self, key: Key) -> bytes:
         """Look up a deployment in the other nodes' caches; b"" if there is none. Collective."""
-        client = self._context.cache.client
-        found = self._context.cache.elsewhere(key)
+        cache = self._context.cache
+        found = cache.elsewhere(key)
         if found:
             try:
                 self._checked(found)
             except DeploymentError as exc:
                 log.get("RaNNCModule").warning("The deployment from another node's cache cannot be used: %s", exc)
-                if client is not None:
-                    client.discard(key, str(exc))
+                cache.discard(key, str(exc))
                 return b""
+            cache.accept(key, found)
         return found
 
     def _checked(self, data: bytes) -> Deployment:
