@@ -29,7 +29,7 @@ from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, merge
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.storage.atomic_folder import TOKEN, Draft, UnsyncedError, sync_folder, write_file
+from rannd.runtime.storage.atomic_folder import TOKEN, Draft, UnsyncedError, write_file
 from rannd.runtime.storage.dcp_files import Entry, FileFacts, facts, write_index, write_shard
 
 _storage: dict[int, dist.ProcessGroup | None] = {}
@@ -240,7 +240,6 @@ def _write(world: World, draft: Draft | None, folder: Path, content: Content, sc
         write_file(folder / SCRIPT, script)
         files |= {name: facts(folder / name) for name in (".metadata", SCRIPT)}
         write_file(folder / MANIFEST, msgspec.structs.replace(told, files=files).sealed())
-        sync_folder(folder)
         draft.finish()
 
     if world.rank == 0:
