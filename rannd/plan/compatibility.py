@@ -2,7 +2,7 @@
 
 | difference | result |
 | --- | --- |
-| the graph, the number of ranks, a schedule that this version of rannd does not know | DeploymentError |
+| the graph, the number of ranks, an unknown schedule, more microbatches than the batch has rows | DeploymentError |
 | distribution of ranks over nodes, device model, rows of the batch, versions, costs that were not measured | warning |
 
 Formats are checked by :func:`rannd.plan.deployment.decode`; free memory is checked on each rank.
@@ -20,8 +20,11 @@ from rannd.plan.run_modes import SCHEDULES
 _AGAIN = "run without it to plan again"
 
 
-def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> None:
-    """Raise DeploymentError if `deployment` cannot run the graph with hash `graph_hash` on `world` ranks."""
+def check_belongs(deployment: Deployment, *, graph_hash: str, world: int, rows: int) -> None:
+    """Raise DeploymentError if `deployment` cannot run the graph with hash `graph_hash` on `world` ranks.
+
+    `rows`: rows of this job's global batch.
+    """
     if deployment.graph_hash != graph_hash:
         raise DeploymentError(
             f"the deployment was made for the graph {plain(deployment.graph_hash)[:12]}, this model's is "
@@ -33,6 +36,11 @@ def check_belongs(deployment: Deployment, *, graph_hash: str, world: int) -> Non
         raise DeploymentError(
             f"the deployment was made for {len(deployment.slots)} ranks, this job has {world}; start "
             f"{len(deployment.slots)} ranks, or {_AGAIN}"
+        )
+    if deployment.microbatches > max(rows, 1):  # a program is made of them before any row is seen
+        raise DeploymentError(
+            f"the deployment has {deployment.microbatches} microbatches, but the batch of this call has {rows} rows; "
+            f"call the model with a larger batch first, or {_AGAIN}"
         )
     if deployment.schedule not in SCHEDULES:
         raise DeploymentError(

@@ -17,6 +17,8 @@ FORMAT = 2
 MAX_BYTES = 64 * 2**20
 """Maximum size; a graph of 10,000 operators takes less than a hundredth of it."""
 _MOST_SLOTS = 1 << 16
+_MOST_PIECES = 1 << 20
+"""Microbatches of all ranks: a program has actions for each. More than any plan for 65,536 ranks has."""
 _MOST = 1 << 53
 """Largest number that `decode` accepts."""
 
@@ -190,6 +192,8 @@ def _wrong(deployment: Deployment) -> str:
             return f"{name} is 0"
     if deployment.microbatches > deployment.batch_rows:  # a program is made of them before any row is seen
         return f"it has {deployment.microbatches} microbatches for {deployment.batch_rows} rows"
+    if deployment.microbatches * world > _MOST_PIECES:
+        return f"its {deployment.microbatches} microbatches on {world} slots are more than {_MOST_PIECES} together"
     if list(deployment.slots) != sorted(set(deployment.slots)):
         return "its slots are not sorted, or one of them occurs twice"
     used = sorted(slot for stage in stages for slot in stage.slots)

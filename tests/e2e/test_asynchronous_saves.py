@@ -51,6 +51,36 @@ def test_the_next_call_raises_it_on_all_ranks_which_may_go_on(job: Job, tmp_path
     assert (tmp_path / "last" / "checkpoint.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("broken", "a connection to another rank broke"), ("gone", r"rank 1 \(.*it was killed, or crashed")],
+)
+def test_a_last_save_that_lost_a_rank_is_told_as_well(job: Job, tmp_path: Path, what: str, reason: str) -> None:
+    """No call comes any more that would say it."""
+    output = job.run("rannc-run", "-np", "2", LAST, what, str(tmp_path), code=8, **HALVES)
+    assert re.search(rf"rannd\.errors\.CheckpointError: the asynchronous save to \S*/last failed: {reason}", output)
+    assert not (tmp_path / "last").exists()
+
+
+def test_a_rank_that_has_seen_the_error_stays_in_step(job: Job, tmp_path: Path) -> None:
+    """The next save raised it on rank 1 alone."""
+    output = job.train(2, LAST, "waited", str(tmp_path), **HALVES)
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} caught {FAILED}", output), output
+        assert f"rank {rank} step 2 done" in output
+    assert (tmp_path / "last" / "checkpoint.json").exists()
+    assert not (tmp_path / "next").exists()
+
+
+def test_a_rank_that_cannot_copy_its_values_is_told_on_all(job: Job, tmp_path: Path) -> None:
+    """The savers of the others waited for it, and so did the next save."""
+    output = job.train(2, LAST, "memory", str(tmp_path), **HALVES)
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} caught .*MemoryError: no more.*on rank 1 of 2", output), output
+        assert f"rank {rank} step 2 done" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
 def test_an_error_of_the_script_comes_first(job: Job, tmp_path: Path) -> None:
     output = job.train(2, LAST, "error", str(tmp_path), code=1, **HALVES)
     assert re.search(LOGGED, output), output

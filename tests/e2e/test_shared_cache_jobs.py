@@ -71,6 +71,31 @@ sys.exit(job.wait())
     assert FROM_CACHE in output
 
 
+def test_links_that_cannot_be_are_measured_again(job: Job) -> None:
+    job.run("rannc-cache", "clear")
+    assert PLANNED in job.train(2, *TUTORIAL)
+    entries = {entry["kind"]: entry for entry in json.loads(job.run("rannc-cache", "ls", "--json"))}
+    change = f"""
+import json, math, msgspec
+from rannd.daemon.client.cache import connect
+from rannd.daemon.common.keys import Key
+entries = json.loads({json.dumps(entries)!r})
+links, deployment = (Key(kind, entries[kind]["key"], entries[kind]["components"]) for kind in ("links", "deployment"))
+with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
+    client.discard(deployment, "made again")
+    within, between = msgspec.msgpack.decode(client.get(links))
+    assert between is None
+    assert client.put(links, msgspec.msgpack.encode(([math.inf, *within[1:]], None)))
+"""
+    job.run("python", "-c", change)
+    output = job.train(2, *TUTORIAL)
+    assert re.search(r"The cached links cannot be used: it has values that cannot be: .*inf", output), output
+    assert PLANNED in output
+    assert ANEW not in output
+    known = job.train(2, *TUTORIAL)
+    assert FROM_CACHE in known
+
+
 def test_a_failed_plan_is_not_kept(job: Job) -> None:
     job.run("rannc-cache", "clear")
     assert "no plan fits" in job.train(2, *TUTORIAL, code=1, RANNC_MEM_LIMIT_GB="0.0005")

@@ -11,10 +11,14 @@ import pytest
 from faults.faulty import run
 
 
-@pytest.mark.parametrize("program", ["failing_saves.py", "failing_exports.py"])
-def test_whole_or_not_at_all_and_always_told(program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "way"),
+    [("failing_saves.py", {}), ("failing_saves.py", {"FAULTS_NO_EXCHANGE": "1"}), ("failing_exports.py", {})],
+    ids=["saves", "saves by two renames", "exports"],
+)
+def test_whole_or_not_at_all_and_always_told(program: str, way: dict[str, str], tmp_path: Path) -> None:
     root = tmp_path / "disk"
     root.mkdir()
-    output = run(program, str(root), under=root)
+    output = run(program, str(root), under=root, **way)
     assert "failing calls" in output
     print(output)

@@ -73,6 +73,7 @@ def test_a_plan_with_more_microbatches_than_rows_wanted_is_one() -> None:
         (lambda d: d.update(microbatches=1 << 60), "microbatches is 1152921504606846976"),
         (lambda d: d.update(microbatches=True), "not a deployment .*Expected `int`"),
         (lambda d: d.update(microbatches=65), "it has 65 microbatches for 64 rows"),
+        (lambda d: d.update(microbatches=1 << 40, batch_rows=1 << 40), "microbatches on 4 slots are more than 1048576"),
         (lambda d: d.update(batch_rows=0), "batch_rows is 0"),
         (lambda d: d.update(step_us=math.nan), "step_us is nan"),
         (lambda d: d.update(step_us=math.inf), "step_us is inf"),
@@ -127,14 +128,17 @@ def test_what_is_nested_or_large_is_none() -> None:
 
 def test_what_makes_a_deployment_wrong_is_an_error() -> None:
     mine = some()
-    check_belongs(mine, graph_hash=mine.graph_hash, world=4)
+    check_belongs(mine, graph_hash=mine.graph_hash, world=4, rows=64)
     with pytest.raises(DeploymentError, match="made for the graph hash, this model's is 0123456789ab: another model"):
-        check_belongs(mine, graph_hash="0123456789abcdef", world=4)
+        check_belongs(mine, graph_hash="0123456789abcdef", world=4, rows=64)
     with pytest.raises(DeploymentError, match="made for 4 ranks, this job has 2; start 4 ranks, or"):
-        check_belongs(mine, graph_hash=mine.graph_hash, world=2)
+        check_belongs(mine, graph_hash=mine.graph_hash, world=2, rows=64)
     other = msgspec.structs.replace(mine, schedule="\x1b[2Jmine")
     with pytest.raises(DeploymentError, match=r"schedule '\?\[2Jmine', this version of rannd supports .*1f1b"):
-        check_belongs(other, graph_hash=mine.graph_hash, world=4)
+        check_belongs(other, graph_hash=mine.graph_hash, world=4, rows=64)
+    check_belongs(mine, graph_hash=mine.graph_hash, world=4, rows=2)
+    with pytest.raises(DeploymentError, match=r"has 2 microbatches, but the batch of this call has 1 rows?; call the"):
+        check_belongs(mine, graph_hash=mine.graph_hash, world=4, rows=1)
 
 
 def test_what_makes_it_slow_is_told() -> None:

@@ -42,13 +42,13 @@ def _key(file: Path | None) -> bytes | None:
         return None
     with _KEY_FILE.reading(file) as opened:
         about = os.fstat(opened.fileno())
+        if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise UsageError(
+                f"the key file {file} can be read or changed by other users; chmod 600 {file}, or use another key"
+            )
+        if about.st_uid not in (os.getuid(), 0):
+            raise UsageError(f"the key file {file} belongs to user {about.st_uid}; name a key of your own")
         key = opened.read()
-    if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise UsageError(
-            f"the key file {file} can be read or changed by other users; chmod 600 {file}, or use another key"
-        )
-    if about.st_uid not in (os.getuid(), 0):
-        raise UsageError(f"the key file {file} belongs to user {about.st_uid}; name a key of your own")
     if len(key) < _SHORTEST_KEY:
         raise UsageError(
             f"the key file {file} has {len(key)} bytes, a key has at least {_SHORTEST_KEY}; make one with "

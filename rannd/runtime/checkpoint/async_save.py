@@ -22,7 +22,6 @@ class PendingSave:
         self._error: Exception | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name="rannd checkpoint")
-        self._thread.start()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -30,7 +29,7 @@ class PendingSave:
 
     def wait(self) -> None:
         """Wait until the checkpoint is there. CheckpointError where it could not be written: then on all ranks."""
-        self._thread.join()
+        self.join()
         if self._error is not None and not self._told:
             self.raise_error()
 
@@ -40,12 +39,22 @@ class PendingSave:
     @property
     def unseen(self) -> CheckpointError | None:
         """The error if nobody has seen it. That another rank has failed (StepError) every call says anyway."""
+        return None if isinstance(self._error, StepError) else self.untold
+
+    @property
+    def untold(self) -> CheckpointError | None:
+        """The error if nobody has seen it, whatever it is: for the end of the script, after which no call comes."""
         error = self._error
-        return None if error is None or self._told or isinstance(error, StepError) else self._failure(error)
+        return None if error is None or self._told else self._failure(error)
+
+    def join(self) -> None:
+        """Wait for the end, well or not."""
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def raise_error(self) -> NoReturn:
         """Wait for the end, and raise its error, also where this rank's script has seen it."""
-        self._thread.join()
+        self.join()
         assert self._error is not None
         self._told = True
         raise self._failure(self._error) from self._error
@@ -57,25 +66,18 @@ class PendingSave:
         try:
             self._work()
         except Exception as exc:
+            self._error = exc  # first of all: a log on a full disk may fail
             if self._tells or not isinstance(exc, CheckpointError):
                 log.get("RaNNCModule").error("%s", self._failure(exc))
-            self._error = exc
-
-
-_last: PendingSave | None = None
 
 
 def start(work: Callable[[], None], path: str, *, tells: bool) -> PendingSave:
-    """Save in a thread. The one before has ended."""
-    global _last
-    _last = PendingSave(work, path, tells=tells)
-    late_error.follow(_last)
-    return _last
-
-
-def settle() -> None:
-    """Wait for the save that goes on; its error is raised here where nobody has seen it."""
-    global _last
-    last, _last = _last, None
-    if last is not None:
-        last.wait()
+    """Save in a thread. The one before has ended, see `late_error.settle`."""
+    pending = PendingSave(work, path, tells=tells)
+    late_error.follow(pending)
+    try:
+        pending._thread.start()
+    except RuntimeError as exc:  # the savers of the other ranks wait for this rank's part
+        log.get("RaNNCModule").warning("No thread can be started (%s): the checkpoint is written first", exc)
+        pending._run()
+    return pending

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from rannd import log
 from rannd.errors import CheckpointError, RanndError
-from rannd.runtime.checkpoint.async_save import settle
 from rannd.runtime.checkpoint.content import (
     AVERAGED,
     average_name,
@@ -30,6 +29,7 @@ from rannd.runtime.checkpoint.saving import Subject
 from rannd.runtime.comm.gather_objects import agree_on_errors, unseal
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World
+from rannd.runtime.failure import late_error
 from rannd.runtime.optim.state_codec import NamedState, TensorName
 from rannd.runtime.storage.atomic_folder import recover
 from rannd.runtime.storage.dcp_files import Distributed, facts, read_values
@@ -68,7 +68,7 @@ def load(
     world: World, path: str | os.PathLike[str], subject: Subject, *, prefix: str | None, strict: bool, rng: bool
 ) -> tuple[Checkpoint, tuple[int, int] | None]:
     """Read a checkpoint; also where the model's random operators go on. Collective."""
-    settle()
+    late_error.settle()
     meet(world, Phase.LOAD_CHECKPOINT)
     folder = Path(os.path.abspath(Path(path).expanduser()))
     if world.rank == 0:

@@ -60,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
                 )
             found = msgspec.json.decode(data, type=Manifest)
             digest = _digest(msgspec.json.decode(data))
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise CheckpointError(f"{path} is damaged: {exc}") from exc
         if found.digest != digest:
             raise CheckpointError(f"{path} is damaged: its digest is not that of what it says")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 
-from rannd.errors import CheckpointError, RanndError, UsageError
+from rannd.errors import CheckpointError, RanndError, UsageError, text_of
 from rannd.runtime.averaged_model import AveragedModel
-from rannd.runtime.checkpoint.async_save import PendingSave, settle, start
+from rannd.runtime.checkpoint.async_save import PendingSave, start
 from rannd.runtime.checkpoint.content import Content, class_name, put_averages, put_model, put_optimizer
 from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, check_plain, manifest
 from rannd.runtime.checkpoint.rng_state import random_state
@@ -21,12 +23,13 @@ from rannd.runtime.comm.gather_objects import agree_on_errors, seal, unseal
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.rendezvous import make_group
 from rannd.runtime.comm.world import World
+from rannd.runtime.failure import late_error
 from rannd.runtime.failure.position import SAVING
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, merge
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.storage.atomic_folder import TOKEN, Draft, UnsyncedError, sync_folder, write_file
+from rannd.runtime.storage.atomic_folder import TOKEN, Draft, UnsyncedError, write_file
 from rannd.runtime.storage.dcp_files import Entry, FileFacts, facts, write_index, write_shard
 
 _storage: dict[int, dist.ProcessGroup | None] = {}
@@ -78,22 +81,20 @@ def save(
     asynchronous: bool,
 ) -> PendingSave | None:
     """Write a checkpoint. Collective; with `asynchronous` only until this rank's values are copied."""
-    settle()
+    late_error.settle()
     meet(world, Phase.SAVE_CHECKPOINT)
-    content, outline, error = Content(), b"", ""
-    try:
+    content, outline, script = Content(), b"", b""
+    with _agreed(world, UsageError):
         outline = _outline(world, subject, content, prefix, step, extra)
-    except RanndError as exc:
-        error = str(exc)
-    agree_on_errors(world, error, UsageError)
     outlines = world.gather_bytes(outline)
-    script = b""
-    if world.rank == 0:
-        try:
+    with _agreed(world, UsageError):
+        if world.rank == 0:
             script = _script([unseal(each) for each in outlines], step, extra)
-        except UsageError as exc:
-            error = str(exc)
-    agree_on_errors(world, error, UsageError)
+    other = world
+    if asynchronous:  # while all ranks can agree on an error, and before there is a draft that would be left
+        with _agreed(world, CheckpointError):
+            content.snapshot()
+        other = _storage_world(world)
     draft, folder = _draft(world, path)
     told = manifest(prefix, world.size, step, {})
 
@@ -103,14 +104,29 @@ def save(
     if not asynchronous:
         write(world)
         return None
-    content.snapshot()
-    other = _storage_world(world)
 
     def write_beside() -> None:
         with world.watch.beside(SAVING):
             write(other)
 
     return start(write_beside, os.fspath(path), tells=world.rank == 0)
+
+
+@contextlib.contextmanager
+def _agreed(world: World, raised: type[CheckpointError | UsageError]) -> Iterator[None]:
+    """A block that may fail on this rank alone, if only for a `state_dict` of the script's: then all ranks raise."""
+    wrong: Exception | None = None
+    try:
+        yield
+    except Exception as exc:
+        wrong = exc
+    error = "" if wrong is None else text_of(wrong)
+    if wrong is not None and not isinstance(wrong, RanndError):
+        error = f"the checkpoint cannot be made: {type(wrong).__name__}: {error}"
+    try:
+        agree_on_errors(world, error.encode(errors="backslashreplace").decode(), raised)
+    except raised as exc:
+        raise exc from wrong
 
 
 def _outline(world: World, subject: Subject, content: Content, prefix: str, step: int | None, extra: Any) -> bytes:
@@ -224,7 +240,6 @@ def _write(world: World, draft: Draft | None, folder: Path, content: Content, sc
         write_file(folder / SCRIPT, script)
         files |= {name: facts(folder / name) for name in (".metadata", SCRIPT)}
         write_file(folder / MANIFEST, msgspec.structs.replace(told, files=files).sealed())
-        sync_folder(folder)
         draft.finish()
 
     if world.rank == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -37,16 +37,30 @@ def holder() -> str:
     return f"rank 0 of job {encodable(job)}" if job else f"rank 0 of another job (process {os.getpid()})"
 
 
-def understood(client: Client, key: Key, data: bytes | None, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    """Decode a cached value; None if there is none, or if it cannot be decoded: then it is discarded with a warning."""
+def understood(
+    client: Client,
+    key: Key,
+    data: bytes | None,
+    decoder: msgspec.msgpack.Decoder[T],
+    plausible: Callable[[T], bool] | None = None,
+) -> T | None:
+    """Decode a cached value; None if there is none, or if it cannot be used: then it is discarded with a warning.
+
+    `plausible`: whether a decoded value can be one.
+    """
     if data is None:
         return None
     try:
-        return decoder.decode(data)
+        found = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError, MemoryError) as exc:
-        client.discard(key, str(exc))
-        log.get("RaNNCModule").warning("The cached %s cannot be used: %s", key.kind, exc)
-        return None
+        wrong = str(exc)
+    else:
+        if plausible is None or plausible(found):
+            return found
+        wrong = f"it has values that cannot be: {str(found)[:200]}"
+    client.discard(key, wrong)
+    log.get("RaNNCModule").warning("The cached %s cannot be used: %s", key.kind, wrong)
+    return None
 
 
 def tell_miss(client: Client, key: Key) -> None:
@@ -74,6 +88,8 @@ class Cache:
         """Connection of rank 0 while connected, None otherwise."""
         self._keeper: Client | None = None
         """Connection of the first rank of each other node while connected, None otherwise."""
+        self._lent: set[Key] = set()
+        """Keys that `elsewhere` has found: on rank 0 until `accept`, and on the rank whose node's cache had them."""
 
     @property
     def off(self) -> bool:
@@ -112,9 +128,9 @@ class Cache:
         )
 
     def elsewhere(self, key: Key) -> bytes:
-        """Look up an entry in the other nodes' caches and copy it to rank 0's. Collective.
+        """Look up an entry in the other nodes' caches. Collective.
 
-        Returns the value on all ranks, b"" if no node has it.
+        Returns the value on all ranks, b"" if no node has it. The caller checks it, and calls `accept` or `discard`.
         """
         if self._world.nodes == 1 or self.off:
             return b""
@@ -126,9 +142,24 @@ class Cache:
         if self._world.rank == 0:
             log.get("RaNNCModule").debug("%s has %s %s in its cache", self._world.hosts[source], key.kind, key.short)
         found = self._world.broadcast_bytes(found, source)
-        if self.client is not None:
-            self.client.put(key, found)
+        if self._world.rank in (0, source):
+            self._lent.add(key)
         return found
+
+    def accept(self, key: Key, found: bytes) -> None:
+        """Copy a value, now that it is known to be right, to rank 0's cache if it is from `elsewhere`."""
+        if self.client is not None and key in self._lent:
+            self._lent.remove(key)
+            self.client.put(key, found)
+            if self.client.used is not None:
+                self.client.used[key] = (found, False)  # not made here: the nodes that have one keep it
+
+    def discard(self, key: Key, reason: str) -> None:
+        """Discard a value that turned out to be wrong: in rank 0's cache, and where `elsewhere` took it."""
+        client = self.client or (self._keeper if key in self._lent else None)
+        self._lent.discard(key)
+        if client is not None:
+            client.discard(key, reason)
 
     def _share(self) -> None:
         """Copy entries to the other nodes' caches: those that rank 0 has read and they lack, and those it has written.

@@ -26,7 +26,14 @@ class Work(Protocol):
 
     @property
     def unseen(self) -> RanndError | None:
+        """Its error if the script has not seen it and no other call would say it, without waiting."""
+
+    @property
+    def untold(self) -> RanndError | None:
         """Its error if the script has not seen it, without waiting."""
+
+    def join(self) -> None:
+        """Wait for its end, well or not."""
 
     def raise_error(self) -> NoReturn:
         """Wait for its end, and raise its error."""
@@ -46,6 +53,12 @@ def follow(work: Work) -> None:
     _work = work
 
 
+def settle() -> None:
+    """Wait for the end of the work. Its error is left to the next collective call, which raises it on all ranks."""
+    if _work is not None:
+        _work.join()
+
+
 def known() -> RanndError | None:
     """The error that the next collective call raises, as far as this rank knows."""
     return _work.unseen if _work is not None and _pid == os.getpid() else None
@@ -59,7 +72,7 @@ def raise_known() -> None:
 
 def _exit() -> None:
     """At exit, when the work has ended: Python waits for its thread first."""
-    error = known()
+    error = _work.untold if _work is not None and _pid == os.getpid() else None
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or isinstance(last, BaseException):
         return

@@ -171,7 +171,7 @@ class Planner:
         logger = log.get("RaNNCModule")
         data = self._everywhere(lambda: read_file(file))
         with named(file):
-            deployment = self._checked(data)
+            deployment = self._runnable(data)
         other = differences(deployment, here=self._made, slots=self._world.slots, rows=sum(self._rows))
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
@@ -334,21 +334,30 @@ class Planner:
 
     def _from_other_nodes(self, key: Key) -> bytes:
         """Look up a deployment in the other nodes' caches; b"" if there is none. Collective."""
-        client = self._context.cache.client
-        found = self._context.cache.elsewhere(key)
+        cache = self._context.cache
+        found = cache.elsewhere(key)
         if found:
             try:
                 self._checked(found)
             except DeploymentError as exc:
                 log.get("RaNNCModule").warning("The deployment from another node's cache cannot be used: %s", exc)
-                if client is not None:
-                    client.discard(key, str(exc))
+                cache.discard(key, str(exc))
                 return b""
+            cache.accept(key, found)
         return found
 
     def _checked(self, data: bytes) -> Deployment:
+        """Decode a deployment that this job's key stands for; DeploymentError if it cannot be that."""
+        deployment = self._runnable(data)
+        rows = sum(self._rows)
+        if deployment.batch_rows != rows:
+            raise DeploymentError(f"it is for a global batch of {deployment.batch_rows} rows, its key for {rows}")
+        return deployment
+
+    def _runnable(self, data: bytes) -> Deployment:
+        """Decode a deployment; DeploymentError if this job cannot run it."""
         deployment = decode(data)
-        check_belongs(deployment, graph_hash=self._graph.task.graph_hash, world=self._world.size)
+        check_belongs(deployment, graph_hash=self._graph.task.graph_hash, world=self._world.size, rows=sum(self._rows))
         planned_stages(self._graph, deployment)
         return deployment
 

@@ -24,12 +24,19 @@ from rannd.profile.graph_profile import GraphProfile
 from rannd.profile.kept_values import Memory
 from rannd.profile.links import copy_speed, measure_links
 from rannd.profile.measure import ProfileInputs
-from rannd.profile.points import Measured, lacking, ladder, total
+from rannd.profile.points import Measured, is_plausible, lacking, ladder, total
 from rannd.runtime.comm.cache_client import understood
 from rannd.runtime.comm.context import Context
 
 _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
 _MEASURED = msgspec.msgpack.Decoder(Measured)
+
+
+def _are_links(found: tuple[LinkCost, LinkCost | None]) -> bool:
+    """Whether these can be measurements. What decodes has no NaN and nothing negative, see `LinkCost`."""
+    numbers = [number for link in found if link is not None for number in msgspec.structs.astuple(link)]
+    return all(map(math.isfinite, numbers))
+
 
 Ops = tuple[int, ...]
 """Indices of operators of the task graph that are measured together."""
@@ -123,7 +130,7 @@ class Measuring:
             known.update((each, self.given.blocks[each]) for each in keys if each in self.given.blocks)
         if client is not None:
             for (each, key), value in zip(keys.items(), client.get_many(list(keys.values())), strict=True):
-                kept = understood(client, key, value, _MEASURED)
+                kept = understood(client, key, value, _MEASURED, is_plausible)
                 if kept is not None:
                     known[each] = known[each].joined(kept) if each in known else kept
         self.profile = msgspec.msgpack.decode(
@@ -201,7 +208,7 @@ class Measuring:
         client = self._context.cache.client
         if client is not None:
             found = client.get(key)
-            if found is not None and understood(client, key, found, _LINKS) is not None:
+            if found is not None and understood(client, key, found, _LINKS, _are_links) is not None:
                 data = found
         data = self._world.broadcast_bytes(data)
         if data:

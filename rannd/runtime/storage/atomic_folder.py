@@ -108,6 +108,8 @@ class Draft:
                 return
             except OSError as exc:
                 if exc.errno not in _TAKEN or time.monotonic() > deadline:
+                    with suppress(OSError):  # only rannd would look for it beside its place
+                        os.rename(aside, self.place)
                     raise
 
     def drop(self) -> None:

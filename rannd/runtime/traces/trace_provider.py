@@ -144,6 +144,8 @@ class Tracer:
         self._tell(graph)
         # The cached trace may have been usable on some ranks only.
         cached = bool(stored) and all(each for (each,) in self._world.gather_numbers([int(made.cached)]))
+        if key is not None and cached:
+            self._context.cache.accept(key, stored)
         self._used = key if cached else None
         return graph, cached
 
@@ -165,6 +167,8 @@ class Tracer:
             names = msgspec.msgpack.decode(stored.removeprefix(REFUSED), type=list[str])
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return b""
+        if self._last is not None:
+            self._context.cache.accept(self._last, stored)
         for name in names:
             note_read(name)
         raise TraceError(f"an earlier run could not trace this call ({', '.join(names) or 'numbers'})")
@@ -473,8 +477,7 @@ class Tracer:
         return found
 
     def _discard(self, key: Key, why: str) -> None:
-        if self._context.cache.client is not None:
-            self._context.cache.client.discard(key, why)
+        self._context.cache.discard(key, why)
 
     def _keep(self, key: Key, data: bytes) -> None:
         if self._context.cache.client is not None:

@@ -1,10 +1,16 @@
-"""last_save.py WHAT FOLDER: the last asynchronous save of a training fails, as on a full disk; WHAT comes after it."""
+"""last_save.py WHAT FOLDER: the last asynchronous save of a training fails, as on a full disk; WHAT comes after it.
+
+`broken` and `gone`: not the disk fails, but a connection between the savers, or rank 1 as a whole; `memory`: rank 1
+cannot copy its values, and all save again.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,8 @@ import torch
 import pyrannc
 from rannd.errors import CheckpointError
 from rannd.runtime.checkpoint import saving
+from rannd.runtime.checkpoint.content import Content
+from rannd.runtime.comm.world import World
 
 WHAT, FOLDER = sys.argv[1], Path(sys.argv[2])
 
@@ -32,6 +40,46 @@ def train(step: int) -> None:
 
 
 train(0)
+if WHAT == "broken":
+    gather_bytes = World.gather_bytes
+
+    def gather_or_break(world: World, data: bytes) -> list[bytes]:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("Connection closed by peer")
+        return gather_bytes(world, data)
+
+    World.gather_bytes = gather_or_break  # type: ignore[method-assign]
+if WHAT == "gone":
+    write_shard = saving.write_shard
+
+    def write_late(*args: Any) -> Any:
+        while rank == 0 and not (FOLDER / "rank 1 has ended").exists():
+            time.sleep(0.01)
+        return write_shard(*args)
+
+    saving.write_shard = write_late
+if WHAT in ("broken", "gone"):
+    pyrannc.save_checkpoint(FOLDER / "last", model, optimizer, asynchronous=True)
+    if rank == 1 and WHAT == "gone":
+        (FOLDER / "rank 1 has ended").touch()
+        os._exit(0)
+    sys.exit()
+if WHAT == "memory":
+    snapshot = Content.snapshot
+
+    def too_much(content: Content) -> None:
+        raise MemoryError("no more")
+
+    if rank == 1:
+        Content.snapshot = too_much  # type: ignore[method-assign]
+    try:
+        pyrannc.save_checkpoint(FOLDER / "first", model, optimizer, asynchronous=True)
+    except (CheckpointError, MemoryError) as exc:
+        print(f"rank {rank} caught {exc}", flush=True)
+    Content.snapshot = snapshot  # type: ignore[method-assign]
+    pyrannc.save_checkpoint(FOLDER / "last", model, optimizer, asynchronous=True)
+    train(2)
+    sys.exit()
 sys.dont_write_bytecode = True  # a file of bytecode that is cut off would break later imports
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))  # writes fail, as where a quota or a disk is full
@@ -52,10 +100,17 @@ pending = pyrannc.save_checkpoint(FOLDER / "last", model, optimizer, asynchronou
 while not (late or pending.done()):
     time.sleep(0.01)
 
-if WHAT in ("call", "barrier"):
+if WHAT == "waited" and rank == 0:
+    try:
+        pending.wait()
+    except CheckpointError:
+        print("rank 0 has seen it", flush=True)
+if WHAT in ("call", "barrier", "waited"):
     try:
         if WHAT == "call":
             train(1)
+        elif WHAT == "waited":
+            pyrannc.save_checkpoint(FOLDER / "next", model, optimizer)
         else:
             pyrannc.barrier()
     except CheckpointError as exc:

@@ -51,6 +51,7 @@ for call, count in counts.items():
             raised = attempt(call, number, error)
             where = f"{call} {number} of {count} with {errno.errorcode.get(error, 'half of the data')}"
             tried += 1
+            assert (folder / "checkpoint.json").exists(), f"{where}: who has no rannd finds no checkpoint; {raised}"
             found = pyrannc.load_checkpoint(folder, model, optimizer).step
             if raised is None:
                 went += 1  # a call that may fail, such as one that cleans up, or that is repeated

@@ -266,7 +266,7 @@ def test_what_cannot_be_run_is_planned_if_asked_for_and_never_told() -> None:
         assert (found.schedule, found.zero) == (way.schedule, way.zero)
         assert decode(encode(found)) == found
         with pytest.raises(DeploymentError, match="zb_h1" if way.schedule == "zb_h1" else "ZeRO stage 3"):
-            check_belongs(found, graph_hash=graph.graph_hash, world=4)
+            check_belongs(found, graph_hash=graph.graph_hash, world=4, rows=found.batch_rows)
 
 
 def test_where_only_zero_would_fit_nothing_does() -> None:

@@ -191,6 +191,38 @@ def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path: Path, monkeyp
     assert run.load(tmp_path / "two").step == 2
 
 
+def test_a_save_goes_on_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The savers of other ranks would wait for this one's part, and the next save for them."""
+
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    run, other = Run(), Run(3)
+    run.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        pending = run.save(tmp_path / "c", step=1, asynchronous=True)
+    assert "can't start new thread" in "".join(capfd.readouterr())
+    assert pending.done()
+    pending.wait()
+    assert other.load(tmp_path / "c").step == 1
+
+
+def test_whatever_a_state_dict_raises_is_an_error_of_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+
+    def wrong() -> None:
+        raise LookupError("no \udc80 state")
+
+    monkeypatch.setattr(run.scheduler, "state_dict", wrong)
+    with pytest.raises(UsageError, match=r"cannot be made: LookupError: no \\udc80 state") as caught:
+        run.save(tmp_path / "c")
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_kill_anywhere_leaves_the_old_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool

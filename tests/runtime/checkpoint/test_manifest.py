@@ -54,6 +54,13 @@ def test_a_version_with_more_fields_reads_it(tmp_path: Path, monkeypatch: pytest
     assert {facts.kind for facts in found.files.values()} == {"tensors"}
 
 
+def test_a_field_that_nobody_knows_may_not_be_deep(tmp_path: Path) -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    (tmp_path / MANIFEST).write_bytes(earlier().sealed().replace(b"{", b'{"more": ' + deep + b",", 1))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged: "):
+        Manifest.read(tmp_path)
+
+
 def test_a_version_with_fewer_fields_reads_it(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(later("there").sealed())
     found = Manifest.read(tmp_path)

@@ -195,6 +195,11 @@ def test_what_makes_it_wrong_is_an_error(tmp_path: Path, daemon_home: object) ->
     for change, message in (
         ({"graph_hash": "other"}, "made for the graph other, this model's is"),
         ({"schedule": "zigzag"}, "runs the schedule 'zigzag', this version of rannd supports"),
+        ({"microbatches": 10**9, "batch_rows": 10**9}, "1000000000 microbatches on 1 slots are more than 1048576"),
+        (
+            {"microbatches": 10**5, "batch_rows": 10**5},
+            "has 100000 microbatches, but the batch of this call has 3 rows",
+        ),
     ):
         save_file(msgspec.structs.replace(model.deployment, **change), file)
         with pytest.raises(DeploymentError, match=f"{file}: .*{message}"):

@@ -79,6 +79,27 @@ def test_a_writer_goes_on_where_its_predecessor_was_put_back(place: Path, monkey
     assert names(place.parent) == ["c"]
 
 
+def test_what_steps_aside_comes_back_where_its_successor_cannot_take_its_place(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody but rannd looked for it there: plain torch found no checkpoint."""
+    saver = draft(place, "new")
+    rename = os.rename
+
+    def broken(source: Path, target: Path) -> None:
+        if (source, target) == (saver.folder, place):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_folder.os, "rename", broken)
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            saver.finish()
+    saver.drop()
+    assert (place / "marker").read_text() == "old"
+    assert names(place.parent) == ["c"]
+
+
 def test_recovery_leaves_a_folder_that_came_meanwhile(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aside = place.parent / f".c{BEFORE}0123"
     aside.mkdir()

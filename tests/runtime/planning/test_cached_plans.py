@@ -1,0 +1,90 @@
+"""Plans and costs in the cache that no job of ours can have stored: they are put out of it and made anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import pyrannc
+from rannd.daemon.client.cache import Client, connect
+from rannd.daemon.common.keys import Key
+from rannd.plan import deployment
+from rannd.profile.points import Measured, is_plausible
+
+Kept = dict[str, dict[Key, bytes]]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
+    """What jobs of this test have stored, by kind."""
+    found: Kept = {}
+    put = Client.put_many
+
+    def noted(client: Client, items: Iterable[tuple[Key, bytes]]) -> int:
+        listed = list(items)
+        for key, value in listed:
+            found.setdefault(key.kind, {})[key] = value
+        return put(client, listed)
+
+    monkeypatch.setenv("RANNC_CACHE", "on")
+    monkeypatch.setattr(Client, "put_many", noted)
+    return found
+
+
+def run() -> None:
+    pyrannc.RaNNCModule(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))(torch.randn(3, 4))
+    pyrannc.clear()
+
+
+def client() -> Client:
+    return connect(mode="on", timeout_s=30, idle_s=300, max_bytes=1 << 30)
+
+
+def negative(found: Measured) -> Measured:
+    return msgspec.structs.replace(found, add_us=-1.0)
+
+
+def not_a_number(found: Measured) -> Measured:
+    points = tuple(msgspec.structs.replace(point, forward_us=math.nan) for point in found.points)
+    return msgspec.structs.replace(found, points=points)
+
+
+def empty(found: Measured) -> Measured:
+    return msgspec.structs.replace(found, points=())
+
+
+@pytest.mark.parametrize("change", [negative, not_a_number, empty])
+def test_times_that_cannot_be_are_measured_again(kept: Kept, change: Callable[[Measured], Measured]) -> None:
+    run()
+    profiles, plans = kept.pop("profile"), kept.pop("deployment")
+    with client() as cache:
+        for key in plans:
+            cache.discard(key, "made again")
+        for key, value in profiles.items():
+            cache.put(key, msgspec.msgpack.encode(change(msgspec.msgpack.decode(value, type=Measured))))
+    kept.clear()
+    run()
+    assert kept["deployment"].keys() == plans.keys()
+    assert kept["profile"].keys() == profiles.keys()
+    with client() as cache:
+        for value in cache.get_many(list(profiles)):
+            assert value is not None
+            assert is_plausible(msgspec.msgpack.decode(value, type=Measured))
+
+
+def test_a_plan_for_other_rows_than_its_key_says_is_made_again(kept: Kept) -> None:
+    """A program of so many microbatches would be made before any row is seen."""
+    run()
+    ((key, value),) = kept.pop("deployment").items()
+    wrong = msgspec.structs.replace(deployment.decode(value), microbatches=10**5, batch_rows=10**5)
+    with client() as cache:
+        cache.put(key, deployment.encode(wrong))
+    kept.clear()
+    run()
+    assert kept["deployment"].keys() == {key}
+    assert deployment.decode(kept["deployment"][key]).batch_rows == 3
