@@ -91,13 +91,14 @@ class Planned:
 def draw(jobs: int, seed: int) -> list[Planned]:
     """Jobs of a soak. The first of each kind are not hit, of the others every second one.
 
-    The daemon is hit in the first half only: in the second one it is watched for growth.
+    The daemon is hit while one of the others runs, in the first half only: then it is watched for growth.
     """
     numbers = random.Random(seed)
     kinds = KINDS[: max(1, min(len(KINDS), jobs * 3 // 8))]
     rest = range(len(kinds), jobs)
     hit = set(numbers.sample(rest, (len(rest) + 1) // 2))
-    early = [number for number in rest if number < max(jobs // 2, len(kinds) + 1)]
+    others = [number for number in rest if number not in hit]
+    early = others[: (len(others) + 1) // 2]
     daemon = dict(zip(numbers.sample(early, min(len(early), 1 + jobs // 40)), OF_THE_DAEMON * jobs, strict=False))
     deck: list[tuple[str, signal.Signals]] = list(WHO)
     planned = [Planned(number, kind) for number, kind in enumerate(kinds)]

@@ -39,7 +39,9 @@ def test_half_of_the_jobs_are_hit_in_every_way_and_the_daemon_early() -> None:
     assert max(hits.values()) - min(hits.values()) <= 1
     daemon = [job.number for job in jobs if job.hits_daemon]
     assert len(daemon) == 6
-    assert max(daemon) < 100
+    assert max(daemon) < 110
+    assert not any(jobs[number].hit for number in daemon)
+    assert [job.number for job in draw(8, 0) if job.hits_daemon]
     assert draw(200, 0) == jobs
     assert draw(200, 1) != jobs
 
