@@ -81,7 +81,7 @@ test-chosen: $(STAMP)
 
 # A line for each job; tests/soak/test_soak.py runs eight.
 test-soak: $(STAMP)
-	$(PY) tests/soak/soak_run.py $(SOAK_JOBS) $(SOAK_AT_ONCE) $(SOAK_SEED)
+	PYTHONDONTWRITEBYTECODE= $(PY) tests/soak/soak_run.py $(SOAK_JOBS) $(SOAK_AT_ONCE) $(SOAK_SEED)
 
 bench: $(STAMP)
 	@set -e; found=; for script in bench/[!_]*.py; do \

@@ -136,9 +136,10 @@ class SoakJob:
         self.strays: list[str] = []
         """Processes that had to be killed."""
         folder.mkdir(exist_ok=True)
-        environment = places.environment(
-            str(planned.number), RANNC_PARTITION_NUM=str(self.kind.stages), **{MARK: self.mark}
-        )
+        variables = {"RANNC_PARTITION_NUM": str(self.kind.stages), MARK: self.mark}
+        if self.kind.anew:
+            variables["RANNC_CACHE"] = "refresh"
+        environment = places.environment(str(planned.number), **variables)
         command = ["rannc-run", "-np", str(self.kind.ranks), TRAINING]
         command += [self.kind.model, self.kind.saves, str(folder), str(STEPS)]
         with open(self.output_file, "wb") as file:
@@ -180,6 +181,11 @@ class SoakJob:
     def is_hit(self) -> bool:
         """Whether it was hit itself; a hit of the daemon is none."""
         return any(target != "daemon" for target in self.hits)
+
+    @property
+    def lasted(self) -> float:
+        """Seconds from its hit to the end of its last process."""
+        return self.ended - max(moment for target, moment in self.hits.items() if target != "daemon")
 
     def faults(self, right: Output | None) -> list[str]:
         """What is wrong with how it ended. `right`: what the first job of its kind printed."""

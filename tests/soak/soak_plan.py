@@ -17,17 +17,20 @@ class Kind:
     Attributes:
         model: Its name in soak_models.py.
         saves: How it saves checkpoints: none, plain, asynchronous.
+        anew: Whether it traces, measures and plans as if nothing were cached, and stores what it finds. It holds a lease
+            for most of its life, and others of its kind wait for it.
     """
 
     ranks: int
     stages: int
     model: str
     saves: str
+    anew: bool = False
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{ranks}, {stages}, {self.model}, {self.saves}"
+        return f"{ranks}, {stages}, {self.model}, {self.saves}{', planned anew' if self.anew else ''}"
 
 
 KINDS = (
@@ -37,6 +40,7 @@ KINDS = (
     Kind(2, 2, "images", "none"),
     Kind(1, 1, "images", "none"),
     Kind(2, 2, "tokens", "asynchronous"),
+    Kind(2, 2, "images", "none", anew=True),  # without dropout, which differs between plans
 )
 
 
