@@ -19,7 +19,7 @@ from soak_plan import STEPS, Hit, Kind, Planned
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = str(ROOT / "tests/soak/programs/soak_training.py")
 SOON = 240.0
-"""Seconds from a hit to the end of the last process; generous: the machine may be busy."""
+"""Seconds from a hit, or the end of rannc-run, to that of the last process; generous: the machine may be busy."""
 LONG = 480.0
 """Seconds for any job."""
 TOLERANCE = 1e-9
@@ -172,8 +172,9 @@ class SoakJob:
             self._read.close()
             self.ended = now
             return True
-        struck = [moment for target, moment in self.hits.items() if target != "daemon"]
-        if now > min([self.started + LONG, *(moment + SOON for moment in struck)]):
+        over = [moment for target, moment in self.hits.items() if target != "daemon"]
+        over += [self.ended] if self.code is not None else []
+        if now > min([self.started + LONG, *(moment + SOON for moment in over)]):
             self.end()
         return False
 

@@ -21,6 +21,7 @@ JOB = KINDS[0]
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(1800)
 def test_eight_jobs_lose_nothing_and_leave_nothing() -> None:
     command = [sys.executable, str(SCRIPT), "8", "2", "0"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
