@@ -109,8 +109,13 @@ class Output:
 
     @property
     def step(self) -> int:
-        """The newest step that a rank has ended."""
+        """The newest step that a rank has ended, here and not before its checkpoint."""
         return max((step for _, step in self.losses), default=0)
+
+    @property
+    def progress(self) -> int:
+        """The newest step that a rank has ended, here or before."""
+        return max(self.step, max(self.begins.values(), default=1) - 1)
 
 
 class SoakJob:
@@ -133,6 +138,8 @@ class SoakJob:
         self.code: int | None = None
         self.hits: dict[str, float] = {}
         """When the targets were hit."""
+        self.early = False
+        """Whether it was hit when half of its steps were still to come, so that it cannot end well."""
         self.strays: list[str] = []
         """Processes that had to be killed."""
         folder.mkdir(exist_ok=True)
@@ -192,7 +199,8 @@ class SoakJob:
         """What is wrong with how it ended. `right`: what the first job of its kind printed."""
         wrong = [f"left behind: {stray}" for stray in self.strays]
         assert self.code is not None
-        wrong += faults_of(self.kind, self.output, self.code, right, hit=self.is_hit, known=self.known)
+        hit = {"hit": self.is_hit, "early": self.early}
+        wrong += faults_of(self.kind, self.output, self.code, right, **hit, known=self.known)
         if left := temporary(self.places.base / "tmp" / str(self.planned.number)):
             wrong.append(f"temporary files: {left}")
         beside = set(os.listdir(self.folder)) - {"last"}
@@ -228,6 +236,8 @@ class SoakJob:
         except ProcessLookupError:
             return False
         self.hits[hit.target] = time.monotonic()
+        if hit.target != "daemon":
+            self.early = self.output.progress < STEPS // 2
         return True
 
     def _pid_of(self, hit: Hit) -> int | None:
@@ -238,7 +248,8 @@ class SoakJob:
             return self.process.pid
         mine = processes_of(self.mark)
         if hit.target == "launcher":
-            found = [pid for pid in mine if _name(pid) in ("mpirun", "prterun") and _parent(pid) == self.process.pid]
+            # not one that is asked for its version
+            found = [pid for pid, words in mine.items() if "-np" in words and _name(pid) in ("mpirun", "prterun")]
         else:
             ranks = [pid for pid, words in mine.items() if len(words) > 1 and words[1] == TRAINING]
             found = [pid for pid in ranks if _rank(pid) == hit.which]
@@ -247,7 +258,9 @@ class SoakJob:
         return found[0] if found and found[0] in mine else None
 
 
-def faults_of(kind: Kind, output: Output, code: int, right: Output | None, *, hit: bool, known: int) -> list[str]:
+def faults_of(
+    kind: Kind, output: Output, code: int, right: Output | None, *, hit: bool, early: bool, known: int
+) -> list[str]:
     """What is wrong with what a job printed and its exit code.
 
     Args:
@@ -256,11 +269,14 @@ def faults_of(kind: Kind, output: Output, code: int, right: Output | None, *, hi
         code: Its exit code. 0 means that every rank has come to the end, also if a signal came too late to matter.
         right: What the first job of its kind printed; None: it is the first.
         hit: Whether a process of it got a signal.
+        early: Whether that was when many steps were still to come.
         known: Step of the checkpoint from which it had to go on, at least.
     """
     wrong = []
     if code == 0 and not output.complete(kind):
         wrong.append("exit code 0, but ranks have not come to the end")
+    if code == 0 and early:
+        wrong.append("exit code 0, though it was hit long before its end")
     if code != 0 and not hit:
         wrong.append(f"exit code {code}, and nothing had hit it")
     first = min(output.begins.values(), default=known + 1)

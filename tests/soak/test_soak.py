@@ -60,25 +60,34 @@ def printed(*, first: int = 1, last: int = STEPS, plan: str = "aa", finished: bo
 
 
 @pytest.mark.parametrize(
-    ("output", "code", "hit", "known", "fault"),
+    ("output", "code", "hit", "early", "known", "fault"),
     [
-        (printed(), 0, False, 0, ""),
-        (printed(), 0, True, 0, ""),
-        (printed(first=9), 0, False, 8, ""),
-        (printed(last=5, finished=False), 137, True, 0, ""),
-        (Output(), -9, True, 8, ""),
-        (printed(last=5, finished=False), 0, True, 0, "exit code 0, but ranks have not come to the end"),
-        (printed(last=5, finished=False), 137, False, 0, "exit code 137, and nothing had hit it"),
-        (printed(first=5), 0, False, 8, "went on from step 4, but step 8 had been saved"),
-        (printed(last=STEPS - 1), 0, False, 0, f"losses are missing, of (rank, step): [(0, {STEPS}), (1, {STEPS})]"),
-        (printed(off=1e-14), 0, False, 0, "loss of rank 0 in step 1: "),
-        (printed(off=1e-14, plan="bb"), 0, False, 0, ""),
-        (printed(off=1e-6, plan="bb"), 0, False, 0, "loss of rank 0 in step 1: "),
-        (printed(off=float("nan")), 137, True, 0, "loss of rank 0 in step 1: "),
+        (printed(), 0, False, False, 0, ""),
+        (printed(), 0, True, False, 0, ""),
+        (printed(first=9), 0, False, False, 8, ""),
+        (printed(last=5, finished=False), 137, True, False, 0, ""),
+        (Output(), -9, True, False, 8, ""),
+        (Output(), -9, True, True, 8, ""),
+        (printed(), 0, True, True, 0, "exit code 0, though it was hit long before its end"),
+        (printed(last=5, finished=False), 0, True, False, 0, "exit code 0, but ranks have not come to the end"),
+        (printed(last=5, finished=False), 137, False, False, 0, "exit code 137, and nothing had hit it"),
+        (printed(first=5), 0, False, False, 8, "went on from step 4, but step 8 had been saved"),
+        (
+            printed(last=STEPS - 1),
+            0,
+            False,
+            False,
+            0,
+            f"losses are missing, of (rank, step): [(0, {STEPS}), (1, {STEPS})]",
+        ),
+        (printed(off=1e-14), 0, False, False, 0, "loss of rank 0 in step 1: "),
+        (printed(off=1e-14, plan="bb"), 0, False, False, 0, ""),
+        (printed(off=1e-6, plan="bb"), 0, False, False, 0, "loss of rank 0 in step 1: "),
+        (printed(off=float("nan")), 137, True, False, 0, "loss of rank 0 in step 1: "),
     ],
 )
-def test_what_is_wrong_with_a_job(output: Output, code: int, hit: bool, known: int, fault: str) -> None:
-    faults = faults_of(JOB, output, code, printed(), hit=hit, known=known)
+def test_what_is_wrong_with_a_job(output: Output, code: int, hit: bool, early: bool, known: int, fault: str) -> None:
+    faults = faults_of(JOB, output, code, printed(), hit=hit, early=early, known=known)
     assert [each.startswith(fault) for each in faults[:1]] == ([True] if fault else []), faults
 
 
