@@ -18,7 +18,7 @@ class Kind:
         model: Its name in soak_models.py.
         saves: How it saves checkpoints: none, plain, asynchronous.
         anew: Whether it traces, measures and plans as if nothing were cached, and stores what it finds. It holds a
-            lease for most of its life, and others of its kind wait for it.
+            lease while it plans.
     """
 
     ranks: int
