@@ -16,7 +16,12 @@ TORCH ?= 2.15.0
 TORCH_ENVS ?= .torch
 TESTS ?= tests/test_torch_versions.py tests/e2e tests/parity tests/runtime tests/profile tests/graph tests/plan
 
-.PHONY: help setup demo test test-full test-torch test-chosen bench lint lock clean
+# What test-soak runs: so many jobs, so many of them at a time; the seed says which are hit, by what and when.
+SOAK_JOBS ?= 200
+SOAK_AT_ONCE ?= 4
+SOAK_SEED ?= 0
+
+.PHONY: help setup demo test test-full test-torch test-soak test-chosen bench lint lock clean
 
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
@@ -24,6 +29,7 @@ help:
 	@echo "make test-full  the tests with the long matrix as well, and with new random examples"
 	@echo "make test-torch TORCH=2.11.0 PYTHON=python3.12"
 	@echo "                the tests on another torch (5 GB) or Python, in an environment of its own below .torch"
+	@echo "make test-soak  200 jobs, four at a time, with random kills (half an hour and more); SOAK_JOBS, SOAK_AT_ONCE, SOAK_SEED"
 	@echo "make bench      side-by-side measurements"
 	@echo "make lint       lint, types and layers only"
 	@echo "make lock       versions and hashes of requirements.lock for what pyproject.toml asks for; UPGRADE=1: the newest"
@@ -72,6 +78,10 @@ test-torch:
 test-chosen: $(STAMP)
 	@$(PY) -c 'import platform, torch; print(f"torch {torch.__version__}, Python {platform.python_version()}")'
 	$(PYTEST) -m "not full" $(TESTS)
+
+# A line for each job; tests/soak/test_soak.py runs eight.
+test-soak: $(STAMP)
+	PYTHONDONTWRITEBYTECODE= $(PY) tests/soak/soak_run.py $(SOAK_JOBS) $(SOAK_AT_ONCE) $(SOAK_SEED)
 
 bench: $(STAMP)
 	@set -e; found=; for script in bench/[!_]*.py; do \
