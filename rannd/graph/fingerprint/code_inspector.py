@@ -28,6 +28,7 @@ from rannd.graph.fingerprint.module_writer import ModuleWriter
 from rannd.graph.fingerprint.object_reader import C_DESCRIPTORS, CACHED
 from rannd.graph.fingerprint.patched_libraries import Foreign
 from rannd.graph.fingerprint.provenance import PYTHON, USER, owner_of_function, owner_of_module
+from rannd.graph.fingerprint.state_rules import IGNORED
 from rannd.graph.fingerprint.value_writer import Hidden
 
 _METHODS = frozenset({types.FunctionType, staticmethod, classmethod, property, functools.cached_property, CACHED})
@@ -211,8 +212,9 @@ class Inspector(ModuleWriter):
             for base in mro_of(cls)[1:]:
                 if self._class_owner(base):
                     self._mention(_names_called_by(base))
+        ignored = IGNORED.get((cls.__module__, cls.__qualname__), ())
         for name, item in list(vars_of(cls).items()):
-            if name in _CLASS_SKIPPED or type(item) in C_DESCRIPTORS:
+            if name in _CLASS_SKIPPED or name in ignored or type(item) in C_DESCRIPTORS:
                 continue
             if not _METHODS.isdisjoint(mro_of(type(item))):
                 if owner:

@@ -91,8 +91,10 @@ a hook that is removed and registered again is the same."""
 
 IGNORED = {
     ("transformers.generation.configuration_utils", "GenerationConfig"): frozenset({"_original_object_hash"}),
+    # Numbers of all hooks that the process has registered; a rank registers other ones than rank 0.
+    ("torch.utils.hooks", "RemovableHandle"): frozenset({"id", "next_id"}),
 }
-"""Attributes that differ between processes and are read only for saving."""
+"""Attributes of objects and classes that differ between processes and are read only for saving or removing."""
 
 DERIVED = {
     ("torch.nn.modules.rnn", "RNNBase"): frozenset({"_flat_weights", "_flat_weight_refs"}),

@@ -411,6 +411,16 @@ def test_what_torchs_compiler_notes_of_a_function_does_not_matter(monkeypatch: p
     assert seen(model) == before
 
 
+def test_how_many_hooks_the_process_has_registered_does_not_matter() -> None:
+    """Transformers keeps a handle of a hook for gradient checkpointing; ranks register different numbers of hooks."""
+    keys = []
+    for _ in range(2):
+        model = nn.Linear(4, 4)
+        model.handle = model.register_forward_hook(lambda module, inputs, output: output)
+        keys.append(seen(model))
+    assert keys[0] == keys[1]
+
+
 def test_functions_that_users_register_with_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = importlib.import_module("transformers")
     modeling = importlib.import_module("transformers.modeling_utils")
