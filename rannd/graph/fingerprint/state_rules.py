@@ -92,7 +92,7 @@ a hook that is removed and registered again is the same."""
 IGNORED = {
     ("transformers.generation.configuration_utils", "GenerationConfig"): frozenset({"_original_object_hash"}),
     # Numbers of all hooks that the process has registered; a rank registers other ones than rank 0.
-    ("torch.utils.hooks", "RemovableHandle"): frozenset({"id", "next_id"}),
+    ("torch.utils.hooks", "RemovableHandle"): frozenset({"id", "next_id", "hooks_dict_ref", "extra_dict_ref"}),
 }
 """Attributes of objects and classes that differ between processes and are read only for saving or removing."""
 
