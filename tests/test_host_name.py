@@ -11,7 +11,7 @@ import pytest
 from rannd.daemon.common import protocol
 from rannd.daemon.common.paths import machine_id
 from rannd.errors import ProtocolError
-from rannd.host_name import encodable, host_name, own_names
+from rannd.host_name import addresses_towards, encodable, host_name, own_names
 from rannd.runner.launch import probe
 from rannd.runner.resources import host_list
 from rannd.runtime.comm import network_interface
@@ -53,3 +53,13 @@ def test_a_job_of_such_a_name_asks_for_its_lease(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_said_is_an_error_of_the_protocol() -> None:
     with pytest.raises(ProtocolError, match=r"text that is not UTF-8: '.*udce9'"):
         protocol.encode(protocol.Stop(LATIN))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_address_of_this_machine_on_the_way_to_another_one(address: str) -> None:
+    assert addresses_towards(address) == [address]
+
+
+def test_a_name_that_nobody_knows_has_no_way() -> None:
+    with pytest.raises(socket.gaierror):
+        addresses_towards("nowhere.invalid")

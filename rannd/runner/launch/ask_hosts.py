@@ -24,7 +24,7 @@ from rannd.runner.launch.probe import MARK, Answer, Question
 from rannd.runner.resources import host_list
 from rannd.runner.resources.rank_environment import forwarded_names
 from rannd.runner.watch import processes
-from rannd.runner.watch.line_channel import address_towards
+from rannd.runner.watch.line_channel import BACKLOG, listen_towards
 
 QUIET_S = 2.0
 """Seconds after which the user is told which hosts have not answered yet."""
@@ -32,8 +32,6 @@ GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL for a launcher if rannc-run itself is killed."""
 AT_ONCE = 16
 """Number of hosts to ask at the same time: each is a login."""
-BACKLOG = 1024
-"""Connections that wait to be closed."""
 Asking: TypeAlias = Callable[[str | None, tuple[str, int] | None], Question]
 """Makes the question for a host (None: for several), with an address of this machine that the host tries to reach."""
 #: Words of the line that tells best why a host was not reached, by priority; launchers add paragraphs of their own.
@@ -73,9 +71,9 @@ def ask(
         listener, back = None, None
         if remote is not None:
             with contextlib.suppress(LaunchError):  # that host will not answer
-                listener = stack.enter_context(socket.create_server((address_towards(remote), 0), backlog=BACKLOG))
+                listener = stack.enter_context(listen_towards(remote))
                 listener.setblocking(False)
-                back = listener.getsockname()
+                back = listener.getsockname()[:2]
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 running.append(_start(waiting.pop(0), launcher, environ, question, back))

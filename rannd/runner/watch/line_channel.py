@@ -16,7 +16,11 @@ from collections.abc import Callable
 
 from rannd.admission import TURN_S, Reception, admitted, new_token, peer_uid
 from rannd.errors import LaunchError
+from rannd.host_name import addresses_towards
 from rannd.lost_host import look_out
+
+BACKLOG = 1024
+"""Connections that wait in the kernel."""
 
 
 class Listener:
@@ -37,12 +41,11 @@ class Listener:
             name = f"rannc-run-{secrets.token_hex(16)}"
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.socket.bind("\0" + name)
+            self.socket.listen(BACKLOG)
             self.address = ["unix", name]
         else:
-            self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            self.socket.bind((address_towards(remote_host), 0))
-            self.address = ["tcp", *self.socket.getsockname()]
-        self.socket.listen(1024)
+            self.socket = listen_towards(remote_host)
+            self.address = ["tcp", *self.socket.getsockname()[:2]]
 
     def reception(self, say: Callable[[str], None]) -> Reception:
         """Return what admits the watchers; it closes the socket. `say` gets a line for the user."""
@@ -65,13 +68,24 @@ def address_towards(host: str) -> str:
     Raises:
         LaunchError: There is no route to that machine.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing
-        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-            raise LaunchError(f"host {host} cannot be reached: {error}; check its name") from None
-        address: str = probe.getsockname()[0]
-        return address
+    try:
+        found = addresses_towards(host)
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
+        raise LaunchError(f"host {host} cannot be reached: {error}; check its name") from None
+    if not found:
+        raise LaunchError(f"host {host} cannot be reached: there is no route to it; check its name")
+    return found[0]
+
+
+def listen_towards(host: str) -> socket.socket:
+    """Listen on a free port of `address_towards` a host.
+
+    Raises:
+        LaunchError: There is no route to that machine.
+    """
+    address = address_towards(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=BACKLOG)
 
 
 def connect(address: list[str | int], token: str) -> socket.socket:

@@ -15,13 +15,10 @@ from collections.abc import Mapping, MutableMapping
 import psutil
 
 from rannd import log
-from rannd.host_name import own_names
+from rannd.host_name import addresses_towards, own_names
 from rannd.rank_variables import torch_variables
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
-_DISCARD = 9
-"""Port of the UDP socket that finds the route; nothing is sent."""
-
 
 _chosen = ""
 
@@ -75,9 +72,10 @@ def _to_others(master: str) -> str:
         master: Host name or address of rank 0's machine.
     """
     try:
-        address = _address_towards(master)
+        addresses = addresses_towards(master)
     except OSError:
         return ""  # connecting to it gives a better error message
+    address = next((each for each in addresses if not ipaddress.ip_address(each).is_loopback), "")
     with contextlib.suppress(OSError, UnicodeError):
         if not ipaddress.ip_address(_resolved(socket.gethostname())).is_loopback:
             return ""
@@ -104,17 +102,6 @@ def _with_address(address: str) -> str:
 def _resolved(name: str) -> str:
     """Address that a host name resolves to. OSError if it cannot be resolved."""
     return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]).split("%")[0]
-
-
-def _address_towards(host: str) -> str:
-    """Source address of this machine's connections to a host; '' if only a loopback address leads there."""
-    for family, kind, _, _, place in socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM):
-        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-            probe.connect(place)
-            address = str(probe.getsockname()[0])
-            if not ipaddress.ip_address(address).is_loopback:
-                return address
-    return ""
 
 
 def _is_outside(entry: object) -> bool:
