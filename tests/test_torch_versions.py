@@ -29,6 +29,7 @@ OTHERS = {
     "_init_weights": "of transformers' models",
     "_inner": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
     "_is_hf_initialized": "of tensors in transformers' models",
+    "_native": "a namespace of torch's operators, which trace_grammar.py refuses",
     "_keys_to_ignore_on_load_missing": "of transformers' models",
     "_keys_to_ignore_on_load_unexpected": "of transformers' models",
     "_rannd_told": "of errors that rannd has told other ranks of",

@@ -283,6 +283,11 @@ class RaNNCModule(nn.Module):
         """
         save_file(self.deployment, Path(file))
 
+    def __repr__(self) -> str:
+        """Show the wrapped model, as DistributedDataParallel does."""
+        inner = repr(self._inner).replace("\n", "\n  ")
+        return f"{type(self).__name__}(\n  (module): {inner}\n)"
+
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes in the wrapped model, then among those that RaNNC's wrapper has."""
         refuse_data_parallel(name)

@@ -24,7 +24,9 @@ CALLS = {
 ALL = (pytest.mark.full, pytest.mark.timeout(LONGEST_S))
 
 
-@pytest.mark.parametrize("part", CALLS)
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.full if "client starts" in part else ()) for part in CALLS]
+)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=ALL)], ids=["some", "all"])
 def test_what_was_acknowledged_stays_and_nothing_is_wrong(part: str, every: bool, daemon_home, tmp_path: Path) -> None:
     variables = {**daemon_home.variables(), "RANNC_CACHE": "on"}

@@ -49,7 +49,9 @@ def started(node: Node, hosts: str, script: str, *options: str) -> tuple[subproc
     raise AssertionError("".join(said))
 
 
-@pytest.mark.parametrize("script", [TRAIN, SPEAK], ids=["training", "without rannd"])
+@pytest.mark.parametrize(
+    "script", [TRAIN, pytest.param(SPEAK, marks=pytest.mark.full)], ids=["training", "without rannd"]
+)
 def test_a_node_that_is_cut_off(network: Callable[..., Network], script: str) -> None:
     a, b, c = network(3).made
     job, _ = started(a, "a:1,b:1,c:1", script)

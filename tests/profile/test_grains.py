@@ -97,7 +97,16 @@ def test_a_long_way_without_parameters_has_several_grains() -> None:
     assert len(grains_of(graph)) == 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "resnet", "mobilenet-v2", "llama", "vit", "nn.Transformer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "t5", "resnet"),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("bert", "mobilenet-v2", "llama", "vit", "nn.Transformer")
+        ),
+    ],
+)
 def test_what_grains_keep_adds_up_to_what_the_model_keeps(name: str) -> None:
     entry = next(entry for entry in ZOO if entry.name == name)
     with entry.precision():

@@ -427,3 +427,11 @@ def test_a_sparse_result_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"it returns a tensor of layout torch.sparse_coo: make it dense"):
         pyrannc.RaNNCModule(Sparse(4, 4), None)(torch.randn(3, 4))
+
+
+def test_printing_shows_the_model_as_data_parallel_does() -> None:
+    inner = nn.Sequential(nn.Linear(4, 2), nn.Sequential(nn.ReLU()))
+    shown = repr(pyrannc.RaNNCModule(inner)).splitlines()
+    assert shown[:2] == ["RaNNCModule(", "  (module): Sequential("]
+    assert shown[-2:] == ["  )", ")"]
+    assert [line.removeprefix("  ").replace("(module): ", "") for line in shown[1:-1]] == repr(inner).splitlines()

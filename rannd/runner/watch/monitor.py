@@ -271,7 +271,8 @@ class Monitor:
         """End the job on a signal from outside; on the second one with SIGKILL."""
         if self._result.signal == 0 and not self._stopping:
             self._result.signal = signum
-            self._say(f"{signal.Signals(signum).name}: ending {self._size} ranks, SIGKILL after {self._grace:g} s")
+            ranks = "1 rank" if self._size == 1 else f"{self._size} ranks"
+            self._say(f"{signal.Signals(signum).name}: ending {ranks}, SIGKILL after {self._grace:g} s")
             self._stop(signal.SIGTERM if signum == signal.SIGPIPE else signum)
         elif signum != signal.SIGPIPE:
             self._output.drop()  # its reader may be what hangs

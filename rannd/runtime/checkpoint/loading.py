@@ -106,7 +106,8 @@ def load(
             set_random_state(script["rng"][world.rank], world.device)
         if len(script["rng"]) != world.size and world.rank == 0:
             log.get("RaNNCModule").info(
-                "The checkpoint is of %d ranks, this job has %d: random numbers go on on the ranks that both have",
+                "The checkpoint's job had %d rank(s), this one has %d: ranks that it did not have begin with random "
+                "numbers of their own, the others continue theirs",
                 len(script["rng"]),
                 world.size,
             )

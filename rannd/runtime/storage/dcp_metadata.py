@@ -155,7 +155,9 @@ def _parse(data: bytes) -> Any:
             case "BINPUT" | "LONG_BINPUT":
                 memo[arg] = stack[-1]
             case "GLOBAL":
-                stack.append(_known(*arg.split(" ", 1)))
+                module, name = arg.split(" ", 1)
+                # As Python before 3.11.4 names it for protocols up to 2, for members of enumerations.
+                stack.append(_known("builtins" if module == "__builtin__" else module, name))
             case "STACK_GLOBAL":
                 name, module = stack.pop(), stack.pop()
                 stack.append(_known(module, name))

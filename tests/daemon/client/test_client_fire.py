@@ -25,7 +25,7 @@ from rannd.daemon.common import keys, protocol
 from rannd.daemon.common.paths import places
 
 MIB = 1 << 20
-ROUNDS = 50
+ROUNDS = [15, pytest.param(50, marks=pytest.mark.full)]
 
 
 def key(number: int) -> keys.Key:
@@ -63,20 +63,22 @@ with connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30) as client:
 """
 
 
-def test_killed_between_write_and_acknowledgement_50_times(daemon_home, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_killed_between_write_and_acknowledgement(rounds: int, daemon_home, tmp_path: Path) -> None:
     """A daemon that kills itself when it has written what it did not know, and has not yet said so."""
-    done = run(copy_of(tmp_path, {WRITTEN: KILLED}), WRITER, str(ROUNDS))
-    assert (done.stderr, done.stdout.split()) == ("", [str(number) for number in range(ROUNDS)])
-    assert Path(places().log).read_text().count("listens at") == ROUNDS + 1, "so often it was killed"
+    done = run(copy_of(tmp_path, {WRITTEN: KILLED}), WRITER, str(rounds))
+    assert (done.stderr, done.stdout.split()) == ("", [str(number) for number in range(rounds)])
+    assert Path(places().log).read_text().count("listens at") == rounds + 1, "so often it was killed"
     daemon_home.end_daemons()
     with connected() as client:  # of this rannd, which does not kill itself
-        assert client.get_many([key(number) for number in range(ROUNDS)]) == [
-            bytes([number]) * 30_000 for number in range(ROUNDS)
+        assert client.get_many([key(number) for number in range(rounds)]) == [
+            bytes([number]) * 30_000 for number in range(rounds)
         ]
     assert state().statistics.corrupt == 0
 
 
-def test_killed_at_any_moment_50_times(daemon_home) -> None:
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_killed_at_any_moment(rounds: int, daemon_home) -> None:
     acknowledged: list[int] = []
     stop = threading.Event()
 
@@ -98,7 +100,7 @@ def test_killed_at_any_moment_50_times(daemon_home) -> None:
     with connected() as client:
         writer.start()
         try:
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 seen = len(acknowledged)
                 deadline = time.monotonic() + 60
                 # It writes again. The first may be the killed daemon's answer; a kill then hits a starting daemon.
@@ -111,7 +113,7 @@ def test_killed_at_any_moment_50_times(daemon_home) -> None:
         finally:
             stop.set()
             writer.join()
-        assert len(acknowledged) >= ROUNDS
+        assert len(acknowledged) >= rounds
         there = client.get_many([key(number) for number in range(tried[0])])
     lost = [number for number in acknowledged if there[number] != value(number)]
     assert lost == []

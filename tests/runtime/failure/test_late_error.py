@@ -15,7 +15,7 @@ from rannd.errors import CheckpointError
 from rannd.runtime.failure import late_error
 
 class Lost:
-    unseen = CheckpointError("the disk is full")
+    unseen = untold = CheckpointError("the disk is full")
 
 late_error.follow(Lost())
 """

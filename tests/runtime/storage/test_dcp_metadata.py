@@ -125,6 +125,7 @@ def test_an_index_is_read_as_torch_reads_it(tmp_path: Path, protocol: int) -> No
         (b"cbuiltins\neval\n(Vx\ntR.", "names builtins.eval"),
         (b"cos\nsystem\n.", "names os.system"),
         (b"cbuiltins\ngetattr\n" + RECORD + b"\x8c\x08__init__\x86R.", "state_dict_metadata"),
+        (b"c__builtin__\ngetattr\n(ctorch\nfloat32\n\x8c\x01xtR.", "takes a part of what is no enumeration"),
         (b"cbuiltins\ngetattr\n(ctorch\nfloat32\n\x8c\x01xtR.", "takes a part of what is no enumeration"),
         (b"cbuiltins\ngetattr\n\x8c\x01x\x8c\x05upper\x86R.", "takes a part of what is no enumeration"),
         (b"K\x01\x8c\x01x\x93.", "there is a int in the place of a string"),
