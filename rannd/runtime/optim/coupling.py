@@ -61,7 +61,10 @@ def _moved(optimizer: Any, first: Any, others: list[Any], beside: bool) -> torch
 
 
 def _copy(optimizer: Any, memo: dict[int, Any]) -> Any:
-    """A copy without state and hooks, with the parameters of `memo`; the optimizers that it holds are copied alike."""
+    """A copy without state, hooks and what rannd or a scheduler put in place of its methods.
+
+    It has the parameters of `memo`; the optimizers that it holds are copied alike.
+    """
     made = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
     memo[id(optimizer.state)] = defaultdict(dict)
@@ -70,6 +73,6 @@ def _copy(optimizer: Any, memo: dict[int, Any]) -> Any:
             made.__dict__[name] = memo[id(value)] if id(value) in memo else _copy(value, memo)
         elif name.startswith("_optimizer_"):
             made.__dict__[name] = OrderedDict()
-        elif not name.startswith("_rannd"):
+        elif not name.startswith("_rannd") and not (callable(value) and hasattr(type(optimizer), name)):
             made.__dict__[name] = copy.deepcopy(value, memo)
     return made

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import pyrannc
 from rannd.runtime.optim.coupling import Untried, couples
 
 
@@ -91,3 +92,13 @@ def test_a_wrapped_optimizer_is_tried_and_left_as_it_is(inner: Any) -> None:
 def test_what_cannot_be_tried_is_told() -> None:
     with pytest.raises(Untried, match="RuntimeError: use first_step and second_step"):
         couples(Sam(parameters()))
+
+
+@pytest.mark.parametrize("kind", [Each, GlobalNorm])
+def test_the_optimizer_of_a_wrapped_model_is_tried(kind: Any) -> None:
+    """RaNNCModule has put calls of its own, which cannot be copied, in place of the optimizer's methods."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = kind(inner.parameters())
+    model = pyrannc.RaNNCModule(inner, optimizer)
+    model(torch.randn(2, 4)).sum().backward()
+    assert couples(optimizer) == (kind is GlobalNorm)
