@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import functools
 import itertools
 import mmap
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -30,7 +32,9 @@ MOST_CALLS = 24
 @functools.cache
 def shim() -> Path:
     """The library, compiled."""
-    made = Path(tempfile.mkdtemp(prefix="rannd-faults-")) / "shim.so"
+    folder = tempfile.mkdtemp(prefix="rannd-faults-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made = Path(folder) / "shim.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", made, HERE / "shim.c"], check=True)
     return made
 
