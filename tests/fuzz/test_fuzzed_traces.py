@@ -61,6 +61,14 @@ class Packed(nn.Module):
 MODELS = (Tied, Deciding, Masking, Packed)
 
 
+def judge(found: Found, sound: int, rounds: int) -> None:
+    assert found.violations == []
+    assert found.runs > rounds * 0.8
+    assert sound
+    assert found.grown < GROWTH
+    assert found.seconds < SECONDS
+
+
 @pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(20 * ROUNDS, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
@@ -89,11 +97,7 @@ def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
                 sound += 1
             except Exception:  # the provider traces the model again
                 continue
-    assert found.violations == []
-    assert found.runs > rounds * 0.8
-    assert sound
-    assert found.grown < GROWTH
-    assert found.seconds < SECONDS
+    judge(found, sound, rounds)
     print(f"{kind.__name__}: {found.runs} mutated traces, {sound} still make a graph; slowest {found.seconds:.2f} s")
 
 
@@ -131,9 +135,5 @@ def test_mutated_templates(rounds: int) -> None:
                 sound += 1
             except (Broken, NoTemplate):
                 continue
-    assert found.violations == []
-    assert found.runs > rounds * 0.8
-    assert sound
-    assert found.grown < GROWTH
-    assert found.seconds < SECONDS
+    judge(found, sound, rounds)
     print(f"{found.runs} mutated templates, {sound} still fit; slowest {found.seconds:.2f} s")

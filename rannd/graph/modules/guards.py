@@ -31,6 +31,7 @@ from rannd.graph.modules.snapshot import ABSENT, SnapshotWriter, differing, forg
 from rannd.graph.modules.source_location import Offence, SourceLocation
 
 _LIBRARIES = frozenset({"accelerate", "peft", "pyrannc", "rannd", "torch", "transformers"})
+"""Packages whose hooks do nothing but what a graph does as well."""
 HOOKS = tuple(name for hooks, flags in HOOK_FLAGS.items() for name in (hooks, *flags))
 """Attributes in which a module stores its hooks and their flags."""
 
@@ -161,10 +162,7 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def users_hooks(model: nn.Module, opaque: Collection[str]) -> list[str]:
-    """Which forward hooks of the script's the modules have, outside of the submodules that run as opaque operators.
-
-    Hooks of libraries do what they do to tensors only.
-    """
+    """Which forward hooks of the script's the modules have, outside of the submodules that run as opaque operators."""
     return [
         f"{getattr(hook, '__qualname__', type(hook).__qualname__)} of module {path or 'the model'}"
         for path, module in modules_of(model)

@@ -100,7 +100,7 @@ def check_trace(data: Any) -> None:
         "decisions": _maybe(_decisions),
         "fixed_rows": _maybe(_natural),
         "format": _natural,
-        "graph": lambda graph: _whole_graph(graph, data["attributes"], bool(data["leaves"])),
+        "graph": lambda graph: _graph(graph, data["attributes"], bool(data["leaves"]), 0, [MOST_NODES]),
         "holes": _naturals,
         "leaves": _maybe(_mapping(_text, _leaf_call)),
         "outputs": _tuple(check_container, _places, _naturals),
@@ -131,14 +131,11 @@ def check_operator(target: Any) -> None:
 # -- graphs -------------------------------------------------------------------------------------------------------
 
 
-def _whole_graph(data: Any, tensors: Any, leaves: bool) -> None:
-    """A graph whose get_attr nodes read `tensors` and inner graphs, and that calls `leaves` or not."""
-    _mapping(_path, lambda each: None)(tensors)
-    left = [MOST_NODES]
-    _graph(data, tensors, leaves, 0, left)
-
-
 def _graph(data: Any, tensors: Collection[str], leaves: bool, depth: int, left: list[int]) -> None:
+    """A graph whose get_attr nodes read `tensors` (checked paths) and inner graphs.
+
+    `leaves`: whether it may call these; `left`: how many nodes it may have, counted down.
+    """
     if depth > DEEPEST or not isinstance(data, dict) or data.keys() != {"nodes", "values", "inner"}:
         _broken("a graph", data)
     nodes, values, inner = data["nodes"], data["values"], data["inner"]
@@ -331,7 +328,7 @@ def _power(power: Any) -> int:
 
 def _decisions(data: Any) -> None:
     _tuple(lambda graph: None, _mapping(_path, _tensor), _each(_bool), _texts)(data)
-    _whole_graph(data[0], data[1], leaves=False)
+    _graph(data[0], data[1], False, 0, [MOST_NODES])
 
 
 def _attributes(data: Any) -> None:

@@ -17,7 +17,7 @@ class Untried(Exception):
 
 
 def couples(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step moves a parameter otherwise where a second one has a gradient, too.
+    """Whether a step moves a parameter otherwise where the others have other gradients.
 
     Two copies of the optimizer take two steps with small parameters in place of the real ones, which are not touched.
     Those of torch.optim are known.
@@ -25,34 +25,38 @@ def couples(optimizer: torch.optim.Optimizer) -> bool:
     Raises:
         Untried: This cannot be told.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
     if type(optimizer).__module__.startswith("torch.optim."):
-        return isinstance(optimizer, torch.optim.LBFGS)
+        return False
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if len(trained) < 2:
         return False
     with torch.random.fork_rng(devices=[]):
-        alone, together = (_moved(optimizer, trained[0], trained[1:], beside) for beside in (False, True))
-    if not torch.isfinite(alone).all() or torch.equal(alone, torch.zeros_like(alone)):
+        one, other = (_moved(optimizer, trained[0], trained[1:], scale) for scale in (1.0, 10.0))
+    if not torch.isfinite(one).all() or torch.equal(one, torch.zeros_like(one)):
         raise Untried("its step does not move a parameter")
-    return not torch.allclose(alone, together, rtol=1e-5, atol=0.0)
+    return not torch.allclose(one, other, rtol=1e-5, atol=0.0)
 
 
-def _moved(optimizer: Any, first: Any, others: list[Any], beside: bool) -> torch.Tensor:
-    """How far two steps of a copy move the first parameter; the others have gradients, or none."""
+def _moved(optimizer: Any, first: Any, others: list[Any], scale: float) -> torch.Tensor:
+    """How far two steps of a copy move the first parameter, with gradients of the others of this scale."""
     torch.manual_seed(0)
     small: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for each in group["params"]:
             values = torch.randn([min(size, LARGEST) for size in each.shape], dtype=torch.float64)
             small[id(each)] = torch.nn.Parameter(values, each.requires_grad)
-    gradients = {id(each): torch.randn_like(small[id(each)]) for each in (first, *others)}
     mine = small[id(first)]
+    gradients = {id(first): torch.randn_like(mine)}
+    torch.manual_seed(int(scale))  # of another direction, too
+    gradients |= {id(each): scale * torch.randn_like(small[id(each)]) for each in others}
     before = mine.detach().clone()
     try:
         made = _copy(optimizer, dict(small))
         for _ in range(2):
             for number, gradient in gradients.items():
-                small[number].grad = gradient.clone() if beside or number == id(first) else None
+                small[number].grad = gradient.clone()
             type(made).step(made)  # a scheduler wraps the object's own step
     except Exception as exc:  # whatever a user's class raises
         raise Untried(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__) from exc

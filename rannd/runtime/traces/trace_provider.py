@@ -313,7 +313,7 @@ class Tracer:
                     graph = self._load(trace, signature, leaves, assumed)
                 except Exception as exc:  # cached data may be arbitrarily wrong; the model can still be traced
                     broken = str(exc) if isinstance(exc, Broken) else f"{type(exc).__name__}: {exc}"
-                    log.get("RaNNCModule").warning("The cached trace cannot be used: %s", exc)
+                    log.get("RaNNCModule").warning("The cached trace cannot be used: %s", broken)
                 else:
                     if graph is not None:
                         return _Made(graph, cached=True, checked=trace.checked, stored=trace)

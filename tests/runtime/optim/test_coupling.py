@@ -34,7 +34,7 @@ class GlobalNorm(Each):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        given = [p for group in self.param_groups for p in group["params"]]  # all have gradients, as many assume
         norm = torch.stack([p.grad.norm() for p in given]).norm()
         for p in given:
             p.sub_(0.1 * p.grad / norm)
@@ -69,6 +69,7 @@ def test_each_parameter_by_itself(kind: Any) -> None:
 
 def test_all_parameters_at_once() -> None:
     assert couples(torch.optim.LBFGS(parameters()))
+    assert couples(type("Mine", (torch.optim.LBFGS,), {})(parameters()))
     assert couples(GlobalNorm(parameters()))
 
 
