@@ -26,7 +26,7 @@ from rannd.graph.call.unread import note_read
 from rannd.graph.fingerprint.fingerprint import Unseen, fingerprint
 from rannd.graph.fx.traced import Decisions
 from rannd.graph.model import ModelGraph, build, trace
-from rannd.graph.modules.guards import PythonState, users_hooks
+from rannd.graph.modules.guards import PythonState
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken, Uncodable
 from rannd.runtime.comm.cache_client import tell_miss
@@ -36,6 +36,7 @@ from rannd.runtime.traces.branch_ways import Branches, BranchWays
 from rannd.runtime.traces.shape_families import Families
 from rannd.runtime.traces.stored_trace import StoredTrace, pack, unpack
 from rannd.runtime.traces.trace_checking import TraceChecker
+from rannd.runtime.traces.trace_notices import Notices
 from rannd.sources import CHECKING, TRACING, digest_of
 
 REFUSED = b"refused:"
@@ -78,7 +79,7 @@ class Tracer:
         self._checker = TraceChecker(context) if context.config.verify_trace else None
         self._families = Families(context, self._key)
         self._distrusted = False
-        self._hooks_told = False
+        self._notices = Notices()
         self._proven = False
         self._last: Key | None = None
         """Key of the last call that was looked up."""
@@ -141,7 +142,8 @@ class Tracer:
         assert graph is not None
         if key is not None and made.data:
             self._keep(key, pack(StoredTrace(graph.task.graph_hash, checked, made.data)))
-        self._tell(graph)
+        if self._world.rank == 0:
+            self._notices.tell(graph, self._context.model)
         # The cached trace may have been usable on some ranks only.
         cached = bool(stored) and all(each for (each,) in self._world.gather_numbers([int(made.cached)]))
         if key is not None and cached:
@@ -406,34 +408,6 @@ class Tracer:
             )
             raise StepError(what + advice)
         return []
-
-    def _tell(self, graph: ModelGraph) -> None:
-        """Log what the front-end did, on rank 0."""
-        if self._world.rank != 0:
-            return
-        logger = log.get("RaNNCModule")
-        for line in graph.traced.record:
-            logger.info("Tracing: %s", line)
-        if "" in graph.traced.leaf_paths:
-            logger.warning("The model runs in data parallel only: %s", graph.traced.record[-1])
-        changes: dict[str, list[str]] = {}
-        for where in graph.traced.changes:
-            changes.setdefault(where.partition(" of ")[0], []).append(where)
-        for where, *more in changes.values():
-            logger.warning(
-                "forward assigns attribute %s%s; the graph does not contain this, so it is not done in later calls",
-                where,
-                f" and of {len(more)} more" if more else "",
-            )
-        hooks = users_hooks(self._context.model, graph.traced.leaf_paths)
-        if hooks and not self._hooks_told:
-            self._hooks_told = True
-            logger.warning(
-                "Forward hook %s%s: what it does to tensors is part of the graph. Anything else, such as keeping a "
-                "tensor for the script, is not done in later calls; return such tensors from forward",
-                hooks[0],
-                f", and {len(hooks) - 1} more" if hooks[1:] else "",
-            )
 
     # -- the cache --------------------------------------------------------------------------------------------
 

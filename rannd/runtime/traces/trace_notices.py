@@ -1,0 +1,43 @@
+"""What the user is told of a new graph: how it was traced, and what of the model's code it does not do."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rannd import log
+from rannd.graph.model import ModelGraph
+from rannd.graph.modules.guards import users_hooks
+
+
+class Notices:
+    """Logs on rank 0; hooks only once."""
+
+    def __init__(self) -> None:
+        self._hooks_told = False
+
+    def tell(self, graph: ModelGraph, model: nn.Module) -> None:
+        """Log what the front-end did, and what later calls do not."""
+        traced = graph.traced
+        logger = log.get("RaNNCModule")
+        for line in traced.record:
+            logger.info("Tracing: %s", line)
+        if "" in traced.leaf_paths:
+            logger.warning("The model runs in data parallel only: %s", traced.record[-1])
+        changes: dict[str, list[str]] = {}
+        for where in traced.changes:
+            changes.setdefault(where.partition(" of ")[0], []).append(where)
+        for where, *more in changes.values():
+            logger.warning(
+                "forward assigns attribute %s%s; the graph does not contain this, so it is not done in later calls",
+                where,
+                f" and of {len(more)} more" if more else "",
+            )
+        hooks = users_hooks(model, traced.leaf_paths)
+        if hooks and not self._hooks_told:
+            self._hooks_told = True
+            logger.warning(
+                "Forward hook %s%s: what it does to tensors is part of the graph. Anything else, such as keeping a "
+                "tensor for the script, is not done in later calls; return such tensors from forward",
+                hooks[0],
+                f", and {len(hooks) - 1} more" if hooks[1:] else "",
+            )
