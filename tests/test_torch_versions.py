@@ -81,7 +81,10 @@ def test_every_line_is_used(uses: list[Use]) -> None:
     used = {name for use in uses for name in lines_of(use, NAMES)}
     assert not [name for name in NAMES if name not in used], "lines of PRIVATE_NAMES that nothing uses any more"
     seen = {use.name for use in Project(_sources(), ()).uses()}
-    assert not [name for name in OTHERS if name not in seen], "names of OTHERS that nothing uses any more"
+    missing = {name for name in OTHERS if name not in seen}
+    if not hasattr(torch, "_native"):  # before 2.13 the word is not taken for a name of torch's
+        missing.discard("_native")
+    assert not missing, "names of OTHERS that nothing uses any more"
 
 
 def _sources() -> dict[str, str]:

@@ -66,9 +66,9 @@ HIGHER_ORDER: Final = frozenset(_HIGHER_ORDER.split())
 _COMPUTING: Final = frozenset({"aten", "prims"})
 """Namespaces of torch's operators that compute tensors, and check what they get."""
 _OTHERS: Final = (
-    "_c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test c10d debug_mode_ops debugprims "
-    "export inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prepacked profiler quantization quantized "
-    "rngprims sparse static_runtime symm_mem"
+    "_c10d_functional _c10d_functional_autograd _dtensor _native _native_aot _quantized _test c10d coor debug_mode_ops "
+    "debugprims export flex_gemm fsdp inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prepacked profiler "
+    "quantization quantized rngprims sparse static_runtime symm_mem"
 )
 TORCHS_OTHERS: Final = frozenset(_OTHERS.split())
 """Torch's other namespaces: communication, files, and internal operators that trust their arguments."""

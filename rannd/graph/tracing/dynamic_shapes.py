@@ -112,10 +112,11 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
     for each in stored.conditions:
         try:
             condition = to_expression(each).subs(sizes)
+            rows = range(2, LARGEST_CHECKED) if condition.free_symbols else (2,)
+            fits = not any(condition.subs(ROWS, count) == sympy.false for count in rows)
         except Exception as exc:
             raise Broken(f"the condition {each}: {exc}") from exc
-        rows = range(2, LARGEST_CHECKED) if condition.free_symbols else (2,)
-        if any(condition.subs(ROWS, count) == sympy.false for count in rows):
+        if not fits:
             raise NoTemplate(f"the model's code runs differently for these sizes ({condition})")
     traced, _ = decode(stored.traced, model, sizes)
     if len(traced.placeholders) != len(signature.tensors):

@@ -401,6 +401,9 @@ class Monitor:
         """Handle a closed socket to a watcher; `lost`: its host does not answer."""
         del self._links[link.channel.fileno()]
         link.channel.close()
+        if link.rank < 0 and not self._stopping:
+            self._say("lost the process that watches a rank before it had told which rank: ending the job")
+            self._stop(signal.SIGTERM)
         if link.rank < 0 or link.done:
             return
         # The watcher itself was killed. The kernel has killed the rank with it; what the rank forked is killed here.

@@ -69,6 +69,7 @@ def judge(result: JobResult, text: str) -> str:
         return "ended well"
     told = report(result, "srun", range(2), None)
     reasons = [end.tail for end in result.failures] + ([result.launcher_output] if result.missing else [])
+    reasons += [line for line in text.splitlines() if line.startswith("rannc-run: ")]
     assert told, result
     assert any(reasons), result
     return "told"

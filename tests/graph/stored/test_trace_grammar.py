@@ -16,6 +16,7 @@ from leaf_models import Masking
 from pieces import signature_of
 from torch import nn
 
+from rannd.graph.fx.symbolic_values import ROWS
 from rannd.graph.stored import codec, trace_grammar
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken
@@ -210,6 +211,14 @@ def test_conditions_of_a_template_are_sizes(tmp_path: Path) -> None:
         with pytest.raises(Broken, match="a size"):
             instance(data, Model(), signature)
     assert not made.exists()
+
+
+def test_a_condition_that_cannot_be_computed_for_some_rows_is_broken() -> None:
+    signature, _ = signature_of(Model(), torch.randn(4, 6))
+    condition = ["Ge", ["FloorDiv", 6, ["Add", ["y", ROWS.name], -2]], 1]
+    data = msgspec.msgpack.encode({"traced": b"", "lengths": [], "conditions": [condition]})
+    with pytest.raises(Broken, match="division by zero"):
+        instance(data, Model(), signature)
 
 
 class Named(nn.Module):

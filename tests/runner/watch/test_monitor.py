@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import threading
 
 import pytest
 from monitored import run
 from transcript import program
 
+from rannd.admission import introduce
 from rannd.runner.watch import monitor, wire
 from rannd.runner.watch.line_channel import Listener
 
@@ -43,6 +45,21 @@ def test_a_wrong_token_starts_nobodys_job() -> None:
     result = run(Listener("127.0.0.1"), 1, "-c", "import signal; signal.pause()", token="0" * 32)
     assert (result.ends, result.missing) == ([], 1)
     assert "it is of another job, or this one has ended" in result.launcher_output
+
+
+def test_a_watcher_that_is_lost_before_it_has_told_its_rank_ends_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    listener = Listener("127.0.0.1")
+
+    def come_and_go() -> None:
+        with socket.create_connection(("127.0.0.1", int(listener.address[2]))) as channel:
+            introduce(channel, listener.token)
+
+    watcher = threading.Thread(target=come_and_go)
+    watcher.start()
+    result = run(listener, 2, "-c", "import signal; signal.pause()", started=1, grace=1.0)
+    watcher.join()
+    assert [end.ordered for end in result.ends] == [True] * len(result.ends)
+    assert "before it had told which rank" in capfd.readouterr().err
 
 
 def test_it_listens_only_where_the_other_machines_connect() -> None:
