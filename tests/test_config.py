@@ -330,6 +330,15 @@ def test_other_variables_are_none_of_ours(conf: Path) -> None:
     assert load(env(conf, RANND_WATCHER="x", RANNCX="y", HOME="/")) == Config()
 
 
+def test_a_user_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(ConfigError, match=r"no home directory for ~/.pyrannc; set RANNC_CONF_DIR"):
+        load({})
+
+
 def test_wrong_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"RANNC_CONF_DIR=.*missing does not exist; create it"):
         load({"RANNC_CONF_DIR": str(tmp_path / "missing")})

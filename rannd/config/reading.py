@@ -20,12 +20,17 @@ def config_directory(environ: Mapping[str, str] | None = None) -> Path:
     """The directory of rannc_conf.toml and logging.toml: RANNC_CONF_DIR, or else ``~/.pyrannc``, which may not exist.
 
     Raises:
-        ConfigError: RANNC_CONF_DIR is not a directory.
+        ConfigError: RANNC_CONF_DIR is not a directory, or there is no home directory.
     """
     environ = os.environ if environ is None else environ
     named = environ.get(_DIRECTORY_VARIABLE)
     if named is None:
-        return Path(environ["HOME"] if environ.get("HOME") else Path.home()) / ".pyrannc"
+        try:
+            return Path(environ["HOME"] if environ.get("HOME") else Path.home()) / ".pyrannc"
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"user {os.getuid()} has no home directory for ~/.pyrannc; set {_DIRECTORY_VARIABLE} to a directory"
+            ) from exc
     if not named:
         raise ConfigError(f"{_DIRECTORY_VARIABLE} is empty; set it to a directory, or unset it to use ~/.pyrannc")
     directory = Path(named).expanduser()

@@ -5,7 +5,6 @@ No torch in this file.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,6 +17,10 @@ from rannd.profile.kept_values import Memory
 
 STEP = 4
 """Ratio of neighbouring row counts that are measured for a line between them."""
+
+
+LONGEST_US, LARGEST_BYTES = 1e12, 2.0**46
+"""Limits of what can have been measured: eleven days, and 64 TiB of activations on one device."""
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
@@ -137,18 +140,17 @@ def total(costs: Sequence[BlockCost], memory: Memory) -> BlockCost:
 
 def is_plausible(measured: Measured) -> bool:
     """Whether these can be measurements: validates what was read from a file."""
-    numbers = [number for point in measured.points for number in msgspec.structs.astuple(point)[1:]]
+    times = [measured.add_us, *(each for point in measured.points for each in msgspec.structs.astuple(point)[1:4])]
     rows = [point.rows for point in measured.points]
     return (
         bool(rows)
         and rows[0] >= 1
         and all(a < b for a, b in pairwise(rows))
-        and all(math.isfinite(number) and number >= 0 for number in numbers)
+        and all(0 <= time <= LONGEST_US for time in times)
+        and all(0 <= point.activation_bytes <= LARGEST_BYTES for point in measured.points)
         and all(point.weight_us <= point.backward_us for point in measured.points)
         and measured.too_many >= 0
         and all(place >= 0 for place in measured.kept)
-        and math.isfinite(measured.add_us)
-        and measured.add_us >= 0
     )
 
 

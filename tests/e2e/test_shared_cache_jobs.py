@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +37,36 @@ def test_a_run_that_plans_again_says_why(job: Job) -> None:
     size = r"[\d.]+ GiB"
     assert re.fullmatch(rf"device memory {size} -> {size}, mem_margin 0.1 -> 0.25 \(rannc-cache why --last\)", line)
     assert "plan.mem_margin" in job.run("rannc-cache", "why", "--last")
+
+
+SWAP = """
+import json, sys
+import msgspec
+from rannd.daemon.client.cache import connect
+from rannd.daemon.common import keys
+from rannd.plan import deployment
+entry = json.loads(sys.argv[1])
+key = keys.Key("deployment", entry["key"], entry["components"])
+client = connect(mode="on", timeout_s=60, idle_s=600, max_bytes=1 << 30)
+found = deployment.decode(client.get(key))
+first, second = found.stages
+swapped = [msgspec.structs.replace(one, ops=other.ops) for one, other in ((first, second), (second, first))]
+assert client.put(key, deployment.encode(msgspec.structs.replace(found, stages=tuple(swapped))))
+"""
+
+
+def test_a_cached_plan_that_cannot_be_run_is_made_again(job: Job) -> None:
+    """Only another program can have stored it."""
+    job.run("rannc-cache", "clear")
+    variables = {"RANNC_PARTITION_NUM": "2"}
+    assert PLANNED in job.train(2, *TUTORIAL, **variables)
+    entries = json.loads(job.run("rannc-cache", "ls", "--json"))
+    (entry,) = (entry for entry in entries if entry["kind"] == "deployment")
+    job.run(sys.executable, "-c", SWAP, json.dumps(entry))
+    again = job.train(2, *TUTORIAL, **variables)
+    assert "The cached deployment cannot be used: " in again
+    assert PLANNED in again
+    assert FROM_CACHE in job.train(2, *TUTORIAL, **variables)
 
 
 def test_the_daemons_progress_is_shown_by_who_waits(job: Job) -> None:

@@ -210,6 +210,8 @@ class Client:
         """
         if self._mode in ("off", "refresh"):
             return "", ""
+        if sum(map(len, key.components.values())) > protocol.MAX_COMPARED:
+            return "", "its key is too large to be compared"
         request = protocol.Why(key.kind, key.components, remember=self._mode != "readonly")
         reply = self._ask(request, protocol.Nearest)
         if reply is None:

@@ -48,6 +48,8 @@ COMPRESSED = 1 << 20
 """Bytes above which a value is compressed."""
 LEASE_S = 30.0
 """Seconds without a `Beat` after which a lease ends, if its holder promised to send them."""
+MAX_COMPARED = 1 << 20
+"""Characters of the components of a key that is compared with others: all other clients wait meanwhile."""
 MAX_BATCH_BYTES = 16 << 20
 """Bytes of values above which a batch is split; a single value may be larger."""
 
@@ -183,7 +185,7 @@ class Verify(_Request, frozen=True, tag="verify"):
 
 
 class Why(_Request, frozen=True, tag="why"):
-    """Find the entry nearest to a key that was missed. Answered by `Nearest`."""
+    """Find the entry nearest to a key that was missed. Answered by `Nearest`; `Failed` above `MAX_COMPARED`."""
 
     kind: Kind
     components: Components

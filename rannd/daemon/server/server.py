@@ -313,6 +313,10 @@ class Server:
         if isinstance(request, protocol.Get):
             return self._get(request, to)
         if isinstance(request, protocol.Why):
+            if sum(map(len, request.components.values())) > protocol.MAX_COMPARED:
+                return protocol.Failed(
+                    "protocol", f"at most {protocol.MAX_COMPARED:,} characters of components are compared"
+                )
             return self._store.nearest(request.kind, request.components, peer, remember=request.remember)
         return _HANDLERS[type(request)](self, request)
 

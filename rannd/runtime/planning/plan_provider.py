@@ -22,8 +22,9 @@ from rannd.config.cluster import Cluster, load_cluster
 from rannd.daemon.client.cache import Lease
 from rannd.daemon.common.keys import Key, deployment_key, limit_key
 from rannd.daemon.common.versions import version
-from rannd.errors import DeploymentError, DoesNotFitError, RanndError
+from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
+from rannd.graph.partition.cut import cut
 from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.compatibility import check_belongs, differences
@@ -322,7 +323,7 @@ class Planner:
             answer = client.lease(key, LEASE_WAIT_S, log.get("RaNNCModule").info, who=holder())
             if isinstance(answer, bytes):
                 try:
-                    self._checked(answer)
+                    self._cut(self._checked(answer))
                     found = answer
                 except DeploymentError as exc:
                     client.discard(key, str(exc))
@@ -338,7 +339,7 @@ class Planner:
         found = cache.elsewhere(key)
         if found:
             try:
-                self._checked(found)
+                self._cut(self._checked(found))
             except DeploymentError as exc:
                 log.get("RaNNCModule").warning("The deployment from another node's cache cannot be used: %s", exc)
                 cache.discard(key, str(exc))
@@ -360,6 +361,14 @@ class Planner:
         check_belongs(deployment, graph_hash=self._graph.task.graph_hash, world=self._world.size, rows=sum(self._rows))
         planned_stages(self._graph, deployment)
         return deployment
+
+    def _cut(self, deployment: Deployment) -> None:
+        """DeploymentError if the graph cannot be cut as the deployment says, which no planner has made then."""
+        try:
+            names = [stage.name for stage in deployment.stages]
+            cut(self._graph.traced, self._graph.placement, planned_stages(self._graph, deployment), names)
+        except CutError as exc:
+            raise DeploymentError(str(exc)) from exc
 
     def _make(self, target: Target | None = None) -> bytes:
         """Profile and plan for `target`, by default this job; returns the encoded deployment. Collective."""

@@ -124,6 +124,15 @@ def test_an_entry_whose_key_is_not_its_own_is_refused(client: Client) -> None:
     assert client.get(key(1)) is None
 
 
+def test_a_key_that_is_too_large_is_not_compared(client: Client) -> None:
+    """All other clients would wait for seconds."""
+    large = {f"component {number}": "x" * 10_000 for number in range(200)}
+    reply = raw_reply(protocol.encode(protocol.Why("trace", large)))
+    assert isinstance(reply, protocol.Failed)
+    assert "at most 1,048,576 characters" in reply.text
+    assert client.why(keys.Key("trace", key(1).digest, large)) == ("", "its key is too large to be compared")
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_another_user_gets_no_answer(client: Client, daemon_home) -> None:
     """The directory keeps others out already; the socket checks the peer's uid on its own."""

@@ -58,7 +58,17 @@ def empty(found: Measured) -> Measured:
     return msgspec.structs.replace(found, points=())
 
 
-@pytest.mark.parametrize("change", [negative, not_a_number, empty])
+def endless(found: Measured) -> Measured:
+    points = tuple(msgspec.structs.replace(point, forward_us=1e290) for point in found.points)
+    return msgspec.structs.replace(found, points=points)
+
+
+def immense(found: Measured) -> Measured:
+    points = tuple(msgspec.structs.replace(point, activation_bytes=2.0**52) for point in found.points)
+    return msgspec.structs.replace(found, points=points)
+
+
+@pytest.mark.parametrize("change", [negative, not_a_number, empty, endless, immense])
 def test_times_that_cannot_be_are_measured_again(kept: Kept, change: Callable[[Measured], Measured]) -> None:
     run()
     profiles, plans = kept.pop("profile"), kept.pop("deployment")
