@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from rannd.daemon.common.printable import plain
 from rannd.errors import CheckpointError
 from rannd.runtime.storage.atomic_folder import METADATA
 from rannd.runtime.storage.checkpoint_file import FileFacts, checked, is_plain_name
@@ -73,7 +74,7 @@ def read_index(folder: Path, wanted: FileFacts | None = None) -> Metadata:
     try:
         return _metadata(_IndexReader().read(data), len(data))
     except (ValueError, TypeError, LookupError, AttributeError) as exc:
-        raise CheckpointError(f"the checkpoint's index {path} is damaged, or not one: {exc}") from exc
+        raise CheckpointError(f"the checkpoint's index {path} is damaged, or not one: {plain(str(exc))}") from None
 
 
 class _IndexReader(PickleReader):

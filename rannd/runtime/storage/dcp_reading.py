@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from rannd.daemon.common.printable import plain
 from rannd.errors import CheckpointError
 from rannd.runtime.storage.checkpoint_file import opened
 from rannd.runtime.storage.saved_value import StoredTensor, find_tensor, read_value
@@ -33,7 +34,7 @@ class IndexedFolder:
         """What the index says of a tensor. CheckpointError where it has none of this name."""
         found = self.index.state_dict_metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
-            raise CheckpointError(f"{name} is no tensor in the index of {self.path}")
+            raise CheckpointError(f"{plain(name)} is no tensor in the index of {self.path}")
         return found
 
     def open(self, file: str) -> AbstractContextManager[BinaryIO]:
@@ -99,7 +100,7 @@ def find(folder: IndexedFolder, targets: Mapping[str, torch.Tensor], values: Ite
                     if stored.size != tuple(target.shape):
                         raise ValueError(f"it is {stored.size} there, and {tuple(target.shape)} in the index")
                 except ValueError as exc:
-                    raise CheckpointError(f"{name} in {folder.path / file} is damaged: {exc}") from exc
+                    raise CheckpointError(plain(f"{name} in {folder.path / file} is damaged: {exc}")) from None
                 left -= stored.storage.count
                 parts.append((target, stored))
     if left < 0:
@@ -126,5 +127,5 @@ class Distributed:
             made = torch.empty(about.size, dtype=about.properties.dtype)
             find(self._folder, {name: made}).read()
         except (CheckpointError, RuntimeError) as exc:  # torch: there is not so much memory
-            raise CheckpointError(f"{name} cannot be read from {self.where}: {exc}") from exc
+            raise CheckpointError(f"{plain(name)} cannot be read from {self.where}: {exc}") from exc
         return made

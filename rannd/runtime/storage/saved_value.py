@@ -123,7 +123,7 @@ class _Dict(Record):
 
 class _ValueReader(PickleReader):
     def __init__(self, archive: Archive) -> None:
-        super().__init__("a value", _CALLS.keys() | _DTYPES.keys() | _STORAGES.keys() | {_ORDERED})
+        super().__init__("a value", _NAMES)
         self._archive = archive
 
     def new_dict(self) -> Any:
@@ -299,3 +299,4 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "builtins.set": lambda items: set(_checked_keys(items)),
     "builtins.complex": lambda real, imaginary: complex(float(real), float(imaginary)),
 }
+_NAMES = frozenset({_ORDERED, *_CALLS, *_DTYPES, *_STORAGES})

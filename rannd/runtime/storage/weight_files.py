@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import nn
 
+from rannd.daemon.common.printable import plain
 from rannd.errors import CheckpointError
 from rannd.runtime.storage.atomic_folder import METADATA
 from rannd.runtime.storage.checkpoint_file import is_plain_name
@@ -81,7 +82,7 @@ class Safetensors:
         missing = sorted(set(files or ()) - set(self._file))
         if missing:
             raise CheckpointError(
-                f"{where / INDEX} names {missing[0]}, which is not in its file; the checkpoint is broken"
+                f"{where / INDEX} names {plain(missing[0])}, which is not in its file; the checkpoint is broken"
             )
 
     def read(self, name: str) -> torch.Tensor:
