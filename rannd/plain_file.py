@@ -13,6 +13,9 @@ from typing import BinaryIO, NoReturn
 
 from rannd.errors import RanndError
 
+READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags for opening a file that somebody else has made: without O_NONBLOCK, opening a pipe would block forever."""
+
 
 @dataclass(frozen=True)
 class PlainFile:
@@ -55,8 +58,7 @@ class PlainFile:
         """
         file = file.expanduser()
         try:
-            # Without O_NONBLOCK, opening a pipe would block forever.
-            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(file, READING)
             try:
                 self._check(file, os.fstat(descriptor))
                 with open(descriptor, "rb", closefd=False) as opened:

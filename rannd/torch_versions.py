@@ -379,6 +379,11 @@ PRIVATE_NAMES = (
         "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
         "A class in that index, which is read with an allow-list instead of plain unpickling.",
     ),
+    PrivateName("torch._utils._rebuild_parameter", "A function in the pickles of torch.save, which are read as data."),
+    PrivateName("torch._utils._rebuild_tensor_v2", "As _rebuild_parameter, for tensors."),
+    PrivateName(
+        "torch._utils._rebuild_tensor_v3", "As _rebuild_tensor_v2, for dtypes that have no storage class of their own."
+    ),
     PrivateName("torch.serialization._get_layout", "A function in that index, on the allow-list for reading it."),
     # ATen operators with private names, which torch's public functions become in graphs.
     PrivateName("torch.ops.aten._adaptive_avg_pool2d", "adaptive_avg_pool2d and AdaptiveAvgPool2d."),

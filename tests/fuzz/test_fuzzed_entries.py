@@ -10,6 +10,7 @@ import io
 import json
 import pickletools
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,16 @@ from plan_instances import deploy
 
 from rannd.daemon.common import keys, protocol
 from rannd.daemon.common.compression import pack
-from rannd.errors import RanndError
+from rannd.errors import CheckpointError, RanndError
 from rannd.plan import deployment
 from rannd.plan.plan_text import show
 from rannd.profile import graph_profile
 from rannd.profile.points import Measured, Point
 from rannd.runner.cache import export_file
 from rannd.runtime.checkpoint.manifest import MANIFEST, Manifest, manifest
-from rannd.runtime.storage.dcp_files import FileFacts
+from rannd.runtime.storage.checkpoint_file import FileFacts
 from rannd.runtime.storage.dcp_metadata import METADATA, read_index
+from rannd.runtime.storage.saved_value import read_value
 
 ROUNDS = 1000
 GROWTH = 2**30
@@ -156,32 +158,68 @@ def test_manifests(rounds: int, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rounds", ROUND_COUNTS)
 def test_indexes(rounds: int, tmp_path: Path) -> None:
-    """The index of a checkpoint is a pickle: its opcodes are exchanged, repeated and left out, its names replaced."""
+    """The index of a checkpoint is a pickle."""
     dcp.save({"weight": torch.randn(4, 3), "bias": torch.zeros(2)}, checkpoint_id=tmp_path / "sound", no_dist=True)
-    data = (tmp_path / "sound" / METADATA).read_bytes()
-    places = [place or 0 for _, _, place in pickletools.genops(data)]
-    opcodes = [data[begin:end] for begin, end in zip(places, [*places[1:], len(data)], strict=True)]
-    globals_ = [
-        f"c{module}\n{name}\n".encode() for module, name in (("os", "system"), (CANARY, "run"), ("builtins", "eval"))
-    ]
-    extra = [*globals_, b"R", b"b", b"\x81", b"2", b"0", b"(", b"t", b"\x8a\x041234", b"h\x01", b"r\xff\xff\xff\x7f"]
-    chance, found = random.Random(6), Found()
+    change, found = PickleChanger((tmp_path / "sound" / METADATA).read_bytes(), 6), Found()
     for _ in range(rounds):
-        changed = list(opcodes)
+        (tmp_path / METADATA).write_bytes(change.changed())
+        attempt(found, lambda: read_index(tmp_path))
+    judge(found, "indexes", rounds)
+
+
+@pytest.mark.parametrize("rounds", ROUND_COUNTS)
+def test_saved_values(rounds: int) -> None:
+    """Values and tensors in a checkpoint are archives with a pickle each."""
+    state = {"a": [1, 0.5, None, (2, "x")], (1, 2): {"b": b"y"}, "t": torch.randn(4, 3), "u": torch.ones(2).double()}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with zipfile.ZipFile(buffer) as opened:
+        members = {name: opened.read(name) for name in opened.namelist()}
+    described = next(name for name in members if name.endswith("/data.pkl"))
+    change, found = PickleChanger(members[described], 7), Found()
+    for _ in range(rounds):
+        made = io.BytesIO()
+        with zipfile.ZipFile(made, "w") as opened:
+            for name, data in members.items():
+                opened.writestr(name, change.changed() if name == described else data)
+
+        def read(made: io.BytesIO = made) -> None:
+            try:
+                read_value(made, 0, len(made.getvalue()))
+            except ValueError as exc:
+                raise CheckpointError(str(exc)) from exc
+
+        attempt(found, read)
+    judge(found, "saved values", rounds)
+
+
+class PickleChanger:
+    """Opcodes of a pickle are exchanged, repeated and left out, its names replaced."""
+
+    def __init__(self, data: bytes, seed: int) -> None:
+        places = [place or 0 for _, _, place in pickletools.genops(data)]
+        self._opcodes = [data[begin:end] for begin, end in zip(places, [*places[1:], len(data)], strict=True)]
+        self._chance = random.Random(seed)
+        names = [("os", "system"), (CANARY, "run"), ("builtins", "eval")]
+        calls = [f"c{module}\n{name}\n".encode() for module, name in names]
+        self._extra = [*calls, b"R", b"b", b"\x81", b"2", b"0", b"(", b"t", b"\x8a\x041234", b"h\x01"]
+        self._extra += [b"r\xff\xff\xff\x7f"]
+
+    def changed(self) -> bytes:
+        """The pickle with one to four changes."""
+        changed, chance = list(self._opcodes), self._chance
         for _ in range(chance.randint(1, 4)):
             place = chance.randrange(len(changed))
             match chance.randrange(5):
                 case 0:
-                    changed[place] = chance.choice(opcodes)
+                    changed[place] = chance.choice(self._opcodes)
                 case 1:
                     del changed[place]
                 case 2:
-                    changed.insert(place, chance.choice(extra))
+                    changed.insert(place, chance.choice(self._extra))
                 case 3:
                     changed[place:place] = changed[place : place + chance.randint(1, 20)]
                 case _:
                     text = chance.choice([CANARY, "os", "system", "../../x", ""]).encode()
-                    changed[place] = b"\x8c" + bytes([len(text)]) + text
-        (tmp_path / METADATA).write_bytes(b"".join(changed))
-        attempt(found, lambda: read_index(tmp_path))
-    judge(found, "indexes", rounds)
+                    changed[place] = b"X" + len(text).to_bytes(4, "little") + text
+        return b"".join(changed)

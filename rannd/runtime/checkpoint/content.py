@@ -10,12 +10,12 @@ from torch import nn
 
 from rannd.errors import UsageError
 from rannd.runtime.averaged_model import AveragedModel
-from rannd.runtime.comm.gather_objects import seal
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, TensorName, copied
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import persistent_names
+from rannd.runtime.storage.sealing import seal
 
 MODEL = "model."
 AVERAGED = "averaged"
@@ -109,9 +109,9 @@ def put_model(content: Content, world: World, parameters: Parameters | None, mod
     for name, module in extra_states(model).items():
         tensors = [*module.parameters(), *module.buffers()]
         if next((holders[id(each)] for each in tensors if id(each) in holders), 0) == world.rank:
-            state = module.get_extra_state()
+            state = copied(module.get_extra_state())
             seal(state, f"the extra state {name}")
-            content.put((*home, name), copied(state))
+            content.put((*home, name), state)
 
 
 def average_name(name: str) -> tuple[str, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from rannd import log
+from rannd.daemon.common.printable import plain
 from rannd.errors import CheckpointError, RanndError
 from rannd.runtime.checkpoint.content import (
     AVERAGED,
@@ -23,17 +24,19 @@ from rannd.runtime.checkpoint.content import (
     state_name,
     state_tensors,
 )
-from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, Manifest
-from rannd.runtime.checkpoint.rng_state import set_random_state
+from rannd.runtime.checkpoint.manifest import MANIFEST, Manifest
+from rannd.runtime.checkpoint.rng_state import check_random_state, set_random_state
 from rannd.runtime.checkpoint.saving import Subject
-from rannd.runtime.comm.gather_objects import agree_on_errors, unseal
+from rannd.runtime.checkpoint.script_state import SCRIPT, ScriptState, read_script
+from rannd.runtime.comm.gather_objects import agree_on_errors
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World
 from rannd.runtime.failure import late_error
-from rannd.runtime.optim.state_codec import NamedState, TensorName
-from rannd.runtime.storage.atomic_folder import recover
-from rannd.runtime.storage.dcp_files import Distributed, facts, read_values
+from rannd.runtime.optim.state_codec import TensorName
+from rannd.runtime.storage.atomic_folder import METADATA, recover
+from rannd.runtime.storage.checkpoint_file import checked
 from rannd.runtime.storage.dcp_metadata import read_index
+from rannd.runtime.storage.dcp_reading import Distributed, FoundValues, IndexedFolder, find
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,9 @@ class Checkpoint:
 class _Found:
     """A checkpoint as read, and what of it goes where on this rank."""
 
-    folder: Path
+    folder: IndexedFolder
     manifest: Manifest | None
-    index: Metadata
-    script: dict[str, Any]
+    script: ScriptState | None
     tensors: dict[str, torch.Tensor]
     later: dict[str, str]
     """Names, in the index, of what is read when the model is deployed, by names in the model."""
@@ -79,40 +81,49 @@ def load(
     try:
         found = _look(world, folder, subject, prefix, strict)
     except RanndError as exc:
-        error = str(exc)
+        error = plain(str(exc))
     agree_on_errors(world, error, CheckpointError)
     assert found is not None
     error = _damaged(world, found)
     agree_on_errors(world, error, CheckpointError)
     local: dict[str, Any] | None = None
     averages: dict[str, torch.Tensor] = {}
+    values: FoundValues | None = None
+    script = found.script
     try:
+        if rng and script is not None and world.rank < len(script.rng):
+            check_random_state(script.rng[world.rank], world.device)
+        values = find(found.folder, found.tensors, found.extras)
         averages = _averages(found, subject)
         # the optimizer's state is read beside the present one: that may still fail without harm
         local = _optimizer_state(found, subject, states=subject.values is None)
-    except Exception as exc:  # torch raises all kinds of errors for files that do not fit their index
-        error = f"{folder}: {exc}"
+    except Exception as exc:  # the optimizer's class raises what it likes
+        error = plain(f"{folder}: {exc}")
     agree_on_errors(world, error, CheckpointError)
+    assert values is not None
     try:
-        _put(found, subject, local)
+        _put(found, values, subject, local)
         if subject.averaged is not None:
-            subject.averaged.put(averages, int(found.script["averaged"]))
+            assert script is not None
+            assert script.averaged is not None
+            subject.averaged.put(averages, script.averaged)
     except Exception as exc:
-        error = f"loading {folder} failed half way, do not go on with this model: {exc}"
+        error = plain(f"loading {folder} failed half way, do not go on with this model: {exc}")
     agree_on_errors(world, error, CheckpointError)
-    script = found.script
-    if rng and script:
-        if world.rank < len(script["rng"]):
-            set_random_state(script["rng"][world.rank], world.device)
-        if len(script["rng"]) != world.size and world.rank == 0:
+    missing, unexpected = tuple(found.missing), tuple(found.unexpected)
+    if script is None:
+        return Checkpoint(None, None, missing, unexpected), None
+    if rng:
+        if world.rank < len(script.rng):
+            set_random_state(script.rng[world.rank], world.device)
+        if len(script.rng) != world.size and world.rank == 0:
             log.get("RaNNCModule").info(
                 "The checkpoint's job had %d rank(s), this one has %d: ranks that it did not have begin with random "
                 "numbers of their own, the others continue theirs",
-                len(script["rng"]),
+                len(script.rng),
                 world.size,
             )
-    result = Checkpoint(script.get("step"), script.get("extra"), tuple(found.missing), tuple(found.unexpected))
-    return result, tuple(script["position"]) if rng and script else None
+    return Checkpoint(script.step, script.extra, missing, unexpected), script.position if rng else None
 
 
 def _look(world: World, folder: Path, subject: Subject, prefix: str | None, strict: bool) -> _Found:
@@ -121,43 +132,39 @@ def _look(world: World, folder: Path, subject: Subject, prefix: str | None, stri
         raise CheckpointError(f"there is no checkpoint {folder}")
     subject.check()
     manifest = Manifest.read(folder)
-    index = read_index(folder)
-    if manifest is not None:
-        _check_small(folder, manifest)
-    script: dict[str, Any] = {}
-    if manifest is not None and SCRIPT in manifest.files:
-        try:
-            script = unseal((folder / SCRIPT).read_bytes())
-        except Exception as exc:  # torch and pickle raise all kinds of errors for a damaged file
-            raise CheckpointError(f"{folder / SCRIPT} cannot be read: {exc}") from exc
+    files = manifest.files if manifest is not None else {}
+    index = read_index(folder, files.get(METADATA))
+    strange = [each.relative_path for each in index.storage_data.values() if each.relative_path not in files]
+    if manifest is not None and strange:
+        raise CheckpointError(f"{folder / METADATA} is damaged: it names {strange[0]}, which {MANIFEST} does not have")
+    script = read_script(folder, files[SCRIPT]) if SCRIPT in files else None
     for name in ("optimizer", "scheduler", "scaler"):
-        if getattr(subject, name) is not None and not script.get(name):
+        if getattr(subject, name) is not None and not getattr(script, name, None):
             raise CheckpointError(
                 f"{folder} has no state of {name}"
-                + ("" if script else f": it has no {MANIFEST} and {SCRIPT}")
+                + ("" if script is not None else f": it has no {MANIFEST} and {SCRIPT}")
                 + f"; load it without {name}"
             )
-    if subject.averaged is not None and script.get("averaged") is None:
+    if subject.averaged is not None and (script is None or script.averaged is None):
         raise CheckpointError(f"{folder} has no averages; load it without averaged")
     if prefix is None:
         prefix = manifest.prefix if manifest is not None else ""
-    return _compare(world, folder, manifest, index, script, subject, prefix, strict)
+    indexed = IndexedFolder(folder, index, {name: each.bytes for name, each in files.items()})
+    return _compare(world, indexed, manifest, script, subject, prefix, strict)
 
 
 def _compare(
     world: World,
-    folder: Path,
+    folder: IndexedFolder,
     manifest: Manifest | None,
-    index: Metadata,
-    script: dict[str, Any],
+    script: ScriptState | None,
     subject: Subject,
     prefix: str,
     strict: bool,
 ) -> _Found:
     """What of a checkpoint goes where; CheckpointError where it is another model's."""
-    described = {
-        name.removeprefix(prefix): each for name, each in index.state_dict_metadata.items() if name.startswith(prefix)
-    }
+    about = folder.index.state_dict_metadata
+    described = {name.removeprefix(prefix): each for name, each in about.items() if name.startswith(prefix)}
     targets: dict[str, torch.Tensor] = {}
     later: dict[str, str] = {}
     missing: list[str] = []
@@ -168,12 +175,12 @@ def _compare(
         there = [name for name in each.names if name in described]
         missing += [name for name in each.names if name not in described] if not there or strict else []
         for name in there:
-            about = described[name]
-            if not isinstance(about, TensorStorageMetadata):
+            saved = described[name]
+            if not isinstance(saved, TensorStorageMetadata):
                 wrong.append(f"{name} is no tensor in the checkpoint")
-            elif about.size != each.tensor.shape:
+            elif saved.size != each.tensor.shape:
                 wrong.append(
-                    f"{name} is {tuple(about.size)} in the checkpoint, {tuple(each.tensor.shape)} in the model"
+                    f"{name} is {tuple(saved.size)} in the checkpoint, {tuple(each.tensor.shape)} in the model"
                 )
         if there and each.held:
             if subject.values is not None:
@@ -195,44 +202,26 @@ def _compare(
         wrong += [f"{name} is not in the model" for name in unexpected]
     if wrong:
         more = f" (and {len(wrong) - 8} more)" if len(wrong) > 8 else ""
-        raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:8])}{more}. Nothing was loaded")
+        raise CheckpointError(f"{folder.path} is of another model: {'; '.join(wrong[:8])}{more}. Nothing was loaded")
     held = {
         prefix + name: module
         for name, module in extras.items()
         if isinstance(described.get(name), BytesStorageMetadata)
     }
-    return _Found(folder, manifest, index, script, targets, later, held, missing, unexpected)
-
-
-def _check_small(folder: Path, manifest: Manifest) -> None:
-    """CheckpointError where one of the files that every rank reads is damaged."""
-    for name in (".metadata", SCRIPT):
-        if name in manifest.files:
-            _check_file(folder, name, manifest)
-
-
-def _check_file(folder: Path, name: str, manifest: Manifest) -> None:
-    try:
-        now = facts(folder / name)
-    except OSError as exc:
-        raise CheckpointError(f"{folder / name} cannot be read: {exc.strerror}") from exc
-    if now != manifest.files[name]:
-        raise CheckpointError(
-            f"{folder / name} is damaged: {now.bytes} bytes with checksum {now.crc32:08x}, it was written with "
-            f"{manifest.files[name].bytes} and {manifest.files[name].crc32:08x}. Nothing was loaded"
-        )
+    return _Found(folder, manifest, script, targets, later, held, missing, unexpected)
 
 
 def _damaged(world: World, found: _Found) -> str:
     """'' or which of the files that fall to this rank is damaged: the ranks share the reading of all of them."""
     if found.manifest is None:
         return ""
-    names = sorted(name for name in found.manifest.files if name not in (".metadata", SCRIPT))
+    names = sorted(name for name in found.manifest.files if name not in (METADATA, SCRIPT))
     try:
         for name in names[world.rank :: world.size]:
-            _check_file(found.folder, name, found.manifest)
+            with checked(found.folder.path / name, None, found.manifest.files[name]):
+                pass
     except CheckpointError as exc:
-        return str(exc)
+        return plain(str(exc))
     return ""
 
 
@@ -241,11 +230,13 @@ def _optimizer_state(found: _Found, subject: Subject, *, states: bool = True) ->
     whole = subject.optimizer
     if whole is None:
         return None
-    saved = found.script["optimizer"]
+    assert found.script is not None
+    saved = found.script.optimizer
+    assert saved is not None
     kind = class_name(whole.optimizer)
-    if saved["class"] != kind:
-        raise CheckpointError(f"its optimizer is a {saved['class']}, yours a {kind}. Nothing was loaded")
-    skeleton = NamedState[str](**{name: value for name, value in saved.items() if name != "class"})
+    if saved.class_name != kind:
+        raise CheckpointError(f"its optimizer is a {saved.class_name}, yours a {kind}. Nothing was loaded")
+    skeleton = saved.skeleton
     names = parameter_names(whole, subject.model)
     if len(skeleton.groups) != len(names):
         raise CheckpointError(
@@ -258,27 +249,33 @@ def _optimizer_state(found: _Found, subject: Subject, *, states: bool = True) ->
                 f"{strange[0]} is not in group {number} of its optimizer; make yours of the same parameters, in the "
                 "same groups. Nothing was loaded"
             )
+        _check_settings(number, whole.optimizer.param_groups[number], skeleton.groups[number])
     held = whole.held_keys(names)
     tensors: dict[str, torch.Tensor] = {}
 
     def target(name: TensorName) -> torch.Tensor:
         there = dotted(state_name(name))
-        about = found.index.state_dict_metadata.get(there)
-        if not isinstance(about, TensorStorageMetadata):
-            raise CheckpointError(f"{there} is not in its index")
+        about = found.folder.tensor(there)
         return tensors.setdefault(there, torch.empty(about.size, dtype=about.properties.dtype))
 
     state = skeleton.join(target, {name for group in held for name in group} if states else ())
-    read_values(found.folder, found.index, tensors)
+    find(found.folder, tensors).read()
     return state.state_dict(held)
+
+
+def _check_settings(number: int, mine: dict[str, Any], there: dict[str, Any]) -> None:
+    """CheckpointError where a setting of a group is a number, and something else in the checkpoint."""
+    for key, value in there.items():
+        if isinstance(mine.get(key), int | float) and isinstance(value, str | bytes | list | tuple | dict | set):
+            raise CheckpointError(f"{key} is {value!r:.80} in group {number} of its optimizer. Nothing was loaded")
 
 
 def _averages(found: _Found, subject: Subject) -> dict[str, torch.Tensor]:
     """The averages of what this rank holds, read beside the present ones."""
-    if subject.averaged is None or not found.script["averaged"]:
+    if subject.averaged is None or found.script is None or not found.script.averaged:
         return {}
     held = subject.averaged.own()
-    about = found.index.state_dict_metadata
+    about = found.folder.index.state_dict_metadata
     names = {dotted(average_name(name)): name for name in held}
     for there, name in names.items():
         saved = about.get(there)
@@ -289,28 +286,26 @@ def _averages(found: _Found, subject: Subject) -> dict[str, torch.Tensor]:
     }
     missing = [name for there, name in names.items() if there not in about and isinstance(held[name], nn.Parameter)]
     if missing:
-        raise CheckpointError(f"{found.folder} has no average of {missing[0]}. Nothing was loaded")
-    read_values(found.folder, found.index, values)
+        raise CheckpointError(f"{found.folder.path} has no average of {missing[0]}. Nothing was loaded")
+    find(found.folder, values).read()
     return {names[there]: value for there, value in values.items()}
 
 
-def _put(found: _Found, subject: Subject, local: dict[str, Any] | None) -> None:
+def _put(found: _Found, values: FoundValues, subject: Subject, local: dict[str, Any] | None) -> None:
     """Put everything in its place, or have it put there when the model is deployed."""
     if subject.values is not None:
-        subject.values.take(Distributed(found.folder, found.index), found.later)
+        subject.values.take(Distributed(found.folder), found.later)
         if subject.optimizer is not None:
             subject.values.afterwards(lambda: _put_states(found, subject))
-    wanted: dict[str, Any] = {**found.tensors, **dict.fromkeys(found.extras)}
-    with torch.no_grad():
-        values = read_values(found.folder, found.index, wanted)
+    values.read()
     for name, module in found.extras.items():
-        module.set_extra_state(values[name])
+        module.set_extra_state(values.values[name])
     if subject.optimizer is not None and local is not None:
         subject.optimizer.own_load_state_dict(local)
     for name in ("scheduler", "scaler"):
         each = getattr(subject, name)
         if each is not None:
-            each.load_state_dict(found.script[name])
+            each.load_state_dict(getattr(found.script, name))
 
 
 def _put_states(found: _Found, subject: Subject) -> None:
@@ -320,6 +315,6 @@ def _put_states(found: _Found, subject: Subject) -> None:
     try:
         local = _optimizer_state(found, subject)
     except Exception as exc:
-        raise CheckpointError(f"{found.folder}: {exc}") from exc
+        raise CheckpointError(plain(f"{found.folder.path}: {exc}")) from exc
     assert local is not None
     whole.own_load_state_dict({**local, "param_groups": whole.own_state_dict()["param_groups"]})

@@ -1,12 +1,13 @@
 """What a checkpoint has beside the tensors: a manifest that tells whether it is whole, and the script's own state.
 
-``checkpoint.json`` is the manifest; it is written last, with a digest of itself. ``script.pt`` is for ``torch.load``
-with weights_only: step, extra, scheduler, scaler, random numbers of every rank, groups of the optimizer.
+``checkpoint.json`` is the manifest; it is written last, with a digest of itself. ``script.pt`` (see script_state.py) is
+written by ``torch.save``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import msgspec
 import torch
 
 from rannd.errors import CheckpointError
-from rannd.runtime.storage.dcp_files import FileFacts
+from rannd.runtime.storage.checkpoint_file import FileFacts, is_plain_name, opened
 
 MANIFEST = "checkpoint.json"
-SCRIPT = "script.pt"
 FORMAT = 1
+LARGEST = 1 << 26
+"""Bytes of a manifest: several hundred thousand files."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -45,12 +47,10 @@ class Manifest(msgspec.Struct, frozen=True):
     def read(folder: Path) -> Manifest | None:
         """The manifest of a checkpoint; None where the folder has none. CheckpointError for a damaged one."""
         path = folder / MANIFEST
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             return None
-        except OSError as exc:
-            raise CheckpointError(f"{path} cannot be read: {exc.strerror}") from exc
+        with opened(path, LARGEST) as file:
+            data = file.read()
         try:
             told = msgspec.json.decode(data, type=_Format)
             if told.format > FORMAT:
@@ -65,7 +65,7 @@ class Manifest(msgspec.Struct, frozen=True):
         if found.digest != digest:
             raise CheckpointError(f"{path} is damaged: its digest is not that of what it says")
         for name in found.files:
-            if Path(name).name != name:
+            if not is_plain_name(name):
                 raise CheckpointError(f"{path} is damaged: it names the file {name!r}")
         return found
 

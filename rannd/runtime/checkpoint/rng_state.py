@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+
+from rannd.errors import CheckpointError
+
+_KEY = 624
+"""Numbers in the state of the Mersenne Twister."""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -31,14 +37,44 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def check_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """CheckpointError where generators cannot be put to this: it is tried on others, which are made for it."""
+    cuda: Callable[[torch.Tensor], object] = torch.Generator(device if device.type == "cuda" else "cpu").set_state
+    try:
+        _restore(state, torch.Generator().set_state, random.Random(), np.random.RandomState(), cuda, device)
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeError) as exc:
+        raise CheckpointError(
+            f"its random numbers are damaged: {type(exc).__name__}: {exc}. Nothing was loaded; rng=False loads the rest"
+        ) from exc
+
+
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put the generators back to where they were."""
-    torch.set_rng_state(state["torch"])
+
+    def cuda(numbers: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(numbers, device)
+
+    _restore(state, torch.set_rng_state, random, np.random, cuda, device)
+
+
+def _restore(
+    state: dict[str, Any],
+    cpu: Callable[[torch.Tensor], object],
+    python: Any,
+    numpy: Any,
+    cuda: Callable[[torch.Tensor], object],
+    device: torch.device,
+) -> None:
+    cpu(state["torch"])
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    numpy = state["numpy"]
-    if numpy is not None:
-        key = np.array(numpy["key"], dtype=np.uint32)
-        np.random.set_state((numpy["bit_generator"], key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
+    if gauss is not None and type(gauss) is not float:
+        raise TypeError("what is left of Python's normal numbers is no number")
+    python.setstate((version, tuple(numbers), gauss))
+    saved = state["numpy"]
+    if saved is not None:
+        if not 0 <= saved["pos"] <= _KEY:  # numpy would read beside its key
+            raise ValueError(f"numpy's place is {saved['pos']}")
+        key = np.array(saved["key"], dtype=np.uint32)
+        numpy.set_state((saved["bit_generator"], key, saved["pos"], saved["has_gauss"], saved["gauss"]))
     if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+        cuda(state["cuda"])

@@ -17,9 +17,10 @@ from rannd.errors import CheckpointError, RanndError, UsageError, text_of
 from rannd.runtime.averaged_model import AveragedModel
 from rannd.runtime.checkpoint.async_save import PendingSave, start
 from rannd.runtime.checkpoint.content import Content, class_name, put_averages, put_model, put_optimizer
-from rannd.runtime.checkpoint.manifest import MANIFEST, SCRIPT, check_plain, manifest
+from rannd.runtime.checkpoint.manifest import MANIFEST, check_plain, manifest
 from rannd.runtime.checkpoint.rng_state import random_state
-from rannd.runtime.comm.gather_objects import agree_on_errors, seal, unseal
+from rannd.runtime.checkpoint.script_state import LARGEST, SCRIPT
+from rannd.runtime.comm.gather_objects import agree_on_errors
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.rendezvous import make_group
 from rannd.runtime.comm.world import World
@@ -30,7 +31,9 @@ from rannd.runtime.optim.state_codec import NamedState, merge
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.storage.atomic_folder import TOKEN, Draft, UnsyncedError, write_file
-from rannd.runtime.storage.dcp_files import Entry, FileFacts, facts, write_index, write_shard
+from rannd.runtime.storage.checkpoint_file import FileFacts, facts
+from rannd.runtime.storage.dcp_files import Entry, write_index, write_shard
+from rannd.runtime.storage.sealing import seal, unseal
 
 _storage: dict[int, dist.ProcessGroup | None] = {}
 """For each world's control group, another one for the thread that saves."""
@@ -172,7 +175,13 @@ def _script(told: list[dict[str, Any]], step: int | None, extra: Any) -> bytes:
     if "optimizer" in first:
         parts = [NamedState[str](**each["optimizer"]) for each in told]
         script["optimizer"] = {"class": first["class"], **vars(merge(parts))}
-    return seal(script, "the state of the script")
+    data = seal(script, "the state of the script")
+    if len(data) > LARGEST:
+        raise UsageError(
+            f"step, extra, scheduler, scaler and settings have {len(data)} bytes, more than {LARGEST}; what is large "
+            "belongs into the model or the optimizer's state of parameters, or into a file of its own"
+        )
+    return data
 
 
 def _draft(world: World, path: str | os.PathLike[str]) -> tuple[Draft | None, Path]:

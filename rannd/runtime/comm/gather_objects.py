@@ -1,19 +1,17 @@
-"""Gathers state from the ranks: whole tensors and other Python values.
+"""Gathers tensors and errors from the ranks.
 
-Tensors of any dtype are sent one at a time, as bytes, through the CPU on the control group. Other values are sent, and
-stored in files, in the format of `seal`, which torch.load reads with weights_only=True: reading runs no code.
+Tensors of any dtype are sent one at a time, as bytes, through the CPU on the control group.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from rannd.errors import RanndError, UsageError
+from rannd.errors import RanndError
 from rannd.runtime.comm.world import World
 
 Error = TypeVar("Error", bound=RanndError)
@@ -49,42 +47,6 @@ def collect(
             elif holder != 0 and world.rank == 0:
                 dist.recv(data, holder, group=world.control)
     return mine if everywhere or world.rank == 0 else None
-
-
-def seal(value: Any, what: str) -> bytes:
-    """Serialize a value for `unseal`; UsageError if it could not be read without running code."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        unseal(buffer.getvalue())
-    except Exception as exc:  # pickle raises all kinds of errors
-        raise UsageError(
-            f"{what} contains an object that cannot be sent or stored safely ({_culprit(value, what)}); use numbers, "
-            "strings, bytes, None, lists, tuples, sets, dicts and tensors only"
-        ) from exc
-    return buffer.getvalue()
-
-
-def unseal(data: bytes) -> Any:
-    """Deserialize a value that `seal` serialized."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _culprit(value: Any, path: str) -> str:
-    """Find the object inside a value that cannot be stored; returns its path and type as text."""
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        items = [(f"{path}[{key!r}]", each) for key, each in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(f"{path}[{place}]", each) for place, each in enumerate(value)]
-    for inner, each in items:
-        try:
-            buffer = io.BytesIO()
-            torch.save(each, buffer)
-            unseal(buffer.getvalue())
-        except Exception:
-            return _culprit(each, inner)
-    return f"{path} is a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def agree_on_errors(

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from rannd.errors import UsageError
-from rannd.runtime.comm.gather_objects import agree_on_errors, collect, seal, unseal
+from rannd.runtime.comm.gather_objects import agree_on_errors, collect
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, TensorName, copied, merge
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_elsewhere import ensure_here
+from rannd.runtime.storage.sealing import seal, unseal
 
 SMALL = 16
 """Tensors of up to so many elements are sent with the skeleton."""

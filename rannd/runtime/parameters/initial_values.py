@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from rannd import log
+from rannd.daemon.common.printable import plain
 from rannd.errors import CheckpointError, RanndError, TraceError, UsageError
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.comm.context import Context
@@ -80,7 +81,7 @@ class InitialValues:
         if found.missing or found.unexpected:
             raise CheckpointError(
                 f"{weights.where} does not belong to this model: missing {_some(found.missing)}, unexpected "
-                f"{_some(found.unexpected)}"
+                f"{plain(_some(found.unexpected))}"
             )
         self.take(weights, found.names)
 

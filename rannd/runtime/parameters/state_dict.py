@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from rannd.errors import UsageError
-from rannd.runtime.comm.gather_objects import agree_on_errors, collect, seal, unseal
+from rannd.runtime.comm.gather_objects import agree_on_errors, collect
 from rannd.runtime.comm.lockstep import Phase, ensure_memory, meet
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_elsewhere import described, elsewhere, ensure_here
 from rannd.runtime.parameters.substitutes import StandIns, TensorSlot, places
+from rannd.runtime.storage.sealing import seal, unseal
 from rannd.runtime.storage.weight_files import Given
 
 

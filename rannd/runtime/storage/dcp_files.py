@@ -1,4 +1,4 @@
-"""Tensors in and out of the files of torch.distributed.checkpoint, without its pickled messages between ranks.
+"""Tensors into the files of torch.distributed.checkpoint, without its pickled messages between ranks.
 
 Each rank writes one file, ``__RANK_0.distcp``, with torch's own FileSystemWriter; rank 0 writes the index for all.
 torch.distributed.checkpoint reads such a folder as one of its own. A tensor is written once; further names of it are
@@ -7,17 +7,15 @@ further entries of the index, for the same bytes.
 
 from __future__ import annotations
 
-import io
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,14 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from rannd.errors import CheckpointError
-from rannd.runtime.comm.gather_objects import unseal
 from rannd.runtime.storage.atomic_folder import METADATA
-
-CHUNK = 16 << 20
+from rannd.runtime.storage.checkpoint_file import FileFacts, facts
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -46,13 +41,6 @@ class Entry(msgspec.Struct, frozen=True):
     file: str
     offset: int
     length: int
-
-
-class FileFacts(msgspec.Struct, frozen=True):
-    """What tells whether a file is whole."""
-
-    bytes: int
-    crc32: int
 
 
 def write_shard(
@@ -116,59 +104,3 @@ def _sync(path: Path) -> None:
     """Write a file to disk. (torch's `sync_files` syncs before Python has written all that it buffers.)"""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def read_values(folder: Path, index: Metadata, targets: dict[str, Any]) -> dict[str, Any]:
-    """Read into the tensors of `targets`, in place; what is no tensor there is read anew. Returns all of them.
-
-    OSError, RuntimeError: The files are damaged or gone.
-    """
-    if not targets:
-        return {}
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(index, False)
-    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(targets, index, False)
-    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-    return planner.state_dict
-
-
-class _Planner(DefaultLoadPlanner):
-    """Reads what is no tensor without running code."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        assert read_item.type is LoadItemType.BYTE_IO
-        self.state_dict[read_item.dest_index.fqn] = unseal(value.read())
-
-
-def facts(path: Path) -> FileFacts:
-    """Size and checksum of a file."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            size += len(chunk)
-            crc = zlib.crc32(chunk, crc)
-    return FileFacts(size, crc)
-
-
-class Distributed:
-    """The tensors of a folder that torch.distributed.checkpoint, or `pyrannc.save_checkpoint`, wrote."""
-
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        self.where = str(folder)
-        self._folder = folder
-        self._index = index
-        self._tensors = {
-            name: each for name, each in index.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
-        }
-        self.shapes = {name: tuple(each.size) for name, each in self._tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """As of any Weights; only the parts of the files that belong to the tensor are read."""
-        each = self._tensors[name]
-        made = torch.empty(each.size, dtype=each.properties.dtype)
-        try:
-            read_values(self._folder, self._index, {name: made})
-        except Exception as exc:  # torch and pickle raise all kinds of errors for a damaged file
-            raise CheckpointError(f"{name} cannot be read from {self.where}: {type(exc).__name__}: {exc}") from exc
-        return made

@@ -1,6 +1,6 @@
 """Values of parameters in files, read one tensor at a time: safetensors, and torch.distributed.checkpoint.
 
-Every rank reads what it holds and nothing else. Nothing that comes from a file is run (see dcp_metadata.py).
+Every rank reads what it holds and nothing else. Nothing that comes from a file is run (see pickle_reader.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import msgspec
 import torch
 from torch import nn
 
+from rannd.daemon.common.printable import plain
 from rannd.errors import CheckpointError
 from rannd.runtime.storage.atomic_folder import METADATA
+from rannd.runtime.storage.checkpoint_file import is_plain_name
 
 INDEX = "model.safetensors.index.json"
 
@@ -67,6 +69,8 @@ class Safetensors:
         self._file: dict[str, Path] = {}
         paths = [where] if files is None else sorted(set(files.values()))
         for path in paths:
+            if not path.is_file():  # a pipe would be waited for
+                raise CheckpointError(f"{path} is no file of safetensors that can be read: it is not a regular file")
             try:
                 with safe_open(path, framework="pt") as held:
                     for name in held.keys():  # noqa: SIM118 (it is no mapping)
@@ -78,7 +82,7 @@ class Safetensors:
         missing = sorted(set(files or ()) - set(self._file))
         if missing:
             raise CheckpointError(
-                f"{where / INDEX} names {missing[0]}, which is not in its file; the checkpoint is broken"
+                f"{where / INDEX} names {plain(missing[0])}, which is not in its file; the checkpoint is broken"
             )
 
     def read(self, name: str) -> torch.Tensor:
@@ -105,10 +109,10 @@ def open_weights(path: Path) -> Weights:
             return Safetensors(path / "model.safetensors", None)
         if (path / METADATA).is_file():
             # Only here: importing torch.distributed.checkpoint takes as long as a fifth of torch.
-            from rannd.runtime.storage.dcp_files import Distributed
             from rannd.runtime.storage.dcp_metadata import read_index
+            from rannd.runtime.storage.dcp_reading import Distributed, IndexedFolder
 
-            return Distributed(path, read_index(path))
+            return Distributed(IndexedFolder(path, read_index(path)))
     what = "is not there" if not path.exists() else "is none of them"
     raise CheckpointError(
         f"checkpoint {path} {what}: name a .safetensors file, a folder with model.safetensors or {INDEX}, or a folder "
@@ -125,7 +129,7 @@ def _index(folder: Path) -> dict[str, Path]:
     except (OSError, msgspec.MsgspecError) as exc:
         raise CheckpointError(f"{folder / INDEX} cannot be read: {exc}") from exc
     for name in found.values():
-        if Path(name).name != name:
+        if not is_plain_name(name):
             raise CheckpointError(f"{folder / INDEX} names {name!r}, which is no file beside it")
     return {name: folder / file for name, file in found.items()}
 

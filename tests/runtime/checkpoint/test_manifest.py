@@ -12,7 +12,7 @@ import pytest
 from rannd.errors import CheckpointError
 from rannd.runtime.checkpoint import manifest
 from rannd.runtime.checkpoint.manifest import MANIFEST, Manifest
-from rannd.runtime.storage.dcp_files import FileFacts
+from rannd.runtime.storage.checkpoint_file import FileFacts
 
 STORED = Path(__file__).parent / "stored"
 
@@ -66,6 +66,13 @@ def test_a_version_with_fewer_fields_reads_it(tmp_path: Path) -> None:
     found = Manifest.read(tmp_path)
     assert type(found) is Manifest
     assert (found.step, found.files) == (7, {"a": FileFacts(1, 2)})
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../b", "a/b", "/b", "a\0"])
+def test_it_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    (tmp_path / MANIFEST).write_bytes(Manifest(1, "", 1, None, "2.15.0", {name: FileFacts(1, 2)}).sealed())
+    with pytest.raises(CheckpointError, match=r"damaged: it names the file"):
+        Manifest.read(tmp_path)
 
 
 def _places(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rannd.errors import UsageError
-from rannd.runtime.comm.gather_objects import seal, unseal
 from rannd.runtime.optim.state_codec import MARK, NamedState, copied, merge
+from rannd.runtime.storage.sealing import seal, unseal
 
 SIZES = st.sampled_from([(), (0,), (3,), (4, 5), (2, 3, 4)])
 TENSORS = st.builds(lambda size, number: torch.full(size, float(number)), SIZES, st.integers(0, 99))

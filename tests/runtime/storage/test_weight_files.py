@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import warnings
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
+import pyrannc
 from rannd.errors import CheckpointError
 from rannd.runtime.storage.weight_files import Given, match, open_weights
 
@@ -104,6 +106,34 @@ def test_a_folder_of_torch_is_read_as_data(tmp_path: Path, monkeypatch: pytest.M
         file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(CheckpointError, match=r"a.weight cannot be read from .*it: "):
         found.read("a.weight")
+
+
+def test_names_in_messages_have_no_control_characters(tmp_path: Path) -> None:
+    name = "\x1b]0;pwned\x07"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({name: torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    weights = open_weights(tmp_path)
+    for file in tmp_path.glob("*.distcp"):
+        file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"^\?\]0;pwned\? cannot be read") as caught:
+        weights.read(name)
+    assert str(caught.value).isprintable()
+    with pytest.raises(CheckpointError, match=r"unexpected \[\?\]0;pwned\?\]") as caught:
+        pyrannc.RaNNCModule(nn.Linear(2, 2), checkpoint=tmp_path)
+    assert str(caught.value).isprintable()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "a.safetensors"}}))
+    save_file({"other": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"names \?\]0;pwned\?, which is not in its file"):
+        open_weights(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    folder = parts(tmp_path)
+    (folder / "b.safetensors").unlink()
+    os.mkfifo(folder / "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"b\.safetensors is no file .* not a regular file"):
+        open_weights(folder)
 
 
 def test_names_of_a_model_are_found_behind_a_prefix_and_tied_ones_under_any_name() -> None:
