@@ -37,9 +37,12 @@ HIGHER_ORDER: Final = frozenset(_HIGHER_ORDER.split())
 _COMPUTING: Final = frozenset({"aten", "prims"})
 """Namespaces of torch's operators that compute tensors."""
 _OTHERS: Final = (
-    "_c10d_functional _c10d_functional_autograd _dtensor _native _native_aot _quantized _test c10d coor debug_mode_ops "
-    "debugprims export flex_gemm fsdp inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prepacked profiler "
-    "quantization quantized rngprims sparse static_runtime symm_mem"
+    "_TorchScriptTesting _c10d_functional _c10d_functional_autograd _dtensor _inductor_debug _inductor_test "
+    "_native _native_aot _quantized _test _torch_testing ao bucketing c10d c10d_functional coor cplib "
+    "debug_mode_ops debugprims device_mesh export flex_gemm flex_lib fsdp inductor inductor_prims mkl mkldnn "
+    "mkldnn_prepacked onednn onnx onnx_symbolic pippy prepacked profiler quantization quantized "
+    "quantized_decomposed rngprims semi_structured sparse static_runtime streams symm_mem testlib torch_attn "
+    "triton"
 )
 TORCHS_OTHERS: Final = frozenset(_OTHERS.split())
 """Torch's other namespaces: communication, files, and internal operators that trust their arguments."""

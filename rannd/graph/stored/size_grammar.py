@@ -38,7 +38,14 @@ class _Expanded(NamedTuple):
     """What the expanded form of a size has at most."""
 
     degree: int
-    terms: int
+    products: int
+    """Terms that are no plain numbers."""
+    number: bool = True
+    """Whether there is such a term; it is one, as numbers are added up."""
+
+    @property
+    def terms(self) -> int:
+        return self.products + self.number
 
 
 def check_size(data: Any) -> int:
@@ -55,11 +62,10 @@ class Sizes:
 
     def check(self, data: Any) -> None:
         """Check one more."""
-        if type(data) is int:
-            check_size(data)
-        elif (text := repr(data)) not in self._seen:
+        parts = check_size(data)
+        if parts > 1 and (text := repr(data)) not in self._seen:
             self._seen.add(text)
-            self._parts += check_size(data)
+            self._parts += parts
             if self._parts > MOST_PARTS:
                 broken(f"more than {MOST_PARTS} parts of sizes", data)
 
@@ -77,7 +83,7 @@ class _Size:
         if self.parts > LARGEST_SIZE or depth > DEEPEST:
             broken("a size", self._data)
         if type(each) is bool or (type(each) is int and -(2**63) <= each < 2**63):
-            return _Expanded(0, 1)
+            return _Expanded(0, 0)
         if not isinstance(each, list) or len(each) < 2 or type(each[0]) is not str:
             broken("a size", each)
         tag, *items = each
@@ -95,9 +101,9 @@ class _Size:
 
     def _plain(self, tag: str, items: list[Any]) -> _Expanded | None:
         if tag != "y":
-            return _Expanded(0, 1)
+            return _Expanded(0, 0)
         self._symbols.add(items[0])
-        return _Expanded(1, 1) if len(self._symbols) <= MOST_SYMBOLS else None
+        return _Expanded(1, 1, False) if len(self._symbols) <= MOST_SYMBOLS else None
 
     def _power(self, items: list[Any], depth: int) -> _Expanded | None:
         power = _exponent(items[1]) if len(items) == 2 else 0
@@ -106,17 +112,20 @@ class _Size:
         base = self._expanded(items[0], depth + 1)
         if not base.degree and isinstance(items[0], list) and items[0][0] not in ("q", "f"):
             return None  # a power of a number that has yet to be computed
-        return _Expanded(base.degree * power, base.terms**power)
+        if not base.degree:
+            return _Expanded(0, 1)  # a root
+        return _Expanded(base.degree * power, base.terms**power - base.number, base.number)
 
     def _function(self, tag: str, given: list[_Expanded]) -> _Expanded | None:
-        degrees, terms = zip(*given, strict=True)
+        degrees, products, numbers = zip(*given, strict=True)
+        terms = [each.terms for each in given]
         if tag == "Mul":
-            return _Expanded(sum(degrees), math.prod(terms))
+            return _Expanded(sum(degrees), math.prod(terms) - all(numbers), all(numbers))
         if tag == "Add":
-            return _Expanded(max(degrees), sum(terms))
+            return _Expanded(max(degrees), sum(products), any(numbers))
         if tag not in _CONDITIONS and sum(terms) > MOST_DIVIDED:
             return None
-        return _Expanded(max(degrees), max(terms))  # a quotient or remainder may become one of its arguments
+        return _Expanded(max(degrees), max(1, *products))  # a quotient or remainder may become one of its arguments
 
 
 def _is_plain(tag: str, items: list[Any]) -> bool:

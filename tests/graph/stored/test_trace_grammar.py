@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zlib
@@ -334,6 +335,19 @@ def test_namespaces_of_torchs_own_operators_are_known() -> None:
     program = "import torch; print(*{name.split('::')[0] for name in torch._C._dispatch_get_all_op_names()})"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert set(told.split()) - operator_grammar.TORCHS_OTHERS == {"aten", "prims"}
+
+
+MADE = re.compile(r"""\b(?:Library|custom_op|triton_op)\(\s*f?["']([A-Za-z_]\w*)["':]""")
+EXAMPLES = {"_", "mylib", "mylibrary", "mymodule"}
+"""Namespaces in torch's docstrings."""
+
+
+def test_namespaces_that_parts_of_torch_make_when_they_are_imported_are_known() -> None:
+    home = Path(torch.__file__).parent
+    found = {name for file in home.rglob("*.py") for name in MADE.findall(file.read_text(errors="replace"))}
+    assert {"onnx", "streams"} <= found
+    # torch_nn: the loss of a linear layer, a function for all.
+    assert found - EXAMPLES - operator_grammar.TORCHS_OTHERS == {"aten", "prims", "torch_nn"}
 
 
 class Dumping(Masking):
