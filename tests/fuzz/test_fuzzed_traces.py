@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import zlib
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from fuzz.mutation import Mutator
+from fuzz.mutation import CANARY, Mutator
+from fuzz.trace_attacks import TraceAttacker
 from fuzz.watched import Found
 from leaf_models import Deciding, Masking, Nested, Pair
 from pieces import CPU, signature_of
 from torch import nn
 
+from rannd.graph.fx.traced import Traced
 from rannd.graph.model import build
 from rannd.graph.partition.graph_hash import graph_hash
 from rannd.graph.stored.codec import decode, encode
@@ -28,6 +31,8 @@ SEED = int(seed) if (seed := os.environ.get("TEST_SEED", "0")).isdigit() else No
 GROWTH = 2 * 2**30
 SECONDS = 60
 """More than any attempt takes on a busy machine; a size like 9**9**9 would take hours."""
+ATTACKS = 0.4
+"""Share of the rounds that aim at operators, leaves and sizes."""
 
 
 class Tied(nn.Module):
@@ -58,7 +63,14 @@ class Packed(nn.Module):
         return Pair(found["sum"], {"more": [found["count"], None]})
 
 
-MODELS = (Tied, Deciding, Masking, Packed)
+class Hiding(Masking):
+    """A method that no forward calls."""
+
+    def hidden(self, a: torch.Tensor, *, sign: float) -> torch.Tensor:
+        raise AssertionError(f"it runs, with {sign}")
+
+
+MODELS = (Tied, Deciding, Hiding, Packed)
 
 
 def judge(found: Found, sound: int, rounds: int) -> None:
@@ -69,6 +81,20 @@ def judge(found: Found, sound: int, rounds: int) -> None:
     assert found.seconds < SECONDS
 
 
+def check_calls(loaded: Traced) -> None:
+    """Check what the graph calls, without the grammar's own lists."""
+    for node in loaded.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            namespace, _, name = node.target._schema.name.partition("::")
+            assert namespace in ("aten", "prims", "rannd", "transformers")
+            assert not name.endswith("_backward")
+            assert not (name.startswith(("_convert", "_segment", "_sparse", "_indices", "_print", "_pad_packed")))
+            assert not {"unsafe", "filename"} & {argument.name for argument in node.target._schema.arguments}
+    for call in loaded.leaves.calls.values() if loaded.leaves is not None else ():
+        assert CANARY not in f"{call.path} {call.spec} {call.constants}"
+        assert not call.path.endswith(("hidden", "requires_grad_"))
+
+
 @pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(20 * ROUNDS, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
@@ -76,9 +102,10 @@ def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
     signature, tensors = signature_of(model, torch.randn(4, 6))
     traced, signature = trace(model, signature, tensors)
     plain = msgspec.msgpack.decode(zlib.decompress(encode(traced, signature.fixed_rows)))
-    mutator, found, sound = Mutator(SEED or 0), Found(), 0
+    mutator, attacker, found, sound = Mutator(SEED or 0), TraceAttacker(SEED or 0), Found(), 0
+    choice = random.Random(SEED or 0)
     for _ in range(rounds):
-        changed = mutator.mutated(plain)
+        changed = attacker.attacked(plain) if choice.random() < ATTACKS else mutator.mutated(plain)
         try:
             data = zlib.compress(msgspec.msgpack.encode(changed), 1)
         except (OverflowError, RecursionError, UnicodeEncodeError, TypeError):
@@ -88,6 +115,7 @@ def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
                 loaded = decode(data, model)[0]
             except Broken:
                 continue
+            check_calls(loaded)
             # What the provider does then, with a stored hash that somebody has computed in the same way.
             try:
                 build(model, signature, tensors, CPU, loaded)
@@ -122,9 +150,12 @@ def test_mutated_templates(rounds: int) -> None:
     plain = msgspec.msgpack.decode(template(model, signature, tensors))
     plain["conditions"].append(["Ge", ["FloorDiv", ["Pow", ["Add", ["y", "n0"], ["q", 1, 2]], 2], 3], ["y", "n0"]])
     held = plain.pop("traced")
-    mutator, found, sound = Mutator(SEED or 0), Found(), 0
+    mutator, attacker, found, sound = Mutator(SEED or 0), TraceAttacker(SEED or 0), Found(), 0
+    choice = random.Random(SEED or 0)
     for _ in range(rounds):
         changed = mutator.mutated(plain)
+        if choice.random() < ATTACKS:
+            changed = {**plain, "conditions": [["Ge", attacker.size(), attacker.size()] for _ in range(3)]}
         try:
             data = msgspec.msgpack.encode({"traced": held, **changed} if isinstance(changed, dict) else changed)
         except (OverflowError, RecursionError, UnicodeEncodeError, TypeError):

@@ -80,6 +80,7 @@ class LeafTable:
     """The opaque calls of one traced model."""
 
     def __init__(self, model: nn.Module, calls: Mapping[str, LeafCall]) -> None:
+        self.model = model
         self.calls = dict(calls)
         """Calls by key without the model's token: ``path#call number``."""
         self._modules = {call.path: part_of(model, call.path) for call in calls.values()}

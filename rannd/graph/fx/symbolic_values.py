@@ -78,7 +78,7 @@ def length_symbol(name: str) -> sympy.Symbol:
 def with_lengths(value: Value, lengths: Mapping[sympy.Symbol, int]) -> Value:
     """Substitute sizes for the symbols of dynamic dimensions in a value."""
     if isinstance(value, TensorValue):
-        return TensorValue(value.dtype, tuple(_put_in(size, lengths) for size in value.shape))
+        return TensorValue(value.dtype, tuple(_put_in(size, tuple(lengths.items())) for size in value.shape))
     if isinstance(value, Number):
         return Number(value.kind, value.expr.subs(lengths))
     if isinstance(value, tuple):
@@ -86,10 +86,11 @@ def with_lengths(value: Value, lengths: Mapping[sympy.Symbol, int]) -> Value:
     return value
 
 
-def _put_in(size: Dim, lengths: Mapping[sympy.Symbol, int]) -> Dim:
+@lru_cache(maxsize=100_000)
+def _put_in(size: Dim, lengths: tuple[tuple[sympy.Symbol, int], ...]) -> Dim:
     if isinstance(size, int):
         return size
-    found = size.subs(lengths)
+    found = size.subs(dict(lengths))
     return int(found) if found.is_Integer else found
 
 

@@ -10,6 +10,7 @@ operator gets only those tensors.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,6 +22,9 @@ from torch.utils import _pytree as pytree
 
 from rannd.graph.modules.autograd_functions import FunctionPart, function_part, is_function
 from rannd.patches import MODULE_ENTERED, patched
+
+_BY_SYNTAX = ("__call__", "__contains__", "__getitem__", "__iter__", "__len__")
+"""Methods that code calls without their names."""
 
 
 class Method(nn.Module):
@@ -123,6 +127,17 @@ def called_methods(module: nn.Module, run: Callable[[], Any]) -> list[str]:
     return [name for name in found if not _mentioned(type(module), name, set()) & set(module._modules)]
 
 
+def called_in_forward(model: nn.Module) -> set[str]:
+    """Names in the code of the `forward` of each module of a model, and of what that calls of its own class."""
+    kinds = {type(module) for module in model.modules()}
+    return set().union(*(_mentioned(kind, name, set()) for kind in kinds for name in ("forward", *_BY_SYNTAX)))
+
+
+def is_own_method(module: nn.Module, name: str) -> bool:
+    """Whether a module's class has a method of this name that may be a leaf."""
+    return name in _methods(module)
+
+
 def _methods(module: nn.Module) -> list[str]:
     """Names of functions in the classes derived from nn.Module, except `forward` and special methods."""
     found: list[str] = []
@@ -141,8 +156,17 @@ def _mentioned(kind: type, name: str, seen: set[str]) -> set[str]:
     if name in seen or not isinstance(function, types.FunctionType):
         return set()
     seen.add(name)
-    names = _names(function.__code__)
+    names = set().union(*(_names(each.__code__) for each in _wrapped(function)))
     return names.union(*(_mentioned(kind, other, seen) for other in names))
+
+
+def _wrapped(function: types.FunctionType) -> list[types.FunctionType]:
+    """A function, and those that it is a decoration of."""
+    found = [function]
+    for each in found:
+        inner = [getattr(each, "__wrapped__", None), *inspect.getclosurevars(each).nonlocals.values()]
+        found += [other for other in inner if isinstance(other, types.FunctionType) and other not in found]
+    return found
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -40,14 +40,10 @@ from rannd.graph.stored.encoding import (
     to_value,
     value_data,
 )
-from rannd.graph.stored.trace_grammar import (
-    FUNCTIONS,
-    MOST_CONSTANT_BYTES,
-    MOST_DIMENSIONS,
-    MOST_GRAPH_BYTES,
-    check_operator,
-    check_trace,
-)
+from rannd.graph.stored.grammar_rules import MOST_DIMENSIONS
+from rannd.graph.stored.operator_grammar import FUNCTIONS, check_operator
+from rannd.graph.stored.soundness import check_sound
+from rannd.graph.stored.trace_grammar import MOST_CONSTANT_BYTES, MOST_GRAPH_BYTES, check_trace
 
 FORMAT = 4
 _PYTHON: Mapping[str, Any] = {"_operator": operator, "math": math, "torch": torch}
@@ -84,8 +80,9 @@ def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
         "leaves": None if traced.leaves is None else {n: _leaf_call(c) for n, c in traced.leaves.calls.items()},
     }
     check_trace(data)
+    check_sound(traced)
     plain = msgspec.msgpack.encode(data)
-    held = sum(len(raw) for _, _, raw in data["constants"].values() if raw is not None)
+    held = sum(len(raw) for _, _, raw in data["constants"].values())
     if held > MOST_CONSTANT_BYTES or len(plain) - held > MOST_GRAPH_BYTES:
         raise Uncodable(f"constants of {held} bytes, and {len(plain) - held} for the rest")
     return zlib.compress(plain, 1)
@@ -109,7 +106,7 @@ def decode(
 class _Fields(msgspec.Struct):
     """A trace whose constants are read, while the size of the rest is not known yet."""
 
-    constants: dict[str, tuple[str, Annotated[list[int], Meta(max_length=MOST_DIMENSIONS)], bytes | None]]
+    constants: dict[str, tuple[str, Annotated[list[int], Meta(max_length=MOST_DIMENSIONS)], bytes]]
 
 
 def _checked(data: bytes) -> dict[str, Any]:
@@ -119,7 +116,7 @@ def _checked(data: bytes) -> dict[str, Any]:
     if not unpacker.eof:
         raise Broken(f"it is cut off, or has more than {MOST_CONSTANT_BYTES + MOST_GRAPH_BYTES} bytes")
     constants = msgspec.msgpack.decode(plain, type=_Fields).constants
-    if len(plain) - sum(len(raw) for _, _, raw in constants.values() if raw is not None) > MOST_GRAPH_BYTES:
+    if len(plain) - sum(len(raw) for _, _, raw in constants.values()) > MOST_GRAPH_BYTES:
         raise Broken(f"it has more than {MOST_GRAPH_BYTES} bytes beside the values of its constants")
     found: dict[str, Any] = msgspec.msgpack.decode(plain)
     check_trace(found)
@@ -163,6 +160,7 @@ def _decoded(data: dict[str, Any], model: nn.Module, lengths: Mapping[sympy.Symb
         decisions,
         tuple(data["whole"]),
     )
+    check_sound(traced)
     return traced, data["fixed_rows"]
 
 
@@ -263,8 +261,8 @@ def _assign(root: nn.Module, target: str, value: Any) -> None:
 
 def _target(target: Callable[..., Any]) -> list[str]:
     if isinstance(target, torch._ops.OpOverload):
-        namespace, name = target._schema.name.split("::")
-        return ["op", f"{namespace}::{name}", target._overloadname]
+        check_operator(target)
+        return ["op", target._schema.name, target._overloadname]
     if isinstance(target, torch._ops.HigherOrderOperator):
         found = ["hop", target.name(), ""]
     else:
@@ -300,18 +298,14 @@ def _to_target(target: tuple[str, ...]) -> Any:
 
 
 def _tensor(tensor: torch.Tensor) -> list[Any]:
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         raise Uncodable(f"a constant of type {type(tensor).__qualname__} {tensor.layout} on {tensor.device}")
-    if tensor.is_meta:
-        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), None]
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw]
 
 
 def _to_tensor(data: list[Any]) -> torch.Tensor:
     dtype = DTYPES[data[0]]
-    if data[2] is None:
-        return torch.empty(data[1], dtype=dtype, device="meta")
     if not data[2]:
         return torch.empty(data[1], dtype=dtype)
     return torch.frombuffer(bytearray(data[2]), dtype=torch.uint8).view(dtype).reshape(data[1])

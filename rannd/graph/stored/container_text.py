@@ -19,9 +19,23 @@ LONGEST: Final = 2**20
 """Characters of a text."""
 DEEPEST: Final = 48
 """Containers inside of each other."""
+LONGEST_NAME: Final = 512
+"""Characters of the name of a class."""
+MOST_NAME_PARTS: Final = 16
+"""Names with dots between them in the name of a class."""
 _FACTORIES = frozenset({"dict", "float", "int", "list", "set", "str", "tuple"})
 """Builtins that a defaultdict may call for missing keys."""
 _DEFAULTDICT = {"default_factory_module", "default_factory_name", "dict_context"}
+
+
+class Containers:
+    """What the text of a TreeSpec names."""
+
+    def __init__(self) -> None:
+        self.classes: set[str] = set()
+        """Container classes."""
+        self.keys: set[str] = set()
+        """Texts that containers keep beside their children: keys and names of attributes."""
 
 
 def to_text(spec: pytree.TreeSpec) -> str:
@@ -38,61 +52,69 @@ def to_text(spec: pytree.TreeSpec) -> str:
 
 def from_text(text: str) -> pytree.TreeSpec:
     """Deserialize a TreeSpec; container classes are looked up in the modules imported so far. Raises Broken."""
-    for name in check_container(text):
+    for name in check_container(text).classes:
         register_named(name)
     return pytree.treespec_loads(text)
 
 
-def check_container(text: Any) -> set[str]:
-    """Check a serialized TreeSpec, and return the names of its container classes. Raises Broken."""
+def check_container(text: Any) -> Containers:
+    """Check a serialized TreeSpec, and return what it names. Raises Broken."""
     if type(text) is not str or len(text) > LONGEST:
         raise Broken("the text of a container is too long, or no text")
-    names: set[str] = set()
+    found = Containers()
     match _json(text):
         case [int(), tree]:
-            _check_tree(tree, 0, names)
+            _check_tree(tree, 0, found)
         case _:
             raise Broken(f"a container: {text[:200]}")
-    return names
+    return found
 
 
-def _check_tree(data: Any, depth: int, names: set[str]) -> None:
+def check_class_name(name: str) -> None:
+    """Check the dotted name of a class, which is looked up part by part. Raises Broken."""
+    if len(name) > LONGEST_NAME or name.count(".") >= MOST_NAME_PARTS:
+        raise Broken(f"the name of a class: {name[:200]}")
+
+
+def _check_tree(data: Any, depth: int, found: Containers) -> None:
     match data:
         case {"type": None, "context": None, "children_spec": [], **rest} if not rest:
             pass
         case {"type": str(name), "context": context, "children_spec": [*children], **rest} if not rest:
             if depth >= DEEPEST:
                 raise Broken(f"more than {DEEPEST} containers inside of each other")
-            names.add(name)
-            _check_context(context)
+            check_class_name(name)
+            found.classes.add(name)
+            _check_context(context, found.keys)
             for child in children:
-                _check_tree(child, depth + 1, names)
+                _check_tree(child, depth + 1, found)
         case _:
             raise Broken(f"a container: {str(data)[:200]}")
 
 
-def _check_context(context: Any) -> None:
+def _check_context(context: Any, keys: set[str]) -> None:
     """Check what a class keeps beside its children: names and keys, as plain values or as JSON of them."""
     if type(context) is str:
         try:  # as torch does with a text, whatever it begins with
-            told = json.loads(context)
+            context = json.loads(context)
         except RecursionError as exc:
             raise Broken(f"a container: {exc}") from exc
         except ValueError:
-            told = None
-        context = told if isinstance(told, (dict, list)) else context
+            pass
     if isinstance(context, dict) and context.keys() == _DEFAULTDICT:
         if context["default_factory_module"] != "builtins" or context["default_factory_name"] not in _FACTORIES:
             raise Broken(f"a defaultdict that calls {str(context)[:200]}")
         context = context["dict_context"]
-    _check_plain(context, 0)
+    _check_plain(context, 0, keys)
 
 
-def _check_plain(value: Any, depth: int) -> None:
+def _check_plain(value: Any, depth: int, keys: set[str]) -> None:
     if isinstance(value, list) and depth < DEEPEST:
         for each in value:
-            _check_plain(each, depth + 1)
-    elif value is not None and type(value) not in (bool, int, float, str):
+            _check_plain(each, depth + 1, keys)
+    elif type(value) is str:
+        keys.add(value)
+    elif value is not None and type(value) not in (bool, int, float):
         raise Broken(f"a container that keeps {str(value)[:200]}")
 
 

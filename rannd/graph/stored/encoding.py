@@ -9,7 +9,9 @@ expression      integer | ["y", symbol] | ["q", p, q] | ["f", text] | [function,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -156,7 +158,12 @@ def to_expression(data: Any) -> Any:
         return sympy.true if data else sympy.false
     if type(data) is int:
         return sympy.Integer(data)
-    tag, *rest = data
+    return _built(json.dumps(data))  # a trace has few sizes, and each in many places
+
+
+@lru_cache(maxsize=10_000)
+def _built(text: str) -> Any:
+    tag, *rest = json.loads(text)
     if tag == "y":
         name = rest[0]
         return ROWS if name == ROWS.name else length_symbol(name) if name.startswith("n") else unknown_size(name)

@@ -23,7 +23,7 @@ from rannd.graph.fx.traced import Traced
 from rannd.graph.modules.source_location import Offence
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken, Uncodable, expression, to_expression
-from rannd.graph.stored.trace_grammar import check_size
+from rannd.graph.stored.size_grammar import Sizes
 from rannd.graph.tracing.batch_dim import MOST_ROWS
 
 SMALLEST = 3
@@ -45,7 +45,7 @@ class _Stored(msgspec.Struct):
     lengths: list[tuple[int, int, str]]
     """(tensor, dimension after the batch dimension, symbol) of the open dimensions."""
     conditions: list[Any]
-    """Sizes as trace_grammar.check_size allows them."""
+    """Sizes as size_grammar.Sizes allows them."""
 
 
 def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
@@ -71,10 +71,7 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor])
         traced = traced_of(model, found)
         data = encode(traced, None)
         conditions = [expression(each) for each in _conditions(program, symbols)]
-        for each in conditions:
-            check_size(each)
-        if len(conditions) > MOST_CONDITIONS:
-            raise NoTemplate(f"it has {len(conditions)} conditions on sizes")
+        _check_conditions(conditions)
     except (Uncodable, Broken, Undecidable, Offence, TraceError) as exc:
         raise NoTemplate(str(exc)) from exc
     except NoTemplate:
@@ -98,10 +95,7 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
         stored = msgspec.msgpack.decode(data, type=_Stored)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
         raise Broken(str(exc)) from exc
-    if len(stored.conditions) > MOST_CONDITIONS:
-        raise Broken(f"it has {len(stored.conditions)} conditions")
-    for each in stored.conditions:
-        check_size(each)
+    _check_conditions(stored.conditions)
     sizes: dict[sympy.Symbol, int] = {}
     for tensor, dim, name in stored.lengths:
         if not (0 <= tensor < len(signature.tensors) and 0 <= dim < len(signature.tensors[tensor].shape)):
@@ -112,6 +106,8 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
     for each in stored.conditions:
         try:
             condition = to_expression(each).subs(sizes)
+            if not condition.free_symbols <= {ROWS}:
+                raise Broken(f"it depends on {condition.free_symbols}")
             rows = range(2, LARGEST_CHECKED) if condition.free_symbols else (2,)
             fits = not any(condition.subs(ROWS, count) == sympy.false for count in rows)
         except Exception as exc:
@@ -126,6 +122,15 @@ def instance(data: bytes, model: nn.Module, signature: Signature) -> Traced:
         if not isinstance(value, TensorValue) or value.shape[1 if spec.batch else 0 :] != spec.shape:
             raise NoTemplate(f"{spec.name} has the shape {spec.shape}")
     return dataclasses.replace(traced, record=())
+
+
+def _check_conditions(conditions: list[Any]) -> None:
+    """Raise Broken unless they are few, and small."""
+    if len(conditions) > MOST_CONDITIONS:
+        raise Broken(f"it has {len(conditions)} conditions on sizes")
+    sizes = Sizes()
+    for each in conditions:
+        sizes.check(each)
 
 
 def _enlarged(signature: Signature, leaves: list[torch.Tensor]) -> tuple[Signature, list[torch.Tensor]]:

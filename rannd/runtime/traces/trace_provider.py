@@ -29,6 +29,7 @@ from rannd.graph.model import ModelGraph, build, trace
 from rannd.graph.modules.guards import PythonState
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken, Uncodable
+from rannd.graph.stored.soundness import check_inputs
 from rannd.runtime.comm.cache_client import tell_miss
 from rannd.runtime.comm.context import Context
 from rannd.runtime.parameters.ownership import Parameters
@@ -357,6 +358,7 @@ class Tracer:
         if made != [tuple(leaves[number].shape) for number in traced.whole]:
             return None
         signature = signature.whole(traced.whole, signature.rows(leaves))
+        check_inputs(traced, signature)
         graph = build(self._context.model, replace(signature, fixed_rows=rows), leaves, self._world.device, traced)
         if graph.task.graph_hash != stored.graph_hash:
             raise Broken("the hash of its graph differs from the stored one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zlib
@@ -17,10 +18,12 @@ from pieces import signature_of
 from torch import nn
 
 from rannd.graph.fx.symbolic_values import ROWS
-from rannd.graph.stored import codec, trace_grammar
+from rannd.graph.rows.rules.moe_routing import SORTED_RULES
+from rannd.graph.rows.rules.rule_table import RULES
+from rannd.graph.stored import codec, operator_grammar
 from rannd.graph.stored.codec import decode, encode
-from rannd.graph.stored.encoding import Broken
-from rannd.graph.stored.trace_grammar import check_operator
+from rannd.graph.stored.encoding import Broken, Uncodable
+from rannd.graph.stored.operator_grammar import check_operator
 from rannd.graph.tracing.dynamic_shapes import instance
 from rannd.graph.tracing.frontend import trace
 
@@ -41,9 +44,9 @@ class Model(nn.Module):
         return {"out": torch.nn.functional.gelu(self.layer(x) + torch.arange(6.0), approximate="tanh").reshape(-1, 3)}
 
 
-def plain_trace(model: nn.Module) -> dict[str, Any]:
+def plain_trace(model: nn.Module, x: torch.Tensor | None = None) -> dict[str, Any]:
     """A sound trace as plain data."""
-    signature, tensors = signature_of(model, torch.randn(4, 6))
+    signature, tensors = signature_of(model, torch.randn(4, 6) if x is None else x)
     traced, signature = trace(model, signature, tensors)
     found: dict[str, Any] = msgspec.msgpack.decode(zlib.decompress(encode(traced, signature.fixed_rows)))
     return found
@@ -91,6 +94,11 @@ def size(data: Any) -> Callable[[dict[str, Any]], None]:
 def extra_node(data: dict[str, Any], name: str, *args: Any) -> None:
     """Call a function of Python's operator module."""
     data["graph"]["nodes"].insert(-1, ["call_function", "more", ["py", "_operator", name], ["t", *args], None, 0, ""])
+
+
+def symbols(count: int, first: int = 0) -> list[Any]:
+    """A sum of symbols."""
+    return ["Add", *[["y", f"u{number}"] for number in range(first, first + count)]]
 
 
 LEAF = '[{"type": null, "context": null, "children_spec": []}]'
@@ -164,6 +172,22 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a constant of other bytes": lambda data: data["constants"].update(c=["float32", [2], b"123"]),
     "a field more": lambda data: data.update(more=1),
     "deep arguments": called("gelu", 3, eval("['t'," * 60 + "1" + "]" * 60)),
+    "a remainder of polynomials": size(["Mod", ["Pow", symbols(60), 8], symbols(60, 100)]),
+    "a remainder of polynomials in few symbols": size(["Mod", ["Pow", symbols(4), 4], symbols(4, 4)]),
+    "a remainder in an absolute value": size(["Abs", ["Mod", ["Pow", symbols(6), 3], ["Mul", symbols(6), symbols(6)]]]),
+    "an index of polynomials": size(["ModularIndexing", ["Pow", symbols(8), 2], 7, symbols(8)]),
+    "a quotient of products of sums": size(["FloorDiv", ["Mul", symbols(25), symbols(25, 30)], symbols(20, 90)]),
+    "a sum of many terms": size(["Add", *[["Mul", n, ["y", "n0"], ["y", f"n{n % 6 + 1}"]] for n in range(129)]]),
+    "many symbols": size(symbols(9)),
+    "many functions inside of each other": size(eval("['Abs'," * 20 + "['y', 'n0']" + "]" * 20)),
+    "many sizes": lambda data: data["graph"]["values"].__setitem__(
+        0, ["t", *[["T", "float32", ["Mul", ["y", "n0"], n]] for n in range(2000)]]
+    ),
+    "text that is no float": size(["Mul", ["y", "n0"], ["f", "e5"]]),
+    "a class with many dots": output('[1, {"type": "' + "a." * 10_000 + 'b", "context": null, "children_spec": []}]'),
+    "a class with a long name": output('[1, {"type": "' + "a" * 1_000 + '", "context": null, "children_spec": []}]'),
+    "a constant without values": lambda data: data["constants"].update(c=["float32", [2], None]),
+    "a layout": called("gelu", 4, ["d", "layout", ["layout", "sparse_coo"]]),
 }
 
 
@@ -242,39 +266,171 @@ def test_a_sound_trace_is_read() -> None:
     decode(sealed(plain_trace(model)), model)
 
 
-def test_operators_that_touch_files_or_take_text_are_refused() -> None:
-    for operator in (
-        torch.ops.aten.from_file.default,
-        torch.ops.aten.save.default,
-        torch.ops.aten._reshape_alias.default,
-        torch.ops.aten._sparse_csr_tensor_unsafe.default,
-        torch.ops.c10d.barrier.default,
-        torch.ops.inductor._reinterpret_tensor.default,
-    ):
+class Refused(nn.Module):
+    """Calls an operator that a cached trace may not call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._foreach_add.Scalar([x], 1.0)[0]
+
+
+def test_what_is_refused_is_not_written() -> None:
+    with pytest.raises(Uncodable, match="an operator"):
+        plain_trace(Refused())
+
+
+REFUSED = {
+    "files": ["from_file.default", "save.default"],
+    "sizes that nobody checks": ["_reshape_alias.default", "_sparse_csr_tensor_unsafe.default"],
+    "indices that nobody checks": [
+        "_convert_indices_from_coo_to_csr.default",
+        "_convert_indices_from_csr_to_coo.default",
+        "_embedding_bag.default",
+        "_pad_packed_sequence.default",
+        "segment_reduce.default",
+        "sparse_coo_tensor.indices_size",
+    ],
+    "backward": [
+        "max_pool2d_with_indices_backward.default",
+        "adaptive_max_pool2d_backward.default",
+        "_segment_reduce_backward.default",
+        "batch_norm_backward_elemt.default",
+    ],
+    "inner tensors of sparse ones": ["_indices.default", "_to_dense.default", "to_sparse.default"],
+    "the terminal": ["_print.default"],
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_operators_that_do_not_check_their_arguments_are_refused(why: str) -> None:
+    for name in REFUSED[why]:
+        base, overload = name.split(".")
+        with pytest.raises(Broken, match="an operator"):
+            check_operator(getattr(getattr(torch.ops.aten, base), overload))
+
+
+def test_operators_of_other_namespaces_are_refused() -> None:
+    for operator in (torch.ops.c10d.barrier.default, torch.ops.inductor._reinterpret_tensor.default):
         with pytest.raises(Broken, match="an operator"):
             check_operator(operator)
-    for operator in (torch.ops.aten.gelu.default, torch.ops.prims.add.default, torch.ops.aten.einsum.default):
+
+
+def test_operators_that_compute_tensors_are_allowed() -> None:
+    aten = torch.ops.aten
+    for operator in (aten.gelu.default, torch.ops.prims.add.default, aten.einsum.default, aten._to_copy.default):
         check_operator(operator)
+
+
+def test_internal_operators_are_those_with_row_rules_and_a_few_others() -> None:
+    ruled = {name for name in {*RULES, *SORTED_RULES} if name.startswith("_") and hasattr(torch.ops.aten, name)}
+    ruled -= {"_reshape_alias"}  # it does not check sizes
+    bitwise = {f"__{way}{name}__" for way in ("", "i") for name in ("and", "or", "xor", "lshift", "rshift")}
+    others = {"_safe_softmax", "_standard_gamma", "_unique2", "_weight_norm"}
+    assert ruled | bitwise | others == operator_grammar.INTERNAL
+    for name in operator_grammar.INTERNAL:
+        assert getattr(torch.ops.aten, name).overloads()
 
 
 def test_namespaces_of_torchs_own_operators_are_known() -> None:
     """Operators of others may be the program's own."""
     program = "import torch; print(*{name.split('::')[0] for name in torch._C._dispatch_get_all_op_names()})"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert set(told.split()) - trace_grammar.TORCHS_OTHERS == {"aten", "prims"}
+    assert set(told.split()) - operator_grammar.TORCHS_OTHERS == {"aten", "prims"}
 
 
-def test_only_methods_of_the_users_own_run_as_operators() -> None:
+MADE = re.compile(r"""\b(?:Library|custom_op|triton_op)\(\s*f?["']([A-Za-z_]\w*)["':]""")
+EXAMPLES = {"_", "mylib", "mylibrary", "mymodule"}
+"""Namespaces in torch's docstrings."""
+
+
+def test_namespaces_that_parts_of_torch_make_when_they_are_imported_are_known() -> None:
+    home = Path(torch.__file__).parent
+    found = {name for file in home.rglob("*.py") for name in MADE.findall(file.read_text(errors="replace"))}
+    assert {"onnx", "streams"} <= found
+    # torch_nn: the loss of a linear layer, a function for all.
+    assert found - EXAMPLES - operator_grammar.TORCHS_OTHERS == {"aten", "prims", "torch_nn"}
+
+
+class Dumping(Masking):
+    """A method that forward never calls, and one whose name it does not have."""
+
+    def dump(self, a: torch.Tensor, *, sign: Any) -> torch.Tensor:
+        ran.append(str(sign))
+        return a
+
+
+@pytest.mark.parametrize("path", ["..apply", "layers..__setattr__", "..state_dict", "..register_buffer", "..a b"])
+def test_methods_of_every_module_do_not_run_as_operators(path: str) -> None:
     data = plain_trace(Masking())
-    name = next(iter(data["leaves"]))
-    for path in ("..apply", "layers..__setattr__", "..state_dict", "..register_buffer", "..a b"):
-        data["leaves"][name][0] = path
-        with pytest.raises(Broken, match="a method"):
-            decode(sealed(data), Masking())
-    data["leaves"][name][0] = "..masked"
-    data["leaves"][name][5] = [[1, "/etc/passwd"]]
-    with pytest.raises(Broken, match="a string for the method masked"):
+    next(iter(data["leaves"].values()))[0] = path
+    with pytest.raises(Broken, match="a method"):
         decode(sealed(data), Masking())
+
+
+def test_a_method_that_no_forward_calls_does_not_run_as_an_operator() -> None:
+    data = plain_trace(Dumping())
+    decode(sealed(data), Dumping())
+    for call in data["leaves"].values():
+        call[0] = "..dump"
+    with pytest.raises(Broken, match="which no forward calls"):
+        decode(sealed(data), Dumping())
+
+
+PATH = "/etc/passwd"
+
+
+@pytest.mark.parametrize(
+    "value", [PATH, "word", ["l", PATH], ["t", ["l", PATH]], ["d", PATH, 1], ["s", PATH, None, None]]
+)
+def test_methods_get_no_strings(value: Any) -> None:
+    data = plain_trace(Masking())
+    next(iter(data["leaves"].values()))[5] = [[1, value]]
+    with pytest.raises(Broken, match=r"a string for \.\.masked|a container for \.\.masked"):
+        decode(sealed(data), Masking())
+
+
+class Reducing(nn.Module):
+    """A module that takes a word, and runs as one operator."""
+
+    def forward(self, x: torch.Tensor, reduction: str) -> torch.Tensor:
+        return x if reduction == "sum" and x.sum() > 0 else -x
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), Reducing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(x), reduction="sum")
+
+
+@pytest.mark.parametrize("text", [PATH, "a b", "x" * 65, "model.pt"])
+def test_a_forward_gets_words_only(text: str) -> None:
+    data = plain_trace(Words())
+    decode(sealed(data), Words())
+    call = data["leaves"]["inner#0"]
+    (constant,) = call[5]
+    constant[1] = text
+    with pytest.raises(Broken, match="a string for inner"):
+        decode(sealed(data), Words())
+    constant[1] = "sum"
+    call[1] = call[1].replace("reduction", text)
+    with pytest.raises(Broken, match="a string for inner"):
+        decode(sealed(data), Words())
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(6, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
+
+def test_a_trace_with_a_constant_without_values_is_not_kept() -> None:
+    with pytest.raises(Uncodable, match="a constant"):
+        plain_trace(Bare(), torch.randn(4, 6, device="meta"))
 
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +446,6 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_function_of_the_grammar_exists() -> None:
-    for module, names in trace_grammar.FUNCTIONS.items():
+    for module, names in operator_grammar.FUNCTIONS.items():
         for name in names:
             assert callable(getattr(codec._PYTHON[module], name))
