@@ -30,7 +30,7 @@ from rannd.runtime.comm.lockstep import (
 from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.inputs import MiniBatch
-from rannd.runtime.execution.instructions import Instruction, instructions
+from rannd.plan.schedule.instructions import Instruction, instructions
 from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.execution.outputs import join
 from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel

@@ -14,7 +14,7 @@ from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.program import AHEAD, SENDS, TRANSFERS, Action, ActionKind, Layout, Program
 from rannd.plan.schedule.schedules import gpipe, interleaved_program
 from rannd.plan.simulate.layout import loss_layout
-from rannd.runtime.execution.instructions import instructions
+from rannd.plan.schedule.instructions import instructions
 
 RECEIVES = TRANSFERS - SENDS
 
