@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rannd.errors import PlanError
-from rannd.plan.schedule.instructions import Instruction, Posting, instructions
+from rannd.plan.schedule.instructions import Posting, instructions
 from rannd.plan.schedule.program import NOWHERE, SENDS, TRANSFERS, Action, ActionKind, Program
 
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
@@ -47,13 +47,13 @@ class StreamRules:
     opened: bool = True
     """Communicators exist before the step; else the first operation of each makes its host wait for the peer's."""
     synchronises: bool = True
-    """Hosts may wait for their device before each computation."""
+    """Hosts may wait for their device before each computation, and in the middle of a backward."""
+    overlap: bool = True
+    """Reductions of gradients begin in the middle of a slot's last backward, not at the end of the step."""
 
 
-def check_streams(program: Program, posting: Posting, rules: StreamRules = StreamRules()) -> None:  # noqa: B008  (frozen)
+def check_streams(program: Program, posting: Posting, rules: StreamRules) -> None:
     """Check that a step of `program`, with its receives posted as `posting` says, ends under `rules`.
-
-    Reductions of gradients are issued in the middle of a slot's last backward.
 
     Raises:
         PlanError: Slots wait for each other in a circle, which the message names.
@@ -92,7 +92,7 @@ class _Events:
         self._openings: list[tuple[int, int, object]] = []
         """(event, peer, communicator): events that wait for the peer's first operation of a communicator."""
         for slot in range(program.layout.world):
-            for operation, action in _operations(program, slot, posting):
+            for operation, action in _operations(program, slot, posting, overlap=rules.overlap):
                 self._issue(slot, operation, action)
         for event, peer, queue in self._openings:
             if queue in self._slots[peer].firsts:
@@ -133,7 +133,9 @@ class _Events:
             self._before[transfer].append(here.queues[queue])
         here.queues[queue] = transfer
         here.pending.add(transfer)
-        pair = queue if self._rules.streams is Streams.CHANNEL else (action.kind in _GRADS, *sorted((slot, action.peer)))
+        pair = (
+            queue if self._rules.streams is Streams.CHANNEL else (action.kind in _GRADS, *sorted((slot, action.peer)))
+        )
         if not self._rules.opened and pair not in here.firsts:
             here.firsts[pair] = here.host
             here.host = self._event(f"slot {slot} at {action}", here.host)
@@ -158,11 +160,14 @@ class _Events:
 
     def _queue(self, slot: int, action: Action) -> object:
         """The communicator, as this slot sees it, that an action uses."""
-        gradients = action.kind in _GRADS
         if self._rules.streams is Streams.SLOT:
-            return gradients
-        ends = (slot, action.peer) if action.kind in SENDS else (action.peer, slot)
-        return (gradients, *(ends if self._rules.streams is Streams.CHANNEL else sorted(ends)))
+            return action.kind in _GRADS
+        if self._rules.streams is Streams.PAIR:
+            return self._pair(slot, action)
+        return (action.kind in _GRADS, *((slot, action.peer) if action.kind in SENDS else (action.peer, slot)))
+
+    def _pair(self, slot: int, action: Action) -> tuple[bool, int, int]:
+        return action.kind in _GRADS, min(slot, action.peer), max(slot, action.peer)
 
     def check(self) -> None:
         """Raise PlanError if not every event can happen."""
@@ -192,15 +197,13 @@ class _Events:
         return " waits for ".join([*kept, kept[0]])
 
 
-def _operations(program: Program, slot: int, posting: Posting) -> Iterator[tuple[str, Action]]:
+def _operations(program: Program, slot: int, posting: Posting, *, overlap: bool) -> Iterator[tuple[str, Action]]:
     """What the host of a slot does in a step, in order: 'post', 'await', 'compute', 'send', 'reduce'."""
-    last = max(
-        (place for place, action in enumerate(program.slots[slot]) if action.kind is ActionKind.BACKWARD), default=-1
-    )
-    final = program.slots[slot][last] if last >= 0 else None
     reductions = [action for action in program.slots[slot] if action.kind is ActionKind.REDUCE]
-    for listed in _phases(program, slot, posting):
-        for each in listed:
+    backwards = [action for action in program.slots[slot] if action.kind is ActionKind.BACKWARD]
+    last = backwards[-1] if overlap and backwards else None
+    for slots in program.phases:
+        for each in instructions(slots, slot, posting):
             yield from (("post", action) for action in each.posts)
             yield from (("await", action) for action in (*each.awaits, *each.settles))
             if each.action is None:
@@ -209,21 +212,9 @@ def _operations(program: Program, slot: int, posting: Posting) -> Iterator[tuple
                 yield "send", each.action
                 continue
             yield "compute", each.action
-            if each.action == final:
+            if each.action == last:
                 yield from (("reduce", action) for action in reductions)
                 yield "compute", each.action
+    if last is None:
+        yield from (("reduce", action) for action in reductions)
     yield from (("compute", action) for action in reductions[:1])  # the next step
-
-
-def _phases(program: Program, slot: int, posting: Posting) -> Iterator[tuple[Instruction, ...]]:
-    """Instructions of the forward phase and of the backward phase."""
-    for start, end in ((0, program.forward_length), (program.forward_length, None)):
-        yield instructions([_part(program, each, start, end) for each in range(program.layout.world)], slot, posting)
-
-
-def _part(
-    program: Program, slot: int, start: int | tuple[int, ...], end: tuple[int, ...] | None
-) -> list[Action]:
-    first = start if isinstance(start, int) else start[slot]
-    actions = program.slots[slot][first : None if end is None else end[slot]]
-    return [action for action in actions if action.kind is not ActionKind.REDUCE]

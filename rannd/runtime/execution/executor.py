@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from rannd.errors import StepError
+from rannd.plan.schedule.instructions import Instruction, instructions
 from rannd.plan.schedule.program import Action, ActionKind
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import (
@@ -30,7 +31,6 @@ from rannd.runtime.comm.lockstep import (
 from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.inputs import MiniBatch
-from rannd.plan.schedule.instructions import Instruction, instructions
 from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.execution.outputs import join
 from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel
@@ -92,11 +92,8 @@ class Executor:
         """Instructions of this slot for a phase, without microbatches that have no rows."""
         running = tuple(map(bool, step.pieces.rows))
         if (phase, running) not in self._instructions:
-            program = self._traffic(step).program
-            slots = []
-            for actions, length in zip(program.slots, program.forward_length, strict=True):
-                chosen = actions[:length] if phase != _BACKWARD else actions[length:]
-                slots.append([each for each in chosen if each.kind is not ActionKind.REDUCE and running[each.piece]])
+            chosen = self._traffic(step).program.phases[phase == _BACKWARD]
+            slots = [[each for each in actions if running[each.piece]] for actions in chosen]
             self._instructions[phase, running] = instructions(slots, self._slot)
             if len(self._instructions) > MOST_SIZES:
                 self._instructions.popitem(last=False)
