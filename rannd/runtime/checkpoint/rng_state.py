@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rannd.device.generators import generator_state, set_generator_state
+from rannd.device.identity import is_accelerator
+
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Where this process's generators are: torch on the CPU and on the rank's device, numpy's global one, Python's."""
@@ -26,8 +29,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
         if legacy["bit_generator"] == "MT19937"
         else None,
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if is_accelerator(device):
+        state[device.type] = generator_state(device)
     return state
 
 
@@ -40,5 +43,5 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     if numpy is not None:
         key = np.array(numpy["key"], dtype=np.uint32)
         np.random.set_state((numpy["bit_generator"], key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if is_accelerator(device) and device.type in state:
+        set_generator_state(device, state[device.type])

@@ -20,7 +20,8 @@ import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rannd.runtime.parameters.op_tape import CPU, Storage, Tape, TapeOp, Unrepeatable, View, kept_generators, view_of
+from rannd.device.generators import kept_generators, prepare
+from rannd.runtime.parameters.op_tape import CPU, Storage, Tape, TapeOp, Unrepeatable, View, view_of
 
 META = torch.device("meta")
 
@@ -65,8 +66,7 @@ class Recorder(TorchDispatchMode):
         return self.tape.storages[view.storage].device if view is not None else tensor.device
 
     def _add(self, storage: torch.UntypedStorage, device: torch.device, **more: Any) -> int:
-        if device.type == "cuda":
-            torch.cuda.init()  # creates its generators, which are seeded and restored
+        prepare(device)
         number = self.tape.add(Storage(CPU if device.type == "meta" else device, storage, **more))
         self._numbers[storage._cdata] = number
         return number
