@@ -6,7 +6,7 @@ import dataclasses
 
 from rannd import log
 from rannd.errors import PlanError
-from rannd.plan.schedule.program import TRANSFERS, ActionKind
+from rannd.plan.schedule.program import TRANSFERS, ActionKind, Program
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.stream_checker import check_streams
 from rannd.runtime.comm.world import World
@@ -26,10 +26,10 @@ def connect(world: World, bound: BoundGraph) -> BoundGraph:
     """
     traffic = _checked(bound.traffic, world.transport)
     interleaved = bound.interleaved
-    pairs = _pairs(traffic)
+    pairs = pairs_of(traffic.program)
     if interleaved is not None:
         interleaved = dataclasses.replace(interleaved, traffic=_checked(interleaved.traffic, world.transport))
-        pairs |= _pairs(interleaved.traffic)
+        pairs |= pairs_of(interleaved.traffic.program)
     for lender, borrowers in bound.borrowed.values():
         pairs |= {pair(False, lender, each) for each in borrowers}
     world.open(pairs)
@@ -52,11 +52,11 @@ def _checked(traffic: Traffic, transport: Transport) -> Traffic:
     return traffic
 
 
-def _pairs(traffic: Traffic) -> set[Pair]:
+def pairs_of(program: Program) -> set[Pair]:
     """Slots that exchange values or gradients in a step."""
     return {
         pair(action.kind in _GRADS, slot, action.peer)
-        for slot, actions in enumerate(traffic.program.slots)
+        for slot, actions in enumerate(program.slots)
         for action in actions
         if action.kind in TRANSFERS
     }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines import pipeline
 from plan_layouts import layouts
 
 from rannd.errors import PlanError
@@ -39,20 +40,6 @@ def test_no_step_hangs(layout: Layout, schedule: str | None, streams: Streams) -
 @given(layouts(max_world=8), st.sets(st.integers(0, 5)))
 def test_no_step_of_zero_bubble_hangs(layout: Layout, split: set[int]) -> None:
     check_streams(zero_bubble_h1(loss_layout(layout), split), Posting.MATCHED, LATE)
-
-
-def pipeline(
-    *replicas: int, microbatches: int = 1, labels: bool = True, outputs: bool = False, skip: bool = False
-) -> Layout:
-    """Stages with so many replicas each; `labels`: the last stage reads inputs, `skip`: it reads the first one."""
-    slots = iter(range(sum(replicas)))
-    stages = tuple(tuple(itertools.islice(slots, count)) for count in replicas)
-    last = len(stages) - 1
-    edges = {(-1, 0), *((stage, stage + 1) for stage in range(last))}
-    edges |= ({(-1, last)} if labels else set()) | ({(last, last + 1)} if outputs else set())
-    edges |= {(0, last)} if skip else set()
-    inner = tuple(sorted(edge for edge in edges if edge[0] >= 0 and edge[1] <= last))
-    return Layout(sum(replicas), microbatches, stages, tuple(sorted(edges)), inner)
 
 
 def pipelines(world: int) -> Iterator[tuple[str, Program]]:
