@@ -20,18 +20,12 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not identity.has_accelerator(), reaso
 
 def test_nothing_else_speaks_of_cuda() -> None:
     """Names of other devices' modules, and comparisons with their types."""
-    spoken = re.compile(r"torch\.(cuda|xpu|mps|mtia)\b|type == [\"']|is_cuda\b")
-    files = [file for file in (ROOT / "rannd").rglob("*.py") if "device" not in file.relative_to(ROOT).parts]
-    found = [
-        f"{file.relative_to(ROOT)}:{number}"
-        for file in files
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        if spoken.search(line)
-    ]
-    assert set(found) == set(_ALLOWED), found
-
-
-_ALLOWED: list[str] = []
+    spoken = re.compile(r"torch\.(cuda|xpu|mps|mtia)\b|type [!=]= .(cuda|xpu|mps)")
+    files = [file for file in (ROOT / "rannd").rglob("*.py") if file.parent.name != "device"]
+    found = {str(file.relative_to(ROOT)) for file in files if spoken.search(file.read_text())}
+    assert found == {
+        "rannd/graph/fingerprint/allowlists.py",  # names of modules, which models' code may not read
+    }
 
 
 @here

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannd.device.generators import kept_generators, prepare
+from rannd.device.identity import is_accelerator
 from rannd.runtime.parameters.op_tape import CPU, Storage, Tape, TapeOp, Unrepeatable, View, view_of
 
 META = torch.device("meta")
@@ -242,7 +243,7 @@ _DEVICE_ATTRIBUTES: dict[Any, Callable[[torch.device], Any]] = {
     torch.Tensor.device: lambda device: device,
     torch.Tensor.is_meta: lambda device: False,
     torch.Tensor.is_cpu: lambda device: device.type == "cpu",
-    torch.Tensor.is_cuda: lambda device: device.type == "cuda",
+    torch.Tensor.is_cuda: is_accelerator,
 }
 
 

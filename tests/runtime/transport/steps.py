@@ -1,4 +1,4 @@
-"""Plays the instructions of a Program on real ranks: every message has contents of its own, which its receiver checks."""
+"""Plays the instructions of a Program on real ranks: every message has contents of its own, which are checked."""
 
 from __future__ import annotations
 
