@@ -44,6 +44,7 @@ OWN += [
     "watchdog_timeout_s",
     "check_nan",
     "wait_notice_s",
+    "transport",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 
@@ -78,6 +79,7 @@ PLAN_AFFECTING = {
 }
 #: Items that work and cannot change a plan: they change what is written, told, kept or waited for.
 NOT_PLAN_AFFECTING = {
+    "transport",
     "consolidate_grads",
     "save_deployment",
     "deployment_file",  # its content, not its name, matters, and that only with load_deployment

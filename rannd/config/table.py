@@ -165,6 +165,14 @@ class Config:
         plan_affecting=True,
         choices=("auto", "cpu", "cuda"),
     )
+    transport: str = item(
+        "auto",
+        "How values and gradients get to other ranks. auto: NCCL on GPUs, gloo on CPUs; staged: through the host's "
+        "memory, for ranks that share a GPU; strict: gloo under NCCL's rules, to find out on CPUs what hangs on GPUs.",
+        group=_RUN,
+        plan_affecting=False,
+        choices=("auto", "gloo", "nccl", "staged", "strict"),
+    )
     partitioning_dry_run_np: int = item(
         0,
         "Number of ranks to plan for: at the first call, print the plan and exit; 0: train.",

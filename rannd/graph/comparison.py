@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rannd.device.generators import kept_generators, seed_all
 from rannd.graph.call.containers import plain_output
 from rannd.graph.fx.aliasing import is_random_operator
 from rannd.graph.fx.sizes import number_at
@@ -178,33 +179,25 @@ class _SeedEachOperator(TorchDispatchMode):
                 self.met.setdefault(generator, generator.get_state())
                 generator.manual_seed(seed)
             else:
-                _seed(seed)
+                seed_all(seed)
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _restored_rng() -> Iterator[None]:
     """Restore torch's RNG state afterwards, and clear the autocast cache."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with kept_generators():
         try:
             yield
         finally:
             torch.clear_autocast_cache()
 
 
-def _seed(seed: int) -> None:
-    """Like torch.manual_seed, without its costly stack traces for devices that are not initialized."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
-
 @contextlib.contextmanager
 def _equal_conditions(model: nn.Module) -> Iterator[Mapping[str, tuple[nn.Parameter, torch.Tensor]]]:
     """Run model or graph under equal conditions and undo its side effects; yields the parameters written in place."""
     torch.clear_autocast_cache()  # cached casts of weights belong to the autograd graph of another run
-    _seed(0)
+    seed_all(0)
     draws: Any = _SeedEachOperator
     equal = draws()
     with preserved(model), kept_parameters(model) as written:  # `preserved` restores generators in attributes

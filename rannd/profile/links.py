@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from rannd.device.streams import now
 from rannd.profile.costs import LinkCost
 
 SMALL, LARGE = 4 * 1024, 4 * 1024 * 1024
@@ -65,11 +65,9 @@ def _time(action: Callable[[int], None], nbytes: int, device: torch.device) -> f
     """Return the median time of several runs, in microseconds."""
     times = []
     for _ in range(REPEATS):
-        start = time.perf_counter()
+        start = now(device)
         action(nbytes)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - start) * 1e6)
+        times.append((now(device) - start) * 1e6)
     return statistics.median(times)
 
 

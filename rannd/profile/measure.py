@@ -12,13 +12,15 @@ failing row count becomes a bound for the planner.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.fx import Interpreter, Node
 
+from rannd.device.generators import kept_generators
+from rannd.device.memory import release_unused
+from rannd.device.streams import now
 from rannd.errors import ProfileError
 from rannd.graph.fx.traced import operator_name
 from rannd.graph.partition.cut import Part, crossing_shape
@@ -90,13 +92,12 @@ def measure(
         ProfileError: The part does not run, or runs out of memory even with one row.
     """
     _zero_indices(part)
-    devices = [sample.device] if sample.device.type == "cuda" else []
     found: dict[int, Point] = {}
     kept: set[str] = set()
     activations = 0.0
     waiting, too_many = list(rows), 0
     error: ProfileError | None = None
-    with torch.random.fork_rng(devices=devices), sample.around():
+    with kept_generators([sample.device]), sample.around():
         tensors = {}
         for name in part.tensors:
             like = sample.state[name]
@@ -120,8 +121,7 @@ def measure(
                 # two.
                 free = max((count for count in found if count < too_many), default=0)
                 waiting = [max(too_many // 2, 1)] if too_many // 2 > free else []
-                if sample.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                release_unused(sample.device)
     if error is not None and not found:
         raise error
     places = tuple(place for place, name in enumerate(crossing) if name in kept)
@@ -162,14 +162,14 @@ def _turn(
 def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float]:
     """Return the microseconds of a forward and of its backward."""
     inputs = _inputs(part, sample, rows)
-    start = _now(sample.device)
+    start = now(sample.device)
     roots = _forward(part, inputs, tensors, rows)
-    middle = _now(sample.device)
+    middle = now(sample.device)
     seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next part
-    begin = _now(sample.device)
+    begin = now(sample.device)
     if roots:
         torch.autograd.backward(roots, seeds)
-    end = _now(sample.device)
+    end = now(sample.device)
     for tensor in tensors.values():
         tensor.grad = None
     return (middle - start) * 1e6, (end - begin) * 1e6 if roots else 0.0
@@ -190,10 +190,10 @@ def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
             _evict(device)
             with torch.no_grad():
                 other.fill_(1.0)  # as if it came from a backward
-            start = _now(device)
+            start = now(device)
             with torch.no_grad():
                 one.add_(other)
-            took += (_now(device) - start) * 1e6
+            took += (now(device) - start) * 1e6
     return took
 
 
@@ -262,9 +262,9 @@ def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tenso
     seeds = [torch.ones_like(root) for root in roots]
     if not roots:
         return 0.0
-    start = _now(sample.device)
+    start = now(sample.device)
     torch.autograd.backward(roots, seeds, inputs=wanted)
-    return max(whole - (_now(sample.device) - start) * 1e6, 0.0)
+    return max(whole - (now(sample.device) - start) * 1e6, 0.0)
 
 
 def _failing(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> str:
@@ -318,12 +318,6 @@ _others: dict[torch.device, torch.Tensor] = {}
 def finish() -> None:
     """Free the memory that measuring keeps between parts."""
     _others.clear()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 usage: mpirun -np N python worker.py {rannc|ddp} FIRST FOLDER
 
-Reads FOLDER/cases.json, skips the cases before number FIRST, and writes for each of the others
+Under rannc each case is trained a second time over the strict transport, which follows NCCL's rules, with equal results
+bit by bit. Reads FOLDER/cases.json, skips the cases before number FIRST, and writes for each of the others
 `<number>.rank<rank>.npz`, or `.error` with a traceback. A rank that fails takes the job down: the others
 wait for it in a collective. `.stuck` receives every thread's stack where a case takes too long or crashes.
 """
@@ -27,7 +28,7 @@ def main() -> None:
 
     from parity import ranks
     from parity.case import decode_cases
-    from parity.record import save
+    from parity.record import check_equal, save
 
     backend: ranks.Backend = ranks.Rannc() if backend_name == "rannc" else ranks.Ddp(folder / f"rendezvous{first}")
     cases = decode_cases((folder / "cases.json").read_bytes())
@@ -38,7 +39,11 @@ def main() -> None:
             faulthandler.enable(stuck)  # the file says where a rank crashes, as well
             faulthandler.dump_traceback_later(limit, exit=True, file=stuck)
             try:
-                save(ranks.train(cases[number], backend), stem.with_suffix(f"{stem.suffix}.npz"))
+                record = ranks.train(cases[number], backend)
+                if isinstance(backend, ranks.Rannc):
+                    with backend.strict():
+                        check_equal(ranks.train(cases[number], backend), record)
+                save(record, stem.with_suffix(f"{stem.suffix}.npz"))
                 backend.barrier()  # a failure in the next case must not take a rank that still saves this one
             except Exception:
                 stem.with_suffix(f"{stem.suffix}.error").write_text(traceback.format_exc())

@@ -20,6 +20,7 @@ from torch._dispatch.python import no_python_dispatcher
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rannd.device.generators import generator_states, set_generator_states
 from rannd.graph.fx.leaf_op import NAME as LEAF
 
 LARGEST = 64 * 2**20
@@ -192,24 +193,18 @@ def hidden() -> Iterator[None]:
 @contextlib.contextmanager
 def _drawing() -> Iterator[Callable[[], bool]]:
     """Restore torch's RNG state afterwards; yields a function that tells whether random numbers were drawn."""
-    cuda = torch.cuda.is_initialized()
-    before = torch.get_rng_state()
-    device = torch.cuda.get_rng_state() if cuda else None
+    before = generator_states()
     drew: list[bool] = []
     try:
-        yield lambda: drew[0] if drew else _changed(before, device)
+        yield lambda: drew[0] if drew else _changed(before)
     finally:
-        drew.append(_changed(before, device))
+        drew.append(_changed(before))
         if drew[0]:
-            torch.set_rng_state(before)
-            if device is not None:
-                torch.cuda.set_rng_state(device)
+            set_generator_states(before)
 
 
-def _changed(before: torch.Tensor, device: torch.Tensor | None) -> bool:
-    if not torch.equal(torch.get_rng_state(), before):
-        return True
-    return device is not None and not torch.equal(torch.cuda.get_rng_state(), device)
+def _changed(before: list[torch.Tensor]) -> bool:
+    return not all(map(torch.equal, generator_states(), before))
 
 
 def _mirrored(function: Callable[..., Any]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from rannd.device.autocast import AUTOCAST_TYPES, usable_autocast_types
 from rannd.errors import UsageError
 from rannd.graph.call.containers import is_plain_list, register_containers
 from rannd.graph.call.plain_arguments import NUMBERS, PlainArguments, without_unread
@@ -54,7 +55,7 @@ class Mode:
         """The mode of a call made now; `autocast` lists enabled device types with their dtypes."""
         regions = [
             f"{device}:{torch.get_autocast_dtype(device)}"
-            for device in ("cpu", "cuda")
+            for device in AUTOCAST_TYPES
             if torch.is_autocast_enabled(device)
         ]
         return Mode(training, torch.is_grad_enabled(), ",".join(regions), dropout)
@@ -69,7 +70,7 @@ class Mode:
         """Context manager that restores the mode's autocast state; backward runs outside the user's autocast region."""
         wanted = dict(region.split(":") for region in self.autocast.split(",") if region)
         with contextlib.ExitStack() as stack:
-            for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            for device in usable_autocast_types():
                 enabled = device in wanted
                 dtype = getattr(torch, wanted[device].removeprefix("torch.")) if enabled else None
                 here = torch.is_autocast_enabled(device)

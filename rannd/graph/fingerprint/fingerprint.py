@@ -47,6 +47,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._device import DeviceContext
 
+from rannd.device.identity import has_accelerator
 from rannd.graph.call.signature import Signature
 from rannd.graph.call.unread import Unread
 from rannd.graph.fingerprint.code_inspector import Inspector
@@ -203,7 +204,7 @@ def _mode(signature: Signature) -> str:
         "dropout": signature.mode.dropout,
         **switches(),
         "built": [torch.backends.mkldnn.is_available(), torch.backends.opt_einsum.is_available()],
-        "cuda": [torch.cuda.is_available(), torch.cuda.device_count()],
+        "cuda": [has_accelerator(), torch.accelerator.device_count()],
         "optimized": sys.flags.optimize,
     }
     return ", ".join(f"{name} {value}" for name, value in found.items())

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from rannd.device.autocast import AUTOCAST_TYPES
 from rannd.graph.fingerprint.introspect import vars_of
 
 # -- limits ----------------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ INTERNAL = frozenset(MODULE_PARTS) | {"__class__"}
 # -- the process -----------------------------------------------------------------------------------------------------
 
 SWITCHES: dict[str, Callable[[], Any]] = {
-    "autocast dtypes": lambda: [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
+    "autocast dtypes": lambda: [torch.get_autocast_dtype(device) for device in AUTOCAST_TYPES],
     "autocast cache": torch.is_autocast_cache_enabled,
     "inference": torch.is_inference_mode_enabled,
     "dtype": torch.get_default_dtype,

@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from rannd.device.generators import kept_generators
 from rannd.graph.call.containers import register_containers
 from rannd.graph.call.signature import CONSTANT_TYPES
 from rannd.graph.fx.leaf_op import LeafCall, LeafOutput, LeafTable
@@ -69,7 +70,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     contents = Contents(modules, arrays=True)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     devices = sorted({tensor.device for tensor in [*model.parameters(), *model.buffers()]}, key=str)
-    with unchanged(model), torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+    with unchanged(model), kept_generators(devices):
         try:
             yield
         finally:

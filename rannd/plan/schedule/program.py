@@ -207,3 +207,11 @@ class Program(msgspec.Struct, frozen=True):
     def interleaved(self) -> bool:
         """Whether the backward belongs to the forward phase."""
         return all(length == len(actions) for length, actions in zip(self.forward_length, self.slots, strict=True))
+
+    @property
+    def phases(self) -> tuple[list[list[Action]], list[list[Action]]]:
+        """Actions of every slot in the forward and in the backward phase, without reductions."""
+        pairs = list(zip(self.slots, self.forward_length, strict=True))
+        forward = [[each for each in actions[:end] if each.kind is not ActionKind.REDUCE] for actions, end in pairs]
+        backward = [[each for each in actions[end:] if each.kind is not ActionKind.REDUCE] for actions, end in pairs]
+        return forward, backward

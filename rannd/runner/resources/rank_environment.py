@@ -21,6 +21,19 @@ MALLOC_SETTINGS = {
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
+#: CUDA: a hardware queue for each stream of transfers (8 GPUs in stages of 3 and 5 have 12, the default is 8 queues);
+#: segments that grow in place of new ones, as an allocation that does not fit waits for the whole device.
+CUDA_SETTINGS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+_ALLOCATOR = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
+
 #: Variables that ranks on other machines need, for launchers that do not pass the whole environment.
 _FORWARDED_PREFIXES = (
     "RANNC_",
@@ -29,18 +42,27 @@ _FORWARDED_PREFIXES = (
     "NCCL_",
     "GLOO_",
     "TORCH",
+    "PYTORCH_",
     "OMP_",
     "MKL_",
     "MALLOC_",
     "HF_",
     "MPI4PY_",
 )
-_FORWARDED_NAMES = ("MASTER_ADDR", "MASTER_PORT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "VIRTUAL_ENV")
+_FORWARDED_NAMES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PATH",
+    "VIRTUAL_ENV",
+)
 
 
 @dataclass
 class Tuning:
-    """Variables that make CPU ranks fast."""
+    """Variables that make ranks fast."""
 
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -56,13 +78,13 @@ class Tuning:
 
 
 def tuning(environ: Mapping[str, str], *, cores: int, local_ranks: int, gpus: int) -> Tuning:
-    """Choose threads and malloc settings of ranks; what the user has set is left alone.
+    """Choose threads, and settings of malloc or CUDA, of ranks; what the user has set is left alone.
 
     Args:
         environ: The environment.
         cores: Cores of one machine.
         local_ranks: Maximum number of ranks on one machine.
-        gpus: GPUs of this machine; if there are any, malloc is left alone.
+        gpus: GPUs of this machine; if there are any, CUDA's settings are chosen, and malloc is left alone.
     """
     result = Tuning()
     if "OMP_NUM_THREADS" not in environ:
@@ -70,6 +92,13 @@ def tuning(environ: Mapping[str, str], *, cores: int, local_ranks: int, gpus: in
     own_malloc = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("LD_PRELOAD", "")
     if gpus == 0 and not own_malloc and "GLIBC_TUNABLES" not in environ:
         result.variables |= MALLOC_SETTINGS
+    if gpus:
+        own_allocator = any(name in environ for name in _ALLOCATOR)
+        result.variables |= {
+            name: value
+            for name, value in CUDA_SETTINGS.items()
+            if name not in environ and not (name in _ALLOCATOR and own_allocator)
+        }
     return result
 
 

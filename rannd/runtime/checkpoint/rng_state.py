@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rannd.device.generators import generator_state, set_generator_state
+from rannd.device.identity import is_accelerator
 from rannd.errors import CheckpointError
 
 _KEY = 624
@@ -32,16 +34,16 @@ def random_state(device: torch.device) -> dict[str, Any]:
         if legacy["bit_generator"] == "MT19937"
         else None,
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if is_accelerator(device):
+        state[device.type] = generator_state(device)
     return state
 
 
 def check_random_state(state: dict[str, Any], device: torch.device) -> None:
     """CheckpointError where generators cannot be put to this: it is tried on others, which are made for it."""
-    cuda: Callable[[torch.Tensor], object] = torch.Generator(device if device.type == "cuda" else "cpu").set_state
+    accelerator = torch.Generator(device).set_state
     try:
-        _restore(state, torch.Generator().set_state, random.Random(), np.random.RandomState(), cuda, device)
+        _restore(state, torch.Generator().set_state, random.Random(), np.random.RandomState(), accelerator, device)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeError) as exc:
         raise CheckpointError(
             f"its random numbers are damaged: {type(exc).__name__}: {exc}. Nothing was loaded; rng=False loads the rest"
@@ -51,10 +53,10 @@ def check_random_state(state: dict[str, Any], device: torch.device) -> None:
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put the generators back to where they were."""
 
-    def cuda(numbers: torch.Tensor) -> None:
-        torch.cuda.set_rng_state(numbers, device)
+    def accelerator(numbers: torch.Tensor) -> None:
+        set_generator_state(device, numbers)
 
-    _restore(state, torch.set_rng_state, random, np.random, cuda, device)
+    _restore(state, torch.set_rng_state, random, np.random, accelerator, device)
 
 
 def _restore(
@@ -62,7 +64,7 @@ def _restore(
     cpu: Callable[[torch.Tensor], object],
     python: Any,
     numpy: Any,
-    cuda: Callable[[torch.Tensor], object],
+    accelerator: Callable[[torch.Tensor], object],
     device: torch.device,
 ) -> None:
     cpu(state["torch"])
@@ -76,5 +78,5 @@ def _restore(
             raise ValueError(f"numpy's place is {saved['pos']}")
         key = np.array(saved["key"], dtype=np.uint32)
         numpy.set_state((saved["bit_generator"], key, saved["pos"], saved["has_gauss"], saved["gauss"]))
-    if device.type == "cuda" and "cuda" in state:
-        cuda(state["cuda"])
+    if is_accelerator(device) and device.type in state:
+        accelerator(state[device.type])

@@ -6,8 +6,8 @@ import msgspec
 import torch
 
 from rannd import config as configuration
+from rannd.device.identity import device_model
 from rannd.profile.links import measure_links
-from rannd.runtime.comm.device import device_model
 from rannd.runtime.comm.world import current
 
 MARK = "rannd ping "

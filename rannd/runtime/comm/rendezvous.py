@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
+from rannd.device.identity import has_accelerator
 from rannd.errors import LaunchError
 from rannd.rank_variables import PMIX, WORLDS, without_size
 from rannd.runtime.comm import default_group, network_interface
@@ -127,7 +127,7 @@ def _initialise(place: LaunchedRank) -> None:
 
 
 def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if has_accelerator() else "gloo"
 
 
 def _loopback_server(address: str, port: str) -> object:
@@ -175,7 +175,7 @@ def _leave() -> None:
     the process groups would also wait for the threads, but it closes the connections as well, so that other ranks would
     fail before a rank that is exiting with an error. NCCL's communicators have to be destroyed.
     """
-    if torch.cuda.is_available() and dist.is_initialized():
+    if has_accelerator() and dist.is_initialized():
         dist.destroy_process_group()
     time.sleep(LOCK_S)
 

@@ -6,8 +6,10 @@ then exchange their hosts and devices here.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,14 +18,16 @@ import torch.distributed as dist
 
 from rannd import log, open_files
 from rannd.config import Config
-from rannd.errors import LaunchError, StepError, UsageError
+from rannd.device.identity import choose_device, device_identity, is_accelerator
+from rannd.errors import LaunchError, UsageError
 from rannd.host_name import host_name
 from rannd.plan.deployment import Slot
 from rannd.runtime.comm import rendezvous
-from rannd.runtime.comm.device import backend_of, choose_device
 from rannd.runtime.comm.rendezvous import LaunchedRank
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.detector import FailureDetector
+from rannd.runtime.transport.choice import group_backend, make_transport, transport_name
+from rannd.runtime.transport.transport import Pair, Transport, pair
 
 FILES_PER_RANK, OTHER_FILES = 9, 128
 """Open files of rank 0: connections of its process groups, failure reports and the store to each rank; and beside."""
@@ -59,7 +63,9 @@ class World:
     control: dist.ProcessGroup | None
     """gloo group for small messages on the CPU."""
     forward: dist.ProcessGroup | None
-    backward: dist.ProcessGroup | None
+    """Group of all ranks for tensors of the device."""
+    transport: Transport
+    """How values and gradients get to other ranks."""
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     watch: FailureDetector = field(default_factory=FailureDetector)
     """Failure detector of this rank."""
@@ -167,25 +173,32 @@ class World:
         assert work is not None
         return received, work
 
+    def open(self, pairs: Iterable[Pair]) -> None:
+        """Connect pairs of slots for the transfers of a graph. Collective over all ranks, with the same pairs."""
+        begin = time.monotonic()
+        ranks = {pair(gradients, self.rank_of_slot[one], self.rank_of_slot[other]) for gradients, one, other in pairs}
+        with self.watch.inside("group"):
+            count = self.transport.open(ranks)
+        if count and self.rank == 0:
+            seconds = time.monotonic() - begin
+            log.get("RaNNCProcess").log(log.DETAIL, "Opened %d communicators in %.1f s", count, seconds)
+
     def group_of(self, slots: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Process group of the ranks of some slots, for reductions; None for a single slot.
 
-        Collective over all ranks if the group does not exist yet.
+        Collective over all ranks if the group does not exist yet. It is used once then: NCCL makes a communicator at
+        the first use, for which the hosts of all its ranks have to meet.
         """
         if len(slots) < 2:
             return None
         if slots not in self.groups:
             ranks = sorted(self.rank_of_slot[slot] for slot in slots)
             with self.watch.inside("group"):
-                self.groups[slots] = rendezvous.make_group(self.watch.connections, backend_of(self.device), ranks)
+                made = rendezvous.make_group(self.watch.connections, self.transport.backend, ranks)
+                if self.rank in ranks and is_accelerator(self.device):
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=made)
+                self.groups[slots] = made
         return self.groups[slots]
-
-
-def finish(work: dist.Work | None) -> None:
-    """Wait for a transfer. torch returns None on ranks outside the group, which would be a bug of the caller."""
-    if work is None:
-        raise StepError("internal error: a transfer was started on a rank outside its group; please report this")
-    work.wait()
 
 
 _world: World | None = None
@@ -218,41 +231,79 @@ def _make(config: Config) -> World:
             logger.warning("%s", few)
     rendezvous.join(place, connections)
     device = choose_device(config.device, place.local_rank)
+    name = transport_name(config.transport, device)
+    make_group = functools.partial(rendezvous.make_group, connections)
     if place.size == 1:
-        return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, None)
-    control, forward, backward = (
-        rendezvous.make_group(connections, backend) for backend in ("gloo", backend_of(device), backend_of(device))
-    )
-    world = World(place, device, (), (), (), control, forward, backward, watch=watch)
-    mine = (host, _node_identity(), device.type, device.index if device.index is not None else place.local_rank)
-    everyone = [
-        msgspec.msgpack.decode(data, type=tuple[str, str, str, int])
-        for data in world.gather_bytes(msgspec.msgpack.encode(mine))
-    ]
-    kinds = {kind for _, _, kind, _ in everyone}
-    if len(kinds) > 1:
-        raise LaunchError(
-            f"ranks use different kinds of devices ({', '.join(sorted(kinds))}); set device= to the same on all ranks"
-        )
-    nodes: dict[str, int] = {}
-    slots = []
-    for _, node, _, ordinal in everyone:
-        slots.append(Slot(nodes.setdefault(node, len(nodes)), ordinal))
-    if len(set(slots)) < len(slots):
-        raise LaunchError(
-            f"two ranks share a device ({[(s.node, s.device) for s in slots]}); start at most one rank per device"
-        )
+        alone = make_transport(name, device, 0, None, None, make_group)
+        return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, alone)
+    control, forward, backward = (make_group(backend) for backend in ("gloo", group_backend(name), group_backend(name)))
+    transport = make_transport(name, device, place.rank, forward, backward, make_group)
+    world = World(place, device, (), (), (), control, forward, transport, watch=watch)
+    index = device.index if device.index is not None else place.local_rank
+    mine = _Rank(host, _node_identity(), device.type, index, device_identity(device), name)
+    everyone = [msgspec.msgpack.decode(data, type=_Rank) for data in world.gather_bytes(msgspec.msgpack.encode(mine))]
+    slots = _slots_of(everyone, shared=transport.shares_devices)
     order = sorted(range(place.size), key=lambda rank: slots[rank])
-    world.hosts = tuple(h for h, _, _, _ in everyone)
+    nodes = {slot.node for slot in slots}
+    world.hosts = tuple(each.host for each in everyone)
     world.rank_of_slot = tuple(order)
     world.slots = tuple(slots[rank] for rank in order)
     watchdog_s = config.watchdog_timeout_s if config.run_watchdog else 0.0
     watch.start(place.rank, world.hosts, len(nodes) == 1, world.broadcast_bytes, watchdog_s)
-    if place.rank == 0 and device.type == "cuda":
+    if place.rank == 0 and is_accelerator(device):
         logger.log(log.DETAIL, "CUDA device assignments:")
         for rank in range(place.size):
-            logger.log(log.DETAIL, " Worker %d: device%d@%s", rank, slots[rank].device, world.hosts[rank])
+            logger.log(log.DETAIL, " Worker %d: device%d@%s", rank, everyone[rank].index, world.hosts[rank])
     return world
+
+
+class _Rank(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others of itself."""
+
+    host: str
+    node: str
+    """Identifier of its machine."""
+    kind: str
+    """Type of its device."""
+    index: int
+    """Index of its device in its process; on the CPU its place on the node."""
+    identity: str
+    """What the device is known by on its node; '' for the CPU."""
+    transport: str
+
+
+def _slots_of(ranks: Sequence[_Rank], *, shared: bool) -> list[Slot]:
+    """Slots of all ranks: node and device. Where devices have the same index in their processes, ranks are counted.
+
+    Raises:
+        LaunchError: Ranks have different kinds of devices or transports, or, unless `shared`, the same device.
+    """
+    for name, found in (("device", {each.kind for each in ranks}), ("transport", {each.transport for each in ranks})):
+        if len(found) > 1:
+            raise LaunchError(
+                f"ranks use different kinds of {name}s ({', '.join(sorted(found))}); set {name}= to the same on all "
+                "ranks"
+            )
+    owners: dict[tuple[str, str], int] = {}
+    for rank, each in enumerate(ranks):
+        other = owners.setdefault((each.node, each.identity), rank) if each.identity else rank
+        if other != rank and not shared:
+            raise LaunchError(
+                f"ranks {other} and {rank} on {each.host} share a device ({each.identity}); start at most one rank per "
+                "device (or set transport=staged, which is slow, to try a plan)"
+            )
+    nodes: dict[str, int] = {}
+    for each in ranks:
+        nodes.setdefault(each.node, len(nodes))
+    indices = [(nodes[each.node], each.index) for each in ranks]
+    if len(set(indices)) == len(indices):
+        return [Slot(*each) for each in indices]
+    counts = dict.fromkeys(nodes.values(), 0)
+    slots = []
+    for node, _ in indices:
+        slots.append(Slot(node, counts[node]))
+        counts[node] += 1
+    return slots
 
 
 def _node_identity() -> str:

@@ -15,9 +15,9 @@ from rannd.graph.call.signature import Call
 from rannd.graph.model import ModelGraph
 from rannd.plan.deployment import Deployment
 from rannd.plan.plan_text import show
-from rannd.plan.schedule.program_checker import check
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.context import Context
+from rannd.runtime.deployment.connecting import connect
 from rannd.runtime.deployment.undeploy import Origin
 from rannd.runtime.execution.bound_graph import bind, planned_stages, tensor_owners
 from rannd.runtime.execution.executor import Executor
@@ -160,9 +160,7 @@ class Deployer:
             owners,
             all_outputs=self._context.options.all_outputs,
         )
-        check(bound.traffic.program)
-        if bound.interleaved is not None:
-            check(bound.interleaved.traffic.program)
+        bound = connect(self._world, bound)
         self._dump(graph, deployed.deployment, bound.stage_of)
         return Executor(self._context, bound, deployed.parameters.aliases, deployed.reducer, deployed.anchor, seed)
 

@@ -29,6 +29,8 @@ class Traffic:
     program: Program
     edges: Mapping[Edge, tuple[Node, ...]]
     """Values sent from stage to stage; stage -1 stands for the inputs, stage `len(stages)` for the outputs."""
+    overlaps: bool = True
+    """Whether reductions of gradients begin in the last backward of a slot."""
 
     @property
     def layout(self) -> Layout:

@@ -15,7 +15,8 @@ import torch
 from torch.fx import Node
 
 from rannd.errors import StepError
-from rannd.plan.schedule.program import Action, ActionKind
+from rannd.plan.schedule.instructions import Instruction, instructions
+from rannd.plan.schedule.program import TRANSFERS, Action, ActionKind
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import (
     Phase,
@@ -30,7 +31,6 @@ from rannd.runtime.comm.lockstep import (
 from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.inputs import MiniBatch
-from rannd.runtime.execution.instructions import Instruction, instructions
 from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.execution.outputs import join
 from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel
@@ -72,7 +72,7 @@ class Executor:
         self._slot = bound.slot
         self._last = len(bound.layout.stages)
         self._totals = Totals(world, bound.graph, context.averaged)
-        self._buffers = MessageBuffers(world.device)
+        self._buffers = MessageBuffers(world.transport)
         self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
         self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()
         self._parcels: dict[tuple[Any, ...], Parcel] = {}
@@ -92,12 +92,9 @@ class Executor:
         """Instructions of this slot for a phase, without microbatches that have no rows."""
         running = tuple(map(bool, step.pieces.rows))
         if (phase, running) not in self._instructions:
-            program = self._traffic(step).program
-            slots = []
-            for actions, length in zip(program.slots, program.forward_length, strict=True):
-                chosen = actions[:length] if phase != _BACKWARD else actions[length:]
-                slots.append([each for each in chosen if each.kind is not ActionKind.REDUCE and running[each.piece]])
-            self._instructions[phase, running] = instructions(slots, self._slot)
+            chosen = self._traffic(step).program.phases[phase == _BACKWARD]
+            slots = [[each for each in actions if running[each.piece]] for actions in chosen]
+            self._instructions[phase, running] = instructions(slots, self._slot, self.world.transport.posting)
             if len(self._instructions) > MOST_SIZES:
                 self._instructions.popitem(last=False)
         return self._instructions[phase, running]
@@ -264,8 +261,8 @@ class Executor:
         totals: bool = False,
     ) -> None:
         """Execute instructions; with `totals` also all-reduce the globally summed outputs."""
-        forward = Exchange(self.world, self.world.forward, self._buffers)
-        backward = Exchange(self.world, self.world.backward, self._buffers)
+        forward = Exchange(self.world, self._buffers, gradients=False)
+        backward = Exchange(self.world, self._buffers, gradients=True)
         # The last backward completes the gradients of each parameter, the last forward completes the losses.
         last_backward, last_forward = _last(listed, ActionKind.BACKWARD), _last(listed, ActionKind.FORWARD)
         # On a GPU, copying the sums to the CPU this early would block the launch of further kernels.
@@ -287,6 +284,8 @@ class Executor:
             action = instruction.action
             piece = where.piece = action.piece
             where.action = action
+            if action.kind not in TRANSFERS:
+                self.world.transport.before_computation()
             if action.kind is ActionKind.FORWARD:
                 self.computing.forward(step, piece, live)
                 self._totals.take(step, piece)
@@ -297,7 +296,7 @@ class Executor:
             elif action.kind is ActionKind.BACKWARD:
                 assert live is not None
                 if reduce and action is last_backward:
-                    self._reducer.arm()
+                    self._reducer.arm(early=self._traffic(step).overlaps)
                 self.computing.backward(step, piece, live)
                 if not step.keep:
                     self._give_back(step, piece)

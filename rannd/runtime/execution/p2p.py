@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.errors import StepError
 from rannd.graph.partition.cut import crossing_shape
 from rannd.plan.schedule.program import Action
-from rannd.runtime.comm.world import World, finish
+from rannd.runtime.comm.world import World
+from rannd.runtime.transport.transport import Transport
 
 ALIGNMENT = 64
 """Bytes: a value begins at a multiple of this."""
@@ -25,7 +25,7 @@ ALIGNMENT = 64
 class Parcel:
     """Layout of a message that carries the values of some nodes for a piece of `rows` rows.
 
-    One value travels as it is; several are copied one behind the other into a message of bytes.
+    One value travels where it is; several are copied one behind the other.
     """
 
     def __init__(self, nodes: Sequence[Node], rows: int) -> None:
@@ -59,7 +59,7 @@ class Parcel:
                     "autocast or default dtype"
                 )
             if size and alone:
-                return value.detach().contiguous()
+                return as_bytes(value.detach())
             if size:
                 if message is None:
                     message = torch.empty(self.bytes, dtype=torch.uint8, device=value.device)
@@ -81,6 +81,11 @@ class Parcel:
         return values
 
 
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The memory of a value as a message, copied only if it is not contiguous."""
+    return value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
 UNUSED = 2
 """References to a storage that only its own tensor has, while it is looked at: the tensor's and ours."""
 
@@ -95,39 +100,41 @@ class MessageBuffers:
     inputs (an opaque operator may keep what it likes) stays as it was.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, size: int) -> torch.Tensor:
         """A buffer of `size` bytes."""
         free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self._device)
+        return free.pop() if free else self._transport.empty(size)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back."""
         free = self._free.setdefault(buffer.numel(), [])
         storage = buffer.untyped_storage()
         if len(free) < MOST_FREE and torch._C._storage_Use_Count(storage._cdata) <= UNUSED:
+            self._transport.give_back(buffer)
             free.append(buffer)
 
 
 class Exchange:
-    """Transfers of one group in one step."""
+    """Transfers of values, or of gradients, in one step."""
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None, buffers: MessageBuffers) -> None:
+    def __init__(self, world: World, buffers: MessageBuffers, *, gradients: bool) -> None:
         self._world = world
-        self._group = group
+        self._transport = world.transport
         self._buffers = buffers
-        self._sent: dict[Action, tuple[dist.Work | None, torch.Tensor]] = {}
-        self._arriving: dict[Action, tuple[dist.Work | None, Parcel, torch.Tensor | None]] = {}
+        self._gradients = gradients
+        self._sent: dict[Action, tuple[object, torch.Tensor]] = {}
+        self._arriving: dict[Action, tuple[object, Parcel, torch.Tensor | None]] = {}
 
     def send(self, action: Action, parcel: Parcel, values: Mapping[Node, torch.Tensor]) -> None:
         """Send the parcel's values to the slot that `action` names."""
         message = parcel.pack(values)
         if message is not None:
             peer = self._world.rank_of_slot[action.peer]
-            self._sent[action] = dist.isend(message, peer, group=self._group), message
+            self._sent[action] = self._transport.send(message, peer, gradients=self._gradients), message
 
     def post(self, action: Action, parcel: Parcel) -> None:
         """Begin to receive a parcel."""
@@ -136,20 +143,20 @@ class Exchange:
             return
         buffer = self._buffers.take(parcel.bytes)
         peer = self._world.rank_of_slot[action.peer]
-        self._arriving[action] = dist.irecv(buffer, peer, group=self._group), parcel, buffer
+        self._arriving[action] = self._transport.post(buffer, peer, gradients=self._gradients), parcel, buffer
 
     def take(self, action: Action) -> tuple[dict[Node, torch.Tensor], torch.Tensor | None]:
         """The values of a parcel that was posted, and the buffer that they lie in. Waits for them."""
-        work, parcel, buffer = self._arriving.pop(action)
+        posted, parcel, buffer = self._arriving.pop(action)
         if buffer is not None:
-            finish(work)
+            self._transport.take(posted)
         return parcel.unpack(buffer, self._world.device), buffer
 
     def settle(self, action: Action) -> None:
         """Let go of what was sent: it is known to have arrived."""
         sent = self._sent.pop(action, None)
         if sent is not None:
-            finish(sent[0])
+            self._transport.settle(sent[0])
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""

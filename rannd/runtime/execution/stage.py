@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.fx import Node
 
+from rannd.device.generators import kept_generators
 from rannd.runtime.comm.context import Context
-from rannd.runtime.comm.world import finish
 from rannd.runtime.execution.bound_graph import BoundGraph
+from rannd.runtime.execution.p2p import as_bytes
 from rannd.runtime.execution.step import Saved, Step
 
 
@@ -54,17 +55,18 @@ class Computing:
 
     def _lend(self) -> None:
         """Send tensors to the stages that read but do not hold them."""
-        world, slot = self._world, self._bound.slot
+        world, slot, transport = self._world, self._bound.slot, self._world.transport
         for name, (lender, borrowers) in self._bound.borrowed.items():
             if slot == lender:
-                value = self._state[name].detach().contiguous()
-                for each in borrowers:
-                    finish(dist.isend(value, world.rank_of_slot[each], group=world.forward))
+                message = as_bytes(self._state[name].detach())
+                sent = [transport.send(message, world.rank_of_slot[each], gradients=False) for each in borrowers]
+                for each in sent:
+                    transport.settle(each)
             elif slot in borrowers:
                 like = self._bound.graph.traced.named(name)
-                value = torch.empty(like.shape, dtype=like.dtype, device=world.device)
-                finish(dist.irecv(value, world.rank_of_slot[lender], group=world.forward))
-                self._loans[name] = value
+                buffer = transport.empty(like.numel() * like.dtype.itemsize)
+                transport.take(transport.post(buffer, world.rank_of_slot[lender], gradients=False))
+                self._loans[name] = buffer.view(like.dtype).view(like.shape)
 
     def agree_on_buffers(self, step: Step) -> None:
         """Broadcast the written buffers of the microbatch that is kept to the other replicas of the stage."""
@@ -172,7 +174,6 @@ class Computing:
         """Fork the RNG with a seed made of base seed, step, microbatch and stage; the script's RNG is unaffected."""
         text = f"{self.seed}/{step.number}/{piece}/{self._bound.stage}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        devices = [self._world.device] if self._world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with kept_generators([self._world.device]):
             torch.manual_seed(seed)
             yield

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rannd import log
+from rannd.device.identity import CUDA, has_accelerator
 
 
 class Connections:
@@ -49,8 +50,8 @@ class Connections:
                     end.shutdown(socket.SHUT_RDWR)
         for group in self._groups:
             try:
-                if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
-                    group._get_backend(torch.device("cuda")).abort()
+                if has_accelerator() and "nccl" in dist.get_backend(group):
+                    group._get_backend(torch.device(CUDA)).abort()
             except (RuntimeError, ValueError) as exc:
                 log.get("RaNNCProcess").warning("an NCCL process group cannot be aborted: %s", exc)
 

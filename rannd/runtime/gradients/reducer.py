@@ -82,7 +82,7 @@ class Reducer:
             world.group_of(slots)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._hooked: dict[str, torch.Tensor] = {}
-        self._armed = False
+        self._armed = self._early = False
         self._started = 0
         """Number of buckets whose all-reduce has started in this backward."""
         self._aside: dict[str, torch.Tensor] = {}
@@ -153,8 +153,9 @@ class Reducer:
                 alias = self._parameters.aliases[name]
                 alias.grad = gradient if alias.grad is None else alias.grad + gradient
 
-    def arm(self) -> None:
-        """Let each bucket's all-reduce start when it is complete; called before the last microbatch's backward."""
+    def arm(self, *, early: bool = False) -> None:
+        """Called before the last microbatch's backward; with `early` each bucket's all-reduce starts in it when it is
+        complete."""
         for name, bucket in self._bucket_of.items():
             alias = self._parameters.aliases[name]
             if len(bucket.slots) > 1 and alias.requires_grad and self._hooked.get(name) is not alias:
@@ -165,12 +166,13 @@ class Reducer:
             bucket.waiting = len(bucket.active)
         self._started = 0
         self._armed = True
+        self._early = early
 
     def _arrived(self, name: str) -> Callable[[torch.Tensor], None]:
         bucket = self._bucket_of[name]
 
         def hook(_: torch.Tensor) -> None:
-            if self._armed and self._overlap:
+            if self._armed and self._early and self._overlap:
                 bucket.waiting -= 1
                 if not bucket.waiting:
                     self._start_complete()

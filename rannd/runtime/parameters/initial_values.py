@@ -20,12 +20,13 @@ from torch import nn
 
 from rannd import log
 from rannd.daemon.common.printable import plain
+from rannd.device.generators import kept_generators
 from rannd.errors import CheckpointError, RanndError, TraceError, UsageError
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.gather_objects import agree_on_errors
 from rannd.runtime.parameters.deferred_init import Recipe, check_unchanged, draw_seed, forget, recipes_of, recorders_of
-from rannd.runtime.parameters.op_tape import Unrepeatable, kept_generators
+from rannd.runtime.parameters.op_tape import Unrepeatable
 from rannd.runtime.parameters.reset_parameters import record_initialisation
 from rannd.runtime.parameters.tensor_swap import bare, give, others, plain_tensors, unwritten
 from rannd.runtime.storage.weight_files import Weights, match, open_weights

@@ -20,7 +20,9 @@ import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rannd.runtime.parameters.op_tape import CPU, Storage, Tape, TapeOp, Unrepeatable, View, kept_generators, view_of
+from rannd.device.generators import kept_generators, prepare
+from rannd.device.identity import is_accelerator
+from rannd.runtime.parameters.op_tape import CPU, Storage, Tape, TapeOp, Unrepeatable, View, view_of
 
 META = torch.device("meta")
 
@@ -65,8 +67,7 @@ class Recorder(TorchDispatchMode):
         return self.tape.storages[view.storage].device if view is not None else tensor.device
 
     def _add(self, storage: torch.UntypedStorage, device: torch.device, **more: Any) -> int:
-        if device.type == "cuda":
-            torch.cuda.init()  # creates its generators, which are seeded and restored
+        prepare(device)
         number = self.tape.add(Storage(CPU if device.type == "meta" else device, storage, **more))
         self._numbers[storage._cdata] = number
         return number
@@ -242,7 +243,7 @@ _DEVICE_ATTRIBUTES: dict[Any, Callable[[torch.device], Any]] = {
     torch.Tensor.device: lambda device: device,
     torch.Tensor.is_meta: lambda device: False,
     torch.Tensor.is_cpu: lambda device: device.type == "cpu",
-    torch.Tensor.is_cuda: lambda device: device.type == "cuda",
+    torch.Tensor.is_cuda: is_accelerator,
 }
 
 

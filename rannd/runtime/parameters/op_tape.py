@@ -11,15 +11,15 @@ called with an explicit generator draw the same numbers as in the script.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
+from rannd.device.generators import kept_generators, seed_all
 from rannd.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -211,7 +211,7 @@ class Tape:
             for number, op in enumerate(ops):
                 args, kwargs = pytree.tree_map_only(View, tensor_of, (op.args, op.kwargs))
                 if op.random:
-                    _seed_default(op.seed if op.seed is not None else self._seed)
+                    seed_all(op.seed if op.seed is not None else self._seed)
                 if op.generator is not None:
                     home = kwargs.get("device") or next(iter(pytree.tree_leaves(args))).device
                     kwargs["generator"] = torch.Generator(home)
@@ -243,20 +243,6 @@ class Tape:
         real = torch.UntypedStorage(storage.kept.nbytes(), device=storage.device)
         _bytes(real).fill_(fill)
         return real
-
-
-@contextlib.contextmanager
-def kept_generators() -> Iterator[None]:
-    """Context manager that restores the state of torch's default generators."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
-
-
-def _seed_default(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
 
 
 def _seed(job: int, name: str, number: int) -> int:

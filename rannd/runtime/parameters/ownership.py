@@ -17,10 +17,10 @@ from torch import nn
 from rannd.errors import StepError
 from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.context import Context
-from rannd.runtime.comm.world import finish
 from rannd.runtime.parameters.absent import all_present, is_absent, make_absent
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.tensor_swap import give, hollow
+from rannd.runtime.transport.transport import finish
 
 
 class Parameters:

@@ -7,8 +7,8 @@ import resource
 import psutil
 from torch import nn
 
+from rannd.device.memory import free_memory
 from rannd.plan.deployment import Deployment
-from rannd.runtime.comm.device import free_memory
 from rannd.runtime.comm.world import World
 
 BITS = 4

@@ -11,10 +11,10 @@ import msgspec
 from rannd import log
 from rannd.config import Config
 from rannd.daemon.common.keys import Key, limit_key
+from rannd.device.memory import free_memory
 from rannd.errors import text_of
 from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.cache_client import Cache
-from rannd.runtime.comm.device import free_memory
 from rannd.runtime.comm.world import World
 from rannd.runtime.failure.failure_report import Failure
 from rannd.units import amount

@@ -22,6 +22,8 @@ from rannd.config.cluster import Cluster, load_cluster
 from rannd.daemon.client.cache import Lease
 from rannd.daemon.common.keys import Key, deployment_key, limit_key
 from rannd.daemon.common.versions import version
+from rannd.device.identity import device_model
+from rannd.device.memory import device_memory
 from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import cut
@@ -38,7 +40,6 @@ from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
-from rannd.runtime.comm.device import backend_of, device_memory, device_model
 from rannd.runtime.execution.bound_graph import planned_stages
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.memory_fit import lower_limit, short
@@ -108,7 +109,7 @@ class Planner:
         self._base: Key | None = None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
         versions["rannd source"] = digest_of(PLANNING)[:16]
-        self._platform = Platform(device_model(world.device), backend_of(world.device), versions)
+        self._platform = Platform(device_model(world.device), world.transport.backend, versions)
         self._file = ProfileFile(config, self._platform.device_model)
         self._made = Provenance(self._platform.device_model, "measured", version(), str(torch.__version__))
         self._measuring = Measuring(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,10 @@ from parity.case import Case
 from parity.record import Record, array, put_gradients, put_input_gradients, put_outputs
 from parity.script import play
 from parity.zoo import OPTIMIZERS, ZOO, build_batch, build_model
+from rannd.runtime.comm.world import made
 from rannd.runtime.parameters.state_elsewhere import TensorElsewhere
+from rannd.runtime.transport.gloo_transport import GlooTransport
+from rannd.runtime.transport.strict_transport import StrictTransport
 
 
 class Backend(Protocol):
@@ -48,6 +52,7 @@ class Rannc:
 
         self._pyrannc = pyrannc
         self.rank = pyrannc.get_rank()
+        self._strict: StrictTransport | None = None
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         wrapped: nn.Module = self._pyrannc.RaNNCModule(model, optimizer)
@@ -66,6 +71,21 @@ class Rannc:
         deployment = cast(Any, model).deployment
         record["plan/replicas"] = array(torch.tensor([len(stage.slots) for stage in deployment.stages]))
         record["plan/micro"] = array(torch.tensor(deployment.microbatches))
+
+    @contextlib.contextmanager
+    def strict(self) -> Iterator[None]:
+        """Transfers follow NCCL's rules."""
+        world = made()
+        assert world is not None
+        before = world.transport
+        if self._strict is None:
+            assert isinstance(before, GlooTransport)
+            self._strict = StrictTransport(world.device, world.rank, *before.groups)
+        world.transport = self._strict
+        try:
+            yield
+        finally:
+            world.transport = before
 
     def reset(self) -> None:
         self._pyrannc.delay_grad_allreduce(False)

@@ -29,6 +29,18 @@ from torch import Tensor
 
 Record = dict[str, np.ndarray]
 
+
+def check_equal(record: Record, expected: Record) -> None:
+    """AssertionError if two records differ in any bit."""
+    assert record.keys() == expected.keys(), sorted(record.keys() ^ expected.keys())
+    wrong = [name for name, value in record.items() if not _same_bits(value, expected[name])]
+    assert not wrong, f"{len(wrong)} of {len(record)} differ, the first: {wrong[:5]}"
+
+
+def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes()
+
+
 _NOTHING = np.zeros(0, dtype=bool)
 
 

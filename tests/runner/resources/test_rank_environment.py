@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rannd.runner.resources import rank_environment
-from rannd.runner.resources.rank_environment import MALLOC_SETTINGS
+from rannd.runner.resources.rank_environment import CUDA_SETTINGS, MALLOC_SETTINGS
 
 
 @pytest.mark.parametrize(("cores", "local_ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (7, 2, "3"), (4, 1, "4")])
 def test_threads_are_shared_out(cores: int, local_ranks: int, threads: str) -> None:
-    tuned = rank_environment.tuning({}, cores=cores, local_ranks=local_ranks, gpus=1)
+    tuned = rank_environment.tuning({"MALLOC_ARENA_MAX": "2"}, cores=cores, local_ranks=local_ranks, gpus=0)
     assert tuned.variables == {"OMP_NUM_THREADS": threads}
     assert tuned.line() == f"tuned OMP_NUM_THREADS={threads}; --no-tune turns this off"
 
@@ -30,6 +30,14 @@ def test_cpu_ranks_get_malloc_settings() -> None:
 def test_the_users_own_malloc_stays(own: dict[str, str]) -> None:
     tuned = rank_environment.tuning({"OMP_NUM_THREADS": "1", **own}, cores=2, local_ranks=2, gpus=0)
     assert (tuned.variables, tuned.line()) == ({}, "")
+
+
+def test_gpu_ranks_get_queues_and_an_allocator_that_grows() -> None:
+    cores = {"cores": 2, "local_ranks": 2, "gpus": 2}
+    assert rank_environment.tuning({"OMP_NUM_THREADS": "1"}, **cores).variables == CUDA_SETTINGS
+    own = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert rank_environment.tuning(own, **cores).variables == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert "PYTORCH_ALLOC_CONF" in rank_environment.forwarded_names(CUDA_SETTINGS)
 
 
 def test_the_meeting_point() -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from plan_layouts import layouts
 
 from rannd.plan.run_modes import SCHEDULES
+from rannd.plan.schedule.instructions import Posting, instructions
 from rannd.plan.schedule.program import AHEAD, SENDS, TRANSFERS, Action, ActionKind, Layout, Program
 from rannd.plan.schedule.schedules import gpipe, interleaved_program
 from rannd.plan.simulate.layout import loss_layout
-from rannd.runtime.execution.instructions import instructions
 
 RECEIVES = TRANSFERS - SENDS
 
@@ -25,54 +25,47 @@ def programs(layout: Layout, schedule: str | None) -> Program:
     return interleaved_program(schedule, loss_layout(layout))
 
 
-def phases(program: Program) -> list[list[list[Action]]]:
-    """What each slot does, phase by phase."""
-    chosen = [
-        [actions[:border] for actions, border in zip(program.slots, program.forward_length, strict=True)],
-        [actions[border:] for actions, border in zip(program.slots, program.forward_length, strict=True)],
-    ]
-    return [[[each for each in actions if each.kind is not ActionKind.REDUCE] for actions in slots] for slots in chosen]
+def pair(action: Action, posting: Posting) -> tuple[int, bool, bool]:
+    """What has one order on both sides: with MATCHED the directions of a pair are apart."""
+    gradients = action.kind in (ActionKind.SEND_GRADS, ActionKind.RECV_GRADS)
+    return action.peer, gradients, posting is Posting.MATCHED and action.kind in SENDS
 
 
-def pair(action: Action) -> tuple[int, bool]:
-    return action.peer, action.kind in (ActionKind.SEND_GRADS, ActionKind.RECV_GRADS)
-
-
-@given(layouts(), st.sampled_from([None, *SCHEDULES]))
-def test_nothing_is_lost_and_the_orders_stay(layout: Layout, schedule: str | None) -> None:
+@given(layouts(), st.sampled_from([None, *SCHEDULES]), st.sampled_from(Posting))
+def test_nothing_is_lost_and_the_orders_stay(layout: Layout, schedule: str | None, posting: Posting) -> None:
     program = programs(layout, schedule)
     for slot in range(layout.world):
-        for slots in phases(program):
-            actions, listed = slots[slot], instructions(slots, slot)
+        for slots in program.phases:
+            actions, listed = slots[slot], instructions(slots, slot, posting)
             done = [each.action for each in listed if each.action is not None]
             assert done == [action for action in actions if action.kind not in RECEIVES]
             wanted, found = defaultdict(list), defaultdict(list)
             for action in actions:
                 if action.kind in TRANSFERS:
-                    wanted[pair(action)].append(action)
+                    wanted[pair(action, posting)].append(action)
             posted: set[Action] = set()
             arrived: set[Action] = set()
             for each in listed:
                 for action in each.posts:
-                    found[pair(action)].append(action)
+                    found[pair(action, posting)].append(action)
                     posted.add(action)
                 assert posted.issuperset(each.awaits)
                 arrived.update(each.awaits)
                 if each.action is not None and each.action.kind in SENDS:
-                    found[pair(each.action)].append(each.action)
+                    found[pair(each.action, posting)].append(each.action)
             assert found == wanted
             assert arrived == posted == {action for action in actions if action.kind in RECEIVES}
 
 
-@given(layouts(), st.sampled_from([None, *SCHEDULES]))
-def test_what_a_computation_needs_is_awaited_before_it(layout: Layout, schedule: str | None) -> None:
+@given(layouts(), st.sampled_from([None, *SCHEDULES]), st.sampled_from(Posting))
+def test_what_a_computation_needs_is_awaited_before_it(layout: Layout, schedule: str | None, posting: Posting) -> None:
     program = programs(layout, schedule)
     for slot in range(layout.world):
         stage = layout.stage_of(slot)
-        for slots in phases(program):
+        for slots in program.phases:
             actions = slots[slot]
             arrived: set[Action] = set()
-            for each in instructions(slots, slot):
+            for each in instructions(slots, slot, posting):
                 arrived.update(each.awaits)
                 if each.action is None:
                     continue
@@ -83,11 +76,11 @@ def test_what_a_computation_needs_is_awaited_before_it(layout: Layout, schedule:
                         assert action in arrived
 
 
-@given(layouts(), st.sampled_from([None, *SCHEDULES]))
-def test_what_is_let_go_of_has_been_taken_by_its_receiver(layout: Layout, schedule: str | None) -> None:
+@given(layouts(), st.sampled_from([None, *SCHEDULES]), st.sampled_from(Posting))
+def test_what_is_let_go_of_was_taken_by_its_receiver(layout: Layout, schedule: str | None, posting: Posting) -> None:
     """Plays all slots: a slot goes on when what it awaits was sent, and nobody settles what was not awaited yet."""
-    for slots in phases(programs(layout, schedule)):
-        lists = [instructions(slots, slot) for slot in range(layout.world)]
+    for slots in programs(layout, schedule).phases:
+        lists = [instructions(slots, slot, posting) for slot in range(layout.world)]
         sent: set[tuple[int, Action]] = set()  # (sender, send)
         taken: set[tuple[int, Action]] = set()
         settled: set[tuple[int, Action]] = set()
@@ -123,7 +116,7 @@ def _sender_of(action: Action, slot: int) -> Action:
 def test_receives_of_a_pipeline_are_posted_ahead() -> None:
     layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
     program = interleaved_program("1f1b", layout)
-    listed = instructions(phases(program)[0], 1)
+    listed = instructions(program.phases[0], 1)
     done = 0  # computations so far
     posted: dict[Action, int] = {}
     for each in listed:
@@ -136,7 +129,7 @@ def test_receives_of_a_pipeline_are_posted_ahead() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_that_were_answered_are_let_go(schedule: str) -> None:
     layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
-    listed = instructions(phases(interleaved_program(schedule, layout))[0], 0)
+    listed = instructions(interleaved_program(schedule, layout).phases[0], 0)
     sent = [each.action for each in listed if each.action is not None and each.action.kind is ActionKind.SEND_VALUES]
     assert sorted(map(str, sent)) == sorted(str(action) for each in listed for action in each.settles)
 
@@ -144,7 +137,7 @@ def test_values_that_were_answered_are_let_go(schedule: str) -> None:
 def test_gradients_do_not_pile_up() -> None:
     layout = Layout(2, 16, ((0,), (1,)), ((0, 1),), ((0, 1),))
     most = waiting = 0
-    for each in instructions(phases(interleaved_program("1f1b", layout))[0], 1):
+    for each in instructions(interleaved_program("1f1b", layout).phases[0], 1):
         waiting += each.action is not None and each.action.kind is ActionKind.SEND_GRADS
         waiting -= sum(action.kind is ActionKind.SEND_GRADS for action in each.settles)
         most = max(most, waiting)

@@ -1,0 +1,60 @@
+"""Torch's default random generators, of the CPU and of devices that are in use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from rannd.device.identity import CUDA, has_accelerator, is_accelerator
+
+
+def devices_in_use() -> list[torch.device]:
+    """Devices with generators of their own, once this process has used any of them."""
+    if not has_accelerator() or not torch.get_device_module(CUDA).is_initialized():
+        return []
+    return [torch.device(CUDA, index) for index in range(torch.accelerator.device_count())]
+
+
+def prepare(device: torch.device) -> None:
+    """Create the generators of a kind of device, so that they are kept and seeded from now on."""
+    if is_accelerator(device):
+        torch.get_device_module(device).init()
+
+
+@contextlib.contextmanager
+def kept_generators(devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+    """Restore the generators of the CPU and of `devices` (default: all in use) afterwards."""
+    chosen = devices_in_use() if devices is None else [each for each in devices if is_accelerator(each)]
+    with torch.random.fork_rng(devices=chosen, device_type=CUDA):
+        yield
+
+
+def seed_all(seed: int) -> None:
+    """Like torch.manual_seed, without its costly stack traces for devices that are not in use."""
+    torch.default_generator.manual_seed(seed)
+    if devices_in_use():
+        torch.get_device_module(CUDA).manual_seed_all(seed)
+
+
+def generator_state(device: torch.device) -> torch.Tensor | None:
+    """State of a device's default generator; None for the CPU."""
+    return torch.get_device_module(device).get_rng_state(device) if is_accelerator(device) else None
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Restore what `generator_state` returned."""
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
+def generator_states() -> list[torch.Tensor]:
+    """States of all default generators: the CPU's, and those of devices in use."""
+    return [torch.get_rng_state(), *(torch.get_device_module(each).get_rng_state(each) for each in devices_in_use())]
+
+
+def set_generator_states(states: list[torch.Tensor]) -> None:
+    """Restore what `generator_states` returned."""
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices_in_use(), states[1:], strict=False):
+        set_generator_state(device, state)

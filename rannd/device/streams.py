@@ -1,0 +1,53 @@
+"""Waiting for devices, and work beside their computations. On the CPU everything happens at once, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from rannd.device.identity import is_accelerator
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything it was given."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, when the device has done everything it was given."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+class SideStream:
+    """A stream of its own for transfers into buffers that computations read later.
+
+    Memory that is allocated `inside` belongs to this stream, so that a transfer into it need not wait for computations.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device) if is_accelerator(device) else None
+
+    def inside(self) -> contextlib.AbstractContextManager[object]:
+        """Context in which operations are queued on this stream."""
+        return self._stream if self._stream is not None else contextlib.nullcontext()
+
+    def mark(self) -> torch.Event | None:
+        """Mark what was queued on the current stream so far."""
+        if self._stream is None:
+            return None
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def wait_for(self, mark: torch.Event | None) -> None:
+        """Let what this stream is given from now on wait for a mark."""
+        if self._stream is not None and mark is not None:
+            self._stream.wait_event(mark)
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the current stream uses a tensor of this stream, which may be freed meanwhile."""
+        if self._stream is not None:
+            tensor.record_stream(torch.accelerator.current_stream(self._device))

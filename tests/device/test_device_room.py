@@ -1,0 +1,108 @@
+"""The device room on a machine without an accelerator, and what only a GPU can show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rannd.device import autocast, generators, identity, memory, streams
+from rannd.errors import LaunchError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parents[2]
+here = pytest.mark.skipif(identity.has_accelerator(), reason="this machine has an accelerator")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not identity.has_accelerator(), reason="needs a CUDA device")]
+
+
+def test_nothing_else_speaks_of_cuda() -> None:
+    """Names of other devices' modules, and comparisons with their types."""
+    spoken = re.compile(r"torch\.(cuda|xpu|mps|mtia)\b|type [!=]= .(cuda|xpu|mps)")
+    files = [file for file in (ROOT / "rannd").rglob("*.py") if file.parent.name != "device"]
+    found = {str(file.relative_to(ROOT)) for file in files if spoken.search(file.read_text())}
+    assert found == {
+        "rannd/graph/fingerprint/allowlists.py",  # names of modules, which models' code may not read
+    }
+
+
+@here
+def test_without_an_accelerator() -> None:
+    assert identity.choose_device("auto", 3) == CPU
+    assert identity.choose_device("cpu", 0) == CPU
+    with pytest.raises(LaunchError, match="torch sees no CUDA device"):
+        identity.choose_device("cuda", 0)
+    assert identity.device_identity(CPU) == ""
+    assert identity.device_model(CPU).endswith(f"{torch.get_num_threads()} threads")
+    assert autocast.usable_autocast_types() == ("cpu",)
+    assert generators.devices_in_use() == []
+    assert generators.generator_state(CPU) is None
+
+
+def test_parts_of_a_gpu_are_known_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-8f8a,MIG-9f9b")
+    assert identity.device_identity(CUDA) == "MIG-8f8a"
+
+
+def test_memory_of_the_machine_is_shared_by_its_ranks() -> None:
+    assert memory.device_memory(CPU, 2) == memory.device_memory(CPU, 1) // 2 > 0
+    free, total = memory.free_memory(CPU)
+    assert 0 < free <= total == psutil.virtual_memory().total
+    memory.release_unused(CPU)
+
+
+def test_on_the_cpu_everything_has_happened() -> None:
+    side = streams.SideStream(CPU)
+    with side.inside():
+        made = torch.ones(2)
+    side.wait_for(side.mark())
+    side.lend(made)
+    before = streams.now(CPU)
+    streams.synchronize(CPU)
+    assert streams.now(CPU) >= before
+
+
+def test_generators_are_kept_and_seeded() -> None:
+    before = torch.get_rng_state()
+    with generators.kept_generators():
+        generators.seed_all(7)
+        first = torch.rand(3)
+        generators.seed_all(7)
+        assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.get_rng_state(), before)
+    states = generators.generator_states()
+    torch.rand(1)
+    generators.set_generator_states(states)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("wanted", [pytest.param("auto", marks=gpu), pytest.param("cuda", marks=gpu)])
+def test_a_gpu_is_chosen_and_known(wanted: str) -> None:
+    device = identity.choose_device(wanted, 0)
+    assert device == CUDA
+    assert re.fullmatch(r"(MIG|GPU)?-?[0-9a-f-]{36}", identity.device_identity(device))
+    assert identity.device_model(device)
+    free, total = memory.free_memory(device)
+    assert 0 < free <= total <= memory.device_memory(device, 1)
+    generators.prepare(device)
+    with generators.kept_generators([device]):
+        generators.seed_all(3)
+        first = torch.rand(4, device=device)
+        generators.seed_all(3)
+        assert torch.equal(torch.rand(4, device=device), first)
+
+
+@pytest.mark.parametrize("size", [pytest.param(1 << 26, marks=gpu)])
+def test_a_side_stream_waits_for_marks(size: int) -> None:
+    side, total = streams.SideStream(CUDA), torch.zeros(size, device=CUDA)
+    for _ in range(20):
+        total += 1
+    mark = side.mark()
+    with side.inside():
+        side.wait_for(mark)
+        copy = total.clone()
+    side.lend(copy)
+    streams.synchronize(CUDA)
+    assert bool((copy == 20).all())

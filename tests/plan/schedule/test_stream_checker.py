@@ -1,0 +1,106 @@
+"""Under NCCL's rules no step of any layout hangs as it is issued now; the checker finds the hangs of older orders."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipelines import pipeline
+from plan_layouts import layouts
+
+from rannd.errors import PlanError
+from rannd.plan.run_modes import SCHEDULES
+from rannd.plan.schedule.instructions import Posting
+from rannd.plan.schedule.program import Layout, Program
+from rannd.plan.schedule.schedules import gpipe, interleaved_program, zero_bubble_h1
+from rannd.plan.schedule.stream_checker import StreamRules, Streams, check_streams
+from rannd.plan.simulate.layout import loss_layout
+
+LATE = StreamRules(overlap=False)
+
+
+def hangs(program: Program, posting: Posting, rules: StreamRules) -> bool:
+    try:
+        check_streams(program, posting, rules)
+    except PlanError:
+        return True
+    return False
+
+
+@given(layouts(max_world=8), st.sampled_from([None, *SCHEDULES]), st.sampled_from(Streams))
+def test_no_step_hangs(layout: Layout, schedule: str | None, streams: Streams) -> None:
+    """Whatever synchronises: receives of all slots are posted in one order with all sends."""
+    program = gpipe(layout) if schedule is None else interleaved_program(schedule, loss_layout(layout))
+    check_streams(program, Posting.MATCHED, StreamRules(streams, overlap=False))
+
+
+@given(layouts(max_world=8), st.sets(st.integers(0, 5)))
+def test_no_step_of_zero_bubble_hangs(layout: Layout, split: set[int]) -> None:
+    check_streams(zero_bubble_h1(loss_layout(layout), split), Posting.MATCHED, LATE)
+
+
+def pipelines(world: int) -> Iterator[tuple[str, Program]]:
+    """Interleaved steps of all pipelines of `world` slots in at least two stages."""
+    for stages in range(2, world + 1):
+        for cuts in itertools.combinations(range(1, world), stages - 1):
+            replicas = [end - start for start, end in itertools.pairwise([0, *cuts, world])]
+            for microbatches in (1, 2, 4):
+                for labels, outputs, skip in ((1, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 1)):
+                    if skip and stages < 3:
+                        continue
+                    layout = pipeline(
+                        *replicas,
+                        microbatches=microbatches,
+                        labels=bool(labels),
+                        outputs=bool(outputs),
+                        skip=bool(skip),
+                    )
+                    for schedule in ("1f1b", "gpipe"):
+                        yield f"{replicas} {microbatches} {schedule}", interleaved_program(schedule, layout)
+
+
+OLD = StreamRules(Streams.PAIR, opened=False, synchronises=False)
+"""What torch does for unbatched sends and receives."""
+ONE_STREAM = StreamRules(Streams.SLOT, synchronises=False)
+"""What torch does in groups of a `device_id`."""
+
+
+@pytest.mark.parametrize(
+    ("most", "of", "lazy", "one_stream", "synchronised"),
+    [(4, 228, 137, 192, 222), pytest.param(6, 1278, 1063, 1224, 1265, marks=pytest.mark.full)],
+)
+def test_hangs_of_receives_that_were_posted_ahead(
+    most: int, of: int, lazy: int, one_stream: int, synchronised: int
+) -> None:
+    programs = [program for world in range(2, most + 1) for _, program in pipelines(world)]
+    assert len(programs) == of
+    counts = [
+        sum(hangs(program, Posting.AHEAD, rules) for program in programs)
+        for rules in (OLD, ONE_STREAM, StreamRules(overlap=False))
+    ]
+    assert counts == [lazy, one_stream, synchronised]
+    assert not any(hangs(program, Posting.MATCHED, LATE) for program in programs)
+
+
+def test_which_pipelines_hung() -> None:
+    """Two slots never did, which is why two ranks on one machine show nothing."""
+    ahead, one = Posting.AHEAD, interleaved_program("1f1b", pipeline(1, 1))
+    assert not hangs(one, ahead, OLD)
+    for replicas in ((2, 2), (1, 1, 1, 1)):
+        program = interleaved_program("1f1b", pipeline(*replicas))
+        assert hangs(program, ahead, OLD), replicas
+        assert hangs(program, ahead, ONE_STREAM), replicas
+    with pytest.raises(PlanError, match=r"would never end on devices with streams: .*slot 0 at F0 waits for"):
+        check_streams(one, ahead, LATE)
+
+
+def test_reductions_that_begin_in_a_backward_can_hang() -> None:
+    """A replica that waits in its last backward for another one, which waits for it through the first stage."""
+    program = interleaved_program("gpipe", pipeline(1, 3, microbatches=2))
+    check_streams(program, Posting.MATCHED, LATE)
+    with pytest.raises(PlanError, match="the reduction R"):
+        check_streams(program, Posting.MATCHED, StreamRules())
+    check_streams(interleaved_program("1f1b", pipeline(1, 3, microbatches=2)), Posting.MATCHED, StreamRules())
