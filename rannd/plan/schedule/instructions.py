@@ -39,6 +39,10 @@ class Posting(enum.Enum):
     transfers and computations of all slots, so that no slot ever waits for what comes later in that order."""
 
 
+Moment = tuple[int, float]
+"""Time, and among events of the same time the order: sends as they are played, then computations."""
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One action of a slot with its receives; action None: only post receives, or wait at the end."""
@@ -53,11 +57,20 @@ class Instruction:
 
 
 def instructions(
-    slots: Sequence[Sequence[Action]], slot: int, posting: Posting = Posting.AHEAD
+    slots: Sequence[Sequence[Action]],
+    slot: int,
+    posting: Posting = Posting.AHEAD,
+    played: Sequence[Sequence[Moment]] | None = None,
 ) -> tuple[Instruction, ...]:
-    """Instructions of `slot` for one phase, given the actions of all `slots`."""
+    """Instructions of `slot` for one phase, given the actions of all `slots`.
+
+    `played`: what `play` returns for these slots, where that is known.
+    """
     listed = list(slots[slot])
-    posts = _posted_ahead(listed) if posting is Posting.AHEAD else _posted_matched(slots, slot)
+    if posting is Posting.AHEAD:
+        posts = _posted_ahead(listed)
+    else:
+        posts = _posted_matched(listed, (play(slots) if played is None else played)[slot])
     awaits, answers = _awaits(listed), _answers(slots, slot)
     found = []
     for place, action in enumerate(listed):
@@ -120,52 +133,43 @@ def _posted_ahead(listed: list[Action]) -> dict[int, list[Action]]:
 _UNITS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2, ActionKind.WEIGHT: 1}
 """Time of a computation in the step that orders transfers. Any positive times give an order without deadlocks."""
 
-_Moment = tuple[int, float]
-"""Time, and among events of the same time the order: sends as they are played, then computations."""
 
-
-def _posted_matched(slots: Sequence[Sequence[Action]], slot: int) -> dict[int, list[Action]]:
-    """Receives of `slot` to post before each position in its list, where their sends happen; see `Posting.MATCHED`."""
-    sent, moments = _played(slots, slot)
-    listed = slots[slot]
+def _posted_matched(listed: list[Action], moments: Sequence[Moment]) -> dict[int, list[Action]]:
+    """Receives to post before each position in the list, where their sends happen; see `Posting.MATCHED`."""
     end = max((place + 1 for place, action in enumerate(listed) if action.kind not in TRANSFERS), default=0)
     issued = [place for place, action in enumerate(listed[:end]) if action.kind not in _RECEIVES]
     times = [moments[place] for place in issued]
-    receives = [action for action in listed[:end] if action.kind in _RECEIVES]
+    receives = [place for place, action in enumerate(listed[:end]) if action.kind in _RECEIVES]
     posts: dict[int, list[Action]] = {}
-    for action in sorted(receives, key=sent.__getitem__):
-        posts.setdefault(issued[bisect_right(times, sent[action])], []).append(action)
+    for place in sorted(receives, key=moments.__getitem__):
+        posts.setdefault(issued[bisect_right(times, moments[place])], []).append(listed[place])
     for place, action in enumerate(listed[end:], end):  # no computation of either side comes after these
         if action.kind in _RECEIVES:
             posts[place] = [action]
     return posts
 
 
-def _played(slots: Sequence[Sequence[Action]], slot: int) -> tuple[dict[Action, _Moment], dict[int, _Moment]]:
+def play(slots: Sequence[Sequence[Action]]) -> list[list[Moment]]:
     """Play a phase with computations of `_UNITS` and transfers without duration.
 
-    Returns the moments of the sends to `slot`, by its receives, and those of its own actions that are no receives, by
-    their position.
+    Returns the moment of each action of each slot; that of a receive is the moment of its send.
     """
-    places, clocks, count = [0] * len(slots), [0] * len(slots), 0
-    wires: dict[tuple[int, int, bool], deque[int]] = defaultdict(deque)
-    sent: dict[Action, _Moment] = {}
-    moments: dict[int, _Moment] = {}
+    moments: list[list[Moment]] = [[] for _ in slots]
+    clocks, count = [0] * len(slots), 0
+    wires: dict[tuple[int, int, bool], deque[Moment]] = defaultdict(deque)
     ready = list(range(len(slots)))
     waiting: dict[tuple[int, int, bool], int] = {}
     while ready:
         here = ready.pop()
-        while places[here] < len(slots[here]):
-            action = slots[here][places[here]]
+        while len(moments[here]) < len(slots[here]):
+            action = slots[here][len(moments[here])]
             gradients = action.kind in _GRADS
-            moment: _Moment = clocks[here], math.inf
+            moment: Moment = clocks[here], math.inf
             if action.kind in SENDS:
                 moment = clocks[here], count
                 count += 1
                 wire = here, action.peer, gradients
-                wires[wire].append(clocks[here])
-                if action.peer == slot:
-                    sent[_other_side(action, here)] = moment
+                wires[wire].append(moment)
                 if wire in waiting:
                     ready.append(waiting.pop(wire))
             elif action.kind in _RECEIVES:
@@ -173,13 +177,12 @@ def _played(slots: Sequence[Sequence[Action]], slot: int) -> tuple[dict[Action, 
                 if not wires[wire]:
                     waiting[wire] = here
                     break
-                clocks[here] = max(clocks[here], wires[wire].popleft())
+                moment = wires[wire].popleft()
+                clocks[here] = max(clocks[here], moment[0])
             else:
                 clocks[here] += _UNITS[action.kind]
-            if here == slot and action.kind not in _RECEIVES:
-                moments[places[here]] = moment
-            places[here] += 1
-    return sent, moments
+            moments[here].append(moment)
+    return moments
 
 
 def _awaits(listed: list[Action]) -> dict[int, list[Action]]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rannd.errors import PlanError
-from rannd.plan.schedule.instructions import Posting, instructions
+from rannd.plan.schedule.instructions import Instruction, Posting, instructions, play
 from rannd.plan.schedule.program import NOWHERE, SENDS, TRANSFERS, Action, ActionKind, Program
 
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
@@ -91,8 +91,11 @@ class _Events:
         ]
         self._openings: list[tuple[int, int, object]] = []
         """(event, peer, communicator): events that wait for the peer's first operation of a communicator."""
+        phases = [(slots, play(slots)) for slots in program.phases]
         for slot in range(program.layout.world):
-            for operation, action in _operations(program, slot, posting, overlap=rules.overlap):
+            listed = [each for slots, played in phases for each in instructions(slots, slot, posting, played)]
+            reductions = [action for action in program.slots[slot] if action.kind is ActionKind.REDUCE]
+            for operation, action in _operations(listed, reductions, overlap=rules.overlap):
                 self._issue(slot, operation, action)
         for event, peer, queue in self._openings:
             if queue in self._slots[peer].firsts:
@@ -197,24 +200,25 @@ class _Events:
         return " waits for ".join([*kept, kept[0]])
 
 
-def _operations(program: Program, slot: int, posting: Posting, *, overlap: bool) -> Iterator[tuple[str, Action]]:
-    """What the host of a slot does in a step, in order: 'post', 'await', 'compute', 'send', 'reduce'."""
-    reductions = [action for action in program.slots[slot] if action.kind is ActionKind.REDUCE]
-    backwards = [action for action in program.slots[slot] if action.kind is ActionKind.BACKWARD]
+def _operations(
+    listed: Sequence[Instruction], reductions: Sequence[Action], *, overlap: bool
+) -> Iterator[tuple[str, Action]]:
+    """What a host does in a step, in order: 'post', 'await', 'compute', 'send', 'reduce'."""
+    computed = [each.action for each in listed if each.action is not None]
+    backwards = [action for action in computed if action.kind is ActionKind.BACKWARD]
     last = backwards[-1] if overlap and backwards else None
-    for slots in program.phases:
-        for each in instructions(slots, slot, posting):
-            yield from (("post", action) for action in each.posts)
-            yield from (("await", action) for action in (*each.awaits, *each.settles))
-            if each.action is None:
-                continue
-            if each.action.kind in TRANSFERS:
-                yield "send", each.action
-                continue
+    for each in listed:
+        yield from (("post", action) for action in each.posts)
+        yield from (("await", action) for action in (*each.awaits, *each.settles))
+        if each.action is None:
+            continue
+        if each.action.kind in TRANSFERS:
+            yield "send", each.action
+            continue
+        yield "compute", each.action
+        if each.action == last:
+            yield from (("reduce", action) for action in reductions)
             yield "compute", each.action
-            if each.action == last:
-                yield from (("reduce", action) for action in reductions)
-                yield "compute", each.action
     if last is None:
         yield from (("reduce", action) for action in reductions)
     yield from (("compute", action) for action in reductions[:1])  # the next step

@@ -234,10 +234,10 @@ def _make(config: Config) -> World:
     name = transport_name(config.transport, device)
     make_group = functools.partial(rendezvous.make_group, connections)
     if place.size == 1:
-        alone = make_transport(name, device, 0, None, None, make_group)
+        alone = make_transport(name, device, 0, None, make_group)
         return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, alone)
-    control, forward, backward = (make_group(backend) for backend in ("gloo", group_backend(name), group_backend(name)))
-    transport = make_transport(name, device, place.rank, forward, backward, make_group)
+    control, forward = make_group("gloo"), make_group(group_backend(name))
+    transport = make_transport(name, device, place.rank, forward, make_group)
     world = World(place, device, (), (), (), control, forward, transport, watch=watch)
     index = device.index if device.index is not None else place.local_rank
     mine = _Rank(host, _node_identity(), device.type, index, device_identity(device), name)

@@ -154,8 +154,7 @@ class Reducer:
                 alias.grad = gradient if alias.grad is None else alias.grad + gradient
 
     def arm(self, *, early: bool = False) -> None:
-        """Called before the last microbatch's backward; with `early` each bucket's all-reduce starts in it when it is
-        complete."""
+        """Called before the last microbatch's backward; `early`: buckets are reduced as soon as they are complete."""
         for name, bucket in self._bucket_of.items():
             alias = self._parameters.aliases[name]
             if len(bucket.slots) > 1 and alias.requires_grad and self._hooked.get(name) is not alias:

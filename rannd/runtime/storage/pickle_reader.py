@@ -17,6 +17,7 @@ So time and memory are in proportion to the file.
 
 from __future__ import annotations
 
+import abc
 import pickletools
 from collections.abc import Container
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Record:
     has: Any = None
 
 
-class PickleReader:
+class PickleReader(abc.ABC):
     """Reader of one kind of file.
 
     Args:
@@ -53,13 +54,13 @@ class PickleReader:
         self._what = what
         self._names = names
 
+    @abc.abstractmethod
     def new_dict(self) -> Any:
         """What stands for an empty dict."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def put_items(self, target: Any, items: list[Any]) -> None:
         """Put keys and values, in turn, into what stands for a dict. ValueError where it is none."""
-        raise NotImplementedError
 
     def make(self, name: str, made_of: tuple[Any, ...]) -> Any:
         """What stands for the result of a call. ValueError where there is no such call."""

@@ -248,7 +248,7 @@ def _tensor(
     metadata: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> StoredTensor:
-    """As ``torch._utils._rebuild_tensor_v2``, of which ``_rebuild_tensor_v3`` differs in the dtype."""
+    """As ``torch._utils._rebuild_tensor_v2``; with `dtype`, of another type than the storage."""
     if not isinstance(storage, _Storage) or hooks:
         raise ValueError("a tensor is made of what is no storage, or has hooks")
     dtype = storage.dtype if dtype is None else dtype
@@ -272,17 +272,10 @@ def _tensor(
     )
 
 
-def _tensor_of(
-    storage: _Storage,
-    offset: int,
-    size: Any,
-    stride: Any,
-    requires_grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-    metadata: Mapping[str, Any] | None = None,
-) -> StoredTensor:
-    return _tensor(storage, offset, size, stride, requires_grad, hooks, metadata, dtype)
+def _tensor_of(*parts: Any) -> StoredTensor:
+    """As ``_rebuild_tensor_v3``, which has the dtype before the metadata."""
+    storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = parts
+    return _tensor(storage, offset, size, stride, requires_grad, hooks, metadata[0] if metadata else None, dtype)
 
 
 _ORDERED = "collections.OrderedDict"

@@ -41,22 +41,21 @@ def make_transport(
     name: str,
     device: torch.device,
     rank: int,
-    values: dist.ProcessGroup | None,
-    gradients: dist.ProcessGroup | None,
+    everyone: dist.ProcessGroup | None,
     make_group: MakeGroup,
 ) -> Transport:
-    """Make the transport of a rank.
+    """Make the transport of a rank. Collective over all ranks.
 
     Args:
         name: As `transport_name` returned it.
         device: Device of the messages.
         rank: This rank.
-        values: Group of all ranks for values; None for a single rank.
-        gradients: Another one for gradients.
+        everyone: Group of all ranks, of the transport's backend; None for a single rank.
         make_group: Makes process groups.
     """
     if name == NcclTransport.name:
         return NcclTransport(device, rank, make_group)
+    gradients = None if everyone is None else make_group(group_backend(name), None)
     if name == StrictTransport.name:
-        return StrictTransport(device, rank, values, gradients)
-    return (StagedTransport if name == StagedTransport.name else GlooTransport)(device, values, gradients)
+        return StrictTransport(device, rank, everyone, gradients)
+    return (StagedTransport if name == StagedTransport.name else GlooTransport)(device, everyone, gradients)

@@ -76,7 +76,7 @@ class StrictTransport(Transport):
         values: gloo group of all ranks for values; None for a single rank.
         gradients: gloo group of all ranks for gradients.
         rules: How transfers wait for each other; `overlap` has no meaning here.
-        posting: When the steps that are run post receives.
+        posting: When the steps that are run post receives; tests show what hangs with another one.
         limit_s: Seconds after which a transfer that is waited for is an error that shows the lanes.
     """
 
@@ -100,7 +100,7 @@ class StrictTransport(Transport):
         self._rank = rank
         self._groups = values, gradients
         self._rules = rules
-        self.posting = posting  # type: ignore[misc]  # tests show what hangs
+        self.posting = posting
         self._limit_s = limit_s
         self._lanes: dict[object, _Lane] = {}
         self._met: set[object] = set()

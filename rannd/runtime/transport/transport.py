@@ -37,7 +37,8 @@ class Transport(abc.ABC):
     """Value of the configuration item `transport`."""
     backend: ClassVar[str]
     """Backend of the process groups that reduce tensors of the device."""
-    posting: ClassVar[Posting] = Posting.AHEAD
+    posting: Posting = Posting.AHEAD
+    """When the steps that are run post receives."""
     rules: ClassVar[StreamRules | None] = None
     """Rules that steps are checked against; None: a transfer holds up only who waits for it."""
     shares_devices: ClassVar[bool] = False

@@ -157,7 +157,7 @@ def test_which_is_used(wanted: str, device: torch.device, name: str) -> None:
     assert transport_name(wanted, device) == name
     assert group_backend(name) == ("nccl" if name == "nccl" else "gloo")
     if device == CPU:
-        assert make_transport(name, device, 0, None, None, _group).name == name
+        assert make_transport(name, device, 0, None, _group).name == name
 
 
 @pytest.mark.parametrize(("wanted", "device"), [("nccl", CPU), ("gloo", CUDA), ("strict", CUDA)])
