@@ -12,8 +12,9 @@ from msgspec import Meta
 
 from rannd.graph.fx.ir import Size
 
-Latency: TypeAlias = Annotated[float, Meta(ge=0)]
-Bandwidth: TypeAlias = Annotated[float, Meta(gt=0)]
+Latency: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+Bandwidth: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e12)]
+"""What is read has to be possible: up to a quarter of an hour, and from 1 KB to a million TB per second."""
 """The bounds are checked when a stored link is decoded: a plan divides by the bandwidth."""
 
 

@@ -57,7 +57,16 @@ def test_two_times_give_latency_and_bandwidth() -> None:
 
 
 @pytest.mark.parametrize(
-    "stored", [[1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, -1.0], [-1.0, 1.0, 1.0, 1.0], [float("nan")] * 4]
+    "stored",
+    [
+        [1.0, 0.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, -1.0],
+        [-1.0, 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1e290, 1.0],
+        [1.0, 1e-290, 1.0, 1.0],
+        [float("nan")] * 4,
+        [float("inf")] * 4,
+    ],
 )
 def test_a_stored_link_that_no_link_can_be_is_refused(stored: list[float]) -> None:
     with pytest.raises(msgspec.ValidationError):

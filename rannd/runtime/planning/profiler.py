@@ -32,12 +32,6 @@ _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
 _MEASURED = msgspec.msgpack.Decoder(Measured)
 
 
-def _are_links(found: tuple[LinkCost, LinkCost | None]) -> bool:
-    """Whether these can be measurements. What decodes has no NaN and nothing negative, see `LinkCost`."""
-    numbers = [number for link in found if link is not None for number in msgspec.structs.astuple(link)]
-    return all(map(math.isfinite, numbers))
-
-
 Ops = tuple[int, ...]
 """Indices of operators of the task graph that are measured together."""
 
@@ -208,7 +202,7 @@ class Measuring:
         client = self._context.cache.client
         if client is not None:
             found = client.get(key)
-            if found is not None and understood(client, key, found, _LINKS, _are_links) is not None:
+            if found is not None and understood(client, key, found, _LINKS) is not None:
                 data = found
         data = self._world.broadcast_bytes(data)
         if data:
