@@ -19,10 +19,11 @@ import torch.distributed as dist
 from rannd import log, open_files
 from rannd.config import Config
 from rannd.device.identity import choose_device, device_identity, is_accelerator
-from rannd.errors import LaunchError, UsageError
+from rannd.errors import UsageError
 from rannd.host_name import host_name
 from rannd.plan.deployment import Slot
 from rannd.runtime.comm import rendezvous
+from rannd.runtime.comm.rank_devices import RankDevice, node_identity, slots_of
 from rannd.runtime.comm.rendezvous import LaunchedRank
 from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.detector import FailureDetector
@@ -240,9 +241,11 @@ def _make(config: Config) -> World:
     transport = make_transport(name, device, place.rank, forward, make_group)
     world = World(place, device, (), (), (), control, forward, transport, watch=watch)
     index = device.index if device.index is not None else place.local_rank
-    mine = _Rank(host, _node_identity(), device.type, index, device_identity(device), name)
-    everyone = [msgspec.msgpack.decode(data, type=_Rank) for data in world.gather_bytes(msgspec.msgpack.encode(mine))]
-    slots = _slots_of(everyone, shared=transport.shares_devices)
+    mine = RankDevice(host, node_identity(), device.type, index, device_identity(device), name)
+    everyone = [
+        msgspec.msgpack.decode(data, type=RankDevice) for data in world.gather_bytes(msgspec.msgpack.encode(mine))
+    ]
+    slots = slots_of(everyone, shared=transport.shares_devices)
     order = sorted(range(place.size), key=lambda rank: slots[rank])
     nodes = {slot.node for slot in slots}
     world.hosts = tuple(each.host for each in everyone)
@@ -255,62 +258,3 @@ def _make(config: Config) -> World:
         for rank in range(place.size):
             logger.log(log.DETAIL, " Worker %d: device%d@%s", rank, everyone[rank].index, world.hosts[rank])
     return world
-
-
-class _Rank(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others of itself."""
-
-    host: str
-    node: str
-    """Identifier of its machine."""
-    kind: str
-    """Type of its device."""
-    index: int
-    """Index of its device in its process; on the CPU its place on the node."""
-    identity: str
-    """What the device is known by on its node; '' for the CPU."""
-    transport: str
-
-
-def _slots_of(ranks: Sequence[_Rank], *, shared: bool) -> list[Slot]:
-    """Slots of all ranks: node and device. Where devices have the same index in their processes, ranks are counted.
-
-    Raises:
-        LaunchError: Ranks have different kinds of devices or transports, or, unless `shared`, the same device.
-    """
-    for name, found in (("device", {each.kind for each in ranks}), ("transport", {each.transport for each in ranks})):
-        if len(found) > 1:
-            raise LaunchError(
-                f"ranks use different kinds of {name}s ({', '.join(sorted(found))}); set {name}= to the same on all "
-                "ranks"
-            )
-    owners: dict[tuple[str, str], int] = {}
-    for rank, each in enumerate(ranks):
-        other = owners.setdefault((each.node, each.identity), rank) if each.identity else rank
-        if other != rank and not shared:
-            raise LaunchError(
-                f"ranks {other} and {rank} on {each.host} share a device ({each.identity}); start at most one rank per "
-                "device (or set transport=staged, which is slow, to try a plan)"
-            )
-    nodes: dict[str, int] = {}
-    for each in ranks:
-        nodes.setdefault(each.node, len(nodes))
-    indices = [(nodes[each.node], each.index) for each in ranks]
-    if len(set(indices)) == len(indices):
-        return [Slot(*each) for each in indices]
-    counts = dict.fromkeys(nodes.values(), 0)
-    slots = []
-    for node, _ in indices:
-        slots.append(Slot(node, counts[node]))
-        counts[node] += 1
-    return slots
-
-
-def _node_identity() -> str:
-    """Identifier of this machine: boot ID and host name, because containers may share a machine's host name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"{boot}/{host_name()}"

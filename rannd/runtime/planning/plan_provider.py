@@ -324,7 +324,7 @@ class Planner:
             answer = client.lease(key, LEASE_WAIT_S, log.get("RaNNCModule").info, who=holder())
             if isinstance(answer, bytes):
                 try:
-                    self._cut(self._checked(answer))
+                    self._check_cut(self._checked(answer))
                     found = answer
                 except DeploymentError as exc:
                     client.discard(key, str(exc))
@@ -340,7 +340,7 @@ class Planner:
         found = cache.elsewhere(key)
         if found:
             try:
-                self._cut(self._checked(found))
+                self._check_cut(self._checked(found))
             except DeploymentError as exc:
                 log.get("RaNNCModule").warning("The deployment from another node's cache cannot be used: %s", exc)
                 cache.discard(key, str(exc))
@@ -363,7 +363,7 @@ class Planner:
         planned_stages(self._graph, deployment)
         return deployment
 
-    def _cut(self, deployment: Deployment) -> None:
+    def _check_cut(self, deployment: Deployment) -> None:
         """DeploymentError if the graph cannot be cut as the deployment says, which no planner has made then."""
         try:
             names = [stage.name for stage in deployment.stages]
