@@ -10,7 +10,6 @@ operator gets only those tensors.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -164,9 +163,16 @@ def _wrapped(function: types.FunctionType) -> list[types.FunctionType]:
     """A function, and those that it is a decoration of."""
     found = [function]
     for each in found:
-        inner = [getattr(each, "__wrapped__", None), *inspect.getclosurevars(each).nonlocals.values()]
+        inner = [getattr(each, "__wrapped__", None), *_closed_over(each)]
         found += [other for other in inner if isinstance(other, types.FunctionType) and other not in found]
     return found
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[Any]:
+    """Values of the variables around a function that it reads."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # the variable has no value
+            yield cell.cell_contents
 
 
 def _names(code: types.CodeType) -> set[str]:
