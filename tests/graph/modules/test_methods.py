@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,19 +18,19 @@ def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def forward_that_reads_a_variable_without_a_value() -> Callable[..., Any]:
-    gone = 0
+def forward_that_reads(value: int | None) -> Callable[..., Any]:
+    """Without a value, the variable that it reads has none either."""
+    if value is not None:
+        known = value
 
-    @functools.wraps(forward_that_reads_a_variable_without_a_value)
     def forward(self: Any, x: torch.Tensor) -> Any:
-        return gone if x is None else self.part(x)
+        return known if x is None else self.part(x)
 
-    del gone
     return forward
 
 
 class Model(nn.Module):
-    forward = forward_that_reads_a_variable_without_a_value()
+    forward = forward_that_reads(None)
 
     @decorated
     def part(self, x: torch.Tensor) -> torch.Tensor:
