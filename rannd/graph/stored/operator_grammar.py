@@ -39,10 +39,10 @@ _COMPUTING: Final = frozenset({"aten", "prims"})
 _OTHERS: Final = (
     "_TorchScriptTesting _c10d_functional _c10d_functional_autograd _dtensor _inductor_debug _inductor_test "
     "_native _native_aot _quantized _test _torch_testing ao bucketing c10d c10d_functional coor cplib "
-    "debug_mode_ops debugprims device_mesh export flex_gemm flex_lib fsdp inductor inductor_prims mkl mkldnn "
-    "mkldnn_prepacked onednn onnx onnx_symbolic pippy prepacked profiler quantization quantized "
+    "debug_mode_ops debugprims device_mesh export flex_gemm flex_lib fsdp inductor inductor_prims mempool mkl "
+    "mkldnn mkldnn_prepacked onednn onnx onnx_symbolic pippy prepacked profiler quantization quantized "
     "quantized_decomposed rngprims semi_structured sparse static_runtime streams symm_mem testlib torch_attn "
-    "triton"
+    "torch_vendor_quack triton"
 )
 TORCHS_OTHERS: Final = frozenset(_OTHERS.split())
 """Torch's other namespaces: communication, files, and internal operators that trust their arguments."""

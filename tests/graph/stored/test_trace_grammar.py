@@ -338,7 +338,7 @@ def test_namespaces_of_torchs_own_operators_are_known() -> None:
 
 
 MADE = re.compile(r"""\b(?:Library|custom_op|triton_op)\(\s*f?["']([A-Za-z_]\w*)["':]""")
-EXAMPLES = {"_", "mylib", "mylibrary", "mymodule"}
+EXAMPLES = {"_", "example", "mylib", "mylibrary", "mymodule"}
 """Namespaces in torch's docstrings."""
 
 
