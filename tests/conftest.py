@@ -13,10 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fork_server
 import pytest
 from hypothesis import settings
+
+from rannd.daemon.client.cache import Lease
 
 # The same examples in each run, so that a change is what makes a test fail; TEST_SEED=random looks for new ones.
 if os.environ.setdefault("TEST_SEED", "0") == "random":
@@ -105,9 +108,20 @@ def daemon_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonHome]:
         monkeypatch.setenv(name, value)
     for name in [name for name in os.environ if name.startswith("RANNC_") and name != "RANNC_CONF_DIR"]:
         monkeypatch.delenv(name)
+    leases: list[Lease] = []
+    make = Lease.__init__
+
+    def noted(lease: Lease, *arguments: Any) -> None:
+        make(lease, *arguments)
+        leases.append(lease)
+
+    monkeypatch.setattr(Lease, "__init__", noted)
     try:
         yield home
     finally:
+        for lease in leases:  # one that is still held would warn, in another test, that its home is gone
+            lease._end.set()
+            lease._thread.join()
         home.end_daemons()
         shutil.rmtree(base)
 

@@ -26,7 +26,7 @@ def told(group: dist.ProcessGroup, device: torch.device, pair: tuple[int, int] =
 
 
 profiler.measure_links = told
-world._node_identity = lambda: f"node{0 if RANK < 2 else 1}"
+world.node_identity = lambda: f"node{0 if RANK < 2 else 1}"
 
 os.environ["RANNC_PARTITION_NUM"] = "2"
 plain = Plain(network(depth=6), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
