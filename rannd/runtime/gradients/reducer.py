@@ -12,7 +12,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,7 @@ class _Bucket:
     """Number of gradients that are not computed yet."""
     work: dist.Work | None = None
     flat: torch.Tensor | None = None
-    """Flags that say which parameters have a gradient, unless they are read late, and the flattened gradients."""
+    """Flags that say which parameters have a gradient, followed by the flattened gradients."""
     active: list[str] = field(default_factory=list)
     """Names of the parameters reduced in this step; frozen ones are left out."""
     present: list[bool] = field(default_factory=list)
@@ -212,11 +212,14 @@ class Reducer:
             return
         aliases = [self._parameters.aliases[name] for name in bucket.active]
         bucket.present = [alias.grad is not None for alias in aliases]
-        sizes = self._sizes(aliases)
+        sizes = [len(aliases), *(alias.numel() for alias in aliases)]
         first = aliases[0]
         bucket.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         flags, *parts = bucket.flat.split(sizes)
-        if flags.numel():
+        # The flags have their place in any case: sums over three and more ranks depend on it, bit for bit.
+        if self._world.reads.late:
+            flags.zero_()
+        else:
             flags.copy_(torch.tensor(bucket.present))
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -232,10 +235,6 @@ class Reducer:
         if targets:
             torch._foreach_copy_(targets, sources)
         bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
-
-    def _sizes(self, aliases: Sequence[torch.Tensor]) -> list[int]:
-        """Numbers of elements of the parts of a bucket: its flags, and each gradient."""
-        return [0 if self._world.reads.late else len(aliases), *(alias.numel() for alias in aliases)]
 
     def _agree_on_present(self) -> None:
         """Find out which gradients some rank has, for all buckets at once. Collective."""
@@ -262,8 +261,8 @@ class Reducer:
         assert bucket.work is not None
         bucket.work.wait()
         aliases = [self._parameters.aliases[name] for name in bucket.active]
-        flags, *parts = bucket.flat.split(self._sizes(aliases))
-        if flags.numel():
+        flags, *parts = bucket.flat.split([len(aliases), *(alias.numel() for alias in aliases)])
+        if not self._world.reads.late:
             bucket.present = read(flags).bool().tolist()
         for name, alias, part, present in zip(bucket.active, aliases, parts, bucket.present, strict=True):
             if present:
