@@ -36,3 +36,13 @@ def test_what_the_steps_are_compared_with_does_read(job: Job) -> None:
     counts = re.findall(r"step \d: (\d+) reads", output)
     assert len(counts) == 8, output
     assert all(int(count) > 3 for count in counts), output
+
+
+@pytest.mark.parametrize(("step", "goes_on_to"), [(3, 3), (5, 5)])
+def test_a_nan_names_its_step_though_it_is_noticed_later(job: Job, step: int, goes_on_to: int) -> None:
+    """In the next call; after the last one, before a state is gathered."""
+    output = job.train(2, PROGRAM, "nan", str(step), code=1, RANNC_PARTITION_NUM="2", **LATE)
+    assert re.search(rf"NotANumberError: the model's loss .* was NaN in step {step}, and optimizer steps", output), output
+    assert f"step {goes_on_to}: " in output
+    assert f"step {goes_on_to + 1}: " not in output
+    assert "odict_keys" not in output

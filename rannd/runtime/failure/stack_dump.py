@@ -67,7 +67,8 @@ def doing(where: Where) -> str:
     if _waits(frame):
         return "waiting"
     if frame.f_code.co_name == _ENGINE:
-        others = (each for ident, each in frames.items() if ident != where.thread and not _begun_by_python(each))
+        own = (where.thread, threading.get_ident())
+        others = (each for ident, each in frames.items() if ident not in own and not _begun_by_python(each))
         if any(_waits(each) and _inside(each) for each in others):
             return "waiting"
     return "preparing" if where.preparing else "working"

@@ -1,6 +1,7 @@
 """Trains, and tells what reads the device in each step: how often rannd's helper does, and which lines beside it.
 
 usage: steady_step.py {plain|scaled|clipped}
+       steady_step.py nan STEP     parameters are NaN from this step on; then prints the state
 """
 
 from __future__ import annotations
@@ -93,6 +94,10 @@ def main() -> None:
     found = Reads()
     for step in range(6):
         ids = torch.randint(29, (8,))
+        if kind == "nan" and step == int(sys.argv[2]):
+            with torch.no_grad():
+                for _, parameter in wrapped.named_parameters(own=True):
+                    parameter.fill_(float("nan"))
         found.lines.clear()
         before = reads.count()
         if step == FIRST:
@@ -107,6 +112,8 @@ def main() -> None:
             scaler.update()
         if step >= FIRST:
             print(f"step {step}: {reads.count() - before} reads; beside them: {sorted(found.lines)}", flush=True)
+    if kind == "nan":
+        print(wrapped.state_dict().keys())
 
 
 if __name__ == "__main__":
