@@ -23,7 +23,7 @@ from rannd.plan.simulate.step_costs import BUCKET, FIRST_BUCKET
 from rannd.runtime.comm.lockstep import pack_flags, unpack_flags
 from rannd.runtime.comm.world import World
 from rannd.runtime.gradients.autograd_inputs import Asked
-from rannd.runtime.gradients.grad_hooks import give, hooked
+from rannd.runtime.gradients.grad_hooks import give_all, hooked
 from rannd.runtime.gradients.grad_overflow import Overflow
 from rannd.runtime.gradients.scaling import Factor, scale_
 from rannd.runtime.parameters.ownership import Parameters
@@ -285,12 +285,12 @@ class Reducer:
         if self._overflow is not None:
             self._overflow.spread(ready.values())
         with torch.no_grad():  # as hooks of autograd run
-            for name in self._parameters.own:
-                tensor = self._parameters.tensors[name]
-                if name in ready and asked is not None and asked.found is not None:
-                    asked.found[id(tensor)] = hooked(name, tensor, ready[name])
-                elif name in ready:
-                    give(name, tensor, ready[name])
+            held = self._parameters.tensors
+            given = [(name, held[name], ready[name]) for name in self._parameters.own if name in ready]
+            if asked is not None and asked.found is not None:
+                asked.found.update((id(tensor), hooked(name, tensor, gradient)) for name, tensor, gradient in given)
+            else:
+                give_all(given)
         for call in self.delivered:
             call()
 
