@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from rannd.device import caches
 from rannd.errors import ProfileError
 from rannd.graph.call.signature import Mode, classify, flatten_call
 from rannd.graph.model import ModelGraph, build
@@ -21,7 +22,7 @@ from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part, extract
 from rannd.profile.block_costs import block_part, measure_missing
 from rannd.profile.costs import BlockCost
-from rannd.profile.measure import CACHES, ProfileInputs, measure
+from rannd.profile.measure import ProfileInputs, measure
 from rannd.profile.points import Measured
 
 CPU = torch.device("cpu")
@@ -265,7 +266,7 @@ def test_each_structure_is_measured_by_one_of_the_ranks() -> None:
     assert told == sorted(told)
     assert told[-1] == 1.0
     plain = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.uint8]
-    held = [each for each in plain if each.numel() == CACHES]
+    held = [each for each in plain if each.numel() == caches.LEAST]
     assert not held, "what drives out caches is given back"
     assert set(found) == set(made) == set(ops)
     assert len(made) == 3
