@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,18 +19,19 @@ def kernel_flags(device: torch.device) -> dict[str, Flag]:
     """
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "filled": torch.utils.deterministic.fill_uninitialized_memory,
+        "filled": torch._C._get_deterministic_fill_uninitialized_memory(),
         **(_of_cuda() if is_accelerator(device) else _of_the_cpu()),
     }
 
 
 def matmul_precisions() -> list[str]:
     """Precision of products of float32 matrices on accelerators and on the CPU."""
-    return [torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
+    mkldnn: Any = torch.backends.mkldnn
+    return [torch.backends.cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision]
 
 
 def _of_the_cpu() -> dict[str, Flag]:
-    mkldnn = torch.backends.mkldnn
+    mkldnn: Any = torch.backends.mkldnn
     return {
         "mkldnn": mkldnn.enabled,
         "mkldnn deterministic": mkldnn.deterministic,
@@ -41,7 +42,8 @@ def _of_the_cpu() -> dict[str, Flag]:
 
 
 def _of_cuda() -> dict[str, Flag]:
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
     return {
         "fp32 matmul": cuda.matmul.fp32_precision,
         "fp32 conv": cudnn.conv.fp32_precision,

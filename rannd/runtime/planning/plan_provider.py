@@ -42,6 +42,7 @@ from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import planned_stages
 from rannd.runtime.planning.deployment_file import named, read_file
+from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
@@ -109,8 +110,10 @@ class Planner:
         self._base: Key | None = None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
         versions["rannd source"] = digest_of(PLANNING)[:16]
-        self._platform = Platform(device_model(world.device), world.transport.backend, versions)
-        self._file = ProfileFile(config, self._platform.device_model)
+        flags = job_flags(world)
+        self._platform = Platform(device_model(world.device), world.transport.backend, versions, flags)
+        self._flags = words(flags)
+        self._file = ProfileFile(config, self._platform.device_model, self._flags)
         self._made = Provenance(self._platform.device_model, "measured", version(), str(torch.__version__))
         self._measuring = Measuring(
             context,
@@ -165,7 +168,12 @@ class Planner:
     def _profile(self) -> GraphProfile:
         """All known measurements of this graph's blocks."""
         return GraphProfile(
-            PROFILE_FORMAT, self._platform.device_model, version(), str(torch.__version__), self._measuring.profile
+            PROFILE_FORMAT,
+            self._platform.device_model,
+            version(),
+            str(torch.__version__),
+            self._flags,
+            self._measuring.profile,
         )
 
     def _from_file(self, file: Path) -> Deployment:
@@ -307,6 +315,7 @@ class Planner:
             device_memory=self.usable_memory,
             backend=self._platform.backend,
             versions=self._platform.versions,
+            flags=self._platform.flags,
             plan_items={
                 **self._config.plan_items(),
                 "interleaved": self._interleaved,
