@@ -23,6 +23,7 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 
 from rannd.device.identity import is_accelerator
+from rannd.device.memory_beside import refuses_products
 from rannd.device.streams import synchronize
 
 Stamp: TypeAlias = Callable[[], None]
@@ -149,8 +150,8 @@ class EventQueue:
         return first.elapsed_time(last) * 1e3
 
     def work(self) -> None:
-        """Issue a product of matrices, or, where libraries for it may be refused, something else that computes."""
-        if torch.are_deterministic_algorithms_enabled():
+        """Issue a product of matrices, or, where torch refuses them, something else."""
+        if refuses_products():
             torch.exp(self._factor, out=self._product)
         else:
             torch.mm(self._factor, self._factor, out=self._product)

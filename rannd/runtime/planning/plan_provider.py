@@ -23,7 +23,6 @@ from rannd.daemon.client.cache import Lease
 from rannd.daemon.common.keys import Key, deployment_key, limit_key
 from rannd.daemon.common.versions import version
 from rannd.device.identity import device_model
-from rannd.device.memory import device_memory
 from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import cut
@@ -42,6 +41,7 @@ from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import planned_stages
 from rannd.runtime.planning.deployment_file import named, read_file
+from rannd.runtime.planning.device_room import memory_for_tensors
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
@@ -99,8 +99,7 @@ class Planner:
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )
         """Whether backward runs inside the forward call."""
-        memory = device_memory(world.device, world.local_size)
-        self._memory = min(memory for (memory,) in world.gather_numbers([memory]))
+        self._memory = memory_for_tensors(world, convolutions=any("conv" in op.target for op in graph.task.ops))
         self.usable_memory = self._usable()
         self._doing: Callable[[str], None] = _no_progress
         """Reports progress to jobs that wait for this job's plan."""
