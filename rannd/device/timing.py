@@ -7,7 +7,7 @@ without waiting, behind other work that is long enough for the host to get ahead
     device      | work ahead ................................| evict | E forward E | evict | E forward E | ..
 
 so gaps in which the device would wait for the host do not count, nor does what lies between the events of two spans.
-The host's time is taken apart, with an empty queue and without waiting. A span costs the larger of the two: a model
+The host's time is taken apart, from an empty queue on and without waiting. A span costs the larger of the two: a model
 runs no faster than it is issued, and no faster than the device computes.
 """
 
@@ -101,14 +101,26 @@ class Timer(Generic[Mark]):
         return [Span(*each) for each in zip(_medians(host), _medians(device), strict=True)]
 
     def _on_host(self, action: Action, repeats: int) -> tuple[list[list[float]], float]:
-        """The spans of each repeat by the host's clock, and the microseconds in which all of it was issued."""
-        clock = self._queue.host_us
-        found, issue_us = [], 0.0
+        """The spans of each repeat by the host's clock, and the microseconds in which all of it was issued.
+
+        A span begins with an empty queue: if it waits for the device itself, then for its own work alone.
+        """
+        clock, issue_us = self._queue.host_us, 0.0
+        stamps: list[float] = []
+
+        def stamp() -> None:
+            nonlocal issue_us
+            if len(stamps) % 2 == 0:
+                start = clock()
+                self._queue.wait()
+                issue_us -= clock() - start
+            stamps.append(clock())
+
+        found = []
         for _ in range(repeats):
-            self._queue.wait()
-            stamps: list[float] = []
+            stamps.clear()
             start = clock()
-            action(functools.partial(_note, clock, stamps))
+            action(stamp)
             issue_us += clock() - start
             found.append([last - first for first, last in _pairs(stamps)])
         return found, issue_us

@@ -41,12 +41,12 @@ from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import planned_stages
 from rannd.runtime.planning.deployment_file import named, read_file
-from rannd.runtime.planning.device_room import memory_for_tensors
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
 from rannd.runtime.planning.profiler import Measuring, Platform
+from rannd.runtime.planning.tensor_memory import memory_for_tensors
 from rannd.sources import PLANNING, digest_of
 from rannd.units import amount
 
