@@ -14,7 +14,6 @@ from rannd.device.identity import is_accelerator
 from rannd.device.memory import device_memory
 from rannd.device.memory_beside import load_libraries
 from rannd.runtime.comm.world import World
-from rannd.runtime.transport.transport import Pair, pair
 from rannd.units import amount
 
 COMMUNICATORS = 8
@@ -64,6 +63,6 @@ def share(total: int, beside: int, own: int, *, ranks: int) -> int:
     return max(total - taken, step) // ranks
 
 
-def neighbours(size: int, *, gradients: bool) -> set[Pair]:
-    """Pairs of slots, so that each slot is in one: 0 and 1, 2 and 3, ..; the last two if their number is odd."""
-    return {pair(gradients, min(slot, size - 2), min(slot, size - 2) + 1) for slot in range(0, size, 2) if size > 1}
+def neighbours(size: int, *, gradients: bool) -> set[tuple[bool, int, int]]:
+    """Pairs of slots (see `World.open`): 0 and 1, 2 and 3, ..; the last two if their number is odd."""
+    return {(gradients, min(slot, size - 2), min(slot, size - 2) + 1) for slot in range(0, size, 2) if size > 1}
