@@ -85,7 +85,7 @@ class Timer(Generic[Mark]):
         self._piece_us = 0.0
         """The device's time for a piece of work."""
         start = queue.host_us()
-        while queue.host_us() - start < WARM_US:
+        while not self._piece_us or queue.host_us() - start < WARM_US:
             first = queue.mark()
             for _ in range(PIECES):
                 queue.work()

@@ -131,7 +131,7 @@ def test_parts_are_measured_in_the_same_way_on_a_device_with_a_queue(monkeypatch
     for module in (timing, measuring):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
     monkeypatch.setattr(timing, "EventQueue", HostQueue)
-    monkeypatch.setattr(timing, "WARM_US", 1.0)
+    monkeypatch.setattr(timing, "WARM_US", 0.0)
     monkeypatch.setattr(caches, "eviction_bytes", lambda device: caches.LEAST)
     model, graph, sample = small_graph()
     random = torch.get_rng_state()
