@@ -10,7 +10,7 @@ def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any) -> tup
     """(bytes of parameters, buffers and optimizer state before `step`, peak bytes during it) of this rank."""
     import torch
 
-    held = [*wrapped.parameters(), *wrapped.buffers()]
+    held = [*wrapped.parameters(own=True), *wrapped.buffers(own=True)]
     held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     base = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -80,7 +80,7 @@ def client() -> Client:
 
 
 def profile(number: int) -> Key:
-    return profile_key(block_hash=f"{number:064x}", device_model="bench", threads=1, versions=VERSIONS)
+    return profile_key(block_hash=f"{number:064x}", device_model="bench", threads=1, versions=VERSIONS, flags={})
 
 
 def noise(length: int) -> bytes:
@@ -213,6 +213,7 @@ def nearest(one: Client, deployments: int, repeats: int) -> None:
             device_memory=32 << 30,
             backend="gloo",
             versions=VERSIONS,
+            flags={},
             plan_items=Config().plan_items(),
             optimizer="torch.optim.adamw.AdamW",
         )

@@ -248,6 +248,10 @@ PRIVATE_NAMES = (
         "Value of torch.utils.deterministic.fill_uninitialized_memory.",
     ),
     PrivateName("torch._C._get_mkldnn_enabled", "Value of torch.backends.mkldnn.enabled."),
+    PrivateName(
+        "torch._C._get_sdp_priority_order",
+        "The order that sdpa_kernel(.., set_priority=True) sets: part of the keys of measured times.",
+    ),
     # Memory and versions of tensors.
     PrivateName(
         "torch.Tensor._make_wrapper_subclass",

@@ -117,7 +117,7 @@ class Config:
     # --- MEMORY
     mem_limit_gb: float = item(
         0.0,
-        "Memory per device to plan for, in GiB, fractions allowed; 0: all memory of the device.",
+        "Memory per device to plan for, in GiB, fractions allowed; 0: all that tensors can have of it.",
         group=_MEMORY,
         plan_affecting=True,
         least=0,

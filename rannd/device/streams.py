@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import torch
 
@@ -14,12 +13,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything it was given."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
-
-
-def now(device: torch.device) -> float:
-    """Seconds of a clock, when the device has done everything it was given."""
-    synchronize(device)
-    return time.perf_counter()
 
 
 class Issued:

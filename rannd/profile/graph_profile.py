@@ -10,7 +10,7 @@ import msgspec
 from rannd.errors import ProfileError
 from rannd.profile.points import Measured, is_plausible
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 64 << 20
 _AGAIN = "run without it to profile again"
 
@@ -23,6 +23,8 @@ class GraphProfile(msgspec.Struct, frozen=True):
     """Model of the device, as in deployments; for a CPU with its number of threads."""
     rannd: str
     torch: str
+    flags: dict[str, str]
+    """Settings of torch that decide which kernels ran, by name."""
     blocks: dict[str, Measured]
     """By structural hash of the block."""
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
 
-from rannd.device.streams import now
+from rannd.device import timing
+from rannd.device.identity import is_accelerator
 from rannd.profile.costs import LinkCost
 
-SMALL, LARGE = 4 * 1024, 4 * 1024 * 1024
-"""Message sizes in bytes: the small one gives the latency, both together the bandwidth."""
+SMALL, LARGE = 4 << 10, 4 << 20
+"""Smallest and largest message in bytes. One between them is sent, too, see `sizes_up_to`."""
+FASTER = 16
+"""The largest message between accelerators, relative to `LARGE`: their links take no time for that one."""
 BUCKET = 25 << 20
-"""Bytes of an all-reduce: the size of a gradient bucket, larger than caches."""
+"""Bytes of the largest all-reduce: the size of a gradient bucket, larger than caches."""
 REPEATS = 5
 
 
@@ -27,18 +30,28 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
         pair: The two ranks of the group that send to each other while the others wait.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    sizes = (SMALL, LARGE, BUCKET)
-    buffers = {nbytes: torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for nbytes in sizes}
-    gradients = {nbytes: torch.zeros_like(buffer) for nbytes, buffer in buffers.items()}
+    messages, buckets = sizes_up_to(_largest(device)), sizes_up_to(BUCKET)
+    buffers = {nbytes: torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for nbytes in {*messages, *buckets}}
+    gradients = {nbytes: torch.zeros_like(buffers[nbytes]) for nbytes in buckets}
+    through_host = is_accelerator(device) and dist.get_backend(group) == "gloo"  # which cannot read a device's memory
+
+    def send(buffer: torch.Tensor, peer: int) -> None:
+        dist.send(buffer.cpu() if through_host else buffer, group=group, group_dst=peer)
+
+    def receive(buffer: torch.Tensor, peer: int) -> None:
+        there = torch.empty_like(buffer, device="cpu") if through_host else buffer
+        dist.recv(there, group=group, group_src=peer)
+        if through_host:
+            buffer.copy_(there)
 
     def bounce(nbytes: int) -> None:
         buffer = buffers[nbytes]
         if rank == pair[0]:
-            dist.send(buffer, group=group, group_dst=pair[1])
-            dist.recv(buffer, group=group, group_src=pair[1])
+            send(buffer, pair[1])
+            receive(buffer, pair[1])
         elif rank == pair[1]:
-            dist.recv(buffer, group=group, group_src=pair[0])
-            dist.send(buffer, group=group, group_dst=pair[0])
+            receive(buffer, pair[0])
+            send(buffer, pair[0])
 
     def reduce(nbytes: int) -> None:
         # As gradients are reduced: copied into a bucket, summed, and copied back.
@@ -46,44 +59,74 @@ def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[in
         dist.all_reduce(buffers[nbytes], group=group)
         gradients[nbytes].copy_(buffers[nbytes])
 
-    times = torch.zeros(4, dtype=torch.float64, device=device)
-    for place, (action, nbytes) in enumerate(((bounce, SMALL), (bounce, LARGE), (reduce, SMALL), (reduce, BUCKET))):
+    times = torch.zeros(len(messages) + len(buckets), dtype=torch.float64, device=device)
+    jobs = [*((bounce, nbytes) for nbytes in messages), *((reduce, nbytes) for nbytes in buckets)]
+    for place, (action, nbytes) in enumerate(jobs):
         dist.barrier(group=group)
         times[place] = _time(action, nbytes, device)
+    timing.release()
     if rank != pair[0]:
         times.zero_()
     dist.all_reduce(times, group=group)  # all ranks use the times of the pair's first rank
-    small, large, small_reduce, large_reduce = times.tolist()
+    sent, reduced = times.split([len(messages), len(buckets)])
     # A bounce is two messages; in an all-reduce of 2(n-1) steps each of n ranks moves 2(n-1)/n times the buffer.
-    latency, bandwidth = _fit(small / 2, large / 2, LARGE)
+    latency, bandwidth = fit(messages, (sent / 2).tolist())
     steps = 2.0 * (size - 1)
-    reduce_latency, reduce_bandwidth = _fit(small_reduce, large_reduce, BUCKET)
+    reduce_latency, reduce_bandwidth = fit(buckets, reduced.tolist())
     return LinkCost(latency, bandwidth, reduce_latency * 2 / steps, reduce_bandwidth * steps / size)
-
-
-def _time(action: Callable[[int], None], nbytes: int, device: torch.device) -> float:
-    """Return the median time of several runs, in microseconds."""
-    times = []
-    for _ in range(REPEATS):
-        start = now(device)
-        action(nbytes)
-        times.append((now(device) - start) * 1e6)
-    return statistics.median(times)
-
-
-def _fit(small: float, large: float, nbytes: int) -> tuple[float, float]:
-    """Return (latency in us, bandwidth in bytes per us) from the times for `SMALL` bytes and for `nbytes`."""
-    bandwidth = (nbytes - SMALL) / max(large - small, 1.0)
-    return max(small - SMALL / bandwidth, 0.0), bandwidth
 
 
 def copy_speed(device: torch.device) -> LinkCost:
     """Return link costs from the speed of copies on this device, for plans for devices that are not available."""
-    source = torch.zeros(LARGE, dtype=torch.uint8, device=device)
+    sizes = sizes_up_to(_largest(device))
+    source = torch.zeros(sizes[-1], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
     def copy(nbytes: int) -> None:
         target[:nbytes].copy_(source[:nbytes])
 
-    latency, bandwidth = _fit(_time(copy, SMALL, device), _time(copy, LARGE, device), LARGE)
+    latency, bandwidth = fit(sizes, [_time(copy, nbytes, device) for nbytes in sizes])
+    timing.release()
     return LinkCost(latency, bandwidth, latency, bandwidth)
+
+
+def sizes_up_to(largest: int) -> tuple[int, int, int]:
+    """Sizes to measure, in bytes: the latency shows in the smallest, the bandwidth in each of the others."""
+    return SMALL, largest // 4, largest
+
+
+def fit(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
+    """Return (latency in us, bandwidth in bytes per us) from the times for some ascending sizes, in microseconds.
+
+    It is the line through two of the points from which the others deviate least, relative to their times (least
+    absolute deviations). With `sizes_up_to`, a disturbed one of the two large messages is left out.
+    """
+    # A message takes no longer than a larger one: what says so was disturbed.
+    points = [(size, min(times[place:])) for place, size in enumerate(sizes)]
+
+    def deviation(line: tuple[float, float]) -> float:
+        latency, bandwidth = line
+        return sum(abs(latency + size / bandwidth - time) / max(time, 1e-3) for size, time in points)
+
+    return min((_line(*ends) for ends in combinations(points, 2)), key=deviation)
+
+
+def _line(first: tuple[int, float], last: tuple[int, float]) -> tuple[float, float]:
+    """Return the (latency, bandwidth) with which two messages take their times."""
+    bandwidth = (last[0] - first[0]) / max(last[1] - first[1], 1.0)
+    return max(first[1] - first[0] / bandwidth, 0.0), bandwidth
+
+
+def _largest(device: torch.device) -> int:
+    return LARGE * FASTER if is_accelerator(device) else LARGE
+
+
+def _time(action: Callable[[int], None], nbytes: int, device: torch.device) -> float:
+    """Return the median time of several runs, in microseconds."""
+
+    def run(stamp: timing.Stamp) -> None:
+        stamp()
+        action(nbytes)
+        stamp()
+
+    return timing.spans(device, run, REPEATS)[0]

@@ -11,16 +11,17 @@ failing row count becomes a bound for the planner.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.fx import Interpreter, Node
 
+from rannd.device import caches, timing
 from rannd.device.generators import kept_generators
+from rannd.device.identity import is_accelerator
 from rannd.device.memory import release_unused
-from rannd.device.streams import now
+from rannd.device.timing import Stamp, spans
 from rannd.errors import ProfileError
 from rannd.graph.fx.traced import operator_name
 from rannd.graph.partition.cut import Part, crossing_shape
@@ -28,9 +29,7 @@ from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.profile.points import Measured, Point
 
 RUNS = 2
-"""Timed runs per row count."""
-CACHES = 32 << 20
-"""Bytes to write in order to evict a run's data from the caches."""
+"""Timed runs per row count on the CPU; on an accelerator there are more."""
 
 
 class ProfileInputs:
@@ -52,9 +51,13 @@ class ProfileInputs:
         self.device = device
         self.around = around
         """Context manager to run parts in: undoes changes that the user's own code makes to the model."""
+        self._there: dict[tuple[Node, int], torch.Tensor] = {}
+        """Rows of arguments on an accelerator: copying them there again would make the host wait for it."""
 
     def value(self, node: Node, rows: int) -> torch.Tensor:
         """Return a value for `node` in a microbatch of `rows` rows."""
+        if (node, rows) in self._there:
+            return self._there[node, rows].clone()
         traced = node.meta["val"]
         shape = crossing_shape(node, rows)
         if node in self.arguments:
@@ -63,7 +66,10 @@ class ProfileInputs:
                 if batch and tensor.shape[0]:
                     tensor = tensor[torch.arange(rows, device=tensor.device) % tensor.shape[0]]
                 if tuple(tensor.shape) == shape:
-                    return tensor.detach().to(self.device)
+                    there = tensor.detach().to(self.device)
+                    if is_accelerator(self.device):
+                        self._there[node, rows] = there.clone()
+                    return there
         return _synthetic(shape, traced.dtype, self.device).requires_grad_(node in self.gradients)
 
 
@@ -153,48 +159,49 @@ def _turn(
 
     An untimed run comes first: in a job the memory of a part is already allocated from the previous step.
     """
-    _run(part, sample, tensors, rows)
-    runs = [_run(part, sample, tensors, rows) for _ in range(RUNS)]
-    forward, backward = (statistics.median(times) for times in zip(*runs, strict=True))
+    forward, *rest = spans(sample.device, lambda stamp: _run(part, sample, tensors, rows, stamp), RUNS, untimed=True)
+    backward = rest[0] if rest else 0.0
     return forward, backward, _weight(part, sample, tensors, rows, backward)
 
 
-def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[float, float]:
-    """Return the microseconds of a forward and of its backward."""
+def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, stamp: Stamp) -> None:
+    """Run a forward and its backward; its spans are these two, or the forward if there is no backward."""
     inputs = _inputs(part, sample, rows)
-    start = now(sample.device)
+    stamp()
     roots = _forward(part, inputs, tensors, rows)
-    middle = now(sample.device)
+    stamp()
+    if not roots:
+        return
     seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next part
-    begin = now(sample.device)
-    if roots:
-        torch.autograd.backward(roots, seeds)
-    end = now(sample.device)
+    stamp()
+    torch.autograd.backward(roots, seeds)
+    stamp()
     for tensor in tensors.values():
         tensor.grad = None
-    return (middle - start) * 1e6, (end - begin) * 1e6 if roots else 0.0
 
 
 def _inputs(part: Part, sample: ProfileInputs, rows: int) -> list[torch.Tensor]:
     """Return fresh inputs, with caches evicted: in a job inputs were just written, parameters were not."""
-    _evict(sample.device)
+    caches.evict(sample.device)
     return [sample.value(node, rows) for node in part.inputs]
 
 
 def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
     """Return the microseconds to accumulate parameter gradients."""
-    took = 0.0
-    for tensor in tensors:
-        if tensor.requires_grad:
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+
+    def add(stamp: Stamp) -> None:
+        for tensor in trained:
             one, other = torch.ones_like(tensor), torch.empty_like(tensor)
-            _evict(device)
+            caches.evict(device)
             with torch.no_grad():
                 other.fill_(1.0)  # as if it came from a backward
-            start = now(device)
+            stamp()
             with torch.no_grad():
                 one.add_(other)
-            took += (now(device) - start) * 1e6
-    return took
+            stamp()
+
+    return sum(spans(device, add)) if trained else 0.0
 
 
 def _forward(
@@ -206,8 +213,16 @@ def _forward(
     cannot be trained for that reason may still be evaluated, and is planned as if it were trained.
     """
     with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.enable_grad():
-        outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
+        outputs = _outputs(part, inputs, tensors, rows)
     return [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+
+
+def _outputs(
+    part: Part, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
+) -> Sequence[object]:
+    """Run a part: the only place in which one is called to be measured."""
+    outputs: Sequence[object] = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
+    return outputs
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,7 +242,7 @@ def _kept(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor]
     owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     inputs = [sample.value(node, rows) for node in part.inputs]
     with torch.autograd.graph.saved_tensors_hooks(pack, _same), torch.enable_grad():
-        outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
+        outputs = _outputs(part, inputs, tensors, rows)
         found = float(sum(size for pointer, size in storages.items() if pointer not in owned))
     border = [*zip(part.inputs, inputs, strict=True), *zip(part.outputs, outputs, strict=True)]
     names = {
@@ -254,17 +269,20 @@ def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tenso
     """Return the share of a backward of `whole` microseconds that computes parameter gradients."""
     if not any(tensor.requires_grad for tensor in tensors.values()):
         return 0.0
-    inputs = _inputs(part, sample, rows)
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not wanted:
+    if not any(node in sample.gradients for node in part.inputs):
         return whole
-    roots = _forward(part, inputs, tensors, rows)
-    seeds = [torch.ones_like(root) for root in roots]
-    if not roots:
-        return 0.0
-    start = now(sample.device)
-    torch.autograd.backward(roots, seeds, inputs=wanted)
-    return max(whole - (now(sample.device) - start) * 1e6, 0.0)
+
+    def inputs_alone(stamp: Stamp) -> None:
+        inputs = _inputs(part, sample, rows)
+        roots = _forward(part, inputs, tensors, rows)
+        seeds = [torch.ones_like(root) for root in roots]
+        if roots:
+            stamp()
+            torch.autograd.backward(roots, seeds, inputs=[each for each in inputs if each.requires_grad])
+            stamp()
+
+    found = spans(sample.device, inputs_alone)
+    return max(whole - found[0], 0.0) if found else 0.0
 
 
 def _failing(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> str:
@@ -305,19 +323,10 @@ def _zero_indices(part: Part) -> None:
     part.module.recompile()
 
 
-def _evict(device: torch.device) -> None:
-    """Overwrite the caches: in a step other parts run before this one runs again."""
-    if device not in _others:
-        _others[device] = torch.zeros(CACHES, dtype=torch.uint8, device=device)
-    _others[device].add_(1)
-
-
-_others: dict[torch.device, torch.Tensor] = {}
-
-
 def finish() -> None:
     """Free the memory that measuring keeps between parts."""
-    _others.clear()
+    caches.release()
+    timing.release()
 
 
 def _synthetic(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

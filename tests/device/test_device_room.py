@@ -59,9 +59,7 @@ def test_on_the_cpu_everything_has_happened() -> None:
         made = torch.ones(2)
     side.wait_for(side.mark())
     side.lend(made)
-    before = streams.now(CPU)
     streams.synchronize(CPU)
-    assert streams.now(CPU) >= before
 
 
 def test_generators_are_kept_and_seeded() -> None:

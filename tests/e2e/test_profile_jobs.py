@@ -58,7 +58,7 @@ def test_a_profile_as_a_file(job: Job, tmp_path: Path) -> None:
         )
         for key, block in written.blocks.items()
     }
-    other = GraphProfile(written.format, "abacus", written.rannd, written.torch, slow)
+    other = GraphProfile(written.format, "abacus", written.rannd, written.torch, written.flags, slow)
     file.write_bytes(encode(other))
     output = job.train(2, *TUTORIAL, RANNC_LOAD_GRAPH_PROFILE="true", **variables, **DEBUG)
     assert f"The times in {file} were measured on abacus" in output

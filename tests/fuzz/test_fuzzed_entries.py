@@ -87,7 +87,7 @@ def test_deployments(rounds: int) -> None:
 @pytest.mark.parametrize("rounds", ROUND_COUNTS)
 def test_profiles(rounds: int) -> None:
     blocks = {name: Measured((Point(1, 9.0, 2.0, 1.0, 5.0), Point(4, 20.0, 8.0, 1.0, 9.0))) for name in ("aa", "bb")}
-    profile = graph_profile.GraphProfile(graph_profile.FORMAT, "cpu", "0.1", "2.13", blocks)
+    profile = graph_profile.GraphProfile(graph_profile.FORMAT, "cpu", "0.1", "2.13", {}, blocks)
     plain = msgspec.msgpack.decode(graph_profile.encode(profile))
     mutator, found = Mutator(2), Found()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from rannd.device import caches, timing
 from rannd.errors import ProfileError
 from rannd.graph.call.signature import Mode, classify, flatten_call
 from rannd.graph.model import ModelGraph, build
 from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part, extract
+from rannd.profile import measure as measuring
 from rannd.profile.block_costs import block_part, measure_missing
 from rannd.profile.costs import BlockCost
-from rannd.profile.measure import CACHES, ProfileInputs, measure
-from rannd.profile.points import Measured
+from rannd.profile.measure import ProfileInputs, finish, measure
+from rannd.profile.points import Measured, is_plausible
 
 CPU = torch.device("cpu")
 
@@ -101,6 +104,56 @@ def test_adding_gradients_takes_a_time_that_grows_with_the_parameters_alone() ->
         for graph, sample in (graph_of(nn.Linear(width, 2048), torch.randn(4, width)) for width in (16, 2048))
     )
     assert 0 < 5 * small < large
+
+
+class HostQueue:
+    """The CPU as if it worked behind the host: everything is done when it is issued."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def host_us(self) -> float:
+        return time.perf_counter() * 1e6
+
+    mark = host_us
+
+    def between_us(self, first: float, last: float) -> float:
+        return last - first
+
+    def work(self) -> None:
+        time.sleep(1e-3)
+
+    def wait(self) -> None:
+        pass
+
+
+def test_parts_are_measured_in_the_same_way_on_a_device_with_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (timing, measuring):
+        monkeypatch.setattr(module, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(timing, "EventQueue", HostQueue)
+    monkeypatch.setattr(timing, "WARM_US", 0.0)
+    monkeypatch.setattr(caches, "eviction_bytes", lambda device: caches.LEAST)
+    model, graph, sample = small_graph()
+    random = torch.get_rng_state()
+    try:
+        found = measure(whole(graph), sample, (2, 4))
+        assert torch.equal(torch.get_rng_state(), random)
+        assert [point.rows for point in found.points] == [2, 4]
+        assert is_plausible(found)
+        for point in found.points:
+            assert min(point.forward_us, point.backward_us, found.add_us) > 0
+        assert all(parameter.grad is None for parameter in model.parameters())
+        # Integer inputs were brought there once for each number of rows; a part may write into what it gets.
+        ids = graph.traced.placeholders[0]
+        given, _ = sample.arguments[ids]
+        sample.value(ids, 4).zero_()
+        assert torch.equal(sample.value(ids, 4), given)
+        assert torch.equal(sample.value(ids, 2), given[:2])
+        layer = nn.Linear(8, 8).requires_grad_(False)
+        graph, sample = graph_of(layer, torch.randn(4, 8))
+        assert measure(whole(graph), sample, (4,)).points[0].backward_us == 0
+    finally:
+        finish()
 
 
 def test_what_autograd_keeps_of_a_border_is_told() -> None:
@@ -265,7 +318,7 @@ def test_each_structure_is_measured_by_one_of_the_ranks() -> None:
     assert told == sorted(told)
     assert told[-1] == 1.0
     plain = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.uint8]
-    held = [each for each in plain if each.numel() == CACHES]
+    held = [each for each in plain if each.numel() == caches.LEAST]
     assert not held, "what drives out caches is given back"
     assert set(found) == set(made) == set(ops)
     assert len(made) == 3

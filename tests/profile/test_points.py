@@ -118,7 +118,7 @@ def test_what_several_parts_keep_counts_once_and_a_view_as_what_it_is_of() -> No
     assert measured.lasting.kept == measured.joined(at(8)).kept == at(8).joined(measured).kept == (0, 2, 7)
 
 
-PROFILE = GraphProfile(FORMAT, "cpu", "0.1", "2.13", {"aa": at(1, 4), "bb": at(4)})
+PROFILE = GraphProfile(FORMAT, "cpu", "0.1", "2.13", {}, {"aa": at(1, 4), "bb": at(4)})
 
 
 def test_a_profile_as_bytes() -> None:

@@ -15,7 +15,7 @@ BIN = Path(sys.executable).parent
 
 VERSIONS = {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0"}
 PROFILES = [
-    keys.profile_key(block_hash=f"{number:016x}", device_model="cpu", threads=1, versions=VERSIONS)
+    keys.profile_key(block_hash=f"{number:016x}", device_model="cpu", threads=1, versions=VERSIONS, flags={})
     for number in range(100)
 ]
 
@@ -32,6 +32,7 @@ def deployment(batch: int) -> keys.Key:
         device_memory=1 << 34,
         backend="gloo",
         versions=VERSIONS,
+        flags={},
         plan_items={"partition_num": 0},
         optimizer="Adam",
     )

@@ -83,6 +83,7 @@ def deployment_key(
     device_memory: int,
     backend: str,
     versions: Mapping[str, str],
+    flags: Mapping[str, Component],
     plan_items: Mapping[str, Scalar],
     optimizer: str,
 ) -> Key:
@@ -98,6 +99,7 @@ def deployment_key(
         device_memory: Bytes per device that a plan may use.
         backend: ``nccl`` or ``gloo``.
         versions: At least python, torch and rannd.
+        flags: Settings of torch that decide which kernels run.
         plan_items: Every configuration item that can change a plan, with its value.
         optimizer: Text that determines the optimizer's memory.
 
@@ -119,13 +121,16 @@ def deployment_key(
             "backend": backend,
             "optimizer": optimizer,
             **_versions(versions),
+            **_flags(flags),
             **{f"plan.{name}": value for name, value in plan_items.items()},
         },
     )
 
 
-def profile_key(*, block_hash: str, device_model: str, threads: int, versions: Mapping[str, str]) -> Key:
-    """Return the key of a block's measured times.
+def profile_key(
+    *, block_hash: str, device_model: str, threads: int, versions: Mapping[str, str], flags: Mapping[str, Component]
+) -> Key:
+    """Return the key of a block's measured times. `flags`: as for `deployment_key`.
 
     Raises:
         ValueError: A required version is missing.
@@ -137,6 +142,7 @@ def profile_key(*, block_hash: str, device_model: str, threads: int, versions: M
             "device_model": device_model,
             "threads": threads,
             **_versions(versions),
+            **_flags(flags),
         },
     )
 
@@ -163,7 +169,7 @@ def hooks_key(*, tracer: str, versions: Mapping[str, str]) -> Key:
 def link_key(
     *, topology: Sequence[tuple[int, int]], device_model: str, backend: str, versions: Mapping[str, str]
 ) -> Key:
-    """Return the key of measured link speeds between the slots of `topology`.
+    """Return the key of measured link speeds between the slots of `topology`, which no flag of torch changes.
 
     Raises:
         ValueError: A required version is missing.
@@ -218,6 +224,10 @@ def _versions(versions: Mapping[str, str]) -> dict[str, str]:
             f"the versions of a key lack {', '.join(missing)}; it has {', '.join(sorted(versions)) or 'none'}"
         )
     return {f"version.{name}": text for name, text in versions.items()}
+
+
+def _flags(flags: Mapping[str, Component]) -> dict[str, Component]:
+    return {f"flag.{name}": value for name, value in flags.items()}
 
 
 def _canonical(value: Component, name: str) -> str:

@@ -19,6 +19,7 @@ _IN_WORDS = {"world_size": "ranks", "global_batch": "batch", "device_memory": "d
 _FOLLOWS = {"topology": "world_size", "inputs": "global_batch"}
 """Components that always differ if another one does: a clause leaves them out."""
 _MOST_IN_CLAUSE = 2
+_PREFIX = re.compile(r"^(plan|version|flag)\.")
 _HASH = re.compile(r'"?[0-9a-f]{16,}"?')
 
 
@@ -63,7 +64,7 @@ def _same_model(differing: Sequence[Difference]) -> bool:
 
 
 def _change(difference: Difference) -> str:
-    name = _IN_WORDS.get(difference.name, difference.name.removeprefix("plan.").removeprefix("version."))
+    name = _IN_WORDS.get(difference.name, _PREFIX.sub("", difference.name))
     wanted, there = difference.wanted, difference.there
     if wanted is None or there is None or any(_HASH.fullmatch(each) or len(each) > SHOWN for each in (wanted, there)):
         return f"{name} changed"

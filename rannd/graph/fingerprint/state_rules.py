@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rannd.device.autocast import AUTOCAST_TYPES
+from rannd.device.kernel_flags import matmul_precisions
 from rannd.graph.fingerprint.introspect import vars_of
 
 # -- limits ----------------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ SWITCHES: dict[str, Callable[[], Any]] = {
     "warn only": torch.is_deterministic_algorithms_warn_only_enabled,
     "fill": torch._C._get_deterministic_fill_uninitialized_memory,
     "anomaly": torch.is_anomaly_enabled,
-    "matmul": torch.get_float32_matmul_precision,
+    "matmul": matmul_precisions,
     "sdp": lambda: [
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rannd import log, open_files
 from rannd.config import Config
 from rannd.device.identity import choose_device, device_identity, is_accelerator
+from rannd.device.memory_beside import bytes_beside
 from rannd.device.reads import LateReads
 from rannd.device.streams import Issued
 from rannd.errors import UsageError
@@ -31,6 +32,7 @@ from rannd.runtime.failure.connections import Connections
 from rannd.runtime.failure.detector import FailureDetector
 from rannd.runtime.transport.choice import group_backend, make_transport, transport_name
 from rannd.runtime.transport.transport import Pair, Transport, pair
+from rannd.units import amount
 
 FILES_PER_RANK, OTHER_FILES = 9, 128
 """Open files of rank 0: connections of its process groups, failure reports and the store to each rank; and beside."""
@@ -69,6 +71,10 @@ class World:
     """Group of all ranks for tensors of the device."""
     transport: Transport
     """How values and gradients get to other ranks."""
+    mates: tuple[int, ...] = ()
+    """Ranks that have this rank's accelerator (on the CPU: its node), this one among them."""
+    communicator_bytes: int | None = None
+    """Bytes of the device that a communicator of two ranks takes, of those opened last; None: none was opened."""
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     watch: FailureDetector = field(default_factory=FailureDetector)
     """Failure detector of this rank."""
@@ -204,13 +210,21 @@ class World:
 
     def open(self, pairs: Iterable[Pair]) -> None:
         """Connect pairs of slots for the transfers of a graph. Collective over all ranks, with the same pairs."""
-        begin = time.monotonic()
+        begin, before = time.monotonic(), bytes_beside(self.device)
         ranks = {pair(gradients, self.rank_of_slot[one], self.rank_of_slot[other]) for gradients, one, other in pairs}
         with self.watch.inside("group"):
             count = self.transport.open(ranks)
-        if count and self.rank == 0:
+        if not count:
+            return
+        mine = sum(self.rank in each[1:] for each in ranks)
+        taken = max(bytes_beside(self.device) - before, 0)
+        if mine and count == len(ranks):  # none of them was there before
+            self.communicator_bytes = taken // mine
+        if self.rank == 0:
             seconds = time.monotonic() - begin
-            log.get("RaNNCProcess").log(log.DETAIL, "Opened %d communicators in %.1f s", count, seconds)
+            log.get("RaNNCProcess").log(
+                log.DETAIL, "Opened %d communicators in %.1f s, %s of this device", count, seconds, amount(taken)
+            )
 
     def group_of(self, slots: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Process group of the ranks of some slots, for reductions; None for a single slot.
@@ -264,10 +278,8 @@ def _make(config: Config) -> World:
     make_group = functools.partial(rendezvous.make_group, connections)
     if place.size == 1:
         alone = make_transport(name, device, 0, None, make_group)
-        return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, alone)
+        return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, alone, mates=(0,))
     control, forward = make_group("gloo"), make_group(group_backend(name))
-    if is_accelerator(device):  # NCCL makes a communicator at the first use, for which the hosts have to meet
-        dist.all_reduce(torch.zeros(1, device=device), group=forward)
     transport = make_transport(name, device, place.rank, forward, make_group)
     world = World(place, device, (), (), (), control, forward, transport, watch=watch)
     index = device.index if device.index is not None else place.local_rank
@@ -276,11 +288,15 @@ def _make(config: Config) -> World:
         msgspec.msgpack.decode(data, type=RankDevice) for data in world.gather_bytes(msgspec.msgpack.encode(mine))
     ]
     slots = slots_of(everyone, shared=transport.shares_devices)
+    if is_accelerator(device):  # NCCL makes a communicator at the first use, for which the hosts have to meet
+        dist.all_reduce(torch.zeros(1, device=device), group=forward)
     order = sorted(range(place.size), key=lambda rank: slots[rank])
     nodes = {slot.node for slot in slots}
     world.hosts = tuple(each.host for each in everyone)
     world.rank_of_slot = tuple(order)
     world.slots = tuple(slots[rank] for rank in order)
+    here = (mine.node, mine.identity)
+    world.mates = tuple(rank for rank, each in enumerate(everyone) if (each.node, each.identity) == here)
     watchdog_s = config.watchdog_timeout_s if config.run_watchdog else 0.0
     watch.start(place.rank, world.hosts, len(nodes) == 1, world.broadcast_bytes, watchdog_s)
     if place.rank == 0 and is_accelerator(device):

@@ -18,7 +18,8 @@ BITS = 4
 def room(world: World, model: nn.Module) -> int:
     """Bytes that this rank's stage may use: free memory, and memory that the model already uses on the device.
 
-    Ranks of one node share its memory. Limits of the cgroup and the process (RLIMIT_AS) are respected.
+    Ranks of one node share its memory, and ranks that have one accelerator the accelerator's. Limits of the cgroup and
+    the process (RLIMIT_AS) are respected.
     """
     held = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -26,7 +27,9 @@ def room(world: World, model: nn.Module) -> int:
         if tensor.device.type == world.device.type
     }
     free, _ = free_memory(world.device)
-    if world.device.type == "cpu":
+    if world.device.type != "cpu":
+        free //= len(world.mates)
+    else:
         free = min(free, _cgroup_free(free)) // world.local_size
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
         if most != resource.RLIM_INFINITY:

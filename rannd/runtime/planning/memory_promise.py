@@ -12,6 +12,7 @@ from rannd import log
 from rannd.config import Config
 from rannd.daemon.common.keys import Key, limit_key
 from rannd.device.memory import free_memory
+from rannd.device.memory_beside import bytes_beside
 from rannd.errors import text_of
 from rannd.plan.deployment import Deployment
 from rannd.runtime.comm.cache_client import Cache
@@ -63,6 +64,9 @@ class MemoryPromise:
         found = _ASKED.search(text_of(exc))
         parts = [f"out of memory on {device}; requested: {found[1] if found else 'unknown'}"]
         parts.append(f"free now: {amount(free)} of {amount(total)}")
+        beside = bytes_beside(device)
+        if beside:
+            parts.append(f"contexts, libraries, communicators and other processes have {amount(beside)}")
         if stage is not None:
             planned = self.deployment.stages[stage]
             e = planned.estimate

@@ -23,7 +23,6 @@ from rannd.daemon.client.cache import Lease
 from rannd.daemon.common.keys import Key, deployment_key, limit_key
 from rannd.daemon.common.versions import version
 from rannd.device.identity import device_model
-from rannd.device.memory import device_memory
 from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import cut
@@ -42,10 +41,12 @@ from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import planned_stages
 from rannd.runtime.planning.deployment_file import named, read_file
+from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
 from rannd.runtime.planning.profiler import Measuring, Platform
+from rannd.runtime.planning.tensor_memory import memory_for_tensors
 from rannd.sources import PLANNING, digest_of
 from rannd.units import amount
 
@@ -98,8 +99,7 @@ class Planner:
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )
         """Whether backward runs inside the forward call."""
-        memory = device_memory(world.device, world.local_size)
-        self._memory = min(memory for (memory,) in world.gather_numbers([memory]))
+        self._memory = memory_for_tensors(world, convolutions=any("conv" in op.target for op in graph.task.ops))
         self.usable_memory = self._usable()
         self._doing: Callable[[str], None] = _no_progress
         """Reports progress to jobs that wait for this job's plan."""
@@ -109,8 +109,10 @@ class Planner:
         self._base: Key | None = None
         versions = {"python": platform.python_version(), "torch": torch.__version__, "rannd": version()}
         versions["rannd source"] = digest_of(PLANNING)[:16]
-        self._platform = Platform(device_model(world.device), world.transport.backend, versions)
-        self._file = ProfileFile(config, self._platform.device_model)
+        flags = job_flags(world)
+        self._platform = Platform(device_model(world.device), world.transport.backend, versions, flags)
+        self._flags = words(flags)
+        self._file = ProfileFile(config, self._platform.device_model, self._flags)
         self._made = Provenance(self._platform.device_model, "measured", version(), str(torch.__version__))
         self._measuring = Measuring(
             context,
@@ -165,7 +167,12 @@ class Planner:
     def _profile(self) -> GraphProfile:
         """All known measurements of this graph's blocks."""
         return GraphProfile(
-            PROFILE_FORMAT, self._platform.device_model, version(), str(torch.__version__), self._measuring.profile
+            PROFILE_FORMAT,
+            self._platform.device_model,
+            version(),
+            str(torch.__version__),
+            self._flags,
+            self._measuring.profile,
         )
 
     def _from_file(self, file: Path) -> Deployment:
@@ -307,6 +314,7 @@ class Planner:
             device_memory=self.usable_memory,
             backend=self._platform.backend,
             versions=self._platform.versions,
+            flags=self._platform.flags,
             plan_items={
                 **self._config.plan_items(),
                 "interleaved": self._interleaved,

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from rannd import log
-from rannd.daemon.common.keys import Key, link_key, profile_key
+from rannd.daemon.common.keys import Component, Key, link_key, profile_key
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.block_hash import block_hashes, crossing
 from rannd.graph.partition.cut import Part
@@ -38,11 +38,13 @@ Ops = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Platform:
-    """Device, backend and versions that measured costs are valid for."""
+    """Device, backend, versions and settings of torch that measured costs are valid for."""
 
     device_model: str
     backend: str
     versions: Mapping[str, str]
+    flags: Mapping[str, Component]
+    """See `job_flags`."""
 
 
 class Measuring:
@@ -170,6 +172,7 @@ class Measuring:
             device_model=self._platform.device_model,
             threads=threads,
             versions=self._platform.versions,
+            flags=self._platform.flags,
         )
 
     def _sample(self) -> ProfileInputs:

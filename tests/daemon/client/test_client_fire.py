@@ -263,6 +263,7 @@ def test_with_10000_entries_it_is_small(client: Client, daemon_home) -> None:
             device_model="cpu",
             threads=1,
             versions={"python": "3", "torch": "2", "rannd": "0"},
+            flags={},
         )
 
     many = [profile(number) for number in range(10_000)]

@@ -31,6 +31,7 @@ DEPLOYMENT: dict[str, Any] = {
     "device_memory": 150 << 30,
     "backend": "nccl",
     "versions": {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0", "nccl": "2.27"},
+    "flags": {"fp32 matmul": "tf32", "cudnn": True},
     "plan_items": {"partition_num": 0, "mem_margin": 0.1, "checkpointing": False, "decomposer": "ml_part"},
     "optimizer": "Adam(fp32)",
 }
@@ -39,6 +40,7 @@ PROFILE: dict[str, Any] = {
     "device_model": "cpu",
     "threads": 1,
     "versions": {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0"},
+    "flags": {"fp32 matmul": "none", "mkldnn": True},
 }
 LINK: dict[str, Any] = {
     "topology": [(0, 0), (1, 0)],

@@ -1,0 +1,221 @@
+"""Times of what a device does: its own time by events, and the time that the host needs to issue it.
+
+A device works behind the host, on a queue. Its time is taken between events, for several repeats that are issued
+without waiting, behind other work that is long enough for the host to get ahead of the device::
+
+    host    | issue the work ahead | issue repeat 1 | issue repeat 2 | ..        wait
+    device      | work ahead ................................| evict | E forward E | evict | E forward E | ..
+
+so gaps in which the device would wait for the host do not count, nor does what lies between the events of two spans.
+The host's time is taken apart, from an empty queue on and without waiting. A span costs the larger of the two: a model
+runs no faster than it is issued, and no faster than the device computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import ceil
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import torch
+
+from rannd.device.identity import is_accelerator
+from rannd.device.memory_beside import refuses_products
+from rannd.device.streams import synchronize
+
+Stamp: TypeAlias = Callable[[], None]
+Action: TypeAlias = Callable[[Stamp], None]
+"""Does something, and calls its argument at the beginning and at the end of each span of it that counts."""
+
+Mark = TypeVar("Mark")
+T = TypeVar("T")
+
+REPEATS = 5
+"""Runs of an action that are timed on an accelerator."""
+WARM_US = 300_000.0
+"""Microseconds of work before the first measurement: the clocks of an idle device are low."""
+PIECES = 32
+"""Pieces of that work which are issued together."""
+SIDE = 4096
+"""Rows and columns of the matrices of a piece of work: longer than it takes to issue it."""
+AHEAD = 2.0
+"""Work ahead of the measured repeats, relative to the time in which the host issues them."""
+LEAST_AHEAD_US, MOST_AHEAD_US = 2_000.0, 100_000.0
+
+
+class Queue(Protocol[Mark]):
+    """A device that does in order what the host issues, and the host's clock."""
+
+    def host_us(self) -> float:
+        """The host's clock, in microseconds."""
+
+    def mark(self) -> Mark:
+        """Issue a mark."""
+
+    def between_us(self, first: Mark, last: Mark) -> float:
+        """The device's microseconds from one mark to another; both have been reached."""
+
+    def work(self) -> None:
+        """Issue a piece of work that takes the same time whenever clocks are the same."""
+
+    def wait(self) -> None:
+        """Let the host wait until everything that was issued is done."""
+
+
+class Span(NamedTuple):
+    """Microseconds of a part of an action."""
+
+    host_us: float
+    device_us: float
+
+    @property
+    def us(self) -> float:
+        """What it costs."""
+        return max(self)
+
+
+class Timer(Generic[Mark]):
+    """Times actions on a device with a queue; warms it first."""
+
+    def __init__(self, queue: Queue[Mark]) -> None:
+        self._queue = queue
+        self._piece_us = 0.0
+        """The device's time for a piece of work."""
+        start = queue.host_us()
+        while not self._piece_us or queue.host_us() - start < WARM_US:
+            first = queue.mark()
+            for _ in range(PIECES):
+                queue.work()
+            last = queue.mark()
+            queue.wait()
+            self._piece_us = max(queue.between_us(first, last) / PIECES, 0.1)
+
+    def spans(self, action: Action, repeats: int) -> list[Span]:
+        """Median times of the spans of an action, which is first run once untimed: it loads, allocates and tunes."""
+        action(_nothing)
+        host, issue_us = self._on_host(action, repeats)
+        device = self._on_device(action, repeats, issue_us)
+        return [Span(*each) for each in zip(_medians(host), _medians(device), strict=True)]
+
+    def _on_host(self, action: Action, repeats: int) -> tuple[list[list[float]], float]:
+        """The spans of each repeat by the host's clock, and the microseconds in which all of it was issued.
+
+        A span begins with an empty queue: if it waits for the device itself, then for its own work alone.
+        """
+        clock, issue_us = self._queue.host_us, 0.0
+        stamps: list[float] = []
+
+        def stamp() -> None:
+            nonlocal issue_us
+            if len(stamps) % 2 == 0:
+                start = clock()
+                self._queue.wait()
+                issue_us -= clock() - start
+            stamps.append(clock())
+
+        found = []
+        for _ in range(repeats):
+            stamps.clear()
+            start = clock()
+            action(stamp)
+            issue_us += clock() - start
+            found.append([last - first for first, last in _pairs(stamps)])
+        return found, issue_us
+
+    def _on_device(self, action: Action, repeats: int, issue_us: float) -> list[list[float]]:
+        """The spans of each repeat by the device's clock."""
+        queue = self._queue
+        queue.wait()
+        ahead_us = min(max(AHEAD * issue_us, LEAST_AHEAD_US), MOST_AHEAD_US)
+        for _ in range(ceil(ahead_us / self._piece_us)):
+            queue.work()
+        marks: list[list[Mark]] = [[] for _ in range(repeats)]
+        for each in marks:
+            action(functools.partial(_note, queue.mark, each))
+        queue.wait()
+        return [[queue.between_us(first, last) for first, last in _pairs(each)] for each in marks]
+
+
+class EventQueue:
+    """The current stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._factor = torch.zeros(SIDE, SIDE, dtype=torch.float16, device=device)
+        self._product = torch.zeros_like(self._factor)
+
+    def host_us(self) -> float:
+        """The host's clock, in microseconds."""
+        return time.perf_counter() * 1e6
+
+    def mark(self) -> torch.Event:
+        """Record an event."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def between_us(self, first: torch.Event, last: torch.Event) -> float:
+        """The device's microseconds between two events."""
+        return first.elapsed_time(last) * 1e3
+
+    def work(self) -> None:
+        """Issue a product of matrices, or, where torch refuses them, something else."""
+        if refuses_products():
+            torch.exp(self._factor, out=self._product)
+        else:
+            torch.mm(self._factor, self._factor, out=self._product)
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        synchronize(self._device)
+
+
+_timers: dict[torch.device, Timer[torch.Event]] = {}
+
+
+def spans(device: torch.device, action: Action, repeats: int = 1, *, untimed: bool = False) -> list[float]:
+    """Microseconds of each span of an action, the median of several runs.
+
+    Args:
+        device: Device that it computes on.
+        action: Is run several times.
+        repeats: Timed runs on the CPU. On an accelerator there are at least `REPEATS`, by the host's clock and again by
+            the device's.
+        untimed: Whether a run that is not timed comes first, as it always does on an accelerator.
+    """
+    if is_accelerator(device):
+        if device not in _timers:
+            _timers[device] = Timer(EventQueue(device))
+        return [span.us for span in _timers[device].spans(action, max(repeats, REPEATS))]
+    if untimed:
+        action(_nothing)
+    found = []
+    for _ in range(repeats):
+        stamps: list[float] = []
+        action(functools.partial(_note, time.perf_counter, stamps))
+        found.append([(last - first) * 1e6 for first, last in _pairs(stamps)])
+    return _medians(found)
+
+
+def release() -> None:
+    """Free the memory of the work that keeps clocks high. Before the next measurement they are warmed again."""
+    _timers.clear()
+
+
+def _note(read: Callable[[], T], notes: list[T]) -> None:
+    notes.append(read())
+
+
+def _nothing() -> None:
+    """A stamp that is not kept."""
+
+
+def _pairs(stamps: Sequence[T]) -> Iterator[tuple[T, T]]:
+    return zip(stamps[::2], stamps[1::2], strict=True)
+
+
+def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(times) for times in zip(*runs, strict=True)]

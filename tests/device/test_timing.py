@@ -1,0 +1,233 @@
+"""Times on a simulated device: a queue that is worked off behind the host, caches, and clocks that are low at first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rannd.device import caches, timing
+from rannd.device.timing import AHEAD, LEAST_AHEAD_US, REPEATS, WARM_US, Span, Stamp, Timer
+
+PIECE_US = 100.0
+
+
+class Simulated:
+    """A host and a device with clocks of their own. The host passes time by issuing, the device by computing."""
+
+    def __init__(self, *, launch_us: float = 5.0, warm_after_us: float = 0.0) -> None:
+        self.host = 0.0
+        self.device = 0.0
+        self.busy = 0.0
+        """Time that the device has computed."""
+        self.waits = 0
+        self.cached = False
+        """Whether a kernel's data are in the caches."""
+        self._launch_us, self._warm_after_us = launch_us, warm_after_us
+
+    def issue(self, device_us: float) -> None:
+        """Issue a kernel: it starts when it has been issued and what was issued before is done."""
+        self.host += self._launch_us
+        slower = 2.0 if self.busy < self._warm_after_us else 1.0
+        self.device = max(self.device, self.host) + device_us * slower
+        self.busy += device_us * slower
+
+    def kernel(self, device_us: float, from_memory_us: float = 0.0) -> None:
+        """A kernel that takes longer while its data are not in the caches."""
+        self.issue(device_us if self.cached else device_us + from_memory_us)
+        self.cached = True
+
+    def evict(self, device_us: float = 40.0) -> None:
+        self.issue(device_us)
+        self.cached = False
+
+    # -- as Timer sees it
+
+    def host_us(self) -> float:
+        return self.host
+
+    def mark(self) -> list[float]:
+        self.host += 1.0
+        self.device = max(self.device, self.host)
+        return [self.device]
+
+    def between_us(self, first: list[float], last: list[float]) -> float:
+        return last[0] - first[0]
+
+    def work(self) -> None:
+        self.issue(PIECE_US)
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.host = max(self.host, self.device) + 10.0
+
+
+def measured(device: Simulated, run: Callable[[], None]) -> Span:
+    def action(stamp: Stamp) -> None:
+        device.evict()
+        stamp()
+        run()
+        stamp()
+
+    (found,) = Timer(device).spans(action, REPEATS)
+    return found
+
+
+@pytest.mark.parametrize("kernels", [1, 10, 300])
+def test_a_device_that_computes_long_costs_its_own_time(kernels: int) -> None:
+    device = Simulated()
+    found = measured(device, lambda: [device.kernel(100.0) for _ in range(kernels)] and None)
+    assert found.device_us == pytest.approx(100.0 * kernels), "no gap, no launch, no eviction"
+    assert found.host_us == pytest.approx(5.0 * kernels)
+    assert found.us == found.device_us
+
+
+@pytest.mark.parametrize("kernels", [1, 10, 300])
+def test_small_kernels_cost_what_the_host_needs_to_issue_them(kernels: int) -> None:
+    device = Simulated()
+    found = measured(device, lambda: [device.kernel(2.0) for _ in range(kernels)] and None)
+    assert found.us == found.host_us == pytest.approx(5.0 * kernels)
+    assert found.device_us == pytest.approx(2.0 * kernels), "the host was ahead"
+
+
+def test_what_is_read_from_memory_is_counted_in_each_repeat() -> None:
+    device = Simulated()
+    assert measured(device, lambda: device.kernel(50.0, from_memory_us=30.0)).us == pytest.approx(80.0)
+
+
+def test_clocks_are_warm_before_anything_counts() -> None:
+    cold = Simulated(warm_after_us=0.9 * WARM_US)
+    cold.kernel(100.0)
+    assert cold.device - cold.host == pytest.approx(200.0), "the clocks are low"
+    assert measured(cold, lambda: cold.kernel(100.0)).us == pytest.approx(100.0)
+
+
+def test_the_host_does_not_wait_between_the_repeats_of_the_device() -> None:
+    device = Simulated()
+    timer = Timer(device)
+    waits: list[int] = []
+
+    def action(stamp: Stamp) -> None:
+        stamp()
+        waits.append(device.waits)
+        device.kernel(100.0)
+        stamp()
+
+    timer.spans(action, REPEATS)
+    untimed, host, issued = waits[0], waits[1 : 1 + REPEATS], waits[1 + REPEATS :]
+    assert host == list(range(untimed + 1, untimed + 1 + REPEATS)), "by the host's clock from an empty queue on"
+    assert len(issued) == REPEATS
+    assert set(issued) == {host[-1] + 1}
+
+
+def test_the_work_ahead_is_as_long_as_it_has_to_be() -> None:
+    def ahead(kernels: int) -> float:
+        device = Simulated(launch_us=10.0)
+        timer = Timer(device)
+        works: list[int] = []
+        work = device.work
+
+        def counted() -> None:
+            works.append(1)
+            work()
+
+        device.work = counted  # type: ignore[method-assign]
+        timer.spans(lambda stamp: [device.kernel(1.0) for _ in range(kernels)] and None, REPEATS)
+        return len(works) * PIECE_US
+
+    assert ahead(1) == LEAST_AHEAD_US
+    assert ahead(100) >= AHEAD * REPEATS * 100 * 10.0
+
+
+def test_an_action_that_waits_for_the_device_costs_the_wait() -> None:
+    """Such as one that reads how many rows a mask selects."""
+    device = Simulated()
+
+    def run() -> None:
+        device.kernel(100.0)
+        device.wait()
+        device.kernel(100.0)
+
+    found = measured(device, run)
+    assert found.device_us == pytest.approx(100 + 10 + 5 + 100), "the device waits for the host in its middle"
+    assert found.host_us == pytest.approx(5 + 100 + 10 + 5), "without the eviction before it"
+
+
+def test_spans_of_an_action_are_apart() -> None:
+    device = Simulated()
+
+    def action(stamp: Stamp) -> None:
+        for us in (100.0, 200.0):
+            device.evict()
+            stamp()
+            device.kernel(us)
+            stamp()
+
+    assert [span.us for span in Timer(device).spans(action, 3)] == pytest.approx([100.0, 200.0])
+    assert Timer(device).spans(lambda stamp: None, 3) == []
+
+
+def test_one_disturbed_repeat_does_not_count() -> None:
+    device = Simulated()
+    runs: list[int] = []
+
+    def run() -> None:
+        runs.append(1)
+        device.kernel(1000.0 if len(runs) % REPEATS == 0 else 100.0)
+
+    assert measured(device, run).us == pytest.approx(100.0)
+
+
+def test_on_the_cpu_spans_are_those_of_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) ** 2 * 1e-6)
+    runs: list[int] = []
+
+    def action(stamp: Stamp) -> None:
+        runs.append(1)
+        for _ in range(4):
+            stamp()
+
+    found = timing.spans(torch.device("cpu"), action, 3, untimed=True)
+    assert len(runs) == 4
+    assert found == pytest.approx([5**2 - 4**2, 7**2 - 6**2]), "the median of three"
+
+
+def test_twice_the_cache_of_a_device_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        L2_cache_size = 50 << 20
+
+        def get_device_properties(self, device: torch.device) -> Module:
+            return self
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
+    assert caches.eviction_bytes(torch.device("cuda", 0)) == 100 << 20
+    monkeypatch.setattr(Module, "L2_cache_size", 4 << 20)
+    assert caches.eviction_bytes(torch.device("cuda", 0)) == caches.LEAST
+    assert caches.eviction_bytes(torch.device("cpu")) == caches.LEAST
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a CUDA device")
+def test_times_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    large = torch.rand(8192, 8192, device=device)
+    small = torch.rand(16, device=device)
+
+    def action(stamp: Stamp) -> None:
+        caches.evict(device)
+        stamp()
+        torch.mm(large, large)
+        stamp()
+        stamp()
+        for _ in range(100):
+            small.add_(1)
+        stamp()
+
+    spans = timing.Timer(timing.EventQueue(device)).spans(action, REPEATS)
+    assert spans[0].device_us > 10 * spans[0].host_us
+    assert spans[1].host_us > 100
+    assert spans[1].device_us < 10 * spans[1].host_us
+    timing.release()
+    caches.release()
