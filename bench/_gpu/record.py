@@ -112,6 +112,8 @@ def put(folder: Path, part: Part, machine: Mapping[str, Any]) -> dict[str, Any]:
     """Replace a part's results in the file of `folder`, and write file and page anew; returns what the file holds."""
     folder.mkdir(parents=True, exist_ok=True)
     told = read(folder)
+    if any(told.get("machine", {}).get(name) != machine.get(name) for name in ("device", "torch")):
+        told = {}  # of another machine
     told["machine"] = {**machine}
     told.setdefault("parts", {})[part.name] = _plain(asdict(part))
     for name, text in ((FILE, json.dumps(told, indent=1) + "\n"), (PAGE, page.page(told))):
