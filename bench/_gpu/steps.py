@@ -56,7 +56,8 @@ def device_seconds(here: Here, step: Step) -> float:
             step()
         here.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == on_device)
+    events = [e for e in profile.events() if e.device_type == on_device and not e.is_user_annotation]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
     busy = reached = 0.0
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))
