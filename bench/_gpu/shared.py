@@ -24,9 +24,9 @@ class Failing:
     what: str
     """What failing.py is told."""
     told: str
-    """Pattern of what is in the output of one of the ranks."""
+    """Pattern of what is told of the error itself."""
     elsewhere: str
-    """Pattern of what is in the output of rank 0."""
+    """Pattern of what is told of it as the end of the job."""
     variables: dict[str, str]
 
 
@@ -71,7 +71,7 @@ def checks(here: Here) -> list[Check]:
     listed: list[Check] = [
         (f"{ranks} ranks train", functools.partial(_parity, here, ranks)) for ranks in ((2,) if here.small else (2, 4))
     ]
-    listed += [(name, functools.partial(_failing, here, failing)) for name, failing in FAILURES.items()]
+    listed += [(name, functools.partial(_failing, here, name, failing)) for name, failing in FAILURES.items()]
     if not here.small:
         listed.append(("two ranks on one device without staged", functools.partial(_refused, here)))
     return listed
@@ -91,25 +91,30 @@ def _parity(here: Here, ranks: int) -> Iterator[Result]:
     yield Result(f"{ranks} ranks: cases", len(worst) > 0, len(worst))
 
 
-def _failing(here: Here, failing: Failing) -> Iterator[Result]:
+def _failing(here: Here, name: str, failing: Failing) -> Iterator[Result]:
     ended = run(here, 2, PROGRAM, failing.what, "1", limit_s=FAIL_S, RANNC_PARTITION_NUM="2", **failing.variables)
-    yield from _judged(failing.told, failing.elsewhere, ended)
+    yield from _judged(name, failing.told, failing.elsewhere, ended)
 
 
-def _judged(told: str, elsewhere: str, ended: list[Ended]) -> Iterator[Result]:
+def _judged(name: str, told: str, elsewhere: str, ended: list[Ended]) -> Iterator[Result]:
     """Whether all ranks have ended by themselves, with errors, and have said what went wrong."""
     stuck = [str(rank) for rank, each in enumerate(ended) if each.code is None]
-    yield Result("all ranks end", not stuck, f"ranks {', '.join(stuck)} had to be killed" if stuck else "yes")
+    yield Result(f"{name}: all ranks end", not stuck, f"ranks {', '.join(stuck)} had to be killed" if stuck else "yes")
     wrong = [str(rank) for rank, each in enumerate(ended) if each.code == 0]
-    yield Result("none as if nothing had been", not wrong, f"ranks {', '.join(wrong)}: exit code 0" if wrong else "yes")
+    yield Result(
+        f"{name}: none with exit code 0", not wrong, f"ranks {', '.join(wrong)}: exit code 0" if wrong else "yes"
+    )
     both = "\n".join(each.output for each in ended)
-    for pattern, text in ((told, both), (elsewhere, both)):
-        found = re.search(pattern, text)
+    for pattern in (told, elsewhere):
+        found = re.search(pattern, both)
         note = "" if found else " // ".join(each.tail() for each in ended)
-        yield Result("says", found is not None, found[0][:200] if found else f"nothing like {pattern}", note=note)
+        yield Result(
+            f"{name}: is told", found is not None, found[0][:200] if found else f"nothing like {pattern}", note=note
+        )
 
 
 def _refused(here: Here) -> Iterator[Result]:
     """The transport for GPUs tells ranks of one device by its UUID."""
     ended = run(here, 2, PROGRAM, "nothing", "0", limit_s=FAIL_S, RANNC_TRANSPORT="auto", CUDA_VISIBLE_DEVICES="0")
-    yield from _judged(r"ranks 0 and 1 on \S+ share a device", r"transport=staged", ended)
+    name = "two ranks on one device without staged"
+    yield from _judged(name, r"ranks 0 and 1 on \S+ share a device", r"transport=staged", ended)

@@ -36,7 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         ("correct", "loss outside", "linear layers"),
         ("speed", "GPT-2", "GPT-2 2x64, rannd: step / eager's"),
         ("estimates", "linear 64 x 4, m 1", "linear 64 x 4, m 1: memory / estimate"),
-        ("shared", "a rank that raises in backward", "all ranks end"),
+        ("shared", "a rank that raises in backward", "a rank that raises in backward: all ranks end"),
     ],
 )
 def test_a_part_runs_on_a_cpu(part: str, only: str, found: str, tmp_path: Path) -> None:
