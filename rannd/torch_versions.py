@@ -299,6 +299,12 @@ PRIVATE_NAMES = (
         "Hooks of register_post_accumulate_grad_hook, which are called after the reduction.",
     ),
     # Clipping and overflow: many tensors in one call.
+    PrivateName(
+        "torch.amp.GradScaler._get_scale_async",
+        "The scale where it is, on the device: get_scale reads the device.",
+    ),
+    PrivateName("torch._foreach_add_", "Adds all gradients to those of the parameters at once, as optimizers do."),
+    PrivateName("torch._foreach_copy_", "Copies all gradients into a bucket at once, as DistributedDataParallel does."),
     PrivateName("torch._foreach_mul_", "Scales all gradients at once, as torch's own clipping does."),
     PrivateName("torch._foreach_norm", "Norms of all gradients at once."),
     PrivateName(

@@ -22,6 +22,24 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+class Issued:
+    """What a device was given up to a moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.Event | None = None
+
+    def note(self) -> None:
+        """Up to now, on the current stream."""
+        if is_accelerator(self._device):
+            self._event = torch.accelerator.current_stream(self._device).record_event()
+
+    def is_outstanding(self) -> bool:
+        """Whether the device has not done all of it yet. Any thread may ask."""
+        event = self._event
+        return event is not None and not event.query()
+
+
 class SideStream:
     """A stream of its own for transfers into buffers that computations read later.
 

@@ -235,8 +235,11 @@ def _of_graph(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tenso
     leaves = _fresh(tensors, graph)
     rows = graph.signature.rows(tensors)
     counts = counted(graph.label_counts, leaves)
-    weights = pieces_weights(graph.weights, world=1, rows=rows, rank_rows=rows, total_rows=rows, counts=counts)
-    given = [*leaves, *(torch.tensor(weight, dtype=torch.float64, device=leaves[0].device) for weight in weights)]
+    device = leaves[0].device
+    weights = pieces_weights(
+        graph.weights, world=1, rows=rows, rank_rows=rows, total_rows=rows, counts=counts, device=device
+    )
+    given = [*leaves, *weights]
     values = dict(zip(graph.traced.placeholders, given, strict=True))
     part = extract(graph.traced, graph.placement, set(graph.placement.placed), "Whole")
     with _equal_conditions(model) as written:

@@ -1,6 +1,8 @@
 """Stops training at a loss that is NaN; the error says which tensor or operator it came from.
 
-A loss computed by the model has the same value on all ranks, so all of them detect a NaN without communication.
+A loss computed by the model has the same value on all ranks, so all of them detect a NaN without communication. Where
+values of the device are read late, a NaN is noticed in the next call, when the optimizer has spoiled the parameters:
+the error then names the step, but not the operator.
 """
 
 from __future__ import annotations
@@ -10,11 +12,17 @@ from typing import Any
 
 import torch
 
+from rannd.device.reads import read
 from rannd.errors import NotANumberError
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.step import Step
-from rannd.runtime.failure.nan_check import Finite, has_nan
+from rannd.runtime.failure.nan_check import Finite, has_nan, is_finite
 from rannd.runtime.parameters.ownership import Parameters
+
+NO_LABEL = (
+    "all labels of this rank's mini-batch are ignored or masked, and a mean over no elements is NaN; skip such "
+    "mini-batches, or set check_nan=off to continue training: their gradients are zero"
+)
 
 
 def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequence[Any], held: Parameters) -> None:
@@ -30,9 +38,12 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
     if not finite.losses:
         return
     losses = _losses(executor, outputs)
+    if executor.world.reads.late:
+        _check_later(finite, executor, step, losses)
+        return
     wrong = next((name for name, value in losses.items() if has_nan(value)), None)
     if wrong is None:
-        endless = next((name for name, value in losses.items() if not bool(torch.isfinite(value).all())), None)
+        endless = next((name for name, value in losses.items() if not is_finite(value)), None)
         if endless is not None:
             finite.warn(f"the model's loss {endless} is infinite")
         return
@@ -45,11 +56,8 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
             raise NotANumberError(
                 f"{text}, because {name} of this rank contains NaN (check_nan=off continues training)"
             )
-    if executor.mini_batch.counts_no_label(step):
-        raise NotANumberError(
-            f"{text}, because all labels of this rank's mini-batch are ignored or masked, and a mean over no elements "
-            "is NaN; skip such mini-batches, or set check_nan=off to continue training: their gradients are zero"
-        )
+    if bool(read(executor.mini_batch.counts_no_label(step))):
+        raise NotANumberError(f"{text}, because {NO_LABEL}")
     with finite.looking_at_every_operator():
         executor.forward(Step(step.number, step.pieces, step.leaves, whole=step.whole), reduce=False)
         executor.world.barrier()  # a rank that finds nothing must not raise before the rank that does
@@ -57,6 +65,36 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
         f"{text}, but no operator returned a NaN when the step was run again: check the inputs, and what the model "
         "modifies in forward (check_nan=off continues training)"
     )
+
+
+def _check_later(finite: Finite, executor: Executor, step: Step, losses: Mapping[str, torch.Tensor]) -> None:
+    """Have the losses of a step checked in the next one."""
+    if not losses:
+        return
+    names, float16 = list(losses), executor.bound.graph.signature.mode.float16
+    flags = [torch.stack([value.isnan().any(), ~value.isfinite().all()]) for value in losses.values()]
+
+    def use(found: Sequence[float]) -> None:
+        no_label, *told = found
+        wrong = next((name for name, is_nan in zip(names, told[::2], strict=True) if is_nan), None)
+        endless = next((name for name, is_endless in zip(names, told[1::2], strict=True) if is_endless), None)
+        if wrong is None:
+            if endless is not None:
+                finite.warn(f"the model's loss {endless} was infinite in step {step_number}")
+            return
+        text = f"the model's loss {wrong} was NaN in step {step_number}"
+        if float16:
+            finite.warn(f"{text}; a GradScaler skips such a step")
+        elif no_label:
+            raise NotANumberError(f"{text}, because {NO_LABEL}")
+        else:
+            raise NotANumberError(
+                f"{text}, and optimizer steps since then have spoiled the parameters: start again from a checkpoint; "
+                "with check_nan=all the error names the operator that made the NaN (check_nan=off continues training)"
+            )
+
+    step_number = step.number
+    executor.world.reads.add(torch.cat([executor.mini_batch.counts_no_label(step).reshape(1), *flags]), use)
 
 
 def _losses(executor: Executor, outputs: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -18,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from rannd import log
+from rannd.device.host_copies import to_device
+from rannd.device.reads import moved
 from rannd.errors import StepError
 from rannd.graph.call.plain_arguments import ArgumentsChanged
 from rannd.graph.call.signature import Call, Mode, flatten_call
@@ -36,6 +38,7 @@ from rannd.runtime.execution.executor import Executor
 from rannd.runtime.execution.outputs import NotSent
 from rannd.runtime.execution.shared_batch import Share, from_rank_0, rows_by_slot
 from rannd.runtime.execution.step import Step
+from rannd.runtime.gradients.scaling import Factor
 from rannd.runtime.loss_check import check_losses
 from rannd.runtime.optim.global_optimizer import whole_optimizer
 from rannd.runtime.parameters.initial_values import InitialValues
@@ -142,11 +145,15 @@ class Session:
 
     def _run_call(self, ready: ReadyCall) -> list[Any]:
         """Run this rank's stage; returns the outputs of this rank's rows. Training stops at a NaN loss."""
-        executor, step = ready.executor, ready.step
+        executor, step, reads = ready.executor, ready.step, self.world.reads
+        reads.begin()
         outputs = executor.forward(step, reduce=ready.reduce)
         mode = executor.bound.graph.signature.mode
         if mode.training and mode.grad:
             check_losses(self._context.finite, executor, step, outputs, ready.deployed.parameters)
+        self.world.issued.note()
+        reads.end()
+        self.world.watch.ensure_intact()
         return outputs
 
     def _finish_call(self, ready: ReadyCall, outputs: list[Any], delayed: Callable[[], bool]) -> Any:
@@ -156,7 +163,7 @@ class Session:
             outputs = ready.share.outputs(outputs)
         home = ready.call.home
         outputs = [
-            value.to(home) if isinstance(value, torch.Tensor) and not isinstance(value, NotSent) else value
+            moved(value, home) if isinstance(value, torch.Tensor) and not isinstance(value, NotSent) else value
             for value in outputs
         ]
         if graph.signature.mode.grad:
@@ -198,14 +205,14 @@ class Session:
 
     def _step(self, executor: Executor, call: Call, rows: tuple[int, ...], share: Share | None) -> Step:
         """Create the step of a call; `rows`: rows per slot."""
-        leaves = [tensor.to(self.world.device) for tensor in call.tensors]
+        leaves = to_device(call.tensors, self.world.device)
         step = Step(self._steps, executor.pieces(rows), leaves)
         if share is not None:
             step.leaves, step.whole = share.inputs(leaves), leaves
         step.interleaved, step.seed = self._interleaves(executor)
         return step
 
-    def _interleaves(self, executor: Executor) -> tuple[bool, float]:
+    def _interleaves(self, executor: Executor) -> tuple[bool, Factor]:
         """Whether backward runs inside the call, and the gradient of the loss that it starts from.
 
         In half precision this is the GradScaler's scale, because small gradients would underflow without it.
@@ -214,7 +221,8 @@ class Session:
         if not self._context.config.interleave_loss or executor.bound.interleaved is None or not mode.grad:
             return False, 1.0
         if scaler is not None and scaler.is_enabled():
-            return True, float(scaler.get_scale())
+            scale = scaler._get_scale_async() if self.world.reads.late else None
+            return True, float(scaler.get_scale()) if scale is None else scale.to(self.world.device, torch.float64)
         return not mode.float16, 1.0
 
     # -- a call without a graph -------------------------------------------------------------------------------

@@ -66,8 +66,9 @@ def state_of(graph: ModelGraph, model: nn.Module) -> dict[str, Tensor]:
 def weights_of(graph: ModelGraph, tensors: Sequence[Tensor], rows: int, total: int) -> list[Tensor]:
     """Values of the weights of losses for a piece of `rows` of the `total` rows in `tensors`, on one rank."""
     counts = counted(graph.label_counts, tensors)
-    values = pieces_weights(graph.weights, world=1, rows=rows, rank_rows=total, total_rows=total, counts=counts)
-    return [torch.tensor(value, dtype=torch.float64) for value in values]
+    return list(
+        pieces_weights(graph.weights, world=1, rows=rows, rank_rows=total, total_rows=total, counts=counts, device=CPU)
+    )
 
 
 Outcome = tuple[list[Any], dict[str, Tensor]]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -33,9 +32,6 @@ from rannd.graph.rows.rules.states import FIXED, WHOLE, Reduction, Rows, Scalar
 
 ROWS_WEIGHT = "rannd_share_of_rows"
 LABELS_WEIGHT = "rannd_label_weight_"
-
-Count: TypeAlias = float | list[float]
-"""A denominator, or the number of labels per class."""
 
 
 @dataclass(frozen=True)
@@ -208,38 +204,55 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
         classes = classes_of(node)
         assert classes is not None
         labels = graph.call_function(torch.ops.aten.masked_select.default, (target, counted))
-        # Out-of-range labels are reported by the loss itself.
-        labels = graph.call_function(torch.ops.aten.clamp.default, (labels, 0, classes))
-        found = graph.call_function(torch.ops.aten.bincount.default, (labels, None, classes + 1))
+        # Out-of-range labels are reported by the loss itself. Counted by sums, as the sizes of what selects or counts
+        # values of a device would have to be read from it.
+        clamped = graph.call_function(torch.ops.aten.clamp.default, (target, 0, classes))
+        labels = graph.call_function(torch.ops.aten.where.ScalarOther, (counted, clamped, classes))
+        flat = graph.call_function(torch.ops.aten.reshape.default, (labels, [-1]))
+        ones = graph.call_function(torch.ops.aten.ones_like.default, (flat,))
+        none = graph.call_function(torch.ops.aten.new_zeros.default, (flat, [classes + 1]))
+        found = graph.call_function(torch.ops.aten.scatter_add.default, (none, 0, flat, ones))
         counts.append(graph.call_function(torch.ops.aten.slice.Tensor, (found, 0, 0, classes)))
     graph.output(tuple(counts))
     return graph_module(traced.root, graph, "LabelCounts")
 
 
-def counted(counts: GraphModule | None, tensors: Sequence[torch.Tensor], share: float = 1.0) -> dict[str, Count]:
-    """Denominators of a rank by weight name, computed by `label_counts` from its arguments, times `share`."""
+def counted(counts: GraphModule | None, tensors: Sequence[torch.Tensor], share: float = 1.0) -> dict[str, torch.Tensor]:
+    """Denominators of a rank by weight name, computed by `label_counts` from its arguments, times `share`.
+
+    Each is a float64 tensor on the device: a single number, or one for each class.
+    """
     if counts is None:
         return {}
     with torch.no_grad():
         found = counts(*(tensor.detach() for tensor in tensors))
-    return {f"{LABELS_WEIGHT}{number}": (count.double() * share).tolist() for number, count in enumerate(found)}
+    return {f"{LABELS_WEIGHT}{number}": count.double() * share for number, count in enumerate(found)}
 
 
 def pieces_weights(
-    names: tuple[str, ...], *, world: int, rows: int, rank_rows: int, total_rows: int, counts: Mapping[str, Count]
-) -> tuple[float | list[float], ...]:
-    """Values of the weights for a microbatch of `rows` rows; `counts` has the rank's denominators by weight name.
+    names: tuple[str, ...],
+    *,
+    world: int,
+    rows: int,
+    rank_rows: int,
+    total_rows: int,
+    counts: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> tuple[torch.Tensor, ...]:
+    """The weights, float64 on `device`, of a microbatch of `rows` rows; `counts` has the rank's by weight name.
 
     A mean over no labels is NaN, as in torch.
     """
-    values: list[float | list[float]] = []
+    values: list[torch.Tensor] = []
     share = world * rank_rows / total_rows
     for name in names:
-        count = counts[name] if name != ROWS_WEIGHT else 0.0
         if name == ROWS_WEIGHT:
-            values.append(world * rows / total_rows)
-        elif isinstance(count, list):
-            values.append([each / share for each in count])
+            values.append(torch.full((), world * rows / total_rows, dtype=torch.float64, device=device))
+            continue
+        count = counts[name].to(device)
+        if count.ndim:
+            values.append(count / share)
         else:
-            values.append(share / count if count else float("nan"))
+            # Not `share / count`: torch multiplies by the reciprocal then.
+            values.append(torch.where(count == 0, float("nan"), torch.full_like(count, share) / count))
     return tuple(values)

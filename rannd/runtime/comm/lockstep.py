@@ -48,6 +48,9 @@ class Phase(enum.IntEnum):
     ALL_GATHER = 20
 
 
+_STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.CLIP})
+"""Those of a training step; before all others, values of the device that were to be used later are used."""
+
 _PLACES = {
     Phase.WRAP: "profile or the constructor of RaNNCModule",
     Phase.DISTRIBUTE: "DistributeModelParams",
@@ -74,6 +77,8 @@ def agree(world: World, phase: Phase, step: int, *numbers: int) -> list[tuple[in
     would be lost.
     """
     ensure_memory(phase, step)
+    if phase not in _STEADY:
+        world.reads.settle()
     # Equally long in every phase, so that ranks in different phases can decode each other's messages.
     first = [*numbers[:TOGETHER], *[0] * (TOGETHER - len(numbers))]
     late = phase is not Phase.BACKWARD and late_error.known() is not None

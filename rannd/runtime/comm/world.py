@@ -19,6 +19,8 @@ import torch.distributed as dist
 from rannd import log, open_files
 from rannd.config import Config
 from rannd.device.identity import choose_device, device_identity, is_accelerator
+from rannd.device.reads import LateReads
+from rannd.device.streams import Issued
 from rannd.errors import UsageError
 from rannd.host_name import host_name
 from rannd.plan.deployment import Slot
@@ -70,6 +72,15 @@ class World:
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     watch: FailureDetector = field(default_factory=FailureDetector)
     """Failure detector of this rank."""
+    reads: LateReads = field(init=False)
+    """Values of the device that the host uses."""
+    issued: Issued = field(init=False)
+    """What calls of models have given the device."""
+
+    def __post_init__(self) -> None:
+        self.reads = LateReads(self.device, late=self.transport.reads_late)
+        self.issued = Issued(self.device)
+        self.watch.outstanding = self.issued.is_outstanding
 
     @property
     def rank(self) -> int:
@@ -174,6 +185,23 @@ class World:
         assert work is not None
         return received, work
 
+    def share_values(self, values: torch.Tensor) -> torch.Tensor:
+        """All-gather a few numbers of the device, which the host does not wait for.
+
+        Args:
+            values: One-dimensional, equally long on all ranks.
+
+        Returns:
+            Their values on all ranks, one row per rank.
+        """
+        if self.size == 1:
+            return values.unsqueeze(0)
+        everyone = values.new_zeros(self.size, values.numel())
+        everyone[self.rank] = values
+        with self.watch.inside("sum"):
+            dist.all_reduce(everyone, group=self.forward)  # gloo gathers no tensors of GPUs
+        return everyone
+
     def open(self, pairs: Iterable[Pair]) -> None:
         """Connect pairs of slots for the transfers of a graph. Collective over all ranks, with the same pairs."""
         begin = time.monotonic()
@@ -238,6 +266,8 @@ def _make(config: Config) -> World:
         alone = make_transport(name, device, 0, None, make_group)
         return World(place, device, (host,), (Slot(0, device.index or 0),), (0,), None, None, alone)
     control, forward = make_group("gloo"), make_group(group_backend(name))
+    if is_accelerator(device):  # NCCL makes a communicator at the first use, for which the hosts have to meet
+        dist.all_reduce(torch.zeros(1, device=device), group=forward)
     transport = make_transport(name, device, place.rank, forward, make_group)
     world = World(place, device, (), (), (), control, forward, transport, watch=watch)
     index = device.index if device.index is not None else place.local_rank

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rannd.device.reads import moved
 from rannd.errors import StepError
 from rannd.runtime.comm import process_flags
 from rannd.runtime.execution.executor import Executor
@@ -81,6 +82,8 @@ class _Backward:
             if self._share is not None:
                 given = self._share.gradients(given)
             found = self._executor.backward(self._step, given, reduce=not self._delayed(), again=again)
+            self._executor.world.issued.note()
+            self._executor.world.watch.ensure_intact()
             return found if self._share is None else self._share.input_gradients(found)
 
 
@@ -105,5 +108,5 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         found = ctx.call.backward(gradients)
-        moved = [None if g is None else g.to(device) for g, device in zip(found, ctx.devices, strict=True)]
-        return (None, None, None, None, *moved)
+        back = [None if g is None else moved(g, device) for g, device in zip(found, ctx.devices, strict=True)]
+        return (None, None, None, None, *back)

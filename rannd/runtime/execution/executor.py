@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from rannd.device.reads import read
 from rannd.errors import StepError
 from rannd.plan.schedule.instructions import Instruction, instructions
 from rannd.plan.schedule.program import TRANSFERS, Action, ActionKind
@@ -38,6 +39,7 @@ from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
 from rannd.runtime.gradients.reducer import Reducer
+from rannd.runtime.gradients.scaling import Factor, scaled
 
 MOST_SIZES = 64
 """Maximum number of cached mini-batch sizes."""
@@ -130,12 +132,13 @@ class Executor:
         self.mini_batch.give(step)
         live = None
         # Dividing the seed saves a pass over all gradients at the end; a scaled loss keeps its full scale.
-        division = self._reducer.divisor if reduce and step.seed == 1.0 else 1
+        whole = not isinstance(step.seed, torch.Tensor) and step.seed == 1.0
+        division = self._reducer.divisor if reduce and whole else 1
         if step.interleaved:
             assert self.bound.interleaved is not None
             live = self.bound.interleaved.live
-            seed = torch.full((), step.seed / division, dtype=self.bound.interleaved.loss.meta["val"].dtype)
-            step.upstream = {self.bound.interleaved.loss: [seed.to(self.world.device)] * self.world.size}
+            seed = self._seed(step, self.bound.interleaved.loss.meta["val"].dtype, division)
+            step.upstream = {self.bound.interleaved.loss: [seed] * self.world.size}
             self._reducer.set_aside(divided=division != 1)
         self._play(step, self._phase(step, _BOTH if step.interleaved else _FORWARD), live, reduce=reduce, totals=True)
         if step.interleaved:
@@ -144,10 +147,18 @@ class Executor:
             found = self.mini_batch.input_gradients(step, live)
             step.input_gradients = [each if each is None or division == 1 else each * division for each in found]
             self._forget(step)
+        if self.world.reads.late:  # after all reductions, so that no rank's can be in its way
+            self._totals.begin(step)
         self.computing.agree_on_buffers(step)
         outputs = self._outputs(step)
         step.values.clear()
         return outputs
+
+    def _seed(self, step: Step, dtype: torch.dtype, division: int) -> torch.Tensor:
+        """Gradient of the loss that an interleaved backward starts with, on the device."""
+        if isinstance(step.seed, torch.Tensor):
+            return (step.seed / division).to(dtype)
+        return torch.full((), step.seed / division, dtype=dtype, device=self.world.device)
 
     def backward(
         self, step: Step, gradients: Sequence[torch.Tensor | None], *, reduce: bool, again: bool
@@ -215,19 +226,23 @@ class Executor:
                 "already; set interleave_loss=false (RANNC_INTERLEAVE_LOSS=false) to have backward run when it is "
                 "asked for"
             )
-        (given,) = (
-            float(g) if g is not None else 0.0 for node, g in zip(results, gradients, strict=True) if node is loss
-        )
+        (given,) = (g for node, g in zip(results, gradients, strict=True) if node is loss)
+        late = self.world.reads.late and given is not None and given.device == self.world.device
+        number = float(read(given)) if given is not None and not late else 0.0
         gathered = step.gathered if asked is None else self._reducer.asked_of(step.gathered, asked)
         collective = reduce and (self._reducer.something_waits or not gathered.reduced)
         wanted = asked is not NOTHING
         if collective or (reduce and self._reducer.compares):
-            told = agree(self.world, Phase.BACKWARD, step.number, int(wanted), *pack_floats([given]))
+            told = agree(self.world, Phase.BACKWARD, step.number, int(wanted), *pack_floats([number]))
             same_loss_gradient([unpack_floats(each[1:])[0] for each in told])
             wanted = any(each[0] for each in told)
-        else:
-            compare_later(self.world, step.number, given, reduce)
-        factor = given / step.seed
+        elif not late:
+            compare_later(self.world, step.number, number, reduce)
+        factor: Factor = number / step.seed
+        if late:
+            assert given is not None
+            self.world.reads.add(given, lambda found: compare_later(self.world, step.number, found[0], reduce))
+            factor = given.detach().double() / step.seed
         if not again:
             step.gathered = None
         if wanted:
@@ -236,7 +251,7 @@ class Executor:
                 self._reducer.reduce(asked)
             elif reduce:
                 self._reducer.deliver(asked)
-        return [None if g is None else g * factor for g in step.input_gradients]
+        return [None if g is None else scaled(g, factor) for g in step.input_gradients]
 
     def _check_asked(self, asked: Asked | None, *, reduce: bool) -> None:
         """StepError if torch.autograd.grad asks for parameters while other gradients wait to be reduced."""
@@ -260,14 +275,13 @@ class Executor:
         reduce: bool,
         totals: bool = False,
     ) -> None:
-        """Execute instructions; with `totals` also all-reduce the globally summed outputs."""
+        """Execute instructions; with `totals` also begin to sum up the global outputs, unless they are read late."""
         forward = Exchange(self.world, self._buffers, gradients=False)
         backward = Exchange(self.world, self._buffers, gradients=True)
         # The last backward completes the gradients of each parameter, the last forward completes the losses.
         last_backward, last_forward = _last(listed, ActionKind.BACKWARD), _last(listed, ActionKind.FORWARD)
-        # On a GPU, copying the sums to the CPU this early would block the launch of further kernels.
-        early = totals and self.world.device.type == "cpu"
-        if early and last_forward is None:
+        totals = totals and not self.world.reads.late
+        if totals and last_forward is None:
             self._totals.begin(step)
         where = self.world.watch.where
         for instruction in listed:
@@ -289,7 +303,7 @@ class Executor:
             if action.kind is ActionKind.FORWARD:
                 self.computing.forward(step, piece, live)
                 self._totals.take(step, piece)
-                if early and action is last_forward:
+                if totals and action is last_forward:
                     self._totals.begin(step)
                 if not self._graph.signature.mode.grad:
                     self._give_back(step, piece)
@@ -311,8 +325,6 @@ class Executor:
                 raise StepError(f"internal error: action {action} cannot be executed; please report this")
         forward.finish()
         backward.finish()
-        if totals and not early:
-            self._totals.begin(step)
         where.piece = where.action = None
 
     def _receive(self, step: Step, exchange: Exchange, action: Action) -> None:
@@ -367,7 +379,9 @@ class Executor:
                 f"gradients of parameters are reduced on ranks {[rank for rank, each in enumerate(reduced) if each]} "
                 "alone: every rank has to turn delay_grad_allreduce on and off at the same places"
             )
-        parts = [self._totals.unpacked(each[len(flags) :]) for each in told]
+        parts = self._totals.upstream(
+            [given[node] for node in self._totals.nodes], [each[len(flags) :] for each in told]
+        )
         for node in self._totals.nodes:
             step.upstream[node] = [parts[rank][node] for rank in self.world.rank_of_slot]
         return self.bound.live(tuple(any(column) for column in by_output)), any(wants)

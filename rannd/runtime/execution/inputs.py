@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import crossing_shape
-from rannd.graph.rows.loss_weights import Count, counted, pieces_weights
+from rannd.graph.rows.loss_weights import counted, pieces_weights
 from rannd.runtime.execution.step import Step
 
 
@@ -33,19 +33,19 @@ class MiniBatch:
                 (leaf[first : first + rows] if spec.batch else leaf).detach()
                 for spec, leaf in zip(specs, step.leaves, strict=True)
             ]
-            values = pieces_weights(
+            weights = pieces_weights(
                 self._graph.weights,
                 world=self._averaged,
                 rows=rows,
                 rank_rows=sizes.rank_rows[self._slot],
                 total_rows=sizes.total,
                 counts=counts,
+                device=self._device,
             )
-            weights = [torch.tensor(value, dtype=torch.float64, device=self._device) for value in values]
             for node, tensor in zip(self._nodes, [*slices, *weights], strict=True):
                 step.values[piece, node] = tensor
 
-    def _label_counts(self, step: Step) -> dict[str, Count]:
+    def _label_counts(self, step: Step) -> dict[str, torch.Tensor]:
         """Denominators of this rank's means (e.g. numbers of non-ignored labels), over its whole mini-batch."""
         rows = step.pieces.rank_rows[self._slot]
         if rows == 0:
@@ -54,10 +54,12 @@ class MiniBatch:
             return counted(self._graph.label_counts, step.whole, rows / step.pieces.total)
         return counted(self._graph.label_counts, step.leaves)
 
-    def counts_no_label(self, step: Step) -> bool:
-        """Whether some mean over labels has a denominator of zero."""
-        counts = self._label_counts(step).values()
-        return any(not any(each) if isinstance(each, list) else not each for each in counts)
+    def counts_no_label(self, step: Step) -> torch.Tensor:
+        """Whether some mean over labels has a denominator of zero, on the device."""
+        found = torch.zeros((), dtype=torch.bool, device=self._device)
+        for count in self._label_counts(step).values():
+            found = found | (count == 0).all()
+        return found
 
     def give_seeds(self, step: Step, gradients: Sequence[torch.Tensor | None], live: frozenset[Node]) -> None:
         """Split the gradients of the rank's outputs into microbatches, as seeds of their backwards."""

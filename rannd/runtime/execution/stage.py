@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Node
 
-from rannd.device.generators import kept_generators
+from rannd.device.generators import seeded
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import BoundGraph
 from rannd.runtime.execution.p2p import as_bytes
@@ -174,6 +174,5 @@ class Computing:
         """Fork the RNG with a seed made of base seed, step, microbatch and stage; the script's RNG is unaffected."""
         text = f"{self.seed}/{step.number}/{piece}/{self._bound.stage}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        with kept_generators([self._world.device]):
-            torch.manual_seed(seed)
+        with seeded(self._world.device, seed):
             yield

@@ -11,6 +11,7 @@ from torch.fx import Node
 from rannd.runtime.comm.world import Sum
 from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.gradients.reducer import Gathered
+from rannd.runtime.gradients.scaling import Factor
 
 Key = tuple[int, Node]
 """(microbatch, node) of a value."""
@@ -38,7 +39,7 @@ class Step:
     """Rank 0's tensors, if its mini-batch is shared by all ranks."""
     interleaved: bool = False
     """Whether backward runs inside the forward call (1F1B)."""
-    seed: float = 1.0
+    seed: Factor = 1.0
     """Gradient of the loss that an interleaved backward starts with."""
     keep: bool = False
     """Whether backward may run again (retain_graph)."""
@@ -46,8 +47,8 @@ class Step:
     values: dict[Key, torch.Tensor] = field(default_factory=dict)
     sums: dict[Node, torch.Tensor] = field(default_factory=dict)
     """Scalar outputs summed over all ranks: this rank's partial sums over microbatches."""
-    total: Sum | None = None
-    """Asynchronous all-reduce of these sums."""
+    total: Sum | torch.Tensor | None = None
+    """All-reduce of these sums: asynchronous, or on the device."""
     saved: dict[int, Saved] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
     """Gradients received for outputs of this rank's stage, or for its inputs."""

@@ -103,6 +103,8 @@ class FailureDetector:
         """Memory estimate of the model being called."""
         self.stages: dict[int, int] = {}
         """Stage of each rank in the last deployment."""
+        self.outstanding: Callable[[], bool] = lambda: False
+        """Whether the device has not done yet what the last call gave it."""
         self.failure: Failure | None = None
         """The failure that ended the job."""
         self._rank, self._host, self._pid = 0, host_name(), os.getpid()
@@ -262,6 +264,11 @@ class FailureDetector:
         beside = tuple(self._beside.values())
         return beside[0] if beside and stack_dump.joins(self.where) else self.where
 
+    def _doing(self, where: Where) -> str:
+        """As `stack_dump.doing`; a script that reads a device which is not done waits as the device does."""
+        found = stack_dump.doing(where)
+        return "waiting" if found == "script" and self.outstanding() else found
+
     def enter(self, call: str) -> None:
         """Enter a block of `inside`; raises RankFailedError if the job has failed."""
         where = self._here()
@@ -274,6 +281,14 @@ class FailureDetector:
             where.calls += 1
         where.turns += 1
         where.depth += 1
+
+    def ensure_intact(self) -> None:
+        """RankFailedError if another rank has failed: what came from the device may be garbage then.
+
+        Transfers that were aborted on a device end like any others.
+        """
+        if self.failure is not None and self.failure.rank != self._rank:
+            raise self._elsewhere(self.failure, self._here())
 
     def leave(self, exc: BaseException | None) -> None:
         """Leave a block of `inside`; may raise a RankFailedError or StepError instead of `exc`."""
@@ -291,7 +306,7 @@ class FailureDetector:
             return
         if isinstance(exc, SystemExit) and exc.code in (None, 0):
             return
-        if is_broken(exc):
+        if is_broken(exc) and not is_out_of_memory(exc):
             if self._channel is not None:
                 self._news.wait(NEWS_S if not self._left else LEFT_S)
             told = self.failure
@@ -430,7 +445,7 @@ class FailureDetector:
                 log.get("RaNNCProcess").error("%s", failure.words())
             if failure.kind == "memory":
                 self._mark(failure)
-            self._blocks_others = failure.kind == "hang" and stack_dump.doing(self._waited_for()) != "waiting"
+            self._blocks_others = failure.kind == "hang" and self._doing(self._waited_for()) != "waiting"
             if self.where.call or self._blocks_others:
                 self._kill_deadline = (time.monotonic() + STUBBORN_S, self.where.calls)
         if self._channel is not None:
@@ -445,7 +460,7 @@ class FailureDetector:
         where, still = self._waited_for(), 0.0
         if self._still is not None and self._still[1] == stack_dump.progress(where):
             still = time.monotonic() - self._still[0]
-        doing = stack_dump.doing(where)
+        doing = self._doing(where)
         self._channel.send(
             Stacks(
                 ask.number,
@@ -480,7 +495,7 @@ class FailureDetector:
             return
         where = self._waited_for()
         here = stack_dump.progress(where)
-        if self._still is None or self._still[1] != here or stack_dump.doing(where) != "waiting":
+        if self._still is None or self._still[1] != here or self._doing(where) != "waiting":
             self._still = (now, here)
             self._asked_at, self._noticed = None, False
             return

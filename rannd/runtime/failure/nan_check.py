@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from rannd import log
+from rannd.device.reads import read
 from rannd.errors import NotANumberError
 
 
@@ -86,7 +87,8 @@ class _NanInterpreter(Interpreter):
         size = f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
         if not value.is_floating_point() or not value.numel():
             return size
-        return f"{size} from {float(value.detach().min()):.4g} to {float(value.detach().max()):.4g}"
+        least, most = read(torch.stack([value.detach().min(), value.detach().max()])).tolist()
+        return f"{size} from {least:.4g} to {most:.4g}"
 
 
 def _is_uninitialized(node: Node) -> bool:
@@ -100,7 +102,12 @@ def has_nan(value: Any) -> bool:
         return any(has_nan(each) for each in value)
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()) or value.is_meta:
         return False
-    return bool(torch.isnan(value.detach()).any())
+    return bool(read(torch.isnan(value.detach()).any()))
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether a tensor holds neither infinities nor NaN."""
+    return bool(read(torch.isfinite(value.detach()).all()))
 
 
 def _in_module(node: Node) -> str:

@@ -21,7 +21,7 @@ DEEPEST = 60
 
 _RANND = os.path.dirname(os.path.abspath(rannd.__file__)) + os.sep
 _DIST = os.path.dirname(os.path.abspath(dist.__file__)) + os.sep
-_WAITING = (_DIST, _RANND + "runtime" + os.sep)
+_WAITING = (_DIST, _RANND + "runtime" + os.sep, _RANND + os.path.join("device", "reads.py"))
 _FILES = (_DIST + "checkpoint" + os.sep, _RANND + os.path.join("runtime", "storage") + os.sep)
 """What reads and writes files, which takes long in single calls, and waits for nobody."""
 _OURS = (_RANND, os.path.join(os.path.dirname(os.path.dirname(_RANND)), "pyrannc") + os.sep)
@@ -32,6 +32,8 @@ _LIBRARIES = (
     "<",
 )
 """Prefixes of the names of files that are not the user's; `<` begins names of generated code."""
+_ENGINE = "_engine_run_backward"
+"""torch's function that calls the autograd engine, which has threads of its own."""
 _THREADING = threading.Thread.join.__code__.co_filename
 _JOINING = ("join", "_wait_for_tstate_lock", "_shutdown")
 """Functions there that wait for the end of a thread, the last one at the end of the script."""
@@ -55,15 +57,33 @@ def doing(where: Where) -> str:
     """Activity of the thread that runs the model: ``waiting`` for ranks, ``preparing``, ``working`` or ``script``.
 
     It counts as waiting if Python's innermost frame is in torch.distributed or in rannd's runtime (which calls the
-    `wait` of a transfer directly): anything else that takes long is other code.
+    `wait` of a transfer directly): anything else that takes long is other code. A thread in torch's autograd engine
+    waits if a thread of the engine does: on GPUs, hooks run there.
     """
-    frame = sys._current_frames().get(where.thread)
+    frames = sys._current_frames()
+    frame = frames.get(where.thread)
     if frame is None or not _inside(frame):
         return "script"
-    name = frame.f_code.co_filename
-    if name.startswith(_WAITING) and not name.startswith(_FILES):
+    if _waits(frame):
         return "waiting"
+    if frame.f_code.co_name == _ENGINE:
+        own = (where.thread, threading.get_ident())
+        others = (each for ident, each in frames.items() if ident not in own and not _begun_by_python(each))
+        if any(_waits(each) and _inside(each) for each in others):
+            return "waiting"
     return "preparing" if where.preparing else "working"
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether a thread, whose innermost frame this is, waits for other ranks, or for the device."""
+    name = frame.f_code.co_filename
+    return name.startswith(_WAITING) and not name.startswith(_FILES)
+
+
+def _begun_by_python(frame: FrameType) -> bool:
+    """Whether a thread was started by `threading`, as a saver is, and not by torch."""
+    *_, outermost = _outwards(frame)
+    return outermost.f_code.co_filename == _THREADING
 
 
 def joins(where: Where) -> bool:

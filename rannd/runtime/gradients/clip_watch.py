@@ -5,7 +5,7 @@ A few elements of a few gradients are sampled after the reduction and again when
 changed by the same factor, that is the rank's factor. Ranks compare their factors in the next call of the model, not in
 the step, because not all of them need to step (a stage may have no parameters), but all of them call the model.
 
-    backward, reduced     optimizer.step               next call
+    backward, reduced     optimizer.step               next call (where values are read late, the one after it)
     keep a sample    ──►  sample / kept = factor  ──►  all ranks: 1, 1, 0.31  ──►  warn once
 
 A sample takes about 0.1 ms and a comparison is one small all_gather; they run in the first 16 steps and then in every
@@ -14,6 +14,7 @@ A sample takes about 0.1 ms and a comparison is one small all_gather; they run i
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -81,7 +82,11 @@ class ClipWatch:
         if after is None or after.shape != before.shape:
             return
         usable = before.isfinite() & after.isfinite() & (before != 0)
-        ratios = (after[usable] / before[usable]).tolist()
+        self._world.reads.add(torch.where(usable, after / before, float("nan")), self._take)
+
+    def _take(self, found: Sequence[float]) -> None:
+        """Take this rank's factor from the ratios of elements, NaN where there is none."""
+        ratios = [ratio for ratio in found if not math.isnan(ratio)]
         if len(ratios) < 2:
             return
         low, high = min(ratios), max(ratios)
@@ -116,7 +121,7 @@ class ClipWatch:
                 return None
             flat = gradient.detach().reshape(-1)
             parts.append(flat[:: max(flat.numel() // ELEMENTS, 1)][:ELEMENTS].double())
-        return torch.cat(parts).cpu() if parts else None
+        return torch.cat(parts) if parts else None
 
     def _warn(self, factors: Sequence[float]) -> None:
         by_stage = {self._stages[rank]: factor for rank, factor in enumerate(factors) if factor != _UNKNOWN}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from rannd.errors import StepError
@@ -25,6 +27,22 @@ def hooked(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.
             )
         gradient = changed.to(device=parameter.device, dtype=parameter.dtype)
     return gradient
+
+
+def give_all(given: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    """`give` for each (name, parameter, gradient); those without hooks are added at once."""
+    sums: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for name, parameter, gradient in given:
+        there = parameter.grad
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if there is None or hooks or there.layout is not torch.strided or gradient.layout is not torch.strided:
+            give(name, parameter, gradient)
+        else:
+            sums.append(there)
+            gradients.append(gradient)
+    if sums:
+        torch._foreach_add_(sums, gradients)
 
 
 def give(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

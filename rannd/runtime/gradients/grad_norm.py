@@ -25,9 +25,12 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 
 from rannd import patches
+from rannd.device.reads import read
 from rannd.errors import StepError, UsageError
 from rannd.runtime.comm.lockstep import Phase, agree, pack_floats, unpack_floats
 from rannd.runtime.comm.world import World
+from rannd.runtime.failure.nan_check import is_finite
+from rannd.runtime.gradients.scaling import scale_
 from rannd.runtime.optim.placeholder import is_placeholder
 from rannd.runtime.parameters.absent import gradient_reads
 from rannd.runtime.parameters.ownership import Parameters
@@ -121,7 +124,12 @@ def clip_grad_norm_(
     with torch.no_grad():
         gradients = [parameter.grad for parameter in given if parameter.grad is not None]
         norm = _norm([(parameter, parameter.grad) for parameter in given], norm_type, error_if_nonfinite, foreach)
-        factor = float(most) / (float(norm) + _SMALL)
+        if _multi_stage_models()[0].world.reads.late:
+            wide = norm.double() + _SMALL
+            coefficient = torch.full_like(wide, float(most)) / wide
+            scale_(gradients, torch.where(coefficient >= 1.0, 1.0, coefficient))
+            return norm
+        factor = float(most) / (float(read(norm)) + _SMALL)
         if not factor >= 1.0 and gradients:  # also if the norm is NaN, as torch does
             if foreach is False:
                 for gradient in gradients:
@@ -171,23 +179,21 @@ def _norm(
                 )
     _rounds += 1
     waits = any(held.waits() for held in models)
-    told = agree(world, Phase.CLIP, _rounds, mask, int(waits))
-    if any(each for _, each in told):
+    told = agree(world, Phase.CLIP, _rounds, mask, int(waits), int(bool(counted)), int(bool(local)))
+    if any(each for _, each, _, _ in told):
         raise StepError(
             "gradients were not reduced yet (delay_grad_allreduce(True)): call model.allreduce_grads(), or run a "
             "backward with the delay off, before computing their norm"
         )
-    everyone = functools.reduce(int.__or__, (each for each, _ in told))
-    numbers = (
-        bool(counted),
-        _plain_norm(counted, norm_type, foreach),
-        bool(local),
-        _plain_norm(local, norm_type, foreach),
-    )
-    rows = [unpack_floats(row) for row in world.gather_numbers(pack_floats(numbers))]
-    norms = [norm for has, norm, _, _ in rows if has] + _agreed(rows)
-    found = float(_combined(norms, norm_type))
-    if error_if_nonfinite and not math.isfinite(found):
+    everyone = functools.reduce(int.__or__, (each for each, _, _, _ in told))
+    norms = _of_all(world, [_plain_norm(each, norm_type, foreach, world.device) for each in (counted, local)])
+    terms = [norms[rank, 0] for rank, (_, _, counts, _) in enumerate(told) if counts]
+    others = [rank for rank, (_, _, _, has) in enumerate(told) if has]
+    if others:
+        terms.append(norms[others[0], 1])
+        world.reads.add(torch.stack([norms[rank, 1] for rank in others]), functools.partial(_ensure_equal, others))
+    found = _combined(terms, norm_type, norms.device)
+    if error_if_nonfinite and not is_finite(found):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
             "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
@@ -195,39 +201,45 @@ def _norm(
         )
     members = [held for place, held in enumerate(models) if everyone >> place & 1] or models
     dtype = functools.reduce(torch.promote_types, (held.dtype() for held in members))
-    return torch.tensor(found, dtype=dtype, device=world.device)
+    return found.to(world.device, dtype)
 
 
-def _plain_norm(tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool | None) -> float:
-    """Norm of local tensors, computed in at least float32."""
+def _of_all(world: World, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Norms of all ranks, one row per rank; on the device where values are read late. Collective."""
+    if world.reads.late:
+        return world.share_values(torch.stack(list(norms)))
+    rows = world.gather_numbers(pack_floats(read(torch.stack(list(norms))).tolist()))
+    return torch.tensor([unpack_floats(row) for row in rows], dtype=torch.float64)
+
+
+def _plain_norm(
+    tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool | None, device: torch.device
+) -> torch.Tensor:
+    """Norm of local tensors, computed in at least float32; float64 on the device."""
     if not tensors:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=device)
     wide = [tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors]
     with directly():
-        return float(clip_grad._get_total_norm(wide, norm_type, False, foreach).double())
+        return clip_grad._get_total_norm(wide, norm_type, False, foreach).to(device, torch.float64)
 
 
-def _agreed(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Norm of the gradients outside wrapped models, counted once; UsageError if it differs between ranks."""
-    told = [(rank, norm) for rank, (_, _, has, norm) in enumerate(rows) if has]
-    if not told:
-        return []
-    (first, norm) = told[0]
-    for rank, other in told[1:]:
+def _ensure_equal(ranks: Sequence[int], norms: Sequence[float]) -> None:
+    """UsageError if the norm of the gradients outside wrapped models differs between the ranks that have some."""
+    (first, norm), *told = zip(ranks, norms, strict=True)
+    for rank, other in told:
         if not (abs(other - norm) <= EQUAL * abs(norm) or other == norm or (math.isnan(other) and math.isnan(norm))):
             raise UsageError(
                 f"a norm over a wrapped model and other parameters whose gradients differ between ranks (their norm "
                 f"is {norm:.6g} on rank {first}, {other:.6g} on rank {rank}) would scale stages by different factors. "
                 "Clip the two separately, or make the other gradients equal (DistributedDataParallel)"
             )
-    return [norm]
 
 
-def _combined(norms: Sequence[float], norm_type: float) -> torch.Tensor:
+def _combined(norms: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Norm of a vector, from the norms of its parts."""
     if not norms:
-        return torch.tensor(0.0, dtype=torch.float64)
-    parts = torch.tensor(list(norms), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device)
+    parts = torch.stack(list(norms))
     # for norm_type 0 torch counts the tensors that are not zero
     return parts.sum() if norm_type == 0 else torch.linalg.vector_norm(parts, norm_type)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from rannd.device.reads import read
 from rannd.runtime.comm.world import World
 
 
@@ -33,17 +34,24 @@ class Overflow:
         if not self.watched:
             return
         held = [gradient for gradient in gradients if gradient.numel()]
-        found = not _finite(held)
-        told = self._world.sum_numbers(torch.tensor([float(found)], dtype=torch.float64))
-        if found or not told.item():
-            return
         gradient = held[0] if held else self._spare()
+        found = _overflowed(held, self._world.device)
+        if self._world.reads.late:
+            elsewhere = (self._world.share_values(found.reshape(1)).sum() > 0) & (found == 0)
+        else:
+            here = float(read(found))
+            told = self._world.sum_numbers(torch.tensor([here], dtype=torch.float64))
+            if here or not told.item():
+                return
+            elsewhere = torch.ones((), dtype=torch.bool, device=self._world.device)
         if gradient is not None and gradient.layout is torch.strided:
-            gradient[(0,) * gradient.ndim] = float("inf")
+            first = gradient[(0,) * gradient.ndim]
+            first.copy_(torch.where(elsewhere.to(first.device), float("inf"), first))
 
 
-def _finite(gradients: list[torch.Tensor]) -> bool:
+def _overflowed(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """1 if a gradient is infinite or NaN, else 0: float64 on the device."""
     if not gradients:
-        return True
+        return torch.zeros((), dtype=torch.float64, device=device)
     largest = torch._foreach_norm(gradients, float("inf"))
-    return bool(torch.stack([norm.isfinite() for norm in largest]).all())
+    return (~torch.stack([norm.isfinite() for norm in largest]).all()).double()

@@ -4,7 +4,8 @@ A parameter may be held by the replicas of one stage, or by several stages (tied
 over all of them, divided by the number of ranks. Gradients with the same holders and dtype are reduced together in
 *buckets*, the last layers first; the all-reduce of a bucket starts as soon as its last gradient is there, while the
 rest of backward still runs. All ranks start the buckets that they share in the same order. The gradient of a parameter
-that got none on any rank is not touched, so that optimizers skip the parameter as in a single process.
+that got none on any rank is not touched, so that optimizers skip the parameter as in a single process. Which have one
+travels with the gradients on CPUs; where values of the device are read late, the hosts exchange it.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020).
 """
@@ -17,11 +18,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from rannd.device.reads import read
 from rannd.plan.simulate.step_costs import BUCKET, FIRST_BUCKET
+from rannd.runtime.comm.lockstep import pack_flags, unpack_flags
 from rannd.runtime.comm.world import World
 from rannd.runtime.gradients.autograd_inputs import Asked
-from rannd.runtime.gradients.grad_hooks import give, hooked
+from rannd.runtime.gradients.grad_hooks import give_all, hooked
 from rannd.runtime.gradients.grad_overflow import Overflow
+from rannd.runtime.gradients.scaling import Factor, scale_
 from rannd.runtime.parameters.ownership import Parameters
 
 
@@ -38,6 +42,8 @@ class _Bucket:
     """Flags that say which parameters have a gradient, followed by the flattened gradients."""
     active: list[str] = field(default_factory=list)
     """Names of the parameters reduced in this step; frozen ones are left out."""
+    present: list[bool] = field(default_factory=list)
+    """Which of them have a gradient: on this rank when the all-reduce starts, on some rank when it is finished."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class Reducer:
         for slots in groups:  # on every rank in the same order
             world.group_of(slots)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._place = {name: place for place, name in enumerate(_shared(parameters))}
+        """Numbers of the parameters with several holders, the same on all ranks."""
         self._hooked: dict[str, torch.Tensor] = {}
         self._armed = self._early = False
         self._started = 0
@@ -139,14 +147,15 @@ class Reducer:
             self._parameters.aliases[name].grad = None
         self.something_waits = False
 
-    def accept(self, gathered: Gathered, factor: float, *, keep: bool) -> None:
+    def accept(self, gathered: Gathered, factor: Factor, *, keep: bool) -> None:
         """Accumulate gradients times `factor` for the next `reduce`; with `keep`, `gathered` is not changed."""
         self.something_waits = True
-        for name, gradient in gathered.gradients.items():
-            if factor != 1.0:
-                gradient = gradient * factor if keep else gradient.mul_(factor)
-            elif keep:
-                gradient = gradient.clone()
+        gradients = dict(gathered.gradients)
+        if keep:
+            gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            scale_(list(gradients.values()), factor)
+        for name, gradient in gradients.items():
             if gathered.reduced:
                 self._ready[name] = self._ready[name] + gradient if name in self._ready else gradient
             else:
@@ -190,6 +199,8 @@ class Reducer:
         self._armed = False
         for bucket in self._buckets[self._started :]:
             self._start(bucket)
+        if self._world.reads.late:
+            self._agree_on_present()
         reduced: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
             reduced.update(self._finished(bucket))
@@ -200,20 +211,43 @@ class Reducer:
         if group is None or not bucket.active:
             return
         aliases = [self._parameters.aliases[name] for name in bucket.active]
+        bucket.present = [alias.grad is not None for alias in aliases]
         sizes = [len(aliases), *(alias.numel() for alias in aliases)]
         first = aliases[0]
         bucket.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         flags, *parts = bucket.flat.split(sizes)
-        flags.copy_(torch.tensor([float(alias.grad is not None) for alias in aliases]))
+        # The flags have their place in any case: sums over three and more ranks depend on it, bit for bit.
+        if self._world.reads.late:
+            flags.zero_()
+        else:
+            flags.copy_(torch.tensor(bucket.present))
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for alias, part in zip(aliases, parts, strict=True):
             if alias.grad is None:
                 part.zero_()
-            elif self._division == 1:
-                part.copy_(alias.grad.reshape(-1))
-            else:
+            elif self._division != 1:
                 torch.div(alias.grad.reshape(-1), self._division, out=part)
+            else:
+                targets.append(part)
+                sources.append(alias.grad.reshape(-1))
             alias.grad = None
+        if targets:
+            torch._foreach_copy_(targets, sources)
         bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+
+    def _agree_on_present(self) -> None:
+        """Find out which gradients some rank has, for all buckets at once. Collective."""
+        if not self._place:
+            return
+        reduced = [bucket for bucket in self._buckets if bucket.flat is not None]
+        mine = [(name, flag) for bucket in reduced for name, flag in zip(bucket.active, bucket.present, strict=True)]
+        here = {self._place[name] for name, flag in mine if flag}
+        told = self._world.gather_numbers(pack_flags([place in here for place in range(len(self._place))]))
+        flags = (unpack_flags(each, len(self._place)) for each in told)
+        everywhere = [any(column) for column in zip(*flags, strict=True)]
+        for bucket in reduced:
+            bucket.present = [everywhere[self._place[name]] for name in bucket.active]
 
     def _finished(self, bucket: _Bucket) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -228,7 +262,9 @@ class Reducer:
         bucket.work.wait()
         aliases = [self._parameters.aliases[name] for name in bucket.active]
         flags, *parts = bucket.flat.split([len(aliases), *(alias.numel() for alias in aliases)])
-        for name, alias, part, present in zip(bucket.active, aliases, parts, flags.tolist(), strict=True):
+        if not self._world.reads.late:
+            bucket.present = read(flags).bool().tolist()
+        for name, alias, part, present in zip(bucket.active, aliases, parts, bucket.present, strict=True):
             if present:
                 found[name] = part.view(alias.shape)
         bucket.flat = bucket.work = None
@@ -249,14 +285,23 @@ class Reducer:
         if self._overflow is not None:
             self._overflow.spread(ready.values())
         with torch.no_grad():  # as hooks of autograd run
-            for name in self._parameters.own:
-                tensor = self._parameters.tensors[name]
-                if name in ready and asked is not None and asked.found is not None:
-                    asked.found[id(tensor)] = hooked(name, tensor, ready[name])
-                elif name in ready:
-                    give(name, tensor, ready[name])
+            held = self._parameters.tensors
+            given = [(name, held[name], ready[name]) for name in self._parameters.own if name in ready]
+            if asked is not None and asked.found is not None:
+                asked.found.update((id(tensor), hooked(name, tensor, gradient)) for name, tensor, gradient in given)
+            else:
+                give_all(given)
         for call in self.delivered:
             call()
+
+
+def _shared(parameters: Parameters) -> list[str]:
+    """Parameters with several holders."""
+    return [
+        name
+        for name, tensor in parameters.tensors.items()
+        if isinstance(tensor, torch.nn.Parameter) and len(parameters.slots[name]) > 1
+    ]
 
 
 def _make_buckets(

@@ -31,6 +31,7 @@ class NcclTransport(Transport):
     """
 
     name = "nccl"
+    reads_late = True
     backend = "nccl"
     posting = Posting.MATCHED
     rules = StreamRules(Streams.PAIR)

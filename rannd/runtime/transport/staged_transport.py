@@ -17,6 +17,7 @@ class StagedTransport(GlooTransport):
     """gloo with copies of the messages in the host's memory."""
 
     name = "staged"
+    reads_late = True
     shares_devices = True
 
     def send(self, message: torch.Tensor, peer: int, *, gradients: bool) -> object:

@@ -81,6 +81,7 @@ class StrictTransport(Transport):
     """
 
     name = "strict"
+    reads_late = True
     backend = "gloo"
     posting = Posting.MATCHED
     rules = StreamRules(Streams.PAIR)

@@ -41,6 +41,8 @@ class Transport(abc.ABC):
     """When the steps that are run post receives."""
     rules: ClassVar[StreamRules | None] = None
     """Rules that steps are checked against; None: a transfer holds up only who waits for it."""
+    reads_late: ClassVar[bool] = False
+    """Whether what a step computes is looked at one step later, as the device works on while the host goes on."""
     shares_devices: ClassVar[bool] = False
     """Whether several ranks may have the same device."""
 

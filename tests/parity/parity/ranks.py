@@ -16,6 +16,7 @@ from parity.case import Case
 from parity.record import Record, array, put_gradients, put_input_gradients, put_outputs
 from parity.script import play
 from parity.zoo import OPTIMIZERS, ZOO, build_batch, build_model
+from rannd.device.reads import LateReads
 from rannd.runtime.comm.world import made
 from rannd.runtime.parameters.state_elsewhere import TensorElsewhere
 from rannd.runtime.transport.gloo_transport import GlooTransport
@@ -74,18 +75,19 @@ class Rannc:
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
-        """Transfers follow NCCL's rules."""
+        """Transfers follow NCCL's rules, and what is computed is looked at one step later, as on GPUs."""
         world = made()
         assert world is not None
-        before = world.transport
+        before, reads = world.transport, world.reads
         if self._strict is None:
             assert isinstance(before, GlooTransport)
             self._strict = StrictTransport(world.device, world.rank, *before.groups)
-        world.transport = self._strict
+        world.transport, world.reads = self._strict, LateReads(world.device, late=self._strict.reads_late)
         try:
             yield
+            world.reads.settle()
         finally:
-            world.transport = before
+            world.transport, world.reads = before, reads
 
     def reset(self) -> None:
         self._pyrannc.delay_grad_allreduce(False)
