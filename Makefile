@@ -21,7 +21,17 @@ SOAK_JOBS ?= 200
 SOAK_AT_ONCE ?= 4
 SOAK_SEED ?= 0
 
-.PHONY: help setup demo test test-full test-torch test-soak test-chosen bench lint lock clean
+# What gpu runs: parts of bench/gpu.py (empty: all), the device, the folder for its results. With the packages that
+# gpu-wheels has fetched it needs no package index, and uses the torch of PYTHON, else the virtual environment.
+PARTS ?=
+DEVICE ?= auto
+OUT ?= .gpu/results
+GPU_PYTHON ?= python3.12
+GPU_WHEELS := $(wildcard .gpu/wheels/*)
+GPU_STAMP := $(if $(GPU_WHEELS),.gpu/venv/.set-up,$(STAMP))
+GPU_PY := $(if $(GPU_WHEELS),.gpu/venv/bin/python,$(PY))
+
+.PHONY: help setup demo test test-full test-torch test-soak test-chosen bench gpu gpu-wheels lint lock clean
 
 help:
 	@echo "make demo       set up, then the main job twice: planned, and from the cache; then a small GPT-2"
@@ -31,9 +41,12 @@ help:
 	@echo "                the tests on another torch (5 GB) or Python, in an environment of its own below .torch"
 	@echo "make test-soak  200 jobs, four at a time, with random kills (half an hour and more); SOAK_JOBS, SOAK_AT_ONCE, SOAK_SEED"
 	@echo "make bench      side-by-side measurements"
+	@echo "make gpu        all that is worth knowing on a machine with one GPU, in 25 minutes; DEVICE=cpu: a small form"
+	@echo "                PARTS=\"correct speed estimates shared\", OUT=folder for gpu.json and gpu.md"
+	@echo "make gpu-wheels for a machine without a package index: what 'make gpu' needs there, into .gpu/wheels"
 	@echo "make lint       lint, types and layers only"
 	@echo "make lock       versions and hashes of requirements.lock for what pyproject.toml asks for; UPGRADE=1: the newest"
-	@echo "make clean      remove .venv, .torch and what tools left behind"
+	@echo "make clean      remove .venv, .torch, .gpu and what tools left behind"
 
 setup: $(STAMP)
 
@@ -88,6 +101,15 @@ bench: $(STAMP)
 	  [ -e "$$script" ] || continue; found=1; echo "== $$script"; $(PY) "$$script"; \
 	done; [ -n "$$found" ] || echo "bench/ holds no measurement yet"
 
+gpu: $(GPU_STAMP)
+	$(GPU_PY) bench/gpu.py $(PARTS) --device "$(DEVICE)" --out "$(OUT)"
+
+.gpu/venv/.set-up: $(GPU_WHEELS) pyproject.toml
+	@PYTHON="$(PYTHON)" .ci/gpu-setup
+
+gpu-wheels:
+	@PYTHON="$(PYTHON)" GPU_PYTHON="$(GPU_PYTHON)" .ci/gpu-wheels
+
 clean:
-	rm -rf .venv .torch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .torch .gpu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,71 +75,16 @@ def main() -> None:
     sys.exit(subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
 
 
-def models() -> Iterator[tuple[str, Callable[[], Any], tuple[Any, ...], bool]]:
-    """Yield (name, constructor, arguments, whether mini-batches cannot be split into microbatches)."""
-    import torch
-    from torch import nn
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    class Linears(nn.Module):
-        def __init__(self, hidden: int, layers: int) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
-
-        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return (x - target).pow(2).sum(dim=1).mean()
-
-    def block(channels_in: int, channels_out: int) -> nn.Module:
-        convolution = nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False)
-        return nn.Sequential(convolution, nn.BatchNorm2d(channels_out), nn.ReLU())
-
-    class Digits(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.features = nn.Sequential(
-                block(1, width), block(width, width), nn.MaxPool2d(2), block(width, 2 * width), nn.Flatten()
-            )
-            self.classifier = nn.Linear(2 * width * 16, 10)
-
-        def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(self.classifier(self.features(images)), labels)
-
-    class Gpt(nn.Module):
-        def __init__(self, width: int, layers: int) -> None:
-            super().__init__()
-            sizes = {"n_embd": width, "n_layer": layers, "n_head": width // 64, "vocab_size": 2048, "n_positions": 128}
-            dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-            self.gpt = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False))
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.gpt(input_ids=tokens, labels=tokens).loss
-
-    for hidden, layers, rows in ((512, 8, 128), (1024, 6, 64)):
-        given = torch.randn(rows, hidden), torch.randn(rows, hidden)
-        yield f"linear {hidden} x {layers}", lambda h=hidden, n=layers: Linears(h, n), given, False
-    for width, rows in ((32, 64), (64, 32)):
-        images = torch.randn(rows, 1, 8, 8), torch.randint(10, (rows,))
-        yield f"digits {width}", lambda w=width: Digits(w), images, True
-    for width, layers, rows in ((128, 4, 16), (256, 6, 8)):
-        yield (
-            f"GPT-2 {width} x {layers}",
-            lambda w=width, n=layers: Gpt(w, n),
-            (torch.randint(2048, (rows, 128)),),
-            False,
-        )
-
-
 def measure(rounds: int, steps: int, only: str) -> None:
     import torch
     import torch.distributed as dist
+    from _estimated_models import CPU, models
 
     import pyrannc
 
     rank = pyrannc.get_rank()
     made: list[Configuration] = []
-    for model_name, make, arguments, whole in models():
+    for model_name, make, arguments, whole in models(CPU):
         for plan_name, plan in PLANS.items():
             name = f"{model_name}, {plan_name}"
             if only not in name or (whole and plan["PIPELINE_NUM"] != "1"):

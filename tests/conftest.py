@@ -28,6 +28,16 @@ FIXED = os.environ["TEST_SEED"] == "0"
 settings.register_profile("noisy", deadline=None, derandomize=FIXED)  # no deadline: the machine may be busy
 settings.load_profile("noisy")
 
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs a CUDA device where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        from rannd.device.identity import has_accelerator
+
+        if not has_accelerator():
+            pytest.skip("needs a CUDA device")
+
+
 SLOWEST = 12
 """Folders and files whose time a run of the tests shows."""
 

@@ -1,4 +1,4 @@
-"""The device room on a machine without an accelerator, and what only a GPU can show."""
+"""The device room on a machine without an accelerator; test_on_a_gpu.py has what only a GPU shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rannd.errors import LaunchError
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ROOT = Path(__file__).resolve().parents[2]
 here = pytest.mark.skipif(identity.has_accelerator(), reason="this machine has an accelerator")
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not identity.has_accelerator(), reason="needs a CUDA device")]
 
 
 def test_nothing_else_speaks_of_cuda() -> None:
@@ -74,33 +73,3 @@ def test_generators_are_kept_and_seeded() -> None:
     torch.rand(1)
     generators.set_generator_states(states)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("wanted", [pytest.param("auto", marks=gpu), pytest.param("cuda", marks=gpu)])
-def test_a_gpu_is_chosen_and_known(wanted: str) -> None:
-    device = identity.choose_device(wanted, 0)
-    assert device == CUDA
-    assert re.fullmatch(r"(MIG|GPU)?-?[0-9a-f-]{36}", identity.device_identity(device))
-    assert identity.device_model(device)
-    free, total = memory.free_memory(device)
-    assert 0 < free <= total <= memory.device_memory(device, 1)
-    generators.prepare(device)
-    with generators.kept_generators([device]):
-        generators.seed_all(3)
-        first = torch.rand(4, device=device)
-        generators.seed_all(3)
-        assert torch.equal(torch.rand(4, device=device), first)
-
-
-@pytest.mark.parametrize("size", [pytest.param(1 << 26, marks=gpu)])
-def test_a_side_stream_waits_for_marks(size: int) -> None:
-    side, total = streams.SideStream(CUDA), torch.zeros(size, device=CUDA)
-    for _ in range(20):
-        total += 1
-    mark = side.mark()
-    with side.inside():
-        side.wait_for(mark)
-        copy = total.clone()
-    side.lend(copy)
-    streams.synchronize(CUDA)
-    assert bool((copy == 20).all())

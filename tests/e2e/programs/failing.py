@@ -29,7 +29,7 @@ class Trap(torch.autograd.Function):
         if 1e6 < ctx.sprung < 1e9:
             raise ValueError("the trap is sprung")
         if 1e9 < ctx.sprung < 1e12:
-            torch.empty(1 << 46)
+            torch.empty(1 << 46, device=x.device)
         return x * 1.0
 
     @staticmethod
@@ -95,7 +95,10 @@ def main() -> None:
                 next(iter(model.parameters(own=True))).register_hook(fail_in_hook)
             shift = torch.full((4, 16), SHIFTS.get(what, 0.0) if wrong else 0.0)
             optimizer.zero_grad()
-            model(torch.randn(4, 8), shift).square().sum().backward()
+            loss = model(torch.randn(4, 8), shift).square().sum()
+            if wrong and what == "late":
+                go_wrong("sleep")
+            loss.backward()
             optimizer.step()
         except Exception as exc:
             if "catch" not in sys.argv:
