@@ -114,6 +114,8 @@ def test_ranks_of_one_device_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
 class Opening:
     """A transport whose communicators take 20 MiB each, and NCCL itself 200 MiB."""
 
+    reads_late = True
+
     def __init__(self) -> None:
         self.pairs: set[Pair] = set()
         self.beside = 0
