@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,8 @@ FASTER = 16
 BUCKET = 25 << 20
 """Bytes of the largest all-reduce: the size of a gradient bucket, larger than caches."""
 REPEATS = 5
+DISTURBED = 1.75
+"""Factor by which the largest message may take longer than the middle one says: caches speed up the smaller ones."""
 
 
 def measure_links(group: dist.ProcessGroup, device: torch.device, pair: tuple[int, int] = (0, 1)) -> LinkCost:
@@ -96,19 +97,16 @@ def sizes_up_to(largest: int) -> tuple[int, int, int]:
 
 
 def fit(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
-    """Return (latency in us, bandwidth in bytes per us) from the times for some ascending sizes, in microseconds.
+    """Return (latency in us, bandwidth in bytes per us) from the times for three ascending sizes, in microseconds.
 
-    It is the line through two of the points from which the others deviate least, relative to their times (least
-    absolute deviations). With `sizes_up_to`, a disturbed one of the two large messages is left out.
+    It is the line through the smallest and the largest, unless the middle one shows that the largest was disturbed.
     """
     # A message takes no longer than a larger one: what says so was disturbed.
-    points = [(size, min(times[place:])) for place, size in enumerate(sizes)]
-
-    def deviation(line: tuple[float, float]) -> float:
-        latency, bandwidth = line
-        return sum(abs(latency + size / bandwidth - time) / max(time, 1e-3) for size, time in points)
-
-    return min((_line(*ends) for ends in combinations(points, 2)), key=deviation)
+    small, middle, large = ((size, min(times[place:])) for place, size in enumerate(sizes))
+    latency, bandwidth = _line(small, large)
+    if latency + middle[0] / bandwidth > DISTURBED * middle[1]:
+        return _line(small, middle)
+    return latency, bandwidth
 
 
 def _line(first: tuple[int, float], last: tuple[int, float]) -> tuple[float, float]:
