@@ -48,8 +48,10 @@ class _Stored(msgspec.Struct):
     """Sizes as size_grammar.Sizes allows them."""
 
 
-def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
-    """Trace a model for all sizes of the dimensions in ``signature.open``, and serialize it. NoTemplate on failure.
+def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor], device: torch.device) -> bytes:
+    """Trace a model as on `device` for all sizes of the dimensions in ``signature.open``, and serialize it.
+
+    NoTemplate on failure.
 
     The template has the branches that the model's code takes for the values in `leaves`.
     """
@@ -62,13 +64,18 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor])
     notes = Notes()
     try:
         program = export(
-            model, signature, examples, TracedCall(leaves if signature.rows(leaves) else examples), notes=notes
+            model,
+            signature,
+            examples,
+            TracedCall(leaves if signature.rows(leaves) else examples),
+            device=device,
+            notes=notes,
         )
         if notes.chances:
             raise NoTemplate("the model's code branches on random numbers")
         symbols = _symbols(program, signature)
-        found = shown(model, program, notes, symbols)
-        traced = traced_of(model, found)
+        found = shown(model, program, notes, device, symbols)
+        traced = traced_of(model, found, device)
         data = encode(traced, None)
         conditions = [expression(each) for each in _conditions(program, symbols)]
         _check_conditions(conditions)
