@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rannd.device.identity import is_usable
 from rannd.errors import TraceError
 from rannd.graph.branches.branch_selection import MOST_CHANCES, MoreOperators, NotASelection, select
 from rannd.graph.branches.data_dependent import Undecidable
@@ -426,11 +427,12 @@ class _FrontEnd:
                 sizes.append(example_inputs(self._signature, self._leaves, last + more))
         return [(self._signature.rows(examples), partial(self._run, examples)) for examples in sizes]
 
-    def _running(self, why: str = "") -> contextlib.AbstractContextManager[None]:
-        """Context in which the model can be run, on the job's device; `why` it cannot be traced otherwise.
+    def _running(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the model can be run, on the job's device; TraceError if that is not possible.
 
         Without autocast it computes the same types of values elsewhere.
         """
+        why = self._record[-1] if self._record else ""
         return running_on(self._device, self._model, why, required=bool(self._signature.mode.autocast))
 
     def _run(self, examples: Sequence[torch.Tensor]) -> Any:
@@ -442,7 +444,9 @@ class _FrontEnd:
             return self._model(*args, **kwargs)
 
     def _problem(self, attempt: _Attempt) -> TraceError | None:
-        """Run the model without tracing; the error to raise if it fails as well, None otherwise."""
+        """Run the model without tracing, if there is its device; the error to raise if it fails as well."""
+        if not is_usable(self._device):
+            return None
         examples = example_inputs(self._signature, self._leaves)
         if attempt.notes is not None and attempt.notes.decided:
             # Branches had the outcomes of the whole mini-batch, which may differ from those of the first rows.
@@ -450,7 +454,7 @@ class _FrontEnd:
                 tensor.detach().clone().requires_grad_(spec.requires_grad)
                 for spec, tensor in zip(self._signature.tensors, self._sample.tensors, strict=True)
             )
-        with self._running(self._why(attempt)):
+        with self._running():
             try:
                 with preserved(self._model):
                     self._run(examples)

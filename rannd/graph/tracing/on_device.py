@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
 
 from rannd.device.identity import is_accelerator, is_usable
@@ -33,15 +34,21 @@ _DESCRIBED = declare(
 
 @contextlib.contextmanager
 def seen_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Let torch.export see these tensors, and views of their memory, on `device`."""
+    """Let torch.export see these tensors, and views of their memory, on `device`.
+
+    Of a model that is on the meta device as a whole, constants are seen there as well.
+    """
     elsewhere = [
         tensor for tensor in tensors if tensor.device.type != device.type and tensor.layout is torch.strided
     ]  # they keep their storages alive, whose addresses are compared
+    bare = any(tensor.is_meta for tensor in elsewhere)
     memory = {tensor.untyped_storage()._cdata for tensor in elsewhere}
 
     def described(original: Callable[..., Any], describer: Any, tensor: torch.Tensor, **options: Any) -> Any:
         found = original(describer, tensor, **options)
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory:
+        if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
+            return found
+        if tensor.untyped_storage()._cdata in memory or (tensor.is_meta and bare):
             return dataclasses.replace(found, device=device)
         return found
 
