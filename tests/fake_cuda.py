@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental import proxy_tensor
 
 CUDA = torch.device("cuda", 0)
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"
@@ -31,10 +32,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     original = torch.tensor
 
     def tensor(data: Any, *, device: torch.device | str | None = None, **options: Any) -> torch.Tensor:
-        made = original(data, **options)  # it writes the values before the tensor becomes fake
+        made = original(data, **options)
         return made if device is None else made.to(device)
 
     monkeypatch.setattr(torch, "tensor", tensor)
+    # Export knows the values of constants this small, and would compute with them on the real device.
+    monkeypatch.setattr(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1)
 
 
 @contextlib.contextmanager
