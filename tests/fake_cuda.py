@@ -6,9 +6,7 @@ ending the process. `pretend` gives it those of the meta device, which do nothin
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,9 @@ _OF_CUDA, _OF_META, _TYPES = 1, 14, 16
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let autograd record operations on fake CUDA tensors in this process, and torch.tensor make fake ones."""
+    """Let autograd record operations on fake CUDA tensors in this process, torch.tensor make fake ones, and autocast be
+    entered, which is off where torch sees no GPU.
+    """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * _TYPES).in_dll(library, _TABLE)
     if not guards[_OF_CUDA]:
@@ -38,21 +38,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "tensor", tensor)
     # Export knows the values of constants this small, and would compute with them on the real device.
     monkeypatch.setattr(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1)
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
 
 
-@contextlib.contextmanager
-def autocast(dtype: torch.dtype | None = torch.bfloat16, *, cache: bool = True) -> Iterator[None]:
-    """As torch.autocast("cuda"), which switches itself off where torch sees no GPU; None: not at all."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
-    torch.set_autocast_enabled("cuda", dtype is not None)
-    torch.set_autocast_dtype("cuda", dtype or before[1])
-    torch.set_autocast_cache_enabled(cache)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
-        torch.set_autocast_cache_enabled(before[2])
+def autocast(dtype: torch.dtype | None = torch.bfloat16) -> torch.autocast:
+    """Autocast of CUDA; None: without it."""
+    return torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None)

@@ -14,8 +14,9 @@ from rannd.graph.call.signature import Signature
 from rannd.graph.fx.sizes import PROBE_ROWS, holds, shape_at
 from rannd.graph.fx.symbolic_values import TensorValue, abstract
 
-MOST_ROWS = 2**20
-"""The batch dimension counts as dynamic only if sizes up to this one are allowed."""
+MOST_ROWS = 65_521
+"""The batch dimension counts as dynamic only if sizes up to this prime are allowed. Conditions on larger ones are
+those of kernels: torch runs cuDNN's BatchNorm with up to 65,535 samples, and its own beyond, in the same operator."""
 
 MOST_HOLES = 4
 """Maximum number of single excluded sizes; more of them follow a rule (even sizes, multiples)."""
@@ -69,7 +70,7 @@ def _refused(program: Any, signature: Signature) -> Iterator[tuple[str, set[int]
             size = placeholders[name].meta["val"].shape[0]
             for guard in size.node.shape_env.guards:
                 near = {int(number) + step for number in guard.expr.atoms(sympy.Integer) for step in (-1, 0, 1)}
-                tried = {*range(3, LARGEST_CONDITION), *(rows for rows in near if rows >= 3), PROBE_ROWS}
+                tried = {*range(3, LARGEST_CONDITION), *(rows for rows in near if 3 <= rows < MOST_ROWS), MOST_ROWS}
                 held = holds(guard.expr)
                 refused = {rows for rows in tried if not held(rows)}
                 if refused:
@@ -79,7 +80,7 @@ def _refused(program: Any, signature: Signature) -> Iterator[tuple[str, set[int]
 
 def _isolated(refused: set[int]) -> bool:
     """Whether excluded sizes are few and not adjacent, so that all sizes around them are allowed."""
-    return len(refused) <= MOST_HOLES and not any(rows + 1 in refused for rows in refused) and max(refused) < PROBE_ROWS
+    return len(refused) <= MOST_HOLES and not any(rows + 1 in refused for rows in refused) and max(refused) < MOST_ROWS
 
 
 def lines(graph: Graph) -> list[str]:

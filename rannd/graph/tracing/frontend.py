@@ -432,7 +432,7 @@ class _FrontEnd:
 
         Without autocast it computes the same types of values elsewhere.
         """
-        why = next((line for line in reversed(self._record) if "failed" in line), "")
+        why = next((line for line in self._record if "failed" in line), "")
         return running_on(self._device, self._model, why, required=bool(self._signature.mode.autocast))
 
     def _run(self, examples: Sequence[torch.Tensor]) -> Any:
