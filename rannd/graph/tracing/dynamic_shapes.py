@@ -24,7 +24,7 @@ from rannd.graph.modules.source_location import Offence
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken, Uncodable, expression, to_expression
 from rannd.graph.stored.size_grammar import Sizes
-from rannd.graph.tracing.batch_dim import MOST_ROWS
+from rannd.graph.tracing.batch_dim import is_wide
 
 SMALLEST = 3
 """Templates are not traced with smaller sizes: torch.export treats 0 and 1 differently, and code may subtract."""
@@ -193,7 +193,7 @@ def _symbols(program: Any, signature: Signature) -> dict[sympy.Symbol, sympy.Sym
 def _wide(program: Any, size: torch.SymInt) -> bool:
     """Whether all sizes from two on are allowed."""
     bounds = [program.range_constraints.get(symbol) for symbol in size.node.expr.free_symbols]
-    return all(each is None or (each.lower <= 2 and each.upper >= MOST_ROWS) for each in bounds)
+    return all(each is None or (each.lower <= 2 and is_wide(each.upper)) for each in bounds)
 
 
 def _conditions(program: Any, symbols: dict[sympy.Symbol, sympy.Symbol]) -> list[Any]:
