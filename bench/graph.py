@@ -81,6 +81,8 @@ def _times(action: Callable[[], Any], rounds: int) -> tuple[float, str]:
 
 def stored(layers: int, rounds: int) -> None:
     """Measure tracing, encoding and loading of a deep GPT-2."""
+    import torch
+
     from rannd.graph.fingerprint.fingerprint import fingerprint
     from rannd.graph.model import build
     from rannd.graph.partition.graph_hash import graph_hash
@@ -90,23 +92,23 @@ def stored(layers: int, rounds: int) -> None:
     model = _gpt2(layers).train()
     signature, tensors = _call(model, 4, 16)
     start = time.perf_counter()
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     first = (time.perf_counter() - start) * 1e3
     data = encode(traced, signature.fixed_rows)
     nodes = len(traced.graph.nodes)
 
     def cached() -> None:
-        fingerprint(model, signature)
+        fingerprint(model, signature, torch.device("cpu"))
         loaded, _ = decode(data, model)
         graph_hash(loaded, signature)
 
-    tracing, text = _times(lambda: trace(model, signature, tensors), min(rounds, 3))
+    tracing, text = _times(lambda: trace(model, signature, tensors, torch.device("cpu")), min(rounds, 3))
     print(f"GPT-2 of {layers} layers, {nodes} nodes, stored in {len(data)} bytes")
     print(f"  trace       {text}; first in the process {first:.1f} ms")
     loading, text = _times(cached, rounds)
     print(f"  cached      {text}: {tracing / loading:.1f} times faster than tracing")
     for name, action in {
-        "fingerprint": lambda: fingerprint(model, signature),
+        "fingerprint": lambda: fingerprint(model, signature, torch.device("cpu")),
         "decode": lambda: decode(data, model),
         "hash": lambda: graph_hash(traced, signature),
         "encode": lambda: encode(traced, None),
@@ -196,7 +198,7 @@ def large(name: str) -> None:
             model = transformers.GPT2LMHeadModel(config).train()
     signature, tensors = _call(model, ROWS, SEQUENCE)
     start = time.perf_counter()
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     tracing = time.perf_counter() - start
     start = time.perf_counter()
     graph = build(model, signature, tensors, torch.device("cpu"), traced)

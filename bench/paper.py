@@ -179,7 +179,7 @@ def line(case: Case, target: Target) -> tuple[str, ...]:
         call = flatten_call((), case.batch)
         signature = classify(call, Mode.current(True), [call.shapes()])
         with others([*model.parameters(), *model.buffers()], unwritten):  # as a job traces a model on the meta device
-            traced, signature = trace(model, signature, list(call.tensors))
+            traced, signature = trace(model, signature, list(call.tensors), torch.device("cpu"))
         middle = time.process_time()
         graph = build(model, signature, list(call.tensors), torch.device("cpu"), traced)
     assert graph.sole_loss is not None

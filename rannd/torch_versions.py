@@ -197,6 +197,10 @@ PRIVATE_NAMES = (
     ),
     PrivateName("torch._decomp.decompositions", "Contains the decomposition of LSTM, which is wrong in 2.12."),
     PrivateName("torch._ops.OpOverload._op_dk", "Calls the original kernel of an operator with a replaced one."),
+    PrivateName(
+        "torch._subclasses.meta_utils.MetaTensorDescriber",
+        "Says on which device export sees a tensor: on the job's, wherever it is.",
+    ),
     PrivateName("torch._subclasses.fake_impls", "Contains fake kernels of unique, whose dtypes are wrong in 2.11."),
     PrivateName("torch._subclasses.fake_impls.op_implementations_dict", "The table of fake kernels."),
     PrivateName("torch.nn.functional._infer_size", "A shape in binary_cross_entropy, computed in C++.", until="2.12"),
@@ -415,6 +419,9 @@ PRIVATE_NAMES = (
     PrivateName("torch.ops.aten._standard_gamma", "Samples of Gamma distributions."),
     PrivateName("torch.ops.aten._to_copy", "Tensor.to."),
     PrivateName("torch.ops.aten._transformer_encoder_layer_fwd", "TransformerEncoderLayer's fast path in evaluation."),
+    PrivateName(
+        "torch.ops.aten._thnn_fused_gru_cell", "gru_cell on CUDA, which lacks a fake kernel; rannd registers one."
+    ),
     PrivateName("torch.ops.aten._unsafe_index", "Indexing without a bounds check, in decompositions."),
     PrivateName("torch.ops.aten._unsafe_index_put", "index_put without a bounds check, in decompositions."),
     PrivateName("torch.ops.aten._unsafe_view", "reshape, inside matmul."),

@@ -24,6 +24,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type == CUDA
 
 
+def is_usable(device: torch.device) -> bool:
+    """Whether this process can compute on such a device."""
+    return not is_accelerator(device) or has_accelerator()
+
+
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """Select a rank's device according to the configuration item `device`, and make it the current one.
 

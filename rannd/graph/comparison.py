@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannd.device.generators import kept_generators, seed_all
+from rannd.device.identity import is_usable
 from rannd.graph.call.containers import plain_output
 from rannd.graph.fx.aliasing import is_random_operator
 from rannd.graph.fx.sizes import number_at
@@ -29,6 +30,7 @@ from rannd.graph.modules.parameter_undo import kept_parameters
 from rannd.graph.partition.cut import extract
 from rannd.graph.rows.loss_weights import counted, pieces_weights
 from rannd.graph.tracing.leaf_recorder import preserved
+from rannd.graph.tracing.on_device import running_on
 
 MOST_ROWS = 2
 """Maximum number of rows in a comparison, unless the graph has a fixed batch size."""
@@ -87,6 +89,7 @@ def compare_few(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Ten
 
     Some models need more than two rows: BatchNorm, or a graph network whose edges refer to missing rows.
     """
+    tensors = _there(graph, tensors)
     few = rows_to_compare(graph, tensors)
     try:
         return compare(model, graph, few)
@@ -101,13 +104,14 @@ def compare(
 ) -> Mismatch | None:
     """Return the first difference between a graph and its model, None if they compute the same.
 
-    `tensors` are those of a call of the graph, on the model's device. Buffers, attributes and random number generators
-    changed by running the model are restored. NotComparable if the model cannot run here, is not deterministic, or
-    returns nothing that can be compared.
+    Both run on the graph's device, wherever the model and `tensors`, those of a call of the graph, are. Buffers,
+    attributes and random number generators changed by running the model are restored. NotComparable if the model cannot
+    run here, is not deterministic, or returns nothing that can be compared.
     """
     wanted = gradients and graph.signature.mode.grad
+    tensors = _there(graph, tensors)
     try:
-        with _restored_rng():
+        with running_on(graph.device, model), _restored_rng():
             return _compared(model, graph, tensors, wanted)
     except _CallsCollective:
         raise NotComparable("its code calls collectives, which wait for other ranks") from None
@@ -115,6 +119,13 @@ def compare(
         raise
     except Exception as exc:
         raise NotComparable(f"{type(exc).__name__}: {_first_line(exc)}") from exc
+
+
+def _there(graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors on the graph's device. NotComparable if this process has none."""
+    if not is_usable(graph.device):
+        raise NotComparable(f"torch sees no {graph.device.type} device here")
+    return [tensor.detach().to(graph.device) for tensor in tensors]
 
 
 def _compared(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor], gradients: bool) -> Mismatch | None:

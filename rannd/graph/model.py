@@ -15,8 +15,9 @@ from rannd.graph.fx.flops import computing_type, forward_flops
 from rannd.graph.fx.ir import Op, Param, Size, TaskGraph, Value
 from rannd.graph.fx.leaf_op import NAME as LEAF
 from rannd.graph.fx.leaf_op import call_of
+from rannd.graph.fx.retarget import retarget
 from rannd.graph.fx.sizes import is_plain_tensor, polynomial, tensor_bytes
-from rannd.graph.fx.traced import Traced, operator_name, retarget
+from rannd.graph.fx.traced import Traced, operator_name
 from rannd.graph.modules.source_location import described
 from rannd.graph.partition.cut_point import Segments, segments
 from rannd.graph.partition.graph_hash import graph_hash, structures
@@ -45,6 +46,8 @@ class ModelGraph:
     """Why samples depend on each other; None if they do not."""
     analysis: RowAnalysis
     """Which dimension of each value holds the samples."""
+    device: torch.device
+    """Where it runs."""
     idle_cuts: tuple[str, ...] = ()
     """Messages about CutPoints that have no effect."""
 
@@ -67,13 +70,14 @@ def trace(
     model: nn.Module,
     signature: Signature,
     leaves: list[torch.Tensor],
+    device: torch.device,
     assumed: Sequence[bool] | None = None,
     opaque: Sequence[str] = (),
 ) -> tuple[Traced, Signature]:
     """Call `rannd.graph.tracing.frontend.trace`, imported lazily because cached runs do not need it."""
     from rannd.graph.tracing import frontend
 
-    return frontend.trace(model, signature, leaves, assumed, opaque)
+    return frontend.trace(model, signature, leaves, device, assumed, opaque)
 
 
 def build(
@@ -90,8 +94,8 @@ def build(
     """
     if traced is None:
         with explained(model, signature, leaves):
-            traced, signature = trace(model, signature, leaves)
-    switch_dropout(traced, model, signature, lambda other: trace(model, other, leaves)[0])
+            traced, signature = trace(model, signature, leaves, device)
+    switch_dropout(traced, model, signature, lambda other: trace(model, other, leaves, device)[0])
     traced = retarget(traced, device)
     cuts = segments(traced, model)
     digest = cuts.hash(graph_hash(traced, signature), traced.graph)
@@ -106,7 +110,18 @@ def build(
     coupled = analysis.coupled is not None
     task = _task_graph(model, traced, placement, nodes, digest, signature.mode.autocast, coupled, cuts, results)
     return ModelGraph(
-        signature, traced, placement, task, nodes, results, weights, counts, analysis.coupled, analysis, cuts.idle
+        signature,
+        traced,
+        placement,
+        task,
+        nodes,
+        results,
+        weights,
+        counts,
+        analysis.coupled,
+        analysis,
+        device,
+        cuts.idle,
     )
 
 

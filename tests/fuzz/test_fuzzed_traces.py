@@ -100,7 +100,7 @@ def check_calls(loaded: Traced) -> None:
 def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
     model = kind()
     signature, tensors = signature_of(model, torch.randn(4, 6))
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     plain = msgspec.msgpack.decode(zlib.decompress(encode(traced, signature.fixed_rows)))
     mutator, attacker, found, sound = Mutator(SEED or 0), TraceAttacker(SEED or 0), Found(), 0
     choice = random.Random(SEED or 0)
@@ -147,7 +147,7 @@ def test_mutated_templates(rounds: int) -> None:
     model = Sequence()
     signature, tensors = signature_of(model, torch.zeros(4, 6, dtype=torch.int64))
     signature = dataclasses.replace(signature, open=((0, 0),))
-    plain = msgspec.msgpack.decode(template(model, signature, tensors))
+    plain = msgspec.msgpack.decode(template(model, signature, tensors, torch.device("cpu")))
     plain["conditions"].append(["Ge", ["FloorDiv", ["Pow", ["Add", ["y", "n0"], ["q", 1, 2]], 2], 3], ["y", "n0"]])
     held = plain.pop("traced")
     mutator, attacker, found, sound = Mutator(SEED or 0), TraceAttacker(SEED or 0), Found(), 0

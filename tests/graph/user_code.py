@@ -46,7 +46,7 @@ def seen(model: nn.Module, *args: object, **kwargs: object) -> Fingerprint:
 def answer(model: nn.Module, *args: object, **kwargs: object) -> Fingerprint | Unseen:
     """The fingerprint of a call, by default with a batch of three rows of four numbers."""
     signature, _ = signature_of(model, *(args or (torch.ones(3, 4),)), **kwargs)
-    return fingerprint(model, signature)
+    return fingerprint(model, signature, torch.device("cpu"))
 
 
 def differences(one: Fingerprint, other: Fingerprint) -> set[str]:

@@ -47,6 +47,8 @@ class Shadows:
         self.model = model
         self._state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._home = torch.device("cpu")
+        """Device of the call's tensors, which stands for the one that the model is traced on."""
         self._sizes: dict[Any, int] = {}
         """Values of symbols: sizes of arguments, and data-dependent numbers."""
 
@@ -56,6 +58,7 @@ class Shadows:
             self._learn(traced.shape, real.shape)
             if type(real) in (torch.Tensor, nn.Parameter) and _may_have_one(real):
                 self._known[traced] = Shadow(real.detach().clone(), given=True)
+                self._home = real.device
 
     def find(self, tensor: object) -> Shadow | None:
         """Return the shadow of a tensor, None if it has none."""
@@ -157,6 +160,8 @@ class Shadows:
             return shadow.tensor
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._size(value, sized)
+        if isinstance(value, torch.device) and value.type != "cpu":
+            return self._home
         if isinstance(value, torch.Size):
             return torch.Size([self._size(size, sized) for size in value])
         if isinstance(value, slice):

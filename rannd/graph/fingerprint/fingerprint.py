@@ -12,7 +12,7 @@ tensors    parameters and buffers: type, shape, device type, flags, sharing; not
 code       functions and classes, by bytecode; the files of user code, by content
 globals    the values of all globals that user code reads
 call       structure, types, shapes and constants of the arguments; not the batch size
-mode       train or eval, gradients, autocast, defaults and global settings of torch
+mode       train or eval, gradients, autocast, type of the job's device, defaults and global settings of torch
 =========  =====================================================================================================
 
 If something that a trace may depend on cannot be read, the result is `Unseen` with the reason, and the model has to be
@@ -72,15 +72,15 @@ class Unseen:
     reason: str
 
 
-def fingerprint(model: nn.Module, signature: Signature) -> Fingerprint | Unseen:
-    """Compute the fingerprint of tracing `model` for calls with `signature` in its present state.
+def fingerprint(model: nn.Module, signature: Signature, device: torch.device) -> Fingerprint | Unseen:
+    """Compute the fingerprint of tracing `model`, in its present state, for calls with `signature` on `device`.
 
     Runs no user code and has no side effects. Equal in every process where the trace would be the same, independent of
     weights and batch size; takes milliseconds. Reads at most 16 MiB of tensors that are neither parameters nor buffers
     of the model.
     """
     try:
-        mode = _mode(signature)
+        mode = _mode(signature, device)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return Fingerprint({**_components(model, signature), "mode": mode})
     except Hidden as exc:
@@ -192,7 +192,7 @@ def _structure(inspector: Inspector, spec: pytree.TreeSpec) -> str:
     return f"({' '.join(parts)} [{inner}])"
 
 
-def _mode(signature: Signature) -> str:
+def _mode(signature: Signature, device: torch.device) -> str:
     """Every setting that influences which operators are traced. Hidden inside of function or dispatch modes."""
     for mode in modes_around():
         if type(mode) is not DeviceContext:
@@ -202,6 +202,7 @@ def _mode(signature: Signature) -> str:
         "grad": signature.mode.grad,
         "autocast": signature.mode.autocast,
         "dropout": signature.mode.dropout,
+        "on": device.type,
         **switches(),
         "built": [torch.backends.mkldnn.is_available(), torch.backends.opt_einsum.is_available()],
         "cuda": [has_accelerator(), torch.accelerator.device_count()],

@@ -141,10 +141,11 @@ _LIBRARY.impl("leaf", _leaf, "CompositeExplicitAutograd")
 def _fake(call: LeafCall, given: Sequence[torch.Tensor], rows: Any) -> list[torch.Tensor]:
     """Fake implementation for tracing: tensors of the recorded shapes."""
     mode = next(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
+    device = next((tensor.device for tensor in given if tensor.device.type != "cpu"), given[0].device)
     found = []
     for made in call.made:
         shape = [_size(size, rows, mode) for size in made.shape]
-        tensor = torch.empty(shape, dtype=made.dtype, device=given[0].device)
+        tensor = torch.empty(shape, dtype=made.dtype, device=device)
         if made.requires_grad and torch.is_grad_enabled():
             tensor = tensor.requires_grad_().clone()  # not a leaf tensor, so that in-place writes are allowed
         found.append(tensor)

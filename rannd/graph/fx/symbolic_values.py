@@ -11,7 +11,7 @@ compared, stored and restored without torch's ShapeEnv.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -34,6 +34,8 @@ class TensorValue:
 
     dtype: torch.dtype
     shape: tuple[Dim, ...]
+    host: bool = False
+    """Whether the model keeps it on the CPU, in a graph for another device."""
 
     @property
     def ndim(self) -> int:
@@ -78,7 +80,7 @@ def length_symbol(name: str) -> sympy.Symbol:
 def with_lengths(value: Value, lengths: Mapping[sympy.Symbol, int]) -> Value:
     """Substitute sizes for the symbols of dynamic dimensions in a value."""
     if isinstance(value, TensorValue):
-        return TensorValue(value.dtype, tuple(_put_in(size, tuple(lengths.items())) for size in value.shape))
+        return replace(value, shape=tuple(_put_in(size, tuple(lengths.items())) for size in value.shape))
     if isinstance(value, Number):
         return Number(value.kind, value.expr.subs(lengths))
     if isinstance(value, tuple):
@@ -101,15 +103,19 @@ def unknown_size(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True)
 
 
-def abstract(value: Any, fixed: Mapping[sympy.Symbol, Any] | None = None) -> Value:
-    """Convert a traced (fake) value. Backed symbols become ROWS, except those mapped by `fixed`."""
+def abstract(value: Any, fixed: Mapping[sympy.Symbol, Any] | None = None, device: str = "cpu") -> Value:
+    """Convert a traced (fake) value. Backed symbols become ROWS, except those mapped by `fixed`.
+
+    `device` is the type of the device that the trace is for.
+    """
     if isinstance(value, torch.Tensor):
-        return TensorValue(value.dtype, tuple(_dim(size, fixed) for size in value.shape))
+        host = device != "cpu" and value.device.type == "cpu"
+        return TensorValue(value.dtype, tuple(_dim(size, fixed) for size in value.shape), host)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         expr = _unified(value.node.expr, _key(fixed))
         return Number("int" if isinstance(value, torch.SymInt) else _KINDS[type(value)], expr)
     if isinstance(value, (tuple, list)):
-        return tuple(abstract(item, fixed) for item in value)
+        return tuple(abstract(item, fixed, device) for item in value)
     if isinstance(value, (bool, int, float, str)):
         return value
     return None

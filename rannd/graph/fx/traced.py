@@ -12,7 +12,6 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.graph.call.unread import name_passed_on
-from rannd.graph.fx.fx_names import any_name
 from rannd.graph.fx.leaf_op import LeafTable
 
 
@@ -25,6 +24,8 @@ class OutputSpec:
     """Leaf index to value, for leaves that are not computed."""
     positions: tuple[int, ...]
     """Leaf index of each output of the graph."""
+    host: tuple[int, ...] = ()
+    """Those of them that the model returns on the CPU, and a graph for another device on that."""
 
     @property
     def passed_on(self) -> set[str]:
@@ -38,7 +39,7 @@ class OutputSpec:
             name = name_passed_on(value) if arguments else None
             leaves[position] = value if name is None or arguments is None else arguments[name]
         for position, value in zip(self.positions, values, strict=True):
-            leaves[position] = value
+            leaves[position] = value.cpu() if position in self.host and isinstance(value, torch.Tensor) else value
         return pytree.tree_unflatten(leaves, self.spec)
 
 
@@ -145,35 +146,6 @@ class Traced:
         output: Node = next(iter(reversed(self.graph.nodes)))
         nodes: tuple[Node, ...] = tuple(output.args[0])  # type: ignore[arg-type]
         return nodes
-
-
-def retarget(traced: Traced, device: torch.device) -> Traced:
-    """Change the device argument of every operator that has one (tensor creation, copies) to `device`."""
-    with any_name():
-        _retarget(traced.graph, traced.root, device)
-        if traced.decisions is not None:
-            module = traced.decisions.module
-            _retarget(module.graph, module, device)
-            module.recompile()
-            module.to(device)  # its constants
-    return traced
-
-
-def _retarget(graph: Graph, root: nn.Module, device: torch.device) -> None:
-    def replaced(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
-    for node in graph.nodes:
-        if node.op == "call_function":  # devices are direct arguments, never inside lists
-            if any(isinstance(value, torch.device) for value in node.args):
-                node.args = tuple(replaced(value) for value in node.args)
-            if any(isinstance(value, torch.device) for value in node.kwargs.values()):
-                node.kwargs = {name: replaced(value) for name, value in node.kwargs.items()}
-        elif node.op == "get_attr":
-            inner = attribute(root, str(node.target))
-            if isinstance(inner, GraphModule):
-                _retarget(inner.graph, inner, device)
-                inner.recompile()
 
 
 def attribute(root: nn.Module, target: str) -> Any:

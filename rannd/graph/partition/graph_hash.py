@@ -192,7 +192,8 @@ def _argument(value: Any, names: Mapping[Node, str]) -> str:
 
 def _value(value: Any, symbols: _Symbols | None = None) -> str:
     if isinstance(value, TensorValue):
-        return f"{value.dtype}({','.join([_size(size, symbols) for size in value.shape])})"
+        sizes = ",".join([_size(size, symbols) for size in value.shape])
+        return f"{value.dtype}({sizes}){'@cpu' * value.host}"
     if isinstance(value, tuple):
         return "(" + ";".join([_value(item, symbols) for item in value]) + ")"
     if isinstance(value, Number):

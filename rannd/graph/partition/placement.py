@@ -8,7 +8,9 @@ rules that keep a partitioned graph correct:
 2. a node that writes into a value in place stays with the nodes that alias it or read it before;
 3. readers and writers of a buffer (or argument) that is written in place stay together;
 4. a node that reads memory by strides (``as_strided``) stays with all nodes that determine the strides of its operand:
-   a value received from another stage is contiguous and would be read in the wrong order.
+   a value received from another stage is contiguous and would be read in the wrong order;
+5. a node whose result the model keeps on the CPU, in a graph for another device, stays with its readers: ranks send
+   what is on their device.
 """
 
 from __future__ import annotations
@@ -250,7 +252,7 @@ def _groups(
             parent[find(node)] = find(nodes[0])
 
     for node in placed:
-        if not is_plain_tensor(node):
+        if not is_plain_tensor(node) or node.meta["val"].host:
             join([node, *(user for user in node.users if user in members)])
 
     for node in placed:

@@ -101,29 +101,37 @@ def weigh(traced: Traced, analysis: RowAnalysis) -> tuple[str, ...]:
             weights[name] = last = node
         return weights[name]
 
+    def weight_like(value: object, name: str, dtype: torch.dtype, *shape: int) -> Node:
+        """Insert a weight in a dtype, where `value` is."""
+        host = isinstance(value, Node) and value.meta["val"].host
+        if host:
+            given = (weight(name, *shape), torch.device("cpu"), dtype)
+            made = graph.call_function(torch.ops.aten.to.device, given)
+        else:
+            made = graph.call_function(torch.ops.aten.to.dtype, (weight(name, *shape), dtype))
+        made.meta["val"] = TensorValue(dtype, shape, host)
+        return made
+
     def scaled(value: Node | float, name: str, dtype: torch.dtype) -> Node:
         """Insert `value` times a weight, in the dtype of the value."""
-        factor = graph.call_function(torch.ops.aten.to.dtype, (weight(name), dtype))
-        factor.meta["val"] = TensorValue(dtype, ())
+        factor = weight_like(value, name, dtype)
         product = graph.call_function(torch.ops.aten.mul.Tensor, (factor, value))
         shape = value.meta["val"].shape if isinstance(value, Node) else ()
-        product.meta["val"] = TensorValue(dtype, shape)
+        product.meta["val"] = TensorValue(dtype, shape, factor.meta["val"].host)
         if isinstance(value, Node):
             product.args = (value, factor)
         return product
 
     def divided(loss: Node, name: str, classes: Node) -> Node:
         """Insert the division of a sum over labels by the sum of the class weights of all labels."""
-        dtype = classes.meta["val"].dtype
-        shape = classes.meta["val"].shape
-        counts = graph.call_function(torch.ops.aten.to.dtype, (weight(name, *shape), dtype))
-        counts.meta["val"] = TensorValue(dtype, shape)
+        found = classes.meta["val"]
+        counts = weight_like(classes, name, found.dtype, *found.shape)
         weighted = graph.call_function(torch.ops.aten.mul.Tensor, (counts, classes))
-        weighted.meta["val"] = TensorValue(dtype, shape)
+        weighted.meta["val"] = found
         total = graph.call_function(torch.ops.aten.sum.default, (weighted,))
-        total.meta["val"] = TensorValue(dtype, ())
+        total.meta["val"] = TensorValue(found.dtype, (), found.host)
         mean = graph.call_function(torch.ops.aten.div.Tensor, (loss, total))
-        mean.meta["val"] = TensorValue(loss.meta["val"].dtype, ())
+        mean.meta["val"] = loss.meta["val"]
         return mean
 
     for number, node in enumerate(analysis.masked if analysis.coupled is None else ()):

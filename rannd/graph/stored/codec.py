@@ -45,7 +45,7 @@ from rannd.graph.stored.operator_grammar import FUNCTIONS, check_operator
 from rannd.graph.stored.soundness import check_sound
 from rannd.graph.stored.trace_grammar import MOST_CONSTANT_BYTES, MOST_GRAPH_BYTES, check_trace
 
-FORMAT = 4
+FORMAT = 5
 _PYTHON: Mapping[str, Any] = {"_operator": operator, "math": math, "torch": torch}
 """Python modules whose functions (`FUNCTIONS`) a graph may call besides operators."""
 
@@ -71,6 +71,7 @@ def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
             container_text.to_text(traced.outputs.spec),
             [[place, argument(value, {})] for place, value in traced.outputs.constants.items()],
             list(traced.outputs.positions),
+            list(traced.outputs.host),
         ],
         "changes": list(traced.changes),
         "record": list(traced.record),
@@ -82,7 +83,7 @@ def _encoded(traced: Traced, fixed_rows: int | None) -> bytes:
     check_trace(data)
     check_sound(traced)
     plain = msgspec.msgpack.encode(data)
-    held = sum(len(raw) for _, _, raw in data["constants"].values())
+    held = sum(len(raw) for _, _, raw, _ in data["constants"].values())
     if held > MOST_CONSTANT_BYTES or len(plain) - held > MOST_GRAPH_BYTES:
         raise Uncodable(f"constants of {held} bytes, and {len(plain) - held} for the rest")
     return zlib.compress(plain, 1)
@@ -106,7 +107,7 @@ def decode(
 class _Fields(msgspec.Struct):
     """A trace whose constants are read, while the size of the rest is not known yet."""
 
-    constants: dict[str, tuple[str, Annotated[list[int], Meta(max_length=MOST_DIMENSIONS)], bytes]]
+    constants: dict[str, tuple[str, Annotated[list[int], Meta(max_length=MOST_DIMENSIONS)], bytes, str]]
 
 
 def _checked(data: bytes) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _checked(data: bytes) -> dict[str, Any]:
     if not unpacker.eof:
         raise Broken(f"it is cut off, or has more than {MOST_CONSTANT_BYTES + MOST_GRAPH_BYTES} bytes")
     constants = msgspec.msgpack.decode(plain, type=_Fields).constants
-    if len(plain) - sum(len(raw) for _, _, raw in constants.values()) > MOST_GRAPH_BYTES:
+    if len(plain) - sum(len(raw) for _, _, raw, _ in constants.values()) > MOST_GRAPH_BYTES:
         raise Broken(f"it has more than {MOST_GRAPH_BYTES} bytes beside the values of its constants")
     found: dict[str, Any] = msgspec.msgpack.decode(plain)
     check_trace(found)
@@ -141,9 +142,12 @@ def _decoded(data: dict[str, Any], model: nn.Module, lengths: Mapping[sympy.Symb
         for node in graph.nodes
         if node.op == "get_attr" and node.target in data["attributes"]
     }
-    spec, fixed, positions = data["outputs"]
+    spec, fixed, positions, host = data["outputs"]
     outputs = OutputSpec(
-        container_text.from_text(spec), {place: to_argument(value, []) for place, value in fixed}, tuple(positions)
+        container_text.from_text(spec),
+        {place: to_argument(value, []) for place, value in fixed},
+        tuple(positions),
+        tuple(host),
     )
     decisions = None if data["decisions"] is None else _to_decisions(data["decisions"])
     changes, record = tuple(data["changes"]), tuple(data["record"])
@@ -301,14 +305,14 @@ def _tensor(tensor: torch.Tensor) -> list[Any]:
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         raise Uncodable(f"a constant of type {type(tensor).__qualname__} {tensor.layout} on {tensor.device}")
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw]
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw, tensor.device.type]
 
 
 def _to_tensor(data: list[Any]) -> torch.Tensor:
     dtype = DTYPES[data[0]]
     if not data[2]:
-        return torch.empty(data[1], dtype=dtype)
-    return torch.frombuffer(bytearray(data[2]), dtype=torch.uint8).view(dtype).reshape(data[1])
+        return torch.empty(data[1], dtype=dtype, device=data[3])
+    return torch.frombuffer(bytearray(data[2]), dtype=torch.uint8).view(dtype).reshape(data[1]).to(data[3])
 
 
 def _leaf_call(call: LeafCall) -> list[Any]:

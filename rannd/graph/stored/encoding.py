@@ -4,6 +4,7 @@ list            ["l", item, ...]          node      ["n", number]         dtype 
 tuple           ["t", item, ...]          slice     ["s", start, stop, step]
 dict            ["d", key, value, ...]    complex   ["c", real, imaginary]
 tensor value    ["T", dtype, size, ...]   number    ["N", kind, expression]
+  on the CPU    ["H", dtype, size, ...]   device    ["device", type]
 expression      integer | ["y", symbol] | ["q", p, q] | ["f", text] | [function, argument, ...]
 """
 
@@ -19,6 +20,7 @@ import torch
 from torch.fx import Node
 from torch.utils._sympy import functions
 
+from rannd.device.identity import CUDA
 from rannd.graph.fx.symbolic_values import ROWS, Number, TensorValue, length_symbol, unknown_size
 
 _SYMPY = "Add Mul Pow Mod Max Min floor ceiling Eq Ne Lt Le Gt Ge And Or Not Abs"
@@ -39,6 +41,8 @@ ENUMS: dict[str, dict[str, Any]] = {
 }
 """torch's dtypes, layouts and memory formats, by kind and name."""
 DTYPES: dict[str, torch.dtype] = ENUMS["dtype"]
+DEVICES = ("cpu", CUDA, "meta")
+"""Types of devices that a graph may name; ordinals are those of the rank that runs it."""
 
 
 class Uncodable(Exception):
@@ -69,7 +73,9 @@ def argument(value: Any, numbers: Mapping[Node, int]) -> Any:
     if kind is complex:
         return ["c", value.real, value.imag]
     if kind is torch.device:
-        return ["device", str(value)]
+        if value.type not in DEVICES:
+            raise Uncodable(f"the device {value}")
+        return ["device", value.type]
     if kind in _ENUMS:
         return [_ENUMS[kind], str(value).removeprefix("torch.")]
     raise Uncodable(f"an argument {value!r} of type {kind.__module__}.{kind.__qualname__}")
@@ -102,7 +108,11 @@ def to_argument(value: Any, nodes: list[Node]) -> Any:
 def value_data(value: Any) -> Any:
     """Encode the symbolic value of a node (symbolic_values.py). Raises Uncodable."""
     if isinstance(value, TensorValue):
-        return ["T", str(value.dtype).removeprefix("torch."), *[expression(size) for size in value.shape]]
+        return [
+            "H" if value.host else "T",
+            str(value.dtype).removeprefix("torch."),
+            *[expression(size) for size in value.shape],
+        ]
     if isinstance(value, Number):
         return ["N", value.kind, expression(value.expr)]
     if isinstance(value, tuple):
@@ -115,10 +125,9 @@ def to_value(value: Any) -> Any:
     if type(value) is not list:
         return value
     tag, *rest = value
-    if tag == "T":
-        return TensorValue(
-            DTYPES[rest[0]], tuple(size if type(size) is int else to_expression(size) for size in rest[1:])
-        )
+    if tag in ("T", "H"):
+        sizes = tuple(size if type(size) is int else to_expression(size) for size in rest[1:])
+        return TensorValue(DTYPES[rest[0]], sizes, tag == "H")
     if tag == "N":
         return Number(rest[0], to_expression(rest[1]))
     if tag == "t":

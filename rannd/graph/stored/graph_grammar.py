@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Collection
 from typing import Any, Final
@@ -11,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from rannd.graph.fx.leaf_op import NAME as LEAF
-from rannd.graph.stored.encoding import DTYPES, ENUMS
+from rannd.graph.stored.encoding import DEVICES, DTYPES, ENUMS
 from rannd.graph.stored.grammar_rules import (
     DEEPEST,
     MOST_DIMENSIONS,
@@ -33,7 +32,6 @@ MOST_NODES: Final = 2**18
 MOST_PARTS: Final = 64
 """Names in a path of modules."""
 
-_DEVICE = re.compile(r"[a-z]{1,16}(:\d{1,4})?", re.ASCII)
 OF_MODULES = frozenset(dir(nn.Module()))
 """Attributes that every module has."""
 _OF_GRAPHS = frozenset(dir(GraphModule(nn.Module(), Graph())))
@@ -90,7 +88,7 @@ class GraphRule:
         if depth > DEEPEST or not value:
             broken("a value", value)
         tag, *items = value
-        if tag == "T":
+        if tag in ("T", "H"):
             if not items or type(items[0]) is not str or items[0] not in DTYPES:
                 broken("a tensor value", value)
             if len(items) > 1 + MOST_DIMENSIONS:
@@ -164,7 +162,7 @@ def argument(value: Any, nodes: int = 0, depth: int = 0) -> None:
         if len(items) != 2 or any(type(item) not in (int, float) for item in items):
             broken("a complex number", value)
     elif tag == "device":
-        if len(items) != 1 or type(items[0]) is not str or not _DEVICE.fullmatch(items[0]):
+        if len(items) != 1 or type(items[0]) is not str or items[0] not in DEVICES:
             broken("a device", value)
     elif tag == "layout":
         if items != ["strided"]:

@@ -14,7 +14,7 @@ import math
 from typing import Any, Final
 
 from rannd.graph.stored.container_text import check_container
-from rannd.graph.stored.encoding import DTYPES
+from rannd.graph.stored.encoding import DEVICES, DTYPES
 from rannd.graph.stored.grammar_rules import (
     MOST_DIMENSIONS,
     Rule,
@@ -61,7 +61,7 @@ def check_trace(data: Any) -> None:
         "graph": graph,
         "holes": naturals,
         "leaves": maybe(mapping(text, leaf_call(sizes))),
-        "outputs": record(check_container, places, naturals),
+        "outputs": record(check_container, places, naturals, naturals),
         "record": texts,
         "whole": naturals,
     }
@@ -72,9 +72,11 @@ def check_trace(data: Any) -> None:
 
 
 def _tensor(value: Any) -> None:
-    """A constant: its dtype, its shape, and as many bytes as they take."""
-    record(dtype, naturals, lambda raw: None)(value)
-    kind, shape, raw = value
+    """A constant: its dtype, its shape, as many bytes as they take, and the type of its device."""
+    record(dtype, naturals, lambda raw: None, text)(value)
+    kind, shape, raw, device = value
+    if device == "meta" or device not in DEVICES:
+        broken("the device of a constant", device)
     if len(shape) > MOST_DIMENSIONS or math.prod(size or 1 for size in shape) >= 2**48:
         broken("the shape of a constant", shape)
     if type(raw) is not bytes or len(raw) != math.prod(shape) * DTYPES[kind].itemsize:

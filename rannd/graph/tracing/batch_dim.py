@@ -17,6 +17,10 @@ from rannd.graph.fx.symbolic_values import TensorValue, abstract
 MOST_ROWS = 2**20
 """The batch dimension counts as dynamic only if sizes up to this one are allowed."""
 
+OF_KERNELS = frozenset({65_535, 131_070, 262_136, 880_801})
+"""Largest batches of cuDNN's BatchNorm (of samples or of images, in training or evaluation). In the operator of a graph
+torch chooses the kernel anew, so these do not bound what the graph is valid for."""
+
 MOST_HOLES = 4
 """Maximum number of single excluded sizes; more of them follow a rule (even sizes, multiples)."""
 
@@ -42,9 +46,14 @@ def _fixed(program: Any, signature: Signature) -> tuple[str, int, int] | None:
             return spec.name, int(size), int(size)
         for symbol in symbols:
             bounds = program.range_constraints.get(symbol)
-            if bounds is not None and not (bounds.lower <= 2 and bounds.upper >= MOST_ROWS):
+            if bounds is not None and not (bounds.lower <= 2 and is_wide(bounds.upper)):
                 return spec.name, int(bounds.lower), int(min(bounds.upper, MOST_ROWS))
     return None
+
+
+def is_wide(upper: Any) -> bool:
+    """Whether the largest allowed size is no limit."""
+    return bool(upper >= MOST_ROWS) or upper in OF_KERNELS
 
 
 def _excluded(program: Any, signature: Signature) -> tuple[str, int, int] | None:
@@ -68,6 +77,8 @@ def _refused(program: Any, signature: Signature) -> Iterator[tuple[str, set[int]
         if spec.batch and isinstance(name, str):
             size = placeholders[name].meta["val"].shape[0]
             for guard in size.node.shape_env.guards:
+                if OF_KERNELS & {int(number) for number in guard.expr.atoms(sympy.Integer)}:
+                    continue
                 near = {int(number) + step for number in guard.expr.atoms(sympy.Integer) for step in (-1, 0, 1)}
                 tried = {*range(3, LARGEST_CONDITION), *(rows for rows in near if rows >= 3), PROBE_ROWS}
                 held = holds(guard.expr)

@@ -24,7 +24,7 @@ from rannd.graph.modules.source_location import Offence
 from rannd.graph.stored.codec import decode, encode
 from rannd.graph.stored.encoding import Broken, Uncodable, expression, to_expression
 from rannd.graph.stored.size_grammar import Sizes
-from rannd.graph.tracing.batch_dim import MOST_ROWS
+from rannd.graph.tracing.batch_dim import is_wide
 
 SMALLEST = 3
 """Templates are not traced with smaller sizes: torch.export treats 0 and 1 differently, and code may subtract."""
@@ -48,8 +48,10 @@ class _Stored(msgspec.Struct):
     """Sizes as size_grammar.Sizes allows them."""
 
 
-def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor]) -> bytes:
-    """Trace a model for all sizes of the dimensions in ``signature.open``, and serialize it. NoTemplate on failure.
+def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor], device: torch.device) -> bytes:
+    """Trace a model as on `device` for all sizes of the dimensions in ``signature.open``, and serialize it.
+
+    NoTemplate on failure.
 
     The template has the branches that the model's code takes for the values in `leaves`.
     """
@@ -62,13 +64,18 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor])
     notes = Notes()
     try:
         program = export(
-            model, signature, examples, TracedCall(leaves if signature.rows(leaves) else examples), notes=notes
+            model,
+            signature,
+            examples,
+            TracedCall(leaves if signature.rows(leaves) else examples),
+            device=device,
+            notes=notes,
         )
         if notes.chances:
             raise NoTemplate("the model's code branches on random numbers")
         symbols = _symbols(program, signature)
-        found = shown(model, program, notes, symbols)
-        traced = traced_of(model, found)
+        found = shown(model, program, notes, device, symbols)
+        traced = traced_of(model, found, device)
         data = encode(traced, None)
         conditions = [expression(each) for each in _conditions(program, symbols)]
         _check_conditions(conditions)
@@ -186,7 +193,7 @@ def _symbols(program: Any, signature: Signature) -> dict[sympy.Symbol, sympy.Sym
 def _wide(program: Any, size: torch.SymInt) -> bool:
     """Whether all sizes from two on are allowed."""
     bounds = [program.range_constraints.get(symbol) for symbol in size.node.expr.free_symbols]
-    return all(each is None or (each.lower <= 2 and each.upper >= MOST_ROWS) for each in bounds)
+    return all(each is None or (each.lower <= 2 and is_wide(each.upper)) for each in bounds)
 
 
 def _conditions(program: Any, symbols: dict[sympy.Symbol, sympy.Symbol]) -> list[Any]:

@@ -12,7 +12,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -32,7 +32,7 @@ from rannd.graph.call.signature import Signature
 from rannd.graph.fx.fx_names import any_name
 from rannd.graph.fx.leaf_op import LeafTable
 from rannd.graph.fx.memory_layout import keep_without_gaps, reshape_in_regions, without_gaps
-from rannd.graph.fx.symbolic_values import Number, abstract
+from rannd.graph.fx.symbolic_values import Number, TensorValue, abstract
 from rannd.graph.fx.traced import Decisions, OutputSpec, Traced, attribute, operator_name
 from rannd.graph.modules.autograd_functions import no_checkpoints
 from rannd.graph.modules.contained_objects import same_arrays
@@ -41,6 +41,7 @@ from rannd.graph.modules.foreign_rng import unchanged, watch_foreign_rng
 from rannd.graph.modules.guards import kept
 from rannd.graph.modules.source_location import NodesUnseen, watch_gradients
 from rannd.graph.tracing.leaf_recorder import in_place
+from rannd.graph.tracing.on_device import seen_on
 from rannd.graph.tracing.simplify import simplify
 from rannd.patches import declare, patched
 from rannd.torch_versions import tracing
@@ -118,12 +119,14 @@ def export(
     examples: tuple[torch.Tensor, ...],
     sample: TracedCall,
     *,
+    device: torch.device,
     strict: bool = False,
     table: LeafTable | None = None,
     notes: Notes | None = None,
     chance: Callable[[int], bool] = lambda _: False,
 ) -> Any:
-    """Export a call with tensors like `examples`; the batch dimension is dynamic unless the signature fixes it.
+    """Export a call with tensors like `examples`, as on `device`; the batch dimension is dynamic unless the signature
+    fixes it.
 
     Branches on the values of tensors have the outcomes of `sample`; `chance` maps the number of a random branch to its
     outcome. In strict mode, such branches fail. Raises what the model's code and torch.export raise, Offence for
@@ -141,7 +144,8 @@ def export(
     # Strict export does not run user code, but interprets its bytecode, and would trace through our hooks.
     rng = unchanged(model) if strict else watch_foreign_rng(model)
     gradients = watch_gradients(model, table.functions if table is not None else ())
-    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), tracing(), rng, unvalidated():
+    there = seen_on(device, (*model.parameters(), *model.buffers(), *examples))
+    with quiet(), any_name(), same_arrays(model), gradients, no_checkpoints(), tracing(), rng, unvalidated(), there:
         return torch.export.export(flat, examples, dynamic_shapes=(dynamic,), strict=strict)
 
 
@@ -218,17 +222,22 @@ class Shown(BranchTrace):
 
 
 def shown(
-    model: nn.Module, program: Any, notes: Notes, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None = None
+    model: nn.Module,
+    program: Any,
+    notes: Notes,
+    device: torch.device,
+    lengths: Mapping[sympy.Symbol, sympy.Symbol] | None = None,
 ) -> Shown:
     """Clean an exported program. Undecidable if a branch condition depends on more than the arguments.
 
-    `notes` are those of its export; `lengths` maps symbols of the program other than the batch size to ours.
+    `notes` and `device` are those of its export; `lengths` maps symbols of the program other than the batch size to
+    ours.
     """
     with quiet(), any_name():
         root = program.module(check_guards=False)
     graph, spec = root.graph, program.call_spec.out_spec
     dense = without_gaps(root)
-    _make_plain(root, lengths)
+    _make_plain(root, lengths, device)
     keep_without_gaps(root, dense)
     simplify(root)
     reshape_in_regions(root)
@@ -259,10 +268,10 @@ def shown(
     return Shown(root, spec.children()[0], chances, decisions)
 
 
-def traced_of(model: nn.Module, shown: Shown) -> Traced:
-    """Convert to Traced: rename attributes after the user's model, and make every output a separate node."""
+def traced_of(model: nn.Module, shown: Shown, device: torch.device) -> Traced:
+    """Convert to Traced: rename attributes after the user's model; every output becomes a separate node on `device`."""
     root, graph = shown.root, shown.root.graph
-    outputs = _outputs_are_ops(graph, shown.spec)
+    outputs = _outputs_are_ops(graph, shown.spec, device)
     names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         names.setdefault(id(tensor), name)
@@ -285,17 +294,28 @@ def traced_of(model: nn.Module, shown: Shown) -> Traced:
     return Traced(graph, root, outputs, attributes, constants, decisions=shown.decisions)
 
 
-def _outputs_are_ops(graph: Graph, spec: pytree.TreeSpec) -> OutputSpec:
-    """Insert an alias for every output that is an argument, a parameter, or the same node as another output."""
+def _outputs_are_ops(graph: Graph, spec: pytree.TreeSpec, device: torch.device) -> OutputSpec:
+    """Insert an alias for every output that is an argument, a parameter, or the same node as another output.
+
+    Outputs on the CPU, of a graph for another device, are moved to that, from where ranks send them.
+    """
     output = next(iter(reversed(graph.nodes)))
     constants: dict[int, Any] = {}
     positions: list[int] = []
     results: list[Node] = []
+    host: list[int] = []
     for position, leaf in enumerate(pytree.tree_leaves(output.args[0])):
         if not isinstance(leaf, Node):
             constants[position] = leaf
             continue
-        if leaf.op in ("placeholder", "get_attr") or leaf in results:
+        value = leaf.meta["val"]
+        if isinstance(value, TensorValue) and value.host:
+            host.append(position)
+            with graph.inserting_before(output):
+                there = graph.call_function(torch.ops.aten.to.device, (leaf, device, value.dtype))
+            there.meta = {**leaf.meta, "val": replace(value, host=False)}
+            leaf = there
+        elif leaf.op in ("placeholder", "get_attr") or leaf in results:
             with graph.inserting_before(output):
                 alias = graph.call_function(torch.ops.aten.alias.default, (leaf,))
             alias.meta = dict(leaf.meta)
@@ -303,17 +323,17 @@ def _outputs_are_ops(graph: Graph, spec: pytree.TreeSpec) -> OutputSpec:
         positions.append(position)
         results.append(leaf)
     output.args = (tuple(results),)
-    return OutputSpec(spec, constants, tuple(positions))
+    return OutputSpec(spec, constants, tuple(positions), tuple(host))
 
 
-def _make_plain(root: GraphModule, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None) -> None:
+def _make_plain(root: GraphModule, lengths: Mapping[sympy.Symbol, sympy.Symbol] | None, device: torch.device) -> None:
     """Reduce the metadata of all nodes to value and module, as plain data."""
     for node in root.graph.nodes:
-        node.meta = {"val": abstract(node.meta.get("val"), lengths), "module": _module_of(node)}
+        node.meta = {"val": abstract(node.meta.get("val"), lengths, device.type), "module": _module_of(node)}
         if node.op == "get_attr":
             inner = attribute(root, str(node.target))
             if isinstance(inner, GraphModule):
-                _make_plain(inner, lengths)
+                _make_plain(inner, lengths, device)
 
 
 def _module_of(node: Node) -> str:

@@ -13,6 +13,7 @@ Every step adds a line to the record of the traced model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import operator
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rannd.device.identity import is_usable
 from rannd.errors import TraceError
 from rannd.graph.branches.branch_selection import MOST_CHANCES, MoreOperators, NotASelection, select
 from rannd.graph.branches.data_dependent import Undecidable
@@ -41,6 +43,7 @@ from rannd.graph.tracing.batch_dim import closed_batch, holes, lines
 from rannd.graph.tracing.export import Notes, Shown, TracedCall, example_inputs, export, quiet, shown, traced_of
 from rannd.graph.tracing.hook_proofs import failing
 from rannd.graph.tracing.leaf_recorder import NotALeaf, preserved, record
+from rannd.graph.tracing.on_device import home_of, running_on
 from rannd.graph.tracing.unsound_exports import unshown, written_later
 
 LARGEST_EXAMPLE = 256
@@ -79,18 +82,20 @@ def trace(
     model: nn.Module,
     signature: Signature,
     leaves: list[torch.Tensor],
+    device: torch.device,
     assumed: Sequence[bool] | None = None,
     opaque: Sequence[str] = (),
 ) -> tuple[Traced, Signature]:
-    """Trace `model` for calls with tensors like `leaves` (one per tensor of the signature).
+    """Trace `model` as on `device` for calls with tensors like `leaves` (one per tensor of the signature).
 
     Data-dependent branches are taken as for `leaves`; if these have no rows, `assumed` has the outcomes on another rank
     (`rannd.graph.branches.data_dependent`). The modules at `opaque` run as single operators, whatever their code is.
 
     Returns the traced model and the signature of the calls that it is valid for: the given one, or one with a fixed
-    number of rows. Raises TraceError if the model itself fails, or returns no tensor.
+    number of rows. Raises TraceError if the model itself fails, returns no tensor, or has to run on a device that this
+    process does not have.
     """
-    return _FrontEnd(model, signature, leaves, assumed, opaque).run()
+    return _FrontEnd(model, signature, leaves, device, assumed, opaque).run()
 
 
 class _FrontEnd:
@@ -99,12 +104,14 @@ class _FrontEnd:
         model: nn.Module,
         signature: Signature,
         leaves: list[torch.Tensor],
+        device: torch.device,
         assumed: Sequence[bool] | None,
         opaque: Sequence[str],
     ) -> None:
         self._model = model
         self._signature = signature
         self._leaves = leaves
+        self._device = device
         self._assumed = assumed
         self._opaque = opaque
         empty = signature.rows(leaves) == 0
@@ -185,10 +192,18 @@ class _FrontEnd:
         table: LeafTable | None = None
         try:
             if paths:
-                table = record(self._model, paths, self._runs())
+                with self._running():
+                    table = record(self._model, paths, self._runs())
             examples = example_inputs(self._signature, self._leaves)
             program = export(
-                self._model, self._signature, examples, self._sample, strict=strict, table=table, notes=notes
+                self._model,
+                self._signature,
+                examples,
+                self._sample,
+                device=self._device,
+                strict=strict,
+                table=table,
+                notes=notes,
             )
             closed = closed_batch(program, self._signature) if self._signature.fixed_rows is None else None
             if closed is not None:
@@ -217,10 +232,10 @@ class _FrontEnd:
         except Exception as exc:
             return _Attempt(problem=exc, place=of_exception(self._model, exc), notes=notes)
         try:
-            found = shown(self._model, program, notes)
+            found = shown(self._model, program, notes, self._device)
             if notes.chances:
                 found = self._select(found, notes, examples, table)
-            traced = dataclasses.replace(traced_of(self._model, found), leaves=table, holes=closed_sizes)
+            traced = dataclasses.replace(traced_of(self._model, found, self._device), leaves=table, holes=closed_sizes)
         except (Undecidable, NotASelection) as exc:
             around = (exc.module, *ancestors(exc.module)) if exc.module else ("",)
             return _Attempt(problem=exc, place=SourceLocation(around, ""))
@@ -244,13 +259,20 @@ class _FrontEnd:
             seen = Notes()
             try:
                 program = export(
-                    self._model, self._signature, examples, self._sample, table=table, notes=seen, chance=chance
+                    self._model,
+                    self._signature,
+                    examples,
+                    self._sample,
+                    device=self._device,
+                    table=table,
+                    notes=seen,
+                    chance=chance,
                 )
             except (Exception, Offence) as exc:
                 raise NotASelection(f"cannot be traced with the other outcome: {in_words(exc)}", module) from exc
             if seen.decided != notes.decided:
                 raise NotASelection("changes the outcome of data-dependent branches", module)
-            return shown(self._model, program, seen)
+            return shown(self._model, program, seen, self._device)
 
         taken = way(lambda _: True)
         try:
@@ -279,7 +301,7 @@ class _FrontEnd:
         if rows == 0:
             return None
         signature = dataclasses.replace(self._signature, fixed_rows=rows)
-        other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
+        other = _FrontEnd(self._model, signature, self._leaves, self._device, self._assumed, self._opaque)
         attempt = other._open(paths)
         if not attempt.good:
             self._note(f"export for {rows} rows failed as well: {self._why(attempt)}")
@@ -304,26 +326,27 @@ class _FrontEnd:
             for numbers in itertools.combinations(reversed(carrying), count):
                 signature = self._signature.whole(numbers, rows)
                 if self._runs_with(signature, [2, rows + 1]):
-                    other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
+                    other = _FrontEnd(self._model, signature, self._leaves, self._device, self._assumed, self._opaque)
                     names = ", ".join(self._signature.tensors[number].name for number in sorted(numbers))
                     other._note(
                         f"{names} also has size {rows} in dimension 0, but carries no samples: for {few} rows {problem}"
                     )
                     traced, signature = other.run()
                     return dataclasses.replace(traced, whole=tuple(sorted(numbers))), signature
-        other = _FrontEnd(self._model, fixed, self._leaves, self._assumed, self._opaque)
+        other = _FrontEnd(self._model, fixed, self._leaves, self._device, self._assumed, self._opaque)
         other._note(f"for {few} rows {problem}; traced for {rows} rows, each other batch size needs another graph")
         return other.run()
 
     def _runs_with(self, signature: Signature, sizes: Iterable[int]) -> bool:
         """Whether the model runs under another signature with batch sizes of at least each of `sizes`."""
-        other = _FrontEnd(self._model, signature, self._leaves, self._assumed, self._opaque)
-        try:
-            with preserved(self._model):
-                for size in sizes:
-                    other._run(example_inputs(signature, self._leaves, size))
-        except Exception:
-            return False
+        other = _FrontEnd(self._model, signature, self._leaves, self._device, self._assumed, self._opaque)
+        with self._running():
+            try:
+                with preserved(self._model):
+                    for size in sizes:
+                        other._run(example_inputs(signature, self._leaves, size))
+            except Exception:
+                return False
         return True
 
     def _whole(self, attempt: _Attempt | None = None) -> tuple[Traced, Signature]:
@@ -380,7 +403,7 @@ class _FrontEnd:
             return None
         inner = next(name for name in attempt.place.modules if not within(name, paths) or not name)
         try:
-            with preserved(self._model):
+            with self._running(), preserved(self._model):
                 names = called_methods(self._model.get_submodule(inner), self._runs()[0][1])
         except Exception:
             return None  # the model itself fails, which `_problem` reports
@@ -404,13 +427,26 @@ class _FrontEnd:
                 sizes.append(example_inputs(self._signature, self._leaves, last + more))
         return [(self._signature.rows(examples), partial(self._run, examples)) for examples in sizes]
 
+    def _running(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the model can be run, on the job's device; TraceError if that is not possible.
+
+        Without autocast it computes the same types of values elsewhere.
+        """
+        why = next((line for line in self._record if "failed" in line), "")
+        return running_on(self._device, self._model, why, required=bool(self._signature.mode.autocast))
+
     def _run(self, examples: Sequence[torch.Tensor]) -> Any:
+        home = home_of(self._model)
+        if home is not None:
+            examples = [each.detach().to(home).requires_grad_(each.requires_grad) for each in examples]
         args, kwargs = self._signature.unflatten(examples, traced=True)
         with unchanged(self._model), quiet():  # the script does not make this call, so it says nothing
             return self._model(*args, **kwargs)
 
     def _problem(self, attempt: _Attempt) -> TraceError | None:
-        """Run the model without tracing; the error to raise if it fails as well, None otherwise."""
+        """Run the model without tracing, if there is its device; the error to raise if it fails as well."""
+        if not is_usable(self._device):
+            return None
         examples = example_inputs(self._signature, self._leaves)
         if attempt.notes is not None and attempt.notes.decided:
             # Branches had the outcomes of the whole mini-batch, which may differ from those of the first rows.
@@ -418,14 +454,15 @@ class _FrontEnd:
                 tensor.detach().clone().requires_grad_(spec.requires_grad)
                 for spec, tensor in zip(self._signature.tensors, self._sample.tensors, strict=True)
             )
-        try:
-            with preserved(self._model):
-                self._run(examples)
-        except Exception as exc:
-            place = of_exception(self._model, exc)
-            told = TraceError(f"{described(self._model, place.modules[0])} fails{place.line}: {in_words(exc)}")
-            told.__cause__ = exc
-            return told
+        with self._running():
+            try:
+                with preserved(self._model):
+                    self._run(examples)
+            except Exception as exc:
+                place = of_exception(self._model, exc)
+                told = TraceError(f"{described(self._model, place.modules[0])} fails{place.line}: {in_words(exc)}")
+                told.__cause__ = exc
+                return told
         return None
 
     def _same_beyond(self, program: Any, high: int, strict: bool, table: LeafTable | None) -> bool:
@@ -434,7 +471,15 @@ class _FrontEnd:
             return False
         examples = example_inputs(self._signature, self._leaves, high + 1)
         try:
-            other = export(self._model, self._signature, examples, self._sample, strict=strict, table=table)
+            other = export(
+                self._model,
+                self._signature,
+                examples,
+                self._sample,
+                device=self._device,
+                strict=strict,
+                table=table,
+            )
         except Exception:
             return False
         return lines(program.graph) == lines(other.graph)

@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from rannd.device.identity import CUDA
 from rannd.graph.branches.concrete_values import Shadows
 from rannd.graph.branches.data_dependent import Deciding
 from rannd.graph.fx.aliasing import is_random_operator
@@ -36,6 +37,7 @@ from rannd.graph.modules.dropout_override import forced
 from rannd.graph.modules.foreign_rng import watch_foreign_rng
 from rannd.graph.modules.source_location import NodesUnseen, Offence, watch_gradients
 from rannd.graph.tracing.export import unvalidated
+from rannd.graph.tracing.on_device import seen_on
 
 
 class _Triple(torch.autograd.Function):
@@ -207,6 +209,11 @@ def _names() -> bool:
     return bool(graph_module(root, graph)().item() == 1.0)
 
 
+def _elsewhere() -> bool:
+    with seen_on(torch.device(CUDA, 0), [given := torch.ones(2)]), FakeTensorMode() as mode:
+        return mode.from_tensor(given).device.type == CUDA and mode.from_tensor(torch.ones(2)).device.type == "cpu"
+
+
 def _forced() -> bool:
     with forced(nn.Identity(), False):
         return torch.equal(functional.dropout(torch.ones(8), 0.9, training=True), torch.ones(8))
@@ -235,6 +242,7 @@ _PROOFS: Mapping[str, Callable[[], bool]] = {
     "arguments of distributions": _validated,
     "names of attributes": _names,
     "dropout": _forced,
+    "devices of tensors": _elsewhere,
     "random operators": _random,
 }
 

@@ -28,6 +28,7 @@ from rannd.graph.modules.foreign_rng import unchanged
 from rannd.graph.modules.guards import HOOKS, hooks_of
 from rannd.graph.modules.methods import ForeignUse, Method, own_state_only, part_of, replaced
 from rannd.graph.modules.parameter_undo import kept_parameters
+from rannd.graph.tracing.on_device import on_host
 
 
 class NotALeaf(Exception):
@@ -187,6 +188,8 @@ def _see(
             raise NotALeaf(path, f"it returns a {type(leaf).__module__}.{type(leaf).__qualname__}")
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             raise NotALeaf(path, f"it returns a tensor of layout {leaf.layout}: make it dense with to_dense()")
+        if isinstance(leaf, torch.Tensor) and on_host(leaf, model):
+            raise NotALeaf(path, "it returns a tensor on the CPU")
     tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
     shares = _share(tensors, list(given.values()))
     # Inside of a Function's forward, results do not require grad yet: torch creates their node when it returns.

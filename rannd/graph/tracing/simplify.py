@@ -8,6 +8,7 @@ size with zeros and copies into it.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def _slice_before_linear(graph: Graph, node: Node) -> None:
     with graph.inserting_before(linear):  # later, `x` may have been written in place
         shorter = graph.call_function(_SLICE, (x, place, *bounds))
         moved = graph.call_function(_LINEAR, (shorter, *linear.args[1:]))
-    shorter.meta = {**node.meta, "val": TensorValue(taken.dtype, shape)}
+    shorter.meta = {**node.meta, "val": replace(taken, shape=shape)}
     moved.meta = {**linear.meta, "val": result}
     node.replace_all_uses_with(moved)
     graph.erase_node(node)

@@ -22,8 +22,11 @@ MALLOC_SETTINGS = {
 }
 
 #: CUDA: a hardware queue for each stream of transfers (8 GPUs in stages of 3 and 5 have 12, the default is 8 queues);
-#: segments that grow in place of new ones, as an allocation that does not fit waits for the whole device.
+#: segments that grow in place of new ones, as an allocation that does not fit waits for the whole device; workspaces of
+#: cuBLAS with which torch.use_deterministic_algorithms(True) accepts its products (NVIDIA: cuBLAS, "Results
+#: Reproducibility"): cuBLAS reads them before a script could set them, and they take 32 MiB.
 CUDA_SETTINGS = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
@@ -52,6 +55,7 @@ _FORWARDED_PREFIXES = (
 _FORWARDED_NAMES = (
     "MASTER_ADDR",
     "MASTER_PORT",
+    "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",

@@ -156,7 +156,6 @@ class Deployer:
             graph,
             deployed.deployment,
             self._world.slot,
-            self._world.device,
             owners,
             all_outputs=self._context.options.all_outputs,
         )

@@ -20,10 +20,9 @@ def verify(model: nn.Module, graph: ModelGraph, tensors: Sequence[torch.Tensor])
     """
     if graph.signature.rows(tensors) == 0 or graph.signature.mode.dropout is not None:
         return  # no rows to compare, or enable_dropout, which the user's model does not follow
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         with torch.no_grad():
-            difference = compare(model, graph, [tensor.detach().to(device) for tensor in tensors], gradients=False)
+            difference = compare(model, graph, tensors, gradients=False)
     except NotRepeatable as exc:
         raise TraceError(
             f"verify_partitioning: {exc}: its results depend on state outside its modules (a global variable, a file, "

@@ -127,7 +127,6 @@ def bind(
     graph: ModelGraph,
     deployment: Deployment,
     slot: int,
-    device: torch.device,
     owners: Mapping[str, tuple[int, ...]] | None,
     *,
     all_outputs: bool = False,
@@ -165,9 +164,7 @@ def bind(
         if owners is not None
     }
     stage = layout.stage_of(slot)
-    constants = {
-        name: graph.traced.constants[name].to(device) for name in parts[stage].tensors if name in graph.traced.constants
-    }
+    constants = {name: graph.traced.constants[name] for name in parts[stage].tensors if name in graph.traced.constants}
     return BoundGraph(
         graph,
         traffic,

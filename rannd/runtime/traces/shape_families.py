@@ -166,7 +166,9 @@ class Families:
             else:
                 try:
                     logger.debug("Tracing model for any size of %s ...", sizes)
-                    found = pack(StoredTrace("", None, template(self._context.model, signature, leaves)))
+                    found = pack(
+                        StoredTrace("", None, template(self._context.model, signature, leaves, self._world.device))
+                    )
                     new = True
                 except NoTemplate as exc:
                     logger.info("No trace for any size of %s: %s", sizes, exc)
@@ -190,10 +192,9 @@ class Families:
         """Make a graph from a template; returns (graph, ''), or (None, the template's defect or '')."""
         try:
             traced = instance(data, self._context.model, signature)
-            if traced.decisions is not None and signature.rows(leaves):  # a rank without rows follows the others
-                here = [tensor.to(self._world.device) for tensor in leaves]
-                if not traced.decisions.hold(here):
-                    return None, ""
+            follows = not signature.rows(leaves)  # a rank without rows follows the others
+            if traced.decisions is not None and not follows and not traced.decisions.hold(leaves):
+                return None, ""
             return build(self._context.model, signature, leaves, self._world.device, traced), ""
         except NoTemplate:
             return None, ""

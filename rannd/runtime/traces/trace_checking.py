@@ -151,8 +151,7 @@ class TraceChecker:
         return Verdict(None, paths, f"{difference}: {described(self._context.model, name)}")
 
     def _difference(self, graph: ModelGraph, tensors: Sequence[torch.Tensor]) -> Mismatch | None:
-        with _moved_to(self._world.device, self._context.model):
-            return compare_few(self._context.model, graph, [tensor.to(self._world.device) for tensor in tensors])
+        return compare_few(self._context.model, graph, tensors)
 
     def _why_not_comparable(
         self, graph: ModelGraph, tensors: Sequence[torch.Tensor], empty: Sequence[torch.Tensor]
@@ -190,16 +189,3 @@ def _filled_with_values(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             else:  # scales and variances are positive
                 data.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
     yield
-
-
-@contextlib.contextmanager
-def _moved_to(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Temporarily move the model to the device of its graphs."""
-    moved = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.device != device]
-    try:
-        for tensor, data in moved:
-            tensor.data = data.to(device)
-        yield
-    finally:
-        for tensor, data in moved:
-            tensor.data = data

@@ -118,8 +118,7 @@ class Tracer:
             held: The model's parameters, once it is deployed.
         """
         self._last = None
-        home = next((p.device for p in self._context.model.parameters()), self._world.device)
-        leaves = [placed(tensor, home).requires_grad_(tensor.requires_grad) for tensor in call.tensors]
+        leaves = [placed(tensor, self._world.device).requires_grad_(tensor.requires_grad) for tensor in call.tensors]
         other = self._families.graph(signature, leaves, state)
         if other is not None:
             self._agree(_Made(other), signature)
@@ -338,7 +337,7 @@ class Tracer:
             more = " for other inputs or another mode" if self.traced > 1 else ""
             log.get("RaNNCModule").log(log.DETAIL, "Tracing model%s ...", more)
         with explained(self._context.model, signature, leaves):
-            traced, signature = trace(self._context.model, signature, leaves, assumed, opaque)
+            traced, signature = trace(self._context.model, signature, leaves, self._world.device, assumed, opaque)
         data = b""
         if keep:
             try:
@@ -363,11 +362,9 @@ class Tracer:
         if graph.task.graph_hash != stored.graph_hash:
             raise Broken("the hash of its graph differs from the stored one")
         decisions = graph.traced.decisions
-        if decisions is not None:
-            here = [tensor.to(self._world.device) for tensor in leaves]
-            if not (decisions.hold(here) if assumed is None else decisions.values == assumed):
-                return None
-        return graph
+        if decisions is None or (decisions.hold(leaves) if assumed is None else decisions.values == assumed):
+            return graph
+        return None
 
     def _agree(self, made: _Made, signature: Signature) -> list[Branches]:
         """Raise on every rank if one of them failed, or if graphs differ between ranks.
@@ -417,7 +414,7 @@ class Tracer:
         """Cache key of a trace; None if it cannot be cached. Collective."""
         if self._distrusted or self._context.cache.off:
             return None
-        found = fingerprint(self._context.model, signature)
+        found = fingerprint(self._context.model, signature, self._world.device)
         components = {} if isinstance(found, Unseen) else {**found.components, "checking": digest_of(CHECKING)}
         key = trace_key(components) if components else None
         told = self._world.gather_bytes(b"" if key is None else key.digest.encode())
@@ -461,7 +458,7 @@ class Tracer:
 
 
 def placed(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
-    """Move a tensor of a call to the model's device; a meta tensor becomes zeros, which suffice for planning."""
+    """Move a tensor of a call to the device `home`; a meta tensor becomes zeros, which suffice for planning."""
     if tensor.is_meta and home.type != "meta":
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=home)
     return tensor.detach().to(home)

@@ -57,7 +57,7 @@ model = Net()
 optimizer = torch.optim.Adam(model.parameters(), lr=random.random())
 (x,) = next(iter(loader))
 call = flatten_call((x,), {})
-found = fingerprint(model, classify(call, Mode.current(True), [call.shapes()]))
+found = fingerprint(model, classify(call, Mode.current(True), [call.shapes()]), torch.device("cpu"))
 print(found)
 '''
 

@@ -424,7 +424,7 @@ def test_every_mode_is_another() -> None:
         with mode():
             one = seen(model, X)
             # the signature says nothing of most switches
-            other = fingerprint(model, signature)
+            other = fingerprint(model, signature, torch.device("cpu"))
         assert differences(one, before) - {"call"} == {"mode"}, name
         assert isinstance(other, Fingerprint)
         found[name] = one.components["mode"]
@@ -553,7 +553,7 @@ def test_nothing_of_the_users_is_run_and_nothing_changes() -> None:
     model.__dict__["asked"].clear()
     signature, _ = signature_of(model, X)
     model.__dict__["asked"].clear()
-    assert isinstance(fingerprint(model, signature), Fingerprint)
+    assert isinstance(fingerprint(model, signature, torch.device("cpu")), Fingerprint)
     assert model.__dict__["asked"] == []
     assert torch.equal(torch.get_rng_state(), generator)
     for name, module in model.named_modules():
@@ -564,4 +564,4 @@ def test_nothing_of_the_users_is_run_and_nothing_changes() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.is_grad_enabled()
     with nullcontext():
-        assert fingerprint(model, signature) == fingerprint(model, signature)
+        assert fingerprint(model, signature, torch.device("cpu")) == fingerprint(model, signature, torch.device("cpu"))

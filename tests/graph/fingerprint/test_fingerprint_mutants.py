@@ -20,7 +20,7 @@ FROM_ONE = 50
 def components(recipe: Recipe, rows: int = 3) -> tuple[tuple[str, str], ...]:
     with realised(recipe, rows) as (model, args, named):
         signature, _ = signature_of(model, *args, **named)
-        found = fingerprint(model, signature)
+        found = fingerprint(model, signature, torch.device("cpu"))
     assert isinstance(found, Fingerprint), found
     # the package's own files are the same in all of them, but for an editor that saves one meanwhile
     return tuple(sorted((name, text) for name, text in found.components.items() if name != "tracer"))

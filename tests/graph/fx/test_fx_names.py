@@ -73,7 +73,7 @@ def test_any_name(name: str) -> None:
         assert_same(in_pieces(graph, model, given, [3]), expected)  # type: ignore[arg-type]
 
     same(graph)
-    stored = encode(trace(model, graph.signature, given)[0], None)
+    stored = encode(trace(model, graph.signature, given, torch.device("cpu"))[0], None)
     again = build(model, graph.signature, given, torch.device("cpu"), decode(stored, model)[0])
     assert again.task.graph_hash == graph.task.graph_hash
     same(again)

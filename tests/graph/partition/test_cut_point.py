@@ -40,9 +40,9 @@ class Cut(nn.Module):
 def graph_of(model: nn.Module, *args: Tensor) -> ModelGraph:
     """The graph, as it is after a way through the cache."""
     signature, tensors = signature_of(model, *args)
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     here = build(model, signature, tensors, CPU, traced)
-    again, rows = decode(encode(trace(model, signature, tensors)[0], signature.fixed_rows), model)
+    again, rows = decode(encode(trace(model, signature, tensors, torch.device("cpu"))[0], signature.fixed_rows), model)
     stored = build(model, signature, tensors, CPU, again)
     assert stored.task == here.task
     assert rows is None
@@ -178,7 +178,7 @@ def test_strict_export_shows_it_too() -> None:
 
     signature, tensors = signature_of(Cut(forward), X)
     model = Cut(forward)
-    traced, fixed = trace(model, signature, tensors)
+    traced, fixed = trace(model, signature, tensors, torch.device("cpu"))
     assert [op.segment for op in build(model, fixed, tensors, CPU, traced).task.ops if op.target == "aten::linear"] == [
         1,
         2,

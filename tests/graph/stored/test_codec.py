@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("double")
 def there_and_back(model: nn.Module, **kwargs: object) -> tuple[ModelGraph, ModelGraph, list[Tensor]]:
     """The graph of a call, as traced and as stored."""
     signature, tensors = signature_of(model, **kwargs)
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     data = encode(traced, signature.fixed_rows)
     loaded, rows = decode(data, model)
     assert rows == signature.fixed_rows
@@ -72,7 +72,7 @@ def test_every_operator(name: str) -> None:
     function, arguments = CASES[name]
     model = Small(function)
     signature, tensors = signature_of(model, *[make() for make in arguments])
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     if name in NOT_STORED:
         with pytest.raises(Uncodable, match="return_types"):
             encode(traced, signature.fixed_rows)
@@ -97,7 +97,7 @@ def test_another_model_gets_its_own_tensors() -> None:
     one, other = Model(), Model()
     a = torch.randn(4, 6)
     signature, tensors = signature_of(one, a)
-    traced, signature = trace(one, signature, tensors)
+    traced, signature = trace(one, signature, tensors, torch.device("cpu"))
     loaded, _ = decode(encode(traced, None), other)
     graph = build(other, signature, tensors, CPU, loaded)
     assert graph.traced.named("table.weight") is other.table.weight
@@ -127,7 +127,7 @@ def test_structures_with_dataclasses() -> None:
 def _data() -> tuple[bytes, nn.Module]:
     model = Outer(Counting())
     signature, tensors = signature_of(model, torch.randn(4, 6))
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     return encode(traced, None), model
 
 
@@ -180,6 +180,6 @@ def test_what_has_no_form_as_data_is_told() -> None:
     model = Meta()
     signature, tensors = signature_of(model, torch.randn(4, 6))
     traced: Traced
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     with pytest.raises(Uncodable, match="constants of 134217728 bytes"):
         encode(traced, None)

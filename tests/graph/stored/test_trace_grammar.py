@@ -47,7 +47,7 @@ class Model(nn.Module):
 def plain_trace(model: nn.Module, x: torch.Tensor | None = None) -> dict[str, Any]:
     """A sound trace as plain data."""
     signature, tensors = signature_of(model, torch.randn(4, 6) if x is None else x)
-    traced, signature = trace(model, signature, tensors)
+    traced, signature = trace(model, signature, tensors, torch.device("cpu"))
     found: dict[str, Any] = msgspec.msgpack.decode(zlib.decompress(encode(traced, signature.fixed_rows)))
     return found
 

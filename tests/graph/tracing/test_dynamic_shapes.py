@@ -41,7 +41,7 @@ def test_language_models_of_any_length(name: str) -> None:
         model = entry.build().to(entry.dtype)
         whole = entry.batch(4)
         signature, tensors = signature_of(model, **whole)
-        data = template(model, opened(signature), tensors)
+        data = template(model, opened(signature), tensors, torch.device("cpu"))
         longest = min(value.shape[1] for value in whole.values())
         for length in (longest, longest - 1, 3, 2):
             batch = cut_to(whole, length)
@@ -58,7 +58,7 @@ def test_loops_over_the_length_and_leaves_have_no_template(name: str) -> None:
     model = entry.build()
     signature, tensors = signature_of(model, **entry.batch(4))
     with pytest.raises(NoTemplate):
-        template(model, opened(signature), tensors)
+        template(model, opened(signature), tensors, torch.device("cpu"))
 
 
 class Convolution(nn.Module):
@@ -78,7 +78,7 @@ class Convolution(nn.Module):
 def test_sizes_that_the_code_treats_differently_are_not_covered() -> None:
     model = Convolution()
     signature, tensors = signature_of(model, torch.randn(5, 2, 8, 10))
-    data = template(model, dataclasses.replace(signature, open=((0, 1), (0, 2))), tensors)
+    data = template(model, dataclasses.replace(signature, open=((0, 1), (0, 2))), tensors, torch.device("cpu"))
     for height, width in ((8, 10), (9, 7), (30, 20)):
         small, given = signature_of(model, torch.randn(5, 2, height, width))
         graph = build(model, small, given, CPU, instance(data, model, small))
@@ -111,7 +111,7 @@ class CentreCrop(nn.Module):
 def test_a_condition_on_several_sizes_at_once_is_part_of_a_template() -> None:
     model = CentreCrop()
     signature, tensors = signature_of(model, torch.randn(5, 2, 8, 10))
-    data = template(model, dataclasses.replace(signature, open=((0, 1), (0, 2))), tensors)
+    data = template(model, dataclasses.replace(signature, open=((0, 1), (0, 2))), tensors, torch.device("cpu"))
     for height, width in ((8, 10), (6, 12)):
         small, given = signature_of(model, torch.randn(5, 2, height, width))
         graph = build(model, small, given, CPU, instance(data, model, small))
@@ -134,7 +134,7 @@ class EvenSizes(nn.Module):
 def test_a_condition_on_a_remainder_is_part_of_a_template() -> None:
     model = EvenSizes()
     signature, tensors = signature_of(model, torch.randn(5, 2, 8, 11))
-    data = template(model, dataclasses.replace(signature, open=((0, 1), (0, 2))), tensors)
+    data = template(model, dataclasses.replace(signature, open=((0, 1), (0, 2))), tensors, torch.device("cpu"))
     small, given = signature_of(model, torch.randn(5, 2, 6, 17))
     graph = build(model, small, given, CPU, instance(data, model, small))
     assert_same(in_pieces(graph, model, given, [2, 3]), eager(graph, model, given))
@@ -165,13 +165,13 @@ class Positions(nn.Module):
 def test_a_dimension_that_the_model_fixes_has_no_template() -> None:
     signature, tensors = signature_of(Fixed(), torch.randn(4, 6))
     with pytest.raises(NoTemplate, match="fixed by the model's code"):
-        template(Fixed(), dataclasses.replace(signature, open=((0, 0),)), tensors)
+        template(Fixed(), dataclasses.replace(signature, open=((0, 0),)), tensors, torch.device("cpu"))
 
 
 def test_the_longest_length_is_kept() -> None:
     model = Positions()
     signature, tensors = signature_of(model, torch.randn(4, 5, 6))
-    data = template(model, dataclasses.replace(signature, open=((0, 0),)), tensors)
+    data = template(model, dataclasses.replace(signature, open=((0, 0),)), tensors, torch.device("cpu"))
     for length, fits in ((11, True), (12, True), (13, False)):
         small, given = signature_of(model, torch.randn(4, length, 6))
         if fits:
@@ -193,7 +193,7 @@ def test_lengths_that_belong_together_have_to_agree() -> None:
 
     model = Pair()
     signature, tensors = signature_of(model, torch.randn(4, 5, 6), torch.randn(4, 5, 6))
-    data = template(model, dataclasses.replace(signature, open=((0, 0), (1, 0))), tensors)
+    data = template(model, dataclasses.replace(signature, open=((0, 0), (1, 0))), tensors, torch.device("cpu"))
     small, given = signature_of(model, torch.randn(4, 7, 6), torch.randn(4, 7, 6))
     graph = build(model, small, given, CPU, instance(data, model, small))
     assert_same(in_pieces(graph, model, given, [2, 2]), eager(graph, model, given))

@@ -22,7 +22,7 @@ from rannd.graph.tracing.frontend import trace
 
 def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
     signature, tensors = signature_of(model, *args, **kwargs)
-    return trace(model, signature, tensors)[0]
+    return trace(model, signature, tensors, torch.device("cpu"))[0]
 
 
 class Tied(nn.Module):

@@ -83,6 +83,8 @@ def switch_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fx_names, "_format_target", torch.fx.graph._format_target)
     elif name == "dropout":
         monkeypatch.setattr(hook_proofs, "forced", nothing)
+    elif name == "devices of tensors":
+        monkeypatch.setattr(hook_proofs, "seen_on", nothing)
     elif name == "random operators":
         monkeypatch.setattr(hook_proofs, "is_random_operator", lambda _: False)
     else:

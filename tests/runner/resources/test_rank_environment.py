@@ -36,8 +36,11 @@ def test_gpu_ranks_get_queues_and_an_allocator_that_grows() -> None:
     cores = {"cores": 2, "local_ranks": 2, "gpus": 2}
     assert rank_environment.tuning({"OMP_NUM_THREADS": "1"}, **cores).variables == CUDA_SETTINGS
     own = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    assert rank_environment.tuning(own, **cores).variables == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    assert "PYTORCH_ALLOC_CONF" in rank_environment.forwarded_names(CUDA_SETTINGS)
+    assert rank_environment.tuning(own, **cores).variables == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
+    assert rank_environment.forwarded_names(CUDA_SETTINGS) == sorted(CUDA_SETTINGS)
 
 
 def test_the_meeting_point() -> None:
