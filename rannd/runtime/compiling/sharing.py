@@ -1,0 +1,124 @@
+"""Compiles each kind of unit once on a node: one of the ranks that need it compiles, the others load what it has made."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from rannd import log
+from rannd.log import Progress
+from rannd.runtime.comm.context import Context
+from rannd.runtime.compiling.compiler import Code, compile_kind, end_workers, known, reason, threads_of
+from rannd.runtime.compiling.kept_code import KeptCode
+from rannd.runtime.compiling.kinds import Kind
+
+Found: TypeAlias = Code | str
+"""Code of a kind, or why it cannot be compiled."""
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """What one rank tells about its kinds."""
+
+    made: tuple[str, ...]
+    loaded: tuple[str, ...]
+    failed: dict[str, str]
+
+
+def compile_shared(context: Context, kept: KeptCode, wanted: Mapping[str, Kind]) -> dict[str, Found]:
+    """Compile or load the kinds that this rank needs, by digest. Collective over all ranks of the job."""
+    world = context.world
+    begun = time.monotonic()
+    nodes = [world.slots[world.rank_of_slot.index(rank)].node for rank in range(world.size)]
+    lists = [msgspec.msgpack.decode(each, type=list[str]) for each in world.gather_bytes(msgspec.msgpack.encode(list(wanted)))]
+    owner = _owners(nodes, lists)
+    found: dict[str, Found] = {}
+    here = nodes[world.rank]
+    mine = [digest for digest in wanted if owner[here, digest] == world.rank]
+    with Progress("RaNNCModule", "Compiled {done} of {total} kinds of blocks", len(mine), shown=world.rank == 0) as progress:
+        for digest in mine:
+            found[digest] = compiled(kept, wanted[digest], world.local_size)
+            progress.step()
+    failed = {digest: each for digest, each in found.items() if isinstance(each, str)}
+    told = _told(context, found, failed)
+    everywhere = {digest: why for each in told for digest, why in each.failed.items()}
+    for digest, kind in wanted.items():
+        if digest not in found:
+            found[digest] = everywhere.get(digest) or compiled(kept, kind, world.local_size)
+    failed = {digest: each for digest, each in found.items() if isinstance(each, str)}
+    told = [*told, *_told(context, {d: c for d, c in found.items() if d not in mine}, failed)]
+    if threads_of(world.device, world.local_size) > 1:
+        end_workers()
+    _list(context, kept, wanted)
+    if world.rank == 0:
+        _tell(told, time.monotonic() - begun)
+    return found
+
+
+def compiled(kept: KeptCode, kind: Kind, ranks: int) -> Found:
+    """Code of a kind, from this process, torch's cache or the compiler; why not, if it cannot be compiled."""
+    code = known(kind)
+    if code is not None:
+        return code
+    try:
+        with kept.opened(kind):
+            return compile_kind(kind, kept.device, threads_of(kept.device, ranks))
+    except Exception as exc:  # torch.compile raises what it likes; the unit then runs eagerly
+        log.get("RaNNCModule").debug("A block cannot be compiled", exc_info=exc)
+        return reason(exc)
+
+
+def _owners(nodes: list[int], lists: list[list[str]]) -> dict[tuple[int, str], int]:
+    """The rank that compiles each kind on each node: of those that need it, the one with the fewest so far."""
+    needing: dict[tuple[int, str], list[int]] = {}
+    for rank, digests in enumerate(lists):
+        for digest in digests:
+            needing.setdefault((nodes[rank], digest), []).append(rank)
+    load: Counter[int] = Counter()
+    owner = {}
+    for place, ranks in sorted(needing.items(), key=lambda each: (len(each[1]), each[0])):
+        owner[place] = min(ranks, key=lambda rank: (load[rank], rank))
+        load[owner[place]] += 1
+    return owner
+
+
+def _told(context: Context, found: Mapping[str, Found], failed: dict[str, str]) -> list[_Told]:
+    codes = [(digest, code) for digest, code in found.items() if isinstance(code, Code)]
+    mine = _Told(
+        tuple(digest for digest, code in codes if code.made),
+        tuple(digest for digest, code in codes if not code.made),
+        failed,
+    )
+    return [msgspec.msgpack.decode(each, type=_Told) for each in context.world.gather_bytes(msgspec.msgpack.encode(mine))]
+
+
+def _list(context: Context, kept: KeptCode, wanted: Mapping[str, Kind]) -> None:
+    """Enter the folders of this node's kinds into the daemon's cache, or note their use there."""
+    if kept.root is None:
+        return
+    with context.cache.connect() as client:
+        keys = [(kept.key(kind), kind) for kind in wanted.values() if kept.has(kind) or kept.mode == "refresh"]
+        there = client.get_many([key for key, _ in keys])
+        lacking = [(key, kept.size(kind)) for (key, kind), value in zip(keys, there, strict=True) if value is None]
+        client.put_many((key, str(size).encode()) for key, size in lacking if size)
+
+
+def _tell(told: list[_Told], seconds: float) -> None:
+    logger = log.get("RaNNCModule")
+    made = {digest for each in told for digest in each.made}
+    loaded = {digest for each in told for digest in each.loaded} - made
+    failed = {digest: why for each in told for digest, why in each.failed.items()}
+    if made:
+        logger.info("Compiled %s in %.1f s (%d from the cache)", _kinds(len(made)), seconds, len(loaded))
+    elif loaded:
+        logger.info("%s from the cache (%.1f s)", _kinds(len(loaded)), seconds)
+    for why in dict.fromkeys(failed.values()):
+        count = sum(each == why for each in failed.values())
+        logger.warning("%s cannot be compiled and %s eagerly: %s", _kinds(count), "runs" if count == 1 else "run", why)
+
+
+def _kinds(count: int) -> str:
+    return "1 kind of blocks" if count == 1 else f"{count} kinds of blocks"

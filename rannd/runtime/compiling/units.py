@@ -1,0 +1,90 @@
+"""Divides a stage into units, which are compiled one by one: the planner's blocks, or the whole stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from rannd.graph.fx.leaf_op import NAME as LEAF
+from rannd.graph.fx.sizes import is_known
+from rannd.graph.fx.symbolic_values import TensorValue
+from rannd.graph.fx.traced import operator_name
+from rannd.graph.model import ModelGraph
+from rannd.graph.partition.cut import Part, extract
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Operators that are compiled together."""
+
+    part: Part
+    eager: str
+    """Why they are not compiled; '' if they are."""
+
+
+def units_of(graph: ModelGraph, members: Set[Node], blocks: Sequence[Sequence[int]], live: Set[Node] | None) -> list[Unit]:
+    """Divide the placed nodes `members` of a stage into the parts of `blocks` (op numbers) that they contain.
+
+    `live`: nodes that get a gradient in the backward of this graph; None if they are not known before it.
+    Units are in an order in which each reads only earlier ones, and draws random numbers in the graph's order.
+    """
+    nodes = list(graph.nodes.values())
+    found = [own for block in blocks if (own := {nodes[op] for op in block} & members)]
+    units = []
+    for number, own in enumerate(_in_drawing_order(graph, found)):
+        part = extract(graph.traced, graph.placement, own, f"Block{number}")
+        units.append(Unit(part, _why_eager(graph, part, own, live)))
+    return units
+
+
+def _in_drawing_order(graph: ModelGraph, parts: Iterable[set[Node]]) -> list[set[Node]]:
+    """Join neighbours that would draw random numbers in another order than the whole stage, run node by node."""
+    order = {node: place for place, node in enumerate(graph.traced.graph.nodes)}
+    found: list[set[Node]] = []
+    for part in parts:
+        joined = set(part)
+        while found:
+            first = min((order[node] for node in joined & graph.placement.random), default=len(order))
+            if not any(order[node] > first for each in found for node in each & graph.placement.random):
+                break
+            joined |= found.pop()
+        found.append(joined)
+    return found
+
+
+def _why_eager(graph: ModelGraph, part: Part, members: Set[Node], live: Set[Node] | None) -> str:
+    for node in part.module.graph.nodes:
+        if node.op == "call_function" and operator_name(node.target) == LEAF:
+            ops = zip(graph.task.ops, graph.nodes.values(), strict=True)
+            return f"{next(op.opaque for op, each in ops if each in members and op.opaque)} runs as one operator"
+        value = node.meta.get("val")
+        values = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(each, TensorValue) and not is_known(each) for each in values):
+            return "sizes of its values depend on what is computed"
+    if live is None and graph.signature.mode.grad and not _all_or_nothing(graph, part):
+        return "its results have gradients apart from each other, and backward begins outside the call"
+    return ""
+
+
+def _all_or_nothing(graph: ModelGraph, part: Part) -> bool:
+    """Whether each result of a unit depends on all its inputs and parameters that get a gradient.
+
+    A compiled backward gives a gradient to all of them, with zeros where none would be: a parameter that is not used
+    would be changed by its weight decay.
+    """
+    reached: dict[Node, frozenset[Node]] = {}
+    *nodes, output = part.module.graph.nodes
+    for node in nodes:
+        source = node.meta.get("source", node)
+        if node.op == "placeholder":
+            reached[node] = frozenset([node] if source in graph.placement.requires_grad else ())
+        else:
+            reached[node] = frozenset().union(*(reached[each] for each in node.all_input_nodes))
+    graded = [
+        reached[inner]
+        for inner, node in zip(output.args[0], part.outputs, strict=True)
+        if node in graph.placement.requires_grad
+    ]
+    return len(set(graded)) < 2
