@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.fx import Interpreter, Node
@@ -43,6 +44,7 @@ class ProfileInputs:
         state: Mapping[str, torch.Tensor],
         device: torch.device,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        runner: Callable[[Part, int], Callable[..., Sequence[Any]]] | None = None,
     ) -> None:
         self.arguments = arguments
         """Each argument of the graph, and whether dimension 0 is the batch."""
@@ -52,6 +54,13 @@ class ProfileInputs:
         self.device = device
         self.around = around
         """Context manager to run parts in: undoes changes that the user's own code makes to the model."""
+        self._runner = runner
+        """Returns what runs a part with a number of rows, in place of its module: compiled code."""
+
+    def run(self, part: Part, rows: int, arguments: Iterable[torch.Tensor]) -> Sequence[Any]:
+        """Run the forward of a part."""
+        module = part.module if self._runner is None else self._runner(part, rows)
+        return module(*arguments, *part.numbers_at(rows))  # type: ignore[no-any-return]
 
     def value(self, node: Node, rows: int) -> torch.Tensor:
         """Return a value for `node` in a microbatch of `rows` rows."""
@@ -163,7 +172,7 @@ def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor],
     """Return the microseconds of a forward and of its backward."""
     inputs = _inputs(part, sample, rows)
     start = now(sample.device)
-    roots = _forward(part, inputs, tensors, rows)
+    roots = _forward(part, sample, inputs, tensors, rows)
     middle = now(sample.device)
     seeds = [torch.ones_like(root) for root in roots]  # in a job they come from the next part
     begin = now(sample.device)
@@ -198,7 +207,7 @@ def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
 
 
 def _forward(
-    part: Part, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
+    part: Part, sample: ProfileInputs, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
     """Run a forward and return the outputs that require gradients.
 
@@ -206,7 +215,7 @@ def _forward(
     cannot be trained for that reason may still be evaluated, and is planned as if it were trained.
     """
     with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.enable_grad():
-        outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
+        outputs = sample.run(part, rows, (*inputs, *tensors.values()))
     return [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
 
 
@@ -227,7 +236,7 @@ def _kept(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor]
     owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     inputs = [sample.value(node, rows) for node in part.inputs]
     with torch.autograd.graph.saved_tensors_hooks(pack, _same), torch.enable_grad():
-        outputs = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
+        outputs = sample.run(part, rows, (*inputs, *tensors.values()))
         found = float(sum(size for pointer, size in storages.items() if pointer not in owned))
     border = [*zip(part.inputs, inputs, strict=True), *zip(part.outputs, outputs, strict=True)]
     names = {
@@ -258,7 +267,7 @@ def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tenso
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not wanted:
         return whole
-    roots = _forward(part, inputs, tensors, rows)
+    roots = _forward(part, sample, inputs, tensors, rows)
     seeds = [torch.ones_like(root) for root in roots]
     if not roots:
         return 0.0

@@ -51,6 +51,11 @@ class KeptCode:
     """Where code is compiled that is not kept."""
     _versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def toolchain(self) -> str:
+        """Versions of Triton and the C++ compiler."""
+        return f"{self._versions['triton']}, {self._versions['c++']}"
+
     def __post_init__(self) -> None:
         logger = log.get("RaNNCModule")
         self._versions = {

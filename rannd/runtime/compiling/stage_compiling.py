@@ -13,9 +13,8 @@ from rannd import log
 from rannd.config import Config
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import Part
-from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.layers import with_layers
 from rannd.plan.blocks.partitioning import Partitioning
-from rannd.plan.plan_options import PlanOptions
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, Way
 from rannd.runtime.compiling.compiler import Code
@@ -57,7 +56,7 @@ def compile_stage(context: Context, stage: Stage) -> CompiledStage | None:
     kept = KeptCode(device, context.config.cache)
     records = graph.signature.mode.grad
     live = stage.live if records else frozenset()
-    units = units_of(graph, stage.members, _blocks(context.config, graph, context.world.size), live)
+    units = units_of(graph, stage.members, _blocks(context.config, graph), live)
     differentiable = graph.placement.requires_grad if stage.live is None else stage.live
     inside = stage.live is not None
     kinds: dict[Way, list[Kind | None]] = {}
@@ -97,11 +96,11 @@ def compile_stage(context: Context, stage: Stage) -> CompiledStage | None:
     return CompiledStage(stage.part, units, {way: list(map(code, each)) for way, each in kinds.items()}, again)
 
 
-def _blocks(config: Config, graph: ModelGraph, world: int) -> Sequence[Sequence[int]]:
-    """What is compiled together, as numbers of operators: the blocks of which plans for this job are made, or all."""
-    if config.compile_stages == "stages" or not graph.task.ops:
+def _blocks(config: Config, graph: ModelGraph) -> Sequence[Sequence[int]]:
+    """What is compiled together, as numbers of operators: the layers that are measured and placed together, or all."""
+    if config.compile_stages == "stages":
         return [range(len(graph.task.ops))]
-    return [block.ops for block in make_blocks(Partitioning.of(graph.task), PlanOptions.of(config), world=world)]
+    return with_layers(Partitioning.of(graph.task)).grains
 
 
 def _sizes(pieces: Iterable[int]) -> list[int]:

@@ -35,7 +35,7 @@ def units_of(graph: ModelGraph, members: Set[Node], blocks: Sequence[Sequence[in
     units = []
     for number, own in enumerate(_in_drawing_order(graph, found)):
         part = extract(graph.traced, graph.placement, own, f"Block{number}")
-        units.append(Unit(part, _why_eager(graph, part, own, live)))
+        units.append(Unit(part, why_eager(graph, part, live)))
     return units
 
 
@@ -54,11 +54,11 @@ def _in_drawing_order(graph: ModelGraph, parts: Iterable[set[Node]]) -> list[set
     return found
 
 
-def _why_eager(graph: ModelGraph, part: Part, members: Set[Node], live: Set[Node] | None) -> str:
+def why_eager(graph: ModelGraph, part: Part, live: Set[Node] | None) -> str:
+    """Why a part of a graph is not compiled; '' if it is. `live`: as for `units_of`."""
     for node in part.module.graph.nodes:
         if node.op == "call_function" and operator_name(node.target) == LEAF:
-            ops = zip(graph.task.ops, graph.nodes.values(), strict=True)
-            return f"{next(op.opaque for op, each in ops if each in members and op.opaque)} runs as one operator"
+            return f"{_opaque(graph, node)} runs as one operator"
         value = node.meta.get("val")
         values = value if isinstance(value, tuple) else (value,)
         if any(isinstance(each, TensorValue) and not is_known(each) for each in values):
@@ -66,6 +66,12 @@ def _why_eager(graph: ModelGraph, part: Part, members: Set[Node], live: Set[Node
     if live is None and graph.signature.mode.grad and not _all_or_nothing(graph, part):
         return "its results have gradients apart from each other, and backward begins outside the call"
     return ""
+
+
+def _opaque(graph: ModelGraph, leaf: Node) -> str:
+    """Description of the user's code that an opaque operator runs."""
+    ops = zip(graph.task.ops, graph.nodes.values(), strict=True)
+    return next((op.opaque for op, node in ops if op.opaque and node.args[0] == leaf.args[0]), "code of the model")
 
 
 def _all_or_nothing(graph: ModelGraph, part: Part) -> bool:
