@@ -111,6 +111,8 @@ def measure(
         for name in part.tensors:
             like = sample.state[name]
             tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
+            parameter = isinstance(like, torch.nn.Parameter)  # which compiled code distinguishes
+            tensor = torch.nn.Parameter(tensor, False) if parameter else tensor
             tensors[name] = tensor.requires_grad_(like.requires_grad)
         adding = _adding(tensors.values(), sample.device)
         while waiting:

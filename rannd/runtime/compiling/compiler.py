@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rannd.runtime.compiling.kinds import Kind
 
 MOST_THREADS = 8
 """Maximum number of processes in which a rank compiles Triton kernels."""
+BACKEND = "inductor"
 _REFUSED = "fail_on_recompile"
 
 
@@ -36,6 +38,8 @@ class Code:
     function: Callable[..., Any]
     made: bool
     """Whether something was compiled, not only loaded."""
+    seconds: float
+    """How long that took."""
 
     def __call__(self, *arguments: Any) -> Any:
         """Run it; Uncompiled if there is no code for these arguments."""
@@ -64,11 +68,12 @@ def compile_kind(kind: Kind, device: torch.device, threads: int) -> Code:
         "compile_threads": threads,
         "cpp_cache_precompile_headers": False,  # 150 MB for each set of flags
     }
-    function = torch.compile(kind.module.forward, fullgraph=True, dynamic=False, options=options)
-    before = _compiled()
+    more = {"options": options} if BACKEND == "inductor" else {}
+    function = torch.compile(kind.module.forward, fullgraph=True, dynamic=False, backend=BACKEND, **more)
+    before, begun = _compiled(), time.monotonic()
     with _undisturbed(device):
         _run(function, kind, device)
-    code = _known[kind.digest] = Code(function, _compiled() > before)
+    code = _known[kind.digest] = Code(function, _compiled() > before, time.monotonic() - begun)
     return code
 
 

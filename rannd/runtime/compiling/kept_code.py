@@ -11,14 +11,15 @@ never from an entry's value.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +35,6 @@ from rannd.runtime.compiling.kinds import Kind
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
-@dataclass
 class KeptCode:
     """Folders of compiled code of this user on this node.
 
@@ -43,101 +43,129 @@ class KeptCode:
         mode: The configuration item `cache`.
     """
 
-    device: torch.device
-    mode: str
-    root: Path | None = None
-    """The folder of all; None: nothing is kept."""
-    scratch: Path | None = None
-    """Where code is compiled that is not kept."""
-    _versions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def toolchain(self) -> str:
-        """Versions of Triton and the C++ compiler."""
-        return f"{self._versions['triton']}, {self._versions['c++']}"
-
-    def __post_init__(self) -> None:
-        logger = log.get("RaNNCModule")
-        self._versions = {
+    def __init__(self, device: torch.device, mode: str) -> None:
+        self.device = device
+        self.mode = mode
+        self.versions = {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "rannd": version(),
             "triton": _triton(),
             "c++": _compiler(),
         }
+        self.root: Path | None = None
+        """The folder of all folders; None: code is not kept."""
+        self._scratch: Path | None = None
+        """Where code is compiled that is not kept; None: in the user's own folder."""
         given = os.environ.get(_INDUCTOR, "")
         if given and given != _default_folder():
-            logger.info("Compiled blocks are kept in %s (%s), which rannc-cache does not list", given, _INDUCTOR)
+            _tell(f"Compiled blocks are kept in {given} ({_INDUCTOR}), which rannc-cache does not list")
             return
-        if self.mode != "off":
+        if mode != "off":
             try:
                 self.root = Path(places().secure_compiled())
             except (DaemonError, OSError) as exc:
-                logger.warning("Compiled blocks are not kept: %s", exc)
+                _tell(f"Compiled blocks are not kept: {exc}")
         if self.root is None:
-            self.scratch = Path(tempfile.mkdtemp(prefix="rannd-compiled-"))
-            weak = self.scratch
-            import atexit
+            self._scratch = _scratch()
 
-            atexit.register(shutil.rmtree, weak, ignore_errors=True)
+    @property
+    def toolchain(self) -> str:
+        """Versions of Triton and the C++ compiler."""
+        return f"{self.versions['triton']}, {self.versions['c++']}"
 
     def key(self, kind: Kind) -> Key:
         """The key of a kind's code."""
-        return compiled_key(
-            block=kind.digest,
-            rows=kind.rows,
-            device_model=device_model(self.device),
-            versions=self._versions,
-            flags=[
-                torch.get_float32_matmul_precision(),
-                torch.are_deterministic_algorithms_enabled(),
-                torch.get_num_threads(),
-            ],
-        )
+        return self.make_key(kind.digest, kind.rows)
 
     def has(self, kind: Kind) -> bool:
         """Whether the code of a kind is there."""
         return self.root is not None and self.mode != "refresh" and (self.root / self.key(kind).digest).is_dir()
 
+    def used(self) -> Iterator[tuple[Key, int]]:
+        """Keys and bytes of the folders that this process has used since the last call."""
+        while self.root is not None and _used:
+            key, _ = _used.popitem()
+            size = sum(size for _, size in _files(self.root / key.digest))
+            if size:
+                yield key, size
+
     @contextlib.contextmanager
     def opened(self, kind: Kind) -> Iterator[None]:
         """Let torch read and write the folder of a kind; what it writes is kept if the block ends without an error."""
+        if self.device.type == "cpu":
+            _look_at_cpu(self)
+        with self.opened_key(self.key(kind)):
+            yield
+
+    @contextlib.contextmanager
+    def opened_key(self, key: Key) -> Iterator[None]:
+        """As `opened`, for any key."""
         if self.root is None:
-            if self.scratch is None:
-                yield
-                return
-            with _folder(self.scratch):
+            with contextlib.nullcontext() if self._scratch is None else _folder(self._scratch):
                 yield
             return
-        final = self.root / self.key(kind).digest
-        made = self.root / f".{final.name}.{os.getpid()}"
+        _used[key] = None
+        final = self.root / key.digest
+        made = self.root / f".{key.digest}.{os.getpid()}"
         shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(mode=0o700)
         try:
-            old = final.is_dir() and self.mode != "refresh"
-            if old:  # links, so that a torch that finds something lacking does not write into the folder itself
-                shutil.copytree(final, made, copy_function=os.link, dirs_exist_ok=True)
+            # Links, so that a torch that finds something lacking does not write into the folder itself.
+            if self.mode != "refresh" and final.is_dir():
+                shutil.copytree(final, made, copy_function=os.link)
+            made.mkdir(mode=0o700, exist_ok=True)
             before = _files(made)
             with _folder(made):
                 yield
             if self.mode != "readonly" and _files(made) != before:
-                self._keep(made, final)
+                shutil.rmtree(made / "locks", ignore_errors=True)
+                shutil.rmtree(final, ignore_errors=True)
+                with contextlib.suppress(OSError):  # another process was faster
+                    made.rename(final)
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
-    def size(self, kind: Kind) -> int:
-        """Bytes of the folder of a kind; 0 if there is none."""
-        if self.root is None:
-            return 0
-        return sum(size for _, size in _files(self.root / self.key(kind).digest))
+    def make_key(self, block: str, rows: int) -> Key:
+        """The key of code for a hash, or words, and rows."""
+        flags: Sequence[str | int | bool] = [
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(),
+        ]
+        return compiled_key(
+            block=block, rows=rows, device_model=device_model(self.device), versions=self.versions, flags=flags
+        )
 
-    def _keep(self, made: Path, final: Path) -> None:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(made / "locks")
-        if final.is_dir():
-            shutil.rmtree(final, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another process was faster
-            made.rename(final)
+
+@functools.cache
+def _tell(text: str) -> None:
+    log.get("RaNNCModule").info("%s", text)
+
+
+@functools.cache
+def _scratch() -> Path:
+    """A folder that is removed when the process ends."""
+    made = Path(tempfile.mkdtemp(prefix="rannd-compiled-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+_looked: set[str] = set()
+_used: dict[Key, None] = {}
+
+
+def _look_at_cpu(kept: KeptCode) -> None:
+    """Let torch find out which instructions the C++ compiler knows: it compiles a program for each, once in a process.
+
+    Apart from the kinds, since it would be missing in the folders of all but the first.
+    """
+    if kept.toolchain in _looked:
+        return
+    _looked.add(kept.toolchain)
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    with kept.opened_key(kept.make_key("instructions of the CPU", 0)):
+        pick_vec_isa()
 
 
 @contextlib.contextmanager
@@ -184,6 +212,4 @@ def _triton() -> str:
 def _compiler() -> str:
     """The C++ compiler that torch calls: its path, and when it was changed."""
     path = shutil.which(os.environ.get("CXX") or "g++")
-    if path is None:
-        return "none"
-    return f"{os.path.realpath(path)} {os.stat(path).st_mtime_ns}"
+    return "none" if path is None else f"{os.path.realpath(path)} {os.stat(path).st_mtime_ns}"

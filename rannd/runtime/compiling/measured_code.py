@@ -46,7 +46,10 @@ class MeasuredCode:
                 for node in part.inputs
             ]
             states = [sample.state[name] for name in part.tensors]
-            tensors = [_contiguous(each.dtype, tuple(each.shape), each.requires_grad) for each in states]
+            tensors = [
+                _contiguous(each.dtype, tuple(each.shape), each.requires_grad, isinstance(each, torch.nn.Parameter))
+                for each in states
+            ]
             kind = kind_of(part, count, None, [*values, *tensors], self._graph.signature.mode, grad=True)
             found = compiled(self._kept, kind, self._ranks)
             self._codes[id(part), count] = found if isinstance(found, Code) else None
@@ -68,5 +71,5 @@ class MeasuredCode:
         return run
 
 
-def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Layout:
-    return Layout(dtype, shape, tuple(torch.empty(shape, device="meta").stride()), requires_grad)
+def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, parameter: bool = False) -> Layout:
+    return Layout(dtype, shape, tuple(torch.empty(shape, device="meta").stride()), requires_grad, parameter)

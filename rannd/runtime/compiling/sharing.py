@@ -26,6 +26,8 @@ class _Told(msgspec.Struct, frozen=True):
     made: tuple[str, ...]
     loaded: tuple[str, ...]
     failed: dict[str, str]
+    seconds: float
+    """Time that compiling and loading took, also before (to measure blocks)."""
 
 
 def compile_shared(context: Context, kept: KeptCode, wanted: Mapping[str, Kind]) -> dict[str, Found]:
@@ -37,7 +39,7 @@ def compile_shared(context: Context, kept: KeptCode, wanted: Mapping[str, Kind])
     owner = _owners(nodes, lists)
     found: dict[str, Found] = {}
     here = nodes[world.rank]
-    mine = [digest for digest in wanted if owner[here, digest] == world.rank]
+    mine = [digest for digest, kind in wanted.items() if owner[here, digest] == world.rank or kept.has(kind)]
     with Progress("RaNNCModule", "Compiled {done} of {total} kinds of blocks", len(mine), shown=world.rank == 0) as progress:
         for digest in mine:
             found[digest] = compiled(kept, wanted[digest], world.local_size)
@@ -49,12 +51,12 @@ def compile_shared(context: Context, kept: KeptCode, wanted: Mapping[str, Kind])
         if digest not in found:
             found[digest] = everywhere.get(digest) or compiled(kept, kind, world.local_size)
     failed = {digest: each for digest, each in found.items() if isinstance(each, str)}
-    told = [*told, *_told(context, {d: c for d, c in found.items() if d not in mine}, failed)]
+    told = [*told, *_told(context, {digest: each for digest, each in found.items() if digest not in mine}, failed)]
     if threads_of(world.device, world.local_size) > 1:
         end_workers()
-    _list(context, kept, wanted)
+    _list(context, kept)
     if world.rank == 0:
-        _tell(told, time.monotonic() - begun)
+        _tell(told, max(time.monotonic() - begun, *(each.seconds for each in told)))
     return found
 
 
@@ -91,19 +93,18 @@ def _told(context: Context, found: Mapping[str, Found], failed: dict[str, str]) 
         tuple(digest for digest, code in codes if code.made),
         tuple(digest for digest, code in codes if not code.made),
         failed,
+        sum(code.seconds for _, code in codes),
     )
     return [msgspec.msgpack.decode(each, type=_Told) for each in context.world.gather_bytes(msgspec.msgpack.encode(mine))]
 
 
-def _list(context: Context, kept: KeptCode, wanted: Mapping[str, Kind]) -> None:
-    """Enter the folders of this node's kinds into the daemon's cache, or note their use there."""
-    if kept.root is None:
-        return
-    with context.cache.connect() as client:
-        keys = [(kept.key(kind), kind) for kind in wanted.values() if kept.has(kind) or kept.mode == "refresh"]
-        there = client.get_many([key for key, _ in keys])
-        lacking = [(key, kept.size(kind)) for (key, kind), value in zip(keys, there, strict=True) if value is None]
-        client.put_many((key, str(size).encode()) for key, size in lacking if size)
+def _list(context: Context, kept: KeptCode) -> None:
+    """Enter the folders that this process has used into the daemon's cache, or note their use there."""
+    used = dict(kept.used())
+    if used:
+        with context.cache.connect() as client:
+            there = zip(used, client.get_many(list(used)), strict=True)
+            client.put_many((key, str(used[key]).encode()) for key, value in there if value is None)
 
 
 def _tell(told: list[_Told], seconds: float) -> None:
