@@ -15,6 +15,9 @@ from rannd.graph.partition.cut import Part
 from rannd.runtime.compiling.compiler import Code, Uncompiled
 from rannd.runtime.compiling.units import Unit
 
+MOST_LAYOUTS = 3
+"""How often a unit is compiled again because its arguments lie in memory in other ways."""
+
 Way: TypeAlias = tuple[int, bool, bool]
 """What code is compiled for: rows of a piece, whether autograd records, whether backward runs inside the call."""
 
@@ -49,7 +52,7 @@ class CompiledStage:
         self._part = part
         self._codes = codes
         self._again = again
-        self._more: dict[tuple[Way, int], Code | None] = {}
+        self._more: dict[tuple[Way, int], list[Code]] = {}
         """Code for other layouts than expected, by unit."""
         place = {name: number for number, name in enumerate(part.tensors)}
         kept = set(part.outputs)
@@ -87,15 +90,21 @@ class CompiledStage:
 
     def _otherwise(self, number: int, way: Way, arguments: list[torch.Tensor], why: str) -> Any:
         """Run a unit whose arguments are others than those that it was compiled for: with code for them, or eagerly."""
-        if (way, number) not in self._more:
-            self._more[way, number] = self._again(number, way, arguments)
-        code = self._more[way, number]
-        if code is not None:
+        codes = self._more.setdefault((way, number), [])
+        for code in codes:
             try:
                 return code(*arguments)
             except Uncompiled as exc:
                 why = str(exc)
-        self._tell(number, f"A block runs eagerly, because its arguments are laid out in a third way: {why}")
+        if len(codes) < MOST_LAYOUTS:
+            code = self._again(number, way, arguments)
+            if code is not None:
+                codes.append(code)
+                try:
+                    return code(*arguments)
+                except Uncompiled as exc:
+                    why = str(exc)
+        self._tell(number, f"A block runs eagerly, because its arguments are not as they were before: {why}")
         part = self._steps[number].unit.part
         return part.module(*arguments, *part.numbers_at(way[0]))
 

@@ -35,6 +35,7 @@ class Uncompiled(Exception):
 class Code:
     """A compiled kind."""
 
+    kind: Kind
     function: Callable[..., Any]
     made: bool
     """Whether something was compiled, not only loaded."""
@@ -54,11 +55,28 @@ class Code:
 
 _known: dict[str, Code] = {}
 """By digest of the kind, for all models of the process."""
+_looked: list[object] = []
 
 
-def known(kind: Kind) -> Code | None:
-    """The code of a kind that this process has compiled or loaded already."""
-    return _known.get(kind.digest)
+def known(kind: Kind, device: torch.device) -> Code | None:
+    """The code of a kind that this process has compiled or loaded already, if torch has not forgotten it.
+
+    It forgets all code when a model is exported in strict mode, which tracing may do, and in torch.compiler.reset.
+    """
+    code = _known.get(kind.digest)
+    if code is None:
+        return None
+    try:
+        with _undisturbed(device):
+            _run(code, kind, device)
+    except Uncompiled:
+        return None
+    return code
+
+
+def forgotten(device: torch.device) -> list[Kind]:
+    """Kinds whose code was compiled or loaded in this process, but that torch has forgotten."""
+    return [code.kind for code in _known.values() if known(code.kind, device) is None]
 
 
 def compile_kind(kind: Kind, device: torch.device, threads: int) -> Code:
@@ -69,12 +87,28 @@ def compile_kind(kind: Kind, device: torch.device, threads: int) -> Code:
         "cpp_cache_precompile_headers": False,  # 150 MB for each set of flags
     }
     more = {"options": options} if BACKEND == "inductor" else {}
-    function = torch.compile(kind.module.forward, fullgraph=True, dynamic=False, backend=BACKEND, **more)
+    code = _known.get(kind.digest)
+    if code is None:
+        function = torch.compile(kind.module.forward, fullgraph=True, dynamic=False, backend=BACKEND, **more)
+    else:
+        kind, function = code.kind, code.function  # whoever has it gets what is compiled again
     before, begun = _compiled(), time.monotonic()
     with _undisturbed(device):
         _run(function, kind, device)
-    code = _known[kind.digest] = Code(function, _compiled() > before, time.monotonic() - begun)
+    code = _known[kind.digest] = Code(kind, function, _compiled() > before, time.monotonic() - begun)
     return code
+
+
+def looks_at_cpu(device: torch.device) -> bool:
+    """Whether torch has to find out which instructions the C++ compiler knows, before it compiles for a device."""
+    return device.type == "cpu" and BACKEND == "inductor" and not _looked
+
+
+def look_at_cpu() -> None:
+    """Let torch find that out: it compiles a program for each set of instructions, once in a process."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    _looked.append(pick_vec_isa())
 
 
 def threads_of(device: torch.device, ranks: int) -> int:
@@ -93,9 +127,11 @@ def end_workers() -> None:
 
 def reason(exc: BaseException) -> str:
     """Why something cannot be compiled, in one line."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    text = lines[0] if lines else "no message"
-    return f"{type(exc).__name__}: {text[:200]}"
+    inner = getattr(exc, "inner_exception", None)  # of torch's BackendCompilerFailed
+    found = inner if isinstance(inner, BaseException) else exc
+    lines = [line.strip() for line in str(found).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines else "no message"
+    return f"{type(found).__name__}: {text[:200]}"
 
 
 def _compiled() -> int:

@@ -93,8 +93,6 @@ class KeptCode:
     @contextlib.contextmanager
     def opened(self, kind: Kind) -> Iterator[None]:
         """Let torch read and write the folder of a kind; what it writes is kept if the block ends without an error."""
-        if self.device.type == "cpu":
-            _look_at_cpu(self)
         with self.opened_key(self.key(kind)):
             yield
 
@@ -150,22 +148,7 @@ def _scratch() -> Path:
     return made
 
 
-_looked: set[str] = set()
 _used: dict[Key, None] = {}
-
-
-def _look_at_cpu(kept: KeptCode) -> None:
-    """Let torch find out which instructions the C++ compiler knows: it compiles a program for each, once in a process.
-
-    Apart from the kinds, since it would be missing in the folders of all but the first.
-    """
-    if kept.toolchain in _looked:
-        return
-    _looked.add(kept.toolchain)
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    with kept.opened_key(kept.make_key("instructions of the CPU", 0)):
-        pick_vec_isa()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,17 @@ import msgspec
 from rannd import log
 from rannd.log import Progress
 from rannd.runtime.comm.context import Context
-from rannd.runtime.compiling.compiler import Code, compile_kind, end_workers, known, reason, threads_of
+from rannd.runtime.compiling.compiler import (
+    Code,
+    compile_kind,
+    end_workers,
+    forgotten,
+    known,
+    look_at_cpu,
+    looks_at_cpu,
+    reason,
+    threads_of,
+)
 from rannd.runtime.compiling.kept_code import KeptCode
 from rannd.runtime.compiling.kinds import Kind
 
@@ -52,6 +62,8 @@ def compile_shared(context: Context, kept: KeptCode, wanted: Mapping[str, Kind])
             found[digest] = everywhere.get(digest) or compiled(kept, kind, world.local_size)
     failed = {digest: each for digest, each in found.items() if isinstance(each, str)}
     told = [*told, *_told(context, {digest: each for digest, each in found.items() if digest not in mine}, failed)]
+    for kind in forgotten(world.device):  # of other graphs, when this one was traced
+        compiled(kept, kind, world.local_size)
     if threads_of(world.device, world.local_size) > 1:
         end_workers()
     _list(context, kept)
@@ -62,10 +74,13 @@ def compile_shared(context: Context, kept: KeptCode, wanted: Mapping[str, Kind])
 
 def compiled(kept: KeptCode, kind: Kind, ranks: int) -> Found:
     """Code of a kind, from this process, torch's cache or the compiler; why not, if it cannot be compiled."""
-    code = known(kind)
-    if code is not None:
-        return code
     try:
+        code = known(kind, kept.device)
+        if code is not None:
+            return code
+        if looks_at_cpu(kept.device):  # apart from the kinds: it would be missing in the folders of all but the first
+            with kept.opened_key(kept.make_key("instructions of the CPU", 0)):
+                look_at_cpu()
         with kept.opened(kind):
             return compile_kind(kind, kept.device, threads_of(kept.device, ranks))
     except Exception as exc:  # torch.compile raises what it likes; the unit then runs eagerly
