@@ -60,7 +60,7 @@ class ProfileInputs:
     def run(self, part: Part, rows: int, arguments: Iterable[torch.Tensor]) -> Sequence[Any]:
         """Run the forward of a part."""
         module = part.module if self._runner is None else self._runner(part, rows)
-        return module(*arguments, *part.numbers_at(rows))  # type: ignore[no-any-return]
+        return module(*arguments, *part.numbers_at(rows))
 
     def value(self, node: Node, rows: int) -> torch.Tensor:
         """Return a value for `node` in a microbatch of `rows` rows."""

@@ -230,7 +230,12 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "trace": (("model", "of", 48), ("call", "for", 72)),
     "limit": (("deployment", "after out of memory in", 12),),
     "hooks": (("version.torch", "of torch", 24),),
-    "compiled": (("block", "block", 8), ("rows", "rows", 8), ("device_model", "on", 32), ("version.torch", "torch", 16)),
+    "compiled": (
+        ("block", "block", 8),
+        ("rows", "rows", 8),
+        ("device_model", "on", 32),
+        ("version.torch", "torch", 16),
+    ),
     "links": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),
 }
 

@@ -104,7 +104,6 @@ class DaemonPaths(msgspec.Struct, frozen=True):
             # A symbolic link is fine here (caches are often linked to a larger disk): its target is checked.
             _secure(directory, "cache", follow=True, forbidden=0o022)
 
-
     def secure_compiled(self) -> str:
         """Create the folder of compiled blocks, which torch unpickles, or refuse one that others can enter.
 

@@ -321,7 +321,9 @@ class Store:
             values += keys
         with self._db.errors("written"), self._db.healing():
             where = " AND ".join(wanted)
-            found, more = _first(self._db.sql.execute(f"SELECT {LISTED} FROM entries WHERE {where} ORDER BY key", values))
+            found, more = _first(
+                self._db.sql.execute(f"SELECT {LISTED} FROM entries WHERE {where} ORDER BY key", values)
+            )
             with self._db.transaction():
                 self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
             self._remove_folders(found)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
-from rannd.graph.fx.ir import TaskGraph
 from rannd.graph.partition.block_hash import block_hashes
 from rannd.plan.blocks.blocks import boundary_bytes, make_blocks, op_weight
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points

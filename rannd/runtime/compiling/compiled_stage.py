@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,7 +65,9 @@ class CompiledStage:
             self._steps.append(_Step(unit, tuple(place[name] for name in unit.part.tensors), last))
         self._told: set[object] = set()
 
-    def run(self, rows: int, inputs: Mapping[Node, torch.Tensor], tensors: Sequence[torch.Tensor], *, inside: bool) -> Sequence[Any]:
+    def run(
+        self, rows: int, inputs: Mapping[Node, torch.Tensor], tensors: Sequence[torch.Tensor], *, inside: bool
+    ) -> Sequence[Any]:
         """Run a piece; returns the outputs of the stage. `inside`: its backward runs inside the call."""
         way = rows, torch.is_grad_enabled(), inside
         codes = self._codes.get(way)
@@ -97,11 +100,11 @@ class CompiledStage:
             except Uncompiled as exc:
                 why = str(exc)
         if len(codes) < MOST_LAYOUTS:
-            code = self._again(number, way, arguments)
-            if code is not None:
-                codes.append(code)
+            made = self._again(number, way, arguments)
+            if made is not None:
+                codes.append(made)
                 try:
-                    return code(*arguments)
+                    return made(*arguments)
                 except Uncompiled as exc:
                     why = str(exc)
         self._tell(number, f"A block runs eagerly, because its arguments are not as they were before: {why}")
@@ -110,12 +113,25 @@ class CompiledStage:
 
     def _others(self, way: Way) -> str:
         sizes = sorted({rows for rows, grad, inside in self._codes if (grad, inside) == way[1:]}, reverse=True)
-        return f"blocks are compiled for pieces of {' and '.join(map(str, sizes))} rows" if sizes else "no block is compiled for them"
+        return (
+            f"blocks are compiled for pieces of {' and '.join(map(str, sizes))} rows"
+            if sizes
+            else "no block is compiled for them"
+        )
 
     def _tell(self, what: object, text: str) -> None:
         if what not in self._told:
             self._told.add(what)
             log.get("RaNNCModule").info("%s", text)
+
+
+@contextlib.contextmanager
+def backward_again() -> Iterator[None]:
+    """For a backward that may run again (retain_graph): torch refuses it for compiled code, unless told otherwise."""
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
 
 
 def _told_of(way: Way) -> str:

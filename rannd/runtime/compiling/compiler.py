@@ -81,15 +81,15 @@ def forgotten(device: torch.device) -> list[Kind]:
 
 def compile_kind(kind: Kind, device: torch.device, threads: int) -> Code:
     """Compile a kind, or load it from torch's cache. Raises whatever torch does if it cannot be compiled."""
-    options: dict[str, Any] = {
+    options: dict[str, str | int | bool | Callable[..., Any]] = {
         "fallback_random": True,  # the same random numbers as without compilation
         "compile_threads": threads,
         "cpp_cache_precompile_headers": False,  # 150 MB for each set of flags
     }
-    more = {"options": options} if BACKEND == "inductor" else {}
+    given = options if BACKEND == "inductor" else None
     code = _known.get(kind.digest)
     if code is None:
-        function = torch.compile(kind.module.forward, fullgraph=True, dynamic=False, backend=BACKEND, **more)
+        function = torch.compile(kind.module.forward, fullgraph=True, dynamic=False, backend=BACKEND, options=given)
     else:
         kind, function = code.kind, code.function  # whoever has it gets what is compiled again
     before, begun = _compiled(), time.monotonic()
@@ -135,7 +135,7 @@ def reason(exc: BaseException) -> str:
 
 
 def _compiled() -> int:
-    """Number of graphs that inductor has compiled in this process so far, those that its cache does not take included."""
+    """Number of graphs that inductor has compiled in this process so far, cached or not."""
     from torch._dynamo.utils import counters
 
     found = counters["inductor"]

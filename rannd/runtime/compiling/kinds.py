@@ -7,7 +7,7 @@ these graphs and the layouts of their arguments are equal, whatever layers they 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from rannd.graph.call.signature import Mode
+from rannd.graph.fx.symbolic_values import TensorValue
 from rannd.graph.fx.traced import attribute
 from rannd.graph.partition.cut import Part
 from rannd.graph.partition.graph_hash import text_of
@@ -61,16 +62,14 @@ class Kind:
     rows: int
 
 
-def kind_of(
-    part: Part, rows: int, live: Set[Node] | None, arguments: Sequence[Layout], mode: Mode, *, grad: bool
-) -> Kind:
-    """The kind of a unit for pieces of `rows` rows; outputs outside of `live`, if it is known, get no gradient."""
-    module = _plain(part, rows, live if grad else None)
+def kind_of(part: Part, rows: int, live: Set[Node], arguments: Sequence[Layout], mode: Mode, *, grad: bool) -> Kind:
+    """The kind of a unit for pieces of `rows` rows; outputs outside of `live` get no gradient."""
+    module = _plain(part, rows, live if grad else set(part.outputs))
     text = f"{text_of(module)}|{[repr(each) for each in arguments]}|{grad}|{mode.autocast}|{rows}"
     return Kind(hashlib.sha256(text.encode()).hexdigest(), module, tuple(arguments), grad, mode, rows)
 
 
-def _plain(part: Part, rows: int, live: Set[Node] | None) -> GraphModule:
+def _plain(part: Part, rows: int, live: Set[Node]) -> GraphModule:
     """The graph of a part without names of the model, for a number of rows."""
     graph = Graph()
     copies: dict[Node, Any] = {}
@@ -82,7 +81,12 @@ def _plain(part: Part, rows: int, live: Set[Node] | None) -> GraphModule:
         if node in copies:
             continue
         if node.op == "output":
-            graph.output(tuple(_detached(graph, copies[inner], live, node) for inner, node in zip(node.args[0], part.outputs, strict=True)))
+            graph.output(
+                tuple(
+                    copies[inner] if made in live or not _may_record(made) else _detached(graph, copies[inner])
+                    for inner, made in zip(node.args[0], part.outputs, strict=True)
+                )
+            )
             continue
         target = f"{node.op[0]}{number}" if node.op == "placeholder" else node.target
         if node.op == "get_attr":
@@ -94,15 +98,11 @@ def _plain(part: Part, rows: int, live: Set[Node] | None) -> GraphModule:
     return GraphModule(regions, graph, "Block")
 
 
-def _detached(graph: Graph, value: Node, live: Set[Node] | None, node: Node) -> Node:
-    if live is None or node in live:
-        return value
+def _detached(graph: Graph, value: Node) -> Node:
     return graph.call_function(torch.ops.aten.detach.default, (value,))
 
 
-def distinct(kinds: Iterable[Kind]) -> dict[str, Kind]:
-    """One of each kind, by digest."""
-    found: dict[str, Kind] = {}
-    for kind in kinds:
-        found.setdefault(kind.digest, kind)
-    return found
+def _may_record(node: Node) -> bool:
+    """Whether autograd may record how a node's value was made."""
+    value = node.meta.get("val")
+    return not isinstance(value, TensorValue) or value.is_floating_point() or value.is_complex()

@@ -25,13 +25,15 @@ def layouts_of(
     tensors: Mapping[str, torch.Tensor],
     rows: int,
     differentiable: Set[Node],
+    live: Set[Node],
     device: torch.device,
     *,
     grad: bool,
 ) -> list[tuple[Layout, ...]]:
     """Layouts of the arguments of each unit, values first, in a piece of `rows` rows.
 
-    `tensors`: parameters, buffers and constants by name. `differentiable`: nodes that may require a gradient.
+    `tensors`: parameters, buffers and constants by name. `differentiable`: values of other stages that require a
+    gradient. `live`: nodes that may get one; compiled units detach all others.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
@@ -59,5 +61,5 @@ def layouts_of(
                 continue
             for node, made in zip(part.outputs, outputs, strict=True):
                 if isinstance(made, torch.Tensor):
-                    values[node] = made if node in differentiable else made.detach()
+                    values[node] = made if unit.eager or node in live else made.detach()
     return found

@@ -38,7 +38,8 @@ class MeasuredCode:
 
     def prepare(self, part: Part, rows: Sequence[int], sample: ProfileInputs) -> None:
         """Compile a part for several row counts; the part has to live as long as this object."""
-        if why_eager(self._graph, part, frozenset() if self._inside else None):
+        live = frozenset(self._graph.placement.requires_grad)
+        if why_eager(self._graph, part, live, inside=self._inside):
             return
         for count in rows:
             values = [
@@ -50,7 +51,7 @@ class MeasuredCode:
                 _contiguous(each.dtype, tuple(each.shape), each.requires_grad, isinstance(each, torch.nn.Parameter))
                 for each in states
             ]
-            kind = kind_of(part, count, None, [*values, *tensors], self._graph.signature.mode, grad=True)
+            kind = kind_of(part, count, live, [*values, *tensors], self._graph.signature.mode, grad=True)
             found = compiled(self._kept, kind, self._ranks)
             self._codes[id(part), count] = found if isinstance(found, Code) else None
             if not isinstance(found, Code):

@@ -1,4 +1,4 @@
-"""Compiles each kind of unit once on a node: one of the ranks that need it compiles, the others load what it has made."""
+"""Compiles each kind of unit once on a node: one of the ranks that need it; the others load what it has made."""
 
 from __future__ import annotations
 
@@ -45,12 +45,17 @@ def compile_shared(context: Context, kept: KeptCode, wanted: Mapping[str, Kind])
     world = context.world
     begun = time.monotonic()
     nodes = [world.slots[world.rank_of_slot.index(rank)].node for rank in range(world.size)]
-    lists = [msgspec.msgpack.decode(each, type=list[str]) for each in world.gather_bytes(msgspec.msgpack.encode(list(wanted)))]
+    lists = [
+        msgspec.msgpack.decode(each, type=list[str])
+        for each in world.gather_bytes(msgspec.msgpack.encode(list(wanted)))
+    ]
     owner = _owners(nodes, lists)
     found: dict[str, Found] = {}
     here = nodes[world.rank]
     mine = [digest for digest, kind in wanted.items() if owner[here, digest] == world.rank or kept.has(kind)]
-    with Progress("RaNNCModule", "Compiled {done} of {total} kinds of blocks", len(mine), shown=world.rank == 0) as progress:
+    with Progress(
+        "RaNNCModule", "Compiled {done} of {total} kinds of blocks", len(mine), shown=world.rank == 0
+    ) as progress:
         for digest in mine:
             found[digest] = compiled(kept, wanted[digest], world.local_size)
             progress.step()
@@ -110,7 +115,9 @@ def _told(context: Context, found: Mapping[str, Found], failed: dict[str, str]) 
         failed,
         sum(code.seconds for _, code in codes),
     )
-    return [msgspec.msgpack.decode(each, type=_Told) for each in context.world.gather_bytes(msgspec.msgpack.encode(mine))]
+    return [
+        msgspec.msgpack.decode(each, type=_Told) for each in context.world.gather_bytes(msgspec.msgpack.encode(mine))
+    ]
 
 
 def _list(context: Context, kept: KeptCode) -> None:

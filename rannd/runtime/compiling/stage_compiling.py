@@ -39,8 +39,10 @@ class Stage:
     tensors: Mapping[str, torch.Tensor]
     """Its parameters, buffers and constants, or others of the same layout."""
     recompute: bool
-    live: frozenset[Node] | None
-    """Nodes that get a gradient, if backward runs inside the call; None if it does not."""
+    live: frozenset[Node]
+    """Nodes that get a gradient if backward begins at all results, or inside the call."""
+    inside: bool
+    """Whether backward runs inside the call, from the loss."""
     pieces: Sequence[int]
     """Rows of all pieces of a mini-batch."""
 
@@ -55,15 +57,13 @@ def compile_stage(context: Context, stage: Stage) -> CompiledStage | None:
     graph, device = stage.graph, context.world.device
     kept = KeptCode(device, context.config.cache)
     records = graph.signature.mode.grad
-    live = stage.live if records else frozenset()
-    units = units_of(graph, stage.members, _blocks(context.config, graph), live)
-    differentiable = graph.placement.requires_grad if stage.live is None else stage.live
-    inside = stage.live is not None
+    units = units_of(graph, stage.members, _blocks(context.config, graph), stage.live, inside=stage.inside)
+    differentiable = stage.live if stage.inside else graph.placement.requires_grad
     kinds: dict[Way, list[Kind | None]] = {}
     for rows in _sizes(stage.pieces):
         for grad in {records, records and not stage.recompute}:
-            layouts = layouts_of(graph, units, stage.tensors, rows, differentiable, device, grad=grad)
-            kinds[rows, grad, inside] = [
+            layouts = layouts_of(graph, units, stage.tensors, rows, differentiable, stage.live, device, grad=grad)
+            kinds[rows, grad, stage.inside] = [
                 None if unit.eager else kind_of(unit.part, rows, stage.live, each, graph.signature.mode, grad=grad)
                 for unit, each in zip(units, layouts, strict=True)
             ]
@@ -85,7 +85,11 @@ def compile_stage(context: Context, stage: Stage) -> CompiledStage | None:
             units[number].part, rows, stage.live, list(map(Layout.of, arguments)), graph.signature.mode, grad=grad
         )
         planned = kinds[way][number]
-        why = "torch has forgotten its code" if planned is not None and planned.digest == kind.digest else "its arguments are laid out differently"
+        why = (
+            "torch has forgotten its code"
+            if planned is not None and planned.digest == kind.digest
+            else "its arguments are laid out differently"
+        )
         log.get("RaNNCModule").info("Compiling a block again: %s", why)
         where, before = context.world.watch.where, context.world.watch.where.preparing
         where.preparing = True

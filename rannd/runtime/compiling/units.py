@@ -24,10 +24,12 @@ class Unit:
     """Why they are not compiled; '' if they are."""
 
 
-def units_of(graph: ModelGraph, members: Set[Node], blocks: Sequence[Sequence[int]], live: Set[Node] | None) -> list[Unit]:
+def units_of(
+    graph: ModelGraph, members: Set[Node], blocks: Sequence[Sequence[int]], live: Set[Node], *, inside: bool
+) -> list[Unit]:
     """Divide the placed nodes `members` of a stage into the parts of `blocks` (op numbers) that they contain.
 
-    `live`: nodes that get a gradient in the backward of this graph; None if they are not known before it.
+    `live`: nodes that may get a gradient; `inside`: all of them do, as backward runs inside the call.
     Units are in an order in which each reads only earlier ones, and draws random numbers in the graph's order.
     """
     nodes = list(graph.nodes.values())
@@ -35,7 +37,7 @@ def units_of(graph: ModelGraph, members: Set[Node], blocks: Sequence[Sequence[in
     units = []
     for number, own in enumerate(_in_drawing_order(graph, found)):
         part = extract(graph.traced, graph.placement, own, f"Block{number}")
-        units.append(Unit(part, why_eager(graph, part, live)))
+        units.append(Unit(part, why_eager(graph, part, live, inside=inside)))
     return units
 
 
@@ -54,8 +56,8 @@ def _in_drawing_order(graph: ModelGraph, parts: Iterable[set[Node]]) -> list[set
     return found
 
 
-def why_eager(graph: ModelGraph, part: Part, live: Set[Node] | None) -> str:
-    """Why a part of a graph is not compiled; '' if it is. `live`: as for `units_of`."""
+def why_eager(graph: ModelGraph, part: Part, live: Set[Node], *, inside: bool) -> str:
+    """Why a part of a graph is not compiled; '' if it is. `live` and `inside`: as for `units_of`."""
     for node in part.module.graph.nodes:
         if node.op == "call_function" and operator_name(node.target) == LEAF:
             return f"{_opaque(graph, node)} runs as one operator"
@@ -63,7 +65,7 @@ def why_eager(graph: ModelGraph, part: Part, live: Set[Node] | None) -> str:
         values = value if isinstance(value, tuple) else (value,)
         if any(isinstance(each, TensorValue) and not is_known(each) for each in values):
             return "sizes of its values depend on what is computed"
-    if live is None and graph.signature.mode.grad and not _all_or_nothing(graph, part):
+    if not inside and not _all_or_nothing(graph, part, live):
         return "its results have gradients apart from each other, and backward begins outside the call"
     return ""
 
@@ -74,23 +76,30 @@ def _opaque(graph: ModelGraph, leaf: Node) -> str:
     return next((op.opaque for op, node in ops if op.opaque and node.args[0] == leaf.args[0]), "code of the model")
 
 
-def _all_or_nothing(graph: ModelGraph, part: Part) -> bool:
-    """Whether each result of a unit depends on all its inputs and parameters that get a gradient.
+def _all_or_nothing(graph: ModelGraph, part: Part, live: Set[Node]) -> bool:
+    """Whether each result of a part depends on all its inputs and parameters that may get a gradient.
 
     A compiled backward gives a gradient to all of them, with zeros where none would be: a parameter that is not used
     would be changed by its weight decay.
     """
-    reached: dict[Node, frozenset[Node]] = {}
-    *nodes, output = part.module.graph.nodes
-    for node in nodes:
-        source = node.meta.get("source", node)
-        if node.op == "placeholder":
-            reached[node] = frozenset([node] if source in graph.placement.requires_grad else ())
+    found = {frozenset(_sources(graph, part, node)) for node in part.outputs if node in live}
+    return len(found) < 2
+
+
+def _sources(graph: ModelGraph, part: Part, output: Node) -> set[Node | str]:
+    """Inputs (nodes) and parameters (names) of a part that an output passes gradients on to."""
+    placement, inputs = graph.placement, set(part.inputs)
+    found: set[Node | str] = set()
+    seen, stack = set[Node](), [output]
+    while stack:
+        node = stack.pop()
+        if node in seen or node not in placement.requires_grad:
+            continue
+        seen.add(node)
+        if node in inputs:
+            found.add(node)
+        elif node in graph.traced.attributes:
+            found.add(graph.traced.attributes[node])
         else:
-            reached[node] = frozenset().union(*(reached[each] for each in node.all_input_nodes))
-    graded = [
-        reached[inner]
-        for inner, node in zip(output.args[0], part.outputs, strict=True)
-        if node in graph.placement.requires_grad
-    ]
-    return len(set(graded)) < 2
+            stack += (*node.all_input_nodes, *placement.writers.get(node, ()))
+    return found

@@ -32,7 +32,7 @@ def compile_bound(
         and bound.interleaved is not None
         and mode.grad
         and (context.options.scaled or not mode.float16)
-    )
+    )  # as `Session._interleaves` decides in the call
     tensors = {}
     for name in bound.part.tensors:
         held = bound.constants.get(name, state.get(name))
@@ -41,6 +41,11 @@ def compile_bound(
             held = torch.empty(like.shape, dtype=like.dtype, device=world.device)
         tensors[name] = held
     members = {node for node, stage in bound.stage_of.items() if stage == bound.stage}
-    live = bound.interleaved.live if inside and bound.interleaved is not None else None
+    if inside and bound.interleaved is not None:
+        live = bound.interleaved.live
+    else:
+        live = bound.live((True,) * len(bound.graph.traced.results))
     pieces = Pieces(bound.layout, by_slot).rows
-    return compile_stage(context, Stage(bound.graph, bound.part, members, tensors, bound.recompute, live, pieces))
+    return compile_stage(
+        context, Stage(bound.graph, bound.part, members, tensors, bound.recompute, live, inside, pieces)
+    )

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from rannd.device.generators import kept_generators
 from rannd.runtime.comm.context import Context
-from rannd.runtime.compiling.compiled_stage import CompiledStage
+from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.bound_graph import BoundGraph
 from rannd.runtime.execution.p2p import as_bytes
 from rannd.runtime.execution.step import Saved, Step
@@ -143,7 +143,8 @@ class Computing:
                 roots.append(value)
                 seeds.append(gradient)
         if roots:
-            torch.autograd.backward(roots, seeds, retain_graph=step.keep)
+            with backward_again() if step.keep and self._compiled is not None else contextlib.nullcontext():
+                torch.autograd.backward(roots, seeds, retain_graph=step.keep)
             if self._finite.every:
                 found = {node: value.grad for node, value in saved.inputs.items()}
                 self._finite.gradients(dict(enumerate(seeds)), found)
