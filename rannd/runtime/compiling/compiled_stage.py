@@ -14,7 +14,7 @@ from torch.fx import Node
 from rannd import log
 from rannd.graph.partition.cut import Part
 from rannd.runtime.compiling.compiler import Code, Uncompiled
-from rannd.runtime.compiling.units import Unit
+from rannd.runtime.compiling.stage_units import Unit
 
 MOST_LAYOUTS = 3
 """How often a unit is compiled again because its arguments lie in memory in other ways."""

@@ -31,6 +31,7 @@ from rannd.daemon.common.versions import version
 from rannd.device.identity import device_model
 from rannd.errors import DaemonError
 from rannd.runtime.compiling.kinds import Kind
+from rannd.sources import digest_of
 
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
@@ -50,6 +51,7 @@ class KeptCode:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "rannd": version(),
+            "rannd source": digest_of(("runtime/compiling",))[:16],
             "triton": _triton(),
             "c++": _compiler(),
         }
@@ -108,9 +110,9 @@ class KeptCode:
         made = self.root / f".{key.digest}.{os.getpid()}"
         shutil.rmtree(made, ignore_errors=True)
         try:
-            # Links, so that a torch that finds something lacking does not write into the folder itself.
+            # A copy, so that a torch that finds something lacking does not write into the folder itself.
             if self.mode != "refresh" and final.is_dir():
-                shutil.copytree(final, made, copy_function=os.link)
+                shutil.copytree(final, made)
             made.mkdir(mode=0o700, exist_ok=True)
             before = _files(made)
             with _folder(made):

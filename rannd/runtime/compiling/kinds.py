@@ -23,7 +23,7 @@ from rannd.graph.partition.graph_hash import text_of
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """What compiled code relies on about a tensor."""
 
     dtype: torch.dtype
@@ -33,10 +33,10 @@ class Layout:
     parameter: bool = False
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
+    def of(tensor: torch.Tensor) -> TensorLayout:
         """The layout of a tensor."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Layout(tensor.dtype, shape, stride, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+        return TensorLayout(tensor.dtype, shape, stride, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 
     def tensor(self, device: torch.device) -> torch.Tensor:
         """A new tensor of this layout: small positive numbers, zeros for integers, True for masks."""
@@ -55,14 +55,16 @@ class Kind:
     """Equal for equal kinds, in every process."""
     module: GraphModule
     """``module(*values, *tensors)`` returns the outputs of the unit."""
-    arguments: tuple[Layout, ...]
+    arguments: tuple[TensorLayout, ...]
     grad: bool
     """Whether autograd records."""
     mode: Mode
     rows: int
 
 
-def kind_of(part: Part, rows: int, live: Set[Node], arguments: Sequence[Layout], mode: Mode, *, grad: bool) -> Kind:
+def kind_of(
+    part: Part, rows: int, live: Set[Node], arguments: Sequence[TensorLayout], mode: Mode, *, grad: bool
+) -> Kind:
     """The kind of a unit for pieces of `rows` rows; outputs outside of `live` get no gradient."""
     module = _plain(part, rows, live if grad else set(part.outputs))
     text = f"{text_of(module)}|{[repr(each) for each in arguments]}|{grad}|{mode.autocast}|{rows}"

@@ -15,8 +15,8 @@ from torch.fx import Node
 from rannd import log
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import crossing_shape
-from rannd.runtime.compiling.kinds import Layout
-from rannd.runtime.compiling.units import Unit
+from rannd.runtime.compiling.kinds import TensorLayout
+from rannd.runtime.compiling.stage_units import Unit
 
 
 def layouts_of(
@@ -29,7 +29,7 @@ def layouts_of(
     device: torch.device,
     *,
     grad: bool,
-) -> list[tuple[Layout, ...]]:
+) -> list[tuple[TensorLayout, ...]]:
     """Layouts of the arguments of each unit, values first, in a piece of `rows` rows.
 
     `tensors`: parameters, buffers and constants by name. `differentiable`: values of other stages that require a
@@ -52,7 +52,7 @@ def layouts_of(
             part = unit.part
             inputs = [value(node) for node in part.inputs]
             arguments = [*inputs, *(state[name] for name in part.tensors)]
-            found.append(tuple(map(Layout.of, arguments)))
+            found.append(tuple(map(TensorLayout.of, arguments)))
             try:
                 with torch.set_grad_enabled(grad):
                     outputs = part.module(*arguments, *part.numbers_at(rows))

@@ -15,9 +15,9 @@ from rannd.profile.measure import ProfileInputs
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiler import Code, Uncompiled
 from rannd.runtime.compiling.kept_code import KeptCode
-from rannd.runtime.compiling.kinds import Layout, kind_of
+from rannd.runtime.compiling.kinds import TensorLayout, kind_of
 from rannd.runtime.compiling.sharing import compiled
-from rannd.runtime.compiling.units import why_eager
+from rannd.runtime.compiling.stage_units import why_eager
 
 
 class MeasuredCode:
@@ -72,5 +72,7 @@ class MeasuredCode:
         return run
 
 
-def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, parameter: bool = False) -> Layout:
-    return Layout(dtype, shape, tuple(torch.empty(shape, device="meta").stride()), requires_grad, parameter)
+def _contiguous(
+    dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool, parameter: bool = False
+) -> TensorLayout:
+    return TensorLayout(dtype, shape, tuple(torch.empty(shape, device="meta").stride()), requires_grad, parameter)

@@ -13,23 +13,23 @@ from rannd import log
 from rannd.config import Config
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import Part
-from rannd.plan.blocks.layers import with_layers
+from rannd.plan.blocks.repeated_layers import with_layers
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, Way
 from rannd.runtime.compiling.compiler import Code
 from rannd.runtime.compiling.kept_code import KeptCode
-from rannd.runtime.compiling.kinds import Kind, Layout, kind_of
+from rannd.runtime.compiling.kinds import Kind, TensorLayout, kind_of
 from rannd.runtime.compiling.layouts import layouts_of
 from rannd.runtime.compiling.sharing import compile_shared, compiled
-from rannd.runtime.compiling.units import Unit, units_of
+from rannd.runtime.compiling.stage_units import Unit, units_of
 
 SIZES = 2
 """Maximum number of sizes of pieces that code is compiled for: those that a mini-batch is divided into."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageToCompile:
     """This rank's stage of a graph, with what it is run on."""
 
     graph: ModelGraph
@@ -47,7 +47,7 @@ class Stage:
     """Rows of all pieces of a mini-batch."""
 
 
-def compile_stage(context: Context, stage: Stage) -> CompiledStage | None:
+def compile_stage(context: Context, stage: StageToCompile) -> CompiledStage | None:
     """Compile the units of a stage, or load what an earlier run has compiled. Collective over all ranks.
 
     None if `compile_stages` is off.
@@ -82,7 +82,7 @@ def compile_stage(context: Context, stage: Stage) -> CompiledStage | None:
     def again(number: int, way: Way, arguments: Sequence[torch.Tensor]) -> Code | None:
         rows, grad, _ = way
         kind = kind_of(
-            units[number].part, rows, stage.live, list(map(Layout.of, arguments)), graph.signature.mode, grad=grad
+            units[number].part, rows, stage.live, list(map(TensorLayout.of, arguments)), graph.signature.mode, grad=grad
         )
         planned = kinds[way][number]
         why = (

@@ -8,7 +8,7 @@ import torch
 
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage
-from rannd.runtime.compiling.stage_compiling import Stage, compile_stage
+from rannd.runtime.compiling.stage_compiling import StageToCompile, compile_stage
 from rannd.runtime.execution.bound_graph import BoundGraph
 from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.execution.shared_batch import rows_by_slot
@@ -47,5 +47,5 @@ def compile_bound(
         live = bound.live((True,) * len(bound.graph.traced.results))
     pieces = Pieces(bound.layout, by_slot).rows
     return compile_stage(
-        context, Stage(bound.graph, bound.part, members, tensors, bound.recompute, live, inside, pieces)
+        context, StageToCompile(bound.graph, bound.part, members, tensors, bound.recompute, live, inside, pieces)
     )
