@@ -13,8 +13,8 @@ from rannd import log
 from rannd.config import Config
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import Part
-from rannd.plan.blocks.repeated_layers import with_layers
 from rannd.plan.blocks.partitioning import Partitioning
+from rannd.plan.blocks.repeated_layers import with_layers
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, Way
 from rannd.runtime.compiling.compiler import Code

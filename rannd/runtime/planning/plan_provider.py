@@ -28,8 +28,8 @@ from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import cut
 from rannd.plan.blocks.blocks import Block, make_blocks
-from rannd.plan.blocks.repeated_layers import with_layers
 from rannd.plan.blocks.partitioning import Partitioning
+from rannd.plan.blocks.repeated_layers import with_layers
 from rannd.plan.compatibility import check_belongs, differences
 from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
 from rannd.plan.plan_options import PlanOptions

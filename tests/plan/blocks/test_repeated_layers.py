@@ -10,8 +10,8 @@ from plan_graphs import GraphBuilder, chain, task_graphs, transformer
 
 from rannd.graph.fx.ir import TaskGraph
 from rannd.graph.partition.block_hash import block_hashes
-from rannd.plan.blocks.repeated_layers import MOST_LAYERS, PARTS, with_layers
 from rannd.plan.blocks.partitioning import Partitioning
+from rannd.plan.blocks.repeated_layers import MOST_LAYERS, PARTS, with_layers
 
 
 def layers(graph: TaskGraph) -> tuple[tuple[int, ...], ...]:
