@@ -185,7 +185,10 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch._subclasses.fake_tensor.FakeTensor", "Recognizes fake tensors, which have no values, during export."
     ),
-    PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "Creates fake tensors, to check the tracer's hooks."),
+    PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "Creates fake tensors, to check the tracer's hooks, and to find out strides.",
+    ),
     PrivateName(
         "torch.autograd.Function._backward_cls._forward_cls",
         "The custom Function of a node of the autograd graph, to detect calls of custom Functions.",
@@ -432,6 +435,24 @@ PRIVATE_NAMES = (
     PrivateName("torch.ops.aten._upsample_nearest_exact2d", 'interpolate(mode="nearest-exact") of images.'),
     PrivateName("torch.ops.aten._upsample_nearest_exact3d", 'interpolate(mode="nearest-exact") of volumes.'),
     PrivateName("torch.ops.aten._weight_norm", "weight_norm."),
+    # Compiled blocks: settings and facts of torch.compile that have no public names.
+    PrivateName("torch._dynamo.utils.counters", "Whether inductor compiled a block, or found it in its cache."),
+    PrivateName(
+        "torch._functorch.config",
+        "donated_buffer, which is off for compiled blocks: with it a second backward (retain_graph) is refused.",
+    ),
+    PrivateName("torch._functorch.config.patch", "Changes it for a while."),
+    PrivateName(
+        "torch._inductor.async_compile.shutdown_compile_workers", "Ends the processes that compile Triton kernels."
+    ),
+    PrivateName(
+        "torch._inductor.cpu_vec_isa.pick_vec_isa",
+        "What torch finds out about the C++ compiler, once in a process: kept apart from the blocks.",
+    ),
+    PrivateName(
+        "torch._inductor.runtime.cache_dir_utils.default_cache_dir",
+        "Whether TORCHINDUCTOR_CACHE_DIR is the user's, or set by torch itself.",
+    ),
     # Modules that benchmarks check for.
     PrivateName("torch._inductor", "Should not be imported at startup (checked by bench/startup.py)."),
     PrivateName("torch.export._trace", "Should not be imported by a start with a cached trace (bench/startup.py)."),

@@ -45,11 +45,13 @@ OWN += [
     "check_nan",
     "wait_notice_s",
     "transport",
+    "compile_stages",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
 PLAN_AFFECTING = {
+    "compile_stages",
     "interleave_loss",
     "sync_allreduce",
     "decomposer",

@@ -114,6 +114,13 @@ class Config:
         group=_PLAN,
         plan_affecting=True,
     )
+    compile_stages: str = item(
+        "off",
+        "Compile with torch.compile: each kind of block once (blocks), or each whole stage (stages).",
+        group=_PLAN,
+        plan_affecting=True,
+        choices=("off", "blocks", "stages"),
+    )
     # --- MEMORY
     mem_limit_gb: float = item(
         0.0,

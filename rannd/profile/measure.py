@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.fx import Interpreter, Node
@@ -42,6 +43,7 @@ class ProfileInputs:
         state: Mapping[str, torch.Tensor],
         device: torch.device,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        runner: Callable[[Part, int], Callable[..., Sequence[Any]]] | None = None,
     ) -> None:
         self.arguments = arguments
         """Each argument of the graph, and whether dimension 0 is the batch."""
@@ -53,6 +55,13 @@ class ProfileInputs:
         """Context manager to run parts in: undoes changes that the user's own code makes to the model."""
         self._there: dict[tuple[Node, int], torch.Tensor] = {}
         """Rows of arguments on an accelerator: copying them there again would make the host wait for it."""
+        self._runner = runner
+        """Returns what runs a part with a number of rows, in place of its module: compiled code."""
+
+    def run(self, part: Part, rows: int, arguments: Iterable[torch.Tensor]) -> Sequence[Any]:
+        """Run the forward of a part: the only place in which one is called to be measured."""
+        module = part.module if self._runner is None else self._runner(part, rows)
+        return module(*arguments, *part.numbers_at(rows))
 
     def value(self, node: Node, rows: int) -> torch.Tensor:
         """Return a value for `node` in a microbatch of `rows` rows."""
@@ -108,6 +117,8 @@ def measure(
         for name in part.tensors:
             like = sample.state[name]
             tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
+            parameter = isinstance(like, torch.nn.Parameter)  # which compiled code distinguishes
+            tensor = torch.nn.Parameter(tensor, False) if parameter else tensor
             tensors[name] = tensor.requires_grad_(like.requires_grad)
         adding = _adding(tensors.values(), sample.device)
         while waiting:
@@ -168,7 +179,7 @@ def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor],
     """Run a forward and its backward; its spans are these two, or the forward if there is no backward."""
     inputs = _inputs(part, sample, rows)
     stamp()
-    roots = _forward(part, inputs, tensors, rows)
+    roots = _forward(part, sample, inputs, tensors, rows)
     stamp()
     if not roots:
         return
@@ -205,7 +216,7 @@ def _adding(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
 
 
 def _forward(
-    part: Part, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
+    part: Part, sample: ProfileInputs, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
     """Run a forward and return the outputs that require gradients.
 
@@ -213,16 +224,8 @@ def _forward(
     cannot be trained for that reason may still be evaluated, and is planned as if it were trained.
     """
     with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.enable_grad():
-        outputs = _outputs(part, inputs, tensors, rows)
+        outputs = sample.run(part, rows, (*inputs, *tensors.values()))
     return [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
-
-
-def _outputs(
-    part: Part, inputs: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor], rows: int
-) -> Sequence[object]:
-    """Run a part: the only place in which one is called to be measured."""
-    outputs: Sequence[object] = part.module(*inputs, *tensors.values(), *part.numbers_at(rows))
-    return outputs
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,7 +245,7 @@ def _kept(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor]
     owned = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     inputs = [sample.value(node, rows) for node in part.inputs]
     with torch.autograd.graph.saved_tensors_hooks(pack, _same), torch.enable_grad():
-        outputs = _outputs(part, inputs, tensors, rows)
+        outputs = sample.run(part, rows, (*inputs, *tensors.values()))
         found = float(sum(size for pointer, size in storages.items() if pointer not in owned))
     border = [*zip(part.inputs, inputs, strict=True), *zip(part.outputs, outputs, strict=True)]
     names = {
@@ -274,7 +277,7 @@ def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tenso
 
     def inputs_alone(stamp: Stamp) -> None:
         inputs = _inputs(part, sample, rows)
-        roots = _forward(part, inputs, tensors, rows)
+        roots = _forward(part, sample, inputs, tensors, rows)
         seeds = [torch.ones_like(root) for root in roots]
         if roots:
             stamp()

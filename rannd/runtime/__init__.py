@@ -5,6 +5,6 @@ In: the user's model and its calls. Out: the losses and gradients that a single 
 that have no graph yet, `loss_check.py` stops training at a NaN loss. `profiling.py` implements `pyrannc.profile`,
 `averaged_model.py` `pyrannc.AveragedModel`.
 
-Folders, from the lowest layer: failure, comm, storage, parameters, optim, gradients, execution, planning, traces,
-deployment, wrapping, checkpoint.
+Folders, from the lowest layer: failure, comm, storage, parameters, optim, gradients, compiling, execution, planning,
+traces, deployment, wrapping, checkpoint.
 """

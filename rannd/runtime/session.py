@@ -266,7 +266,7 @@ class Session:
             self._deployed = self._deployer.deploy(planned, call, rows)
             self._deployed.reducer.delivered.append(self._count)
         assert self._deployed is not None
-        executor = self._deployer.bind(self._deployed, graph, self._seed)
+        executor = self._deployer.bind(self._deployed, graph, self._seed, rows)
         number = self._graphs.add(graph.signature, executor, state)
         if deployed is None:
             self.values.close()

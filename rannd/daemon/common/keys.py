@@ -34,7 +34,7 @@ class Key(msgspec.Struct, frozen=True):
     """Key of a cached value."""
 
     kind: str
-    """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``."""
+    """Kind of the value: ``deployment``, ``profile``, ``trace``, ``links``, ``limit``, ``hooks``, ``compiled``."""
     digest: str
     """40 hex digits."""
     components: dict[str, str]
@@ -147,6 +147,33 @@ def profile_key(
     )
 
 
+def compiled_key(
+    *, block: str, rows: int, device_model: str, versions: Mapping[str, str], flags: Sequence[Scalar]
+) -> Key:
+    """Return the key of a compiled kind of block.
+
+    Args:
+        block: Hash of the block's operators and of the layouts of their arguments.
+        rows: Rows of a piece.
+        device_model: Name of the device, and of a CPU its number of threads.
+        versions: At least python, torch and rannd; also Triton and the C++ compiler.
+        flags: Settings of torch that generated code depends on.
+
+    Raises:
+        ValueError: A required version is missing.
+    """
+    return make_key(
+        "compiled",
+        {
+            "block": block,
+            "rows": rows,
+            "device_model": device_model,
+            "flags": list(flags),
+            **_versions(versions),
+        },
+    )
+
+
 def limit_key(deployment: Key) -> Key:
     """Return the key of the memory limit of a plan, which was lowered after `deployment` ran out of memory."""
     return make_key("limit", {"deployment": deployment.digest})
@@ -209,6 +236,12 @@ _ESSENTIALS: Mapping[str, Sequence[tuple[str, str, int]]] = {
     "trace": (("model", "of", 48), ("call", "for", 72)),
     "limit": (("deployment", "after out of memory in", 12),),
     "hooks": (("version.torch", "of torch", 24),),
+    "compiled": (
+        ("block", "block", 8),
+        ("rows", "rows", 8),
+        ("device_model", "on", 32),
+        ("version.torch", "torch", 16),
+    ),
     "links": (("topology", "slots", 24), ("device_model", "on", 32), ("backend", "over", 8)),
 }
 

@@ -8,6 +8,7 @@
 ``  <id>.use``                          lock shared by every request, exclusive for the idle exit
 ``  <id>.log``                          log of the daemon
 ``$XDG_CACHE_HOME/rannd/<machine>/``    the store, else ``~/.cache/rannd/<machine>/``
+``  compiled/``                         folders of compiled blocks
 ======================================  =================================================
 
 ``<id>`` is ``v<series>`` for the account's own cache directory and ``v<series>-<hash>`` for any other: there is one
@@ -79,6 +80,11 @@ class DaemonPaths(msgspec.Struct, frozen=True):
         """The SQLite file; its name contains the version of its schema."""
         return f"{self.cache}/cache-v{STORE}.sqlite"
 
+    @property
+    def compiled(self) -> str:
+        """Folder of compiled blocks, one folder for each entry of this kind."""
+        return f"{self.cache}/compiled"
+
     def secure_runtime(self) -> None:
         """Create the runtime directory, or refuse one that another user could have prepared.
 
@@ -97,6 +103,16 @@ class DaemonPaths(msgspec.Struct, frozen=True):
         for directory in (os.path.dirname(self.cache), self.cache):
             # A symbolic link is fine here (caches are often linked to a larger disk): its target is checked.
             _secure(directory, "cache", follow=True, forbidden=0o022)
+
+    def secure_compiled(self) -> str:
+        """Create the folder of compiled blocks, which torch unpickles, or refuse one that others can enter.
+
+        Raises:
+            DaemonError: It is a symbolic link, belongs to another user, or does not have mode 0700.
+        """
+        self.secure_cache()
+        _secure(self.compiled, "compiled code", follow=False, forbidden=0o077)
+        return self.compiled
 
 
 def places(environ: Mapping[str, str] | None = None) -> DaemonPaths:

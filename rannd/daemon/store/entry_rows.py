@@ -15,6 +15,14 @@ FORMAT = STORE
 """Version of an entry's format."""
 INFO = "key, kind, format, rannd, created, used, hits, length, checksum, components, size"
 """Columns of an entry without its value, in the order of EntryInfo."""
+COMPILED = "compiled"
+"""Kind of entries whose value is the number of bytes in a folder of compiled code (`compiled_folders.py`)."""
+WEIGHT = (
+    f"(length + CASE kind WHEN '{COMPILED}' THEN min(max(CAST(CAST(value AS TEXT) AS INTEGER), 0), 1 << 50) ELSE 0 END)"
+)
+"""Bytes that an entry takes up, its folder included."""
+LISTED = INFO.replace("length", WEIGHT)
+"""As INFO, for lists: the length is the weight."""
 
 
 def new_row(entry: NewEntry, rannd: str, now: float) -> tuple[Any, ...]:

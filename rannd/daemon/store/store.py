@@ -8,7 +8,8 @@ Tables (their version is `FORMAT`, in the file's name and in its ``user_version`
     statistics  name count
 
 ``length`` is that of the value as it is stored, ``size`` that before compression (0: not compressed). ``checksum`` is
-BLAKE2b-128 of key, kind, format, components, size and value. An entry whose checksum does not match is a miss: it is
+BLAKE2b-128 of key, kind, format, components, size and value. Entries of compiled code have a folder beside the store,
+which counts like a value and is removed with its entry. An entry whose checksum does not match is a miss: it is
 set aside, counted, and replaced by the next write.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Collection, Generator, Sequence
@@ -27,8 +29,9 @@ from rannd.daemon.common.compression import PackedValue
 from rannd.daemon.common.keys import digest_of
 from rannd.daemon.common.near_misses import nearest
 from rannd.daemon.common.protocol import MAX_BATCH_BYTES, EntryInfo, KindCount, Miss, Nearest, NewEntry, Statistics
+from rannd.daemon.store import compiled_folders
 from rannd.daemon.store.database import Database
-from rannd.daemon.store.entry_rows import FORMAT, INFO, description, fault, new_row
+from rannd.daemon.store.entry_rows import COMPILED, FORMAT, INFO, LISTED, WEIGHT, description, fault, new_row
 from rannd.errors import DaemonError
 
 KEEP_ASIDE = 16
@@ -87,8 +90,10 @@ class Store:
         self._offset = time.time() - time.monotonic()
         """Offset of the clock, which changes if the clock is set back."""
         self._db = Database(path, schema=_SCHEMA, number=FORMAT, busy_s=busy_s, begun_anew=self._lost)
+        self._compiled = os.path.join(os.path.dirname(path), "compiled")
         with self._db.errors("opened"):
             self._date_again(time.time())
+            self._sweep()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class Store:
         with self._db.errors("read"), self._db.healing():
             rows, more = _first(
                 self._db.sql.execute(
-                    f"SELECT {INFO} FROM entries WHERE key > ? AND key LIKE ? || '%' ORDER BY key",
+                    f"SELECT {LISTED} FROM entries WHERE key > ? AND key LIKE ? || '%' ORDER BY key",
                     (after, prefix or ""),
                 )
             )
@@ -141,7 +146,7 @@ class Store:
     def size(self) -> tuple[int, int]:
         """Return the number of entries and the bytes of all values."""
         with self._db.errors("read"), self._db.healing():
-            number, length = self._db.sql.execute("SELECT count(*), total(length) FROM entries").fetchone()
+            number, length = self._db.sql.execute(f"SELECT count(*), total{WEIGHT} FROM entries").fetchone()
             return int(number), int(length)
         return 0, 0
 
@@ -254,11 +259,11 @@ class Store:
         """
         self.flush()
         with self._db.errors("written"), self._db.healing():
-            total = int(self._db.sql.execute("SELECT total(length) FROM entries").fetchone()[0])
+            total = int(self._db.sql.execute(f"SELECT total{WEIGHT} FROM entries").fetchone()[0])
 
             def excess() -> Generator[Any, None, None]:
                 left = total
-                for row in self._db.sql.execute(f"SELECT {INFO} FROM entries ORDER BY used, key"):
+                for row in self._db.sql.execute(f"SELECT {LISTED} FROM entries ORDER BY used, key"):
                     if left <= max_bytes:
                         break
                     if row[0] not in keep:
@@ -268,6 +273,7 @@ class Store:
             rows, more = _first(excess())
             with self._db.transaction():
                 self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in rows])
+            self._remove_folders(rows)
             self._db.shrink()
             self.count("removed", len(rows))
             return [found for row in rows if (found := description(row)) is not None], more
@@ -315,9 +321,12 @@ class Store:
             values += keys
         with self._db.errors("written"), self._db.healing():
             where = " AND ".join(wanted)
-            found, more = _first(self._db.sql.execute(f"SELECT {INFO} FROM entries WHERE {where} ORDER BY key", values))
+            found, more = _first(
+                self._db.sql.execute(f"SELECT {LISTED} FROM entries WHERE {where} ORDER BY key", values)
+            )
             with self._db.transaction():
                 self._db.sql.executemany("DELETE FROM entries WHERE key = ?", [(row[0],) for row in found])
+            self._remove_folders(found)
             self._db.shrink()
             self.count("removed", len(found))
             return [info for row in found if (info := description(row)) is not None], more
@@ -402,6 +411,7 @@ class Store:
                 (time.time(), reason, HEAD_BYTES, key),
             ).rowcount
             self._db.sql.execute("DELETE FROM entries WHERE key = ?", (key,))
+            compiled_folders.remove(self._compiled, [key])
             self._db.sql.execute(
                 "DELETE FROM set_aside WHERE rowid NOT IN (SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT ?)",
                 (KEEP_ASIDE,),
@@ -412,19 +422,32 @@ class Store:
 
     def _evict(self, keep: Collection[str]) -> int:
         """Remove least recently used entries down to the size limit; return how many."""
-        total = int(self._db.sql.execute("SELECT total(length) FROM entries").fetchone()[0])
+        total = int(self._db.sql.execute(f"SELECT total{WEIGHT} FROM entries").fetchone()[0])
         if total <= self.max_bytes:
             return 0
-        evicted = 0
-        for key, length in self._db.sql.execute("SELECT key, length FROM entries ORDER BY used, key").fetchall():
+        evicted = []
+        for row in self._db.sql.execute(f"SELECT key, kind, {WEIGHT} FROM entries ORDER BY used, key").fetchall():
             if total <= self.max_bytes:
                 break
-            if key not in keep:
-                self._db.sql.execute("DELETE FROM entries WHERE key = ?", (key,))
-                total -= length
-                evicted += 1
-        self.count("evicted", evicted)
-        return evicted
+            if row[0] not in keep:
+                self._db.sql.execute("DELETE FROM entries WHERE key = ?", (row[0],))
+                total -= row[2]
+                evicted.append(row)
+        self.count("evicted", len(evicted))
+        self._remove_folders(evicted)
+        return len(evicted)
+
+    def _remove_folders(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Remove the folders of removed entries of compiled code, given rows that begin with key and kind."""
+        compiled_folders.remove(self._compiled, [row[0] for row in rows if row[1] == COMPILED])
+
+    def _sweep(self) -> None:
+        """Remove folders of compiled code that no entry stands for."""
+        with self._db.healing():
+            rows = self._db.sql.execute("SELECT key FROM entries WHERE kind = ?", (COMPILED,)).fetchall()
+            gone = compiled_folders.sweep(self._compiled, {key for (key,) in rows})
+            if gone:
+                self._log.info("removed %d folders of compiled code that no entry stands for", gone)
 
     def _write_counts(self) -> None:
         self._db.sql.executemany(

@@ -50,6 +50,11 @@ def graph_hash(traced: Traced, signature: Signature) -> str:
     return _digest("\n".join((text, outputs, f"{mode.training}|{mode.grad}|{mode.autocast}{told}")))
 
 
+def text_of(root: GraphModule) -> str:
+    """Text of a graph without the names of its nodes; equal for graphs that compute the same."""
+    return _nested(root)
+
+
 @dataclass(frozen=True)
 class Structure:
     """Hash of one operator independent of its position in the model, with the values it reads."""

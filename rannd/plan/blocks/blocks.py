@@ -29,7 +29,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from rannd.errors import PlanError
-from rannd.graph.fx.ir import Op, TaskGraph
+from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.blocks.grains import make_grains
 from rannd.plan.blocks.partitioning import Partitioning
@@ -86,8 +86,8 @@ def make_blocks(parts: Partitioning, options: PlanOptions, *, world: int) -> tup
     fewest = min(len(atoms), most, max(options.min_partition_num, options.partition_num, world))
 
     flops_per_byte = FLOPS_PER_BYTE if options.coarsen_by_time else math.inf
-    weights = [sum(_weight(graph, graph.ops[op], flops_per_byte) for op in atom) for atom in atoms]
-    line = _Line(weights, _boundary_bytes(graph, atoms), fixed)
+    weights = [sum(op_weight(graph, op, flops_per_byte) for op in atom) for atom in atoms]
+    line = _Line(weights, boundary_bytes(graph, atoms), fixed)
     if options.do_coarsening:
         line.even_out(most, fewest, _kinds(graph, atoms))
     line.compact(most)
@@ -198,14 +198,15 @@ class _Line:
         self.cuts = sorted(following)
 
 
-def _weight(graph: TaskGraph, op: Op, flops_per_byte: float) -> float:
+def op_weight(graph: TaskGraph, number: int, flops_per_byte: float = FLOPS_PER_BYTE) -> float:
     """Return the analytic time of an op, in bytes: what it touches plus its FLOPs at a fixed balance."""
+    op = graph.ops[number]
     values = sum(graph.values[value].bytes.at(ROWS) for value in (*op.inputs, *op.outputs))
     return values + sum(graph.params[param].bytes for param in op.params) + op.flops.at(ROWS) / flops_per_byte
 
 
-def _boundary_bytes(graph: TaskGraph, atoms: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return the cost in bytes of a cut before each atom.
+def boundary_bytes(graph: TaskGraph, atoms: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Return the cost in bytes of a cut before each of some sets of ops, in order.
 
     It counts values that are produced before the cut and read after it, once each, and trainable parameters that are
     read on both sides, whose gradients would have to be summed across stages.

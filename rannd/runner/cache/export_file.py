@@ -34,6 +34,8 @@ from rannd.errors import ProtocolError, UsageError
 
 FORMAT = 2
 """Version of the file format; files without a signature have 1."""
+NEVER = "compiled"
+"""Kind of entries that are not exported: their files are code, which torch unpickles."""
 MAGIC = b"rannd cache export\n"
 MAX_FRAME = protocol.MAX_VALUE + (2 << 20)
 """Maximum bytes of one frame's content; an entry of that size still fits into a message."""
@@ -195,6 +197,8 @@ def _check_header(content: bytes) -> None:
 
 
 def _check_entry(entry: Exported, where: str) -> None:
+    if entry.kind == NEVER:
+        raise UsageError(f"{where} is compiled code, which is never taken from another cache; export the cache again")
     if entry.key != digest_of(entry.kind, entry.components):
         raise UsageError(f"{where}: key {entry.key[:12]} does not match its components; export the cache again")
     try:

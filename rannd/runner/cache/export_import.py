@@ -81,7 +81,11 @@ def export_command(file: Path, keys: tuple[str, ...], kind: str | None, sign: Pa
     session = greeted()
     wanted = {only(session, key, "; nothing is exported").key for key in keys}
     # Only the listing is in memory: values are requested one message at a time.
-    entries = [entry for entry in session.entries() if (not keys or entry.key in wanted) and kind in (None, entry.kind)]
+    entries = [
+        entry
+        for entry in session.entries()
+        if (not keys or entry.key in wanted) and kind in (None, entry.kind) and entry.kind != export_file.NEVER
+    ]
     written = size = 0
     with _FILE.writing(file, _MODE) as opened:
         writer = export_file.ExportWriter(opened, version(), time.time(), secret)

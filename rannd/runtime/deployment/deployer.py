@@ -17,6 +17,7 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.plan_text import show
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.context import Context
+from rannd.runtime.deployment.bound_compiling import compile_bound
 from rannd.runtime.deployment.connecting import connect
 from rannd.runtime.deployment.undeploy import Origin
 from rannd.runtime.execution.bound_graph import bind, planned_stages, tensor_owners
@@ -148,8 +149,11 @@ class Deployer:
         anchor = Anchor(parameters)
         return Deployed(deployment, promise, parameters, reducer, frozen, origin, overflow, anchor, held, clip_watch)
 
-    def bind(self, deployed: Deployed, graph: ModelGraph, seed: int) -> Executor:
-        """Bind a graph to the deployment and create its executor; random numbers depend on `seed`."""
+    def bind(self, deployed: Deployed, graph: ModelGraph, seed: int, rows: Sequence[int]) -> Executor:
+        """Bind a graph to the deployment and create its executor; random numbers depend on `seed`.
+
+        `rows`: rows of each rank's mini-batch in calls of this graph, which its stages are compiled for.
+        """
         planned = graph.task.graph_hash == deployed.deployment.graph_hash
         owners = None if planned else deployed.parameters.owners
         bound = bind(
@@ -161,7 +165,9 @@ class Deployer:
         )
         bound = connect(self._world, bound)
         self._dump(graph, deployed.deployment, bound.stage_of)
-        return Executor(self._context, bound, deployed.parameters.aliases, deployed.reducer, deployed.anchor, seed)
+        state = deployed.parameters.aliases
+        compiled = compile_bound(self._context, bound, state, rows)
+        return Executor(self._context, bound, state, deployed.reducer, deployed.anchor, seed, compiled)
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
         if self._config.dump_graph and self._world.rank == 0:

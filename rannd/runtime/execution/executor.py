@@ -29,6 +29,7 @@ from rannd.runtime.comm.lockstep import (
     unpack_flags,
     unpack_floats,
 )
+from rannd.runtime.compiling.compiled_stage import CompiledStage
 from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.inputs import MiniBatch
@@ -59,13 +60,14 @@ class Executor:
         reducer: Reducer,
         anchor: Anchor,
         seed: int,
+        compiled: CompiledStage | None = None,
     ) -> None:
         self.anchor = anchor
         self.world = world = context.world
         self.bound = bound
         self.closed = False
         """Whether the deployment has been removed."""
-        self.computing = Computing(context, bound, state, seed)
+        self.computing = Computing(context, bound, state, seed, compiled)
         """This rank's stage."""
         self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, context.averaged)
         """This rank's inputs and their gradients."""

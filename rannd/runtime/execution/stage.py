@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from rannd.device.generators import seeded
 from rannd.runtime.comm.context import Context
+from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.bound_graph import BoundGraph
 from rannd.runtime.execution.p2p import as_bytes
 from rannd.runtime.execution.step import Saved, Step
@@ -20,9 +21,17 @@ from rannd.runtime.execution.step import Saved, Step
 class Computing:
     """Runs this rank's stage of a bound graph with `state`, its tensors by name."""
 
-    def __init__(self, context: Context, bound: BoundGraph, state: Mapping[str, torch.Tensor], seed: int) -> None:
+    def __init__(
+        self,
+        context: Context,
+        bound: BoundGraph,
+        state: Mapping[str, torch.Tensor],
+        seed: int,
+        compiled: CompiledStage | None = None,
+    ) -> None:
         self.seed = seed
         """Base seed of the stage's random numbers."""
+        self._compiled = compiled
         self._world = context.world
         self._finite = context.finite
         self._bound = bound
@@ -134,7 +143,8 @@ class Computing:
                 roots.append(value)
                 seeds.append(gradient)
         if roots:
-            torch.autograd.backward(roots, seeds, retain_graph=step.keep)
+            with backward_again() if step.keep and self._compiled is not None else contextlib.nullcontext():
+                torch.autograd.backward(roots, seeds, retain_graph=step.keep)
             if self._finite.every:
                 found = {node: value.grad for node, value in saved.inputs.items()}
                 self._finite.gradients(dict(enumerate(seeds)), found)
@@ -165,8 +175,12 @@ class Computing:
             self._random(step, piece) if part.random else contextlib.nullcontext(),
             self._bound.graph.signature.mode.autocasting(),
         ):
-            arguments = (*inputs.values(), *tensors, *part.numbers_at(step.pieces.rows[piece]))
-            values = self._finite.run(part.module, arguments)
+            rows = step.pieces.rows[piece]
+            if self._compiled is not None and not self._finite.every:
+                values = self._compiled.run(rows, inputs, tensors, inside=step.interleaved)
+            else:
+                arguments = (*inputs.values(), *tensors, *part.numbers_at(rows))
+                values = self._finite.run(part.module, arguments)
         return dict(zip(part.outputs, values, strict=True))
 
     @contextlib.contextmanager

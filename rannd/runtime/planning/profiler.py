@@ -27,6 +27,7 @@ from rannd.profile.measure import ProfileInputs
 from rannd.profile.points import Measured, is_plausible, lacking, ladder, total
 from rannd.runtime.comm.cache_client import understood
 from rannd.runtime.comm.context import Context
+from rannd.runtime.compiling.measured_code import MeasuredCode
 
 _LINKS = msgspec.msgpack.Decoder(tuple[LinkCost, LinkCost | None])
 _MEASURED = msgspec.msgpack.Decoder(Measured)
@@ -86,11 +87,12 @@ class Measuring:
         """Measurements from a file, used in addition to those in the cache."""
         self.profile: dict[str, Measured] = {}
         """Known measurements of this graph's blocks, by hash."""
+        self._compiled = None if context.config.compile_stages == "off" else MeasuredCode(context, graph)
 
     def costs(self, blocks: Sequence[Block]) -> CostTable:
         """Costs of all blocks and of the links, measured unless already known. Collective."""
         parts = self._parts(blocks)
-        hashes = iter(block_hashes(self._graph.task, [ops for each in parts for ops in each]))
+        hashes = iter(self._hashes([ops for each in parts for ops in each]))
         keys = [[next(hashes) for _ in each] for each in parts]
         wanted = {
             key: ops for each, found in zip(parts, keys, strict=True) for ops, key in zip(each, found, strict=True)
@@ -105,8 +107,13 @@ class Measuring:
     def measure_all(self, plans: Iterable[Sequence[Block]]) -> None:
         """Measure the blocks of several plans, at row counts that suffice for any smaller mini-batch. Collective."""
         parts = list(dict.fromkeys(ops for blocks in plans for each in self._parts(blocks) for ops in each))
-        wanted = dict(zip(block_hashes(self._graph.task, parts), parts, strict=True))
+        wanted = dict(zip(self._hashes(parts), parts, strict=True))
         self._measure(wanted, everything=True)
+
+    def _hashes(self, parts: Sequence[Ops]) -> list[str]:
+        """Hash of each part, by which its measurements are known; others for compiled code."""
+        found = block_hashes(self._graph.task, parts)
+        return found if self._compiled is None else [f"{each} {self._compiled.toolchain}" for each in found]
 
     def _parts(self, blocks: Sequence[Block]) -> list[list[Ops]]:
         """Sets of operators measured for each block: its atoms, or its grains and its parts of split grains."""
@@ -135,17 +142,20 @@ class Measuring:
         missing = {each: self._lacking(self.profile.get(each), everything=everything) for each in wanted}
         missing = {each: rows for each, rows in missing.items() if rows}
         log.get("GraphProfiler").debug("%d of %d different parts have to be measured", len(missing), len(wanted))
-        values = self._graph.task.values
+        values, sample = self._graph.task.values, self._sample()
 
         def part_of(each: str) -> tuple[Part, list[str]]:
             ops = wanted[each]
             names = [values[value].name for value in crossing(self._graph.task, [ops])[0]]
-            return block_part(self._graph, ops, f"Block{ops[0]}"), names
+            part = block_part(self._graph, ops, f"Block{ops[0]}")
+            if self._compiled is not None:  # before the clock runs
+                self._compiled.prepare(part, missing[each], sample)
+            return part, names
 
         measured = measure_missing(
             missing,
             part_of,
-            self._sample(),
+            sample,
             rank=self._world.rank,
             world=self._world.size,
             gather=self._world.gather_bytes,
@@ -185,9 +195,8 @@ class Measuring:
         for name, tensor in [*self._context.model.named_buffers(), *self._context.model.named_parameters()]:
             state[name] = tensor
         around = functools.partial(preserved, self._context.model) if self._graph.traced.leaf_paths else nullcontext
-        return ProfileInputs(
-            arguments, frozenset(self._graph.placement.requires_grad), state, self._world.device, around
-        )
+        gradients = frozenset(self._graph.placement.requires_grad)
+        return ProfileInputs(arguments, gradients, state, self._world.device, around, self._compiled)
 
     # -- links ------------------------------------------------------------------------------------------------
 

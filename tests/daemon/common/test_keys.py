@@ -42,6 +42,13 @@ PROFILE: dict[str, Any] = {
     "versions": {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0"},
     "flags": {"fp32 matmul": "none", "mkldnn": True},
 }
+COMPILED: dict[str, Any] = {
+    "block": "c" * 64,
+    "rows": 8,
+    "device_model": "NVIDIA H200",
+    "versions": {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0", "triton": "3.6", "c++": "g++ 1"},
+    "flags": ["highest", False, 4],
+}
 LINK: dict[str, Any] = {
     "topology": [(0, 0), (1, 0)],
     "device_model": "cpu",
@@ -140,8 +147,13 @@ def test_every_kind_has_words() -> None:
 
 @pytest.mark.parametrize(
     ("build", "arguments"),
-    [(keys.deployment_key, DEPLOYMENT), (keys.profile_key, PROFILE), (keys.link_key, LINK)],
-    ids=["deployment", "profile", "link"],
+    [
+        (keys.deployment_key, DEPLOYMENT),
+        (keys.profile_key, PROFILE),
+        (keys.link_key, LINK),
+        (keys.compiled_key, COMPILED),
+    ],
+    ids=["deployment", "profile", "link", "compiled"],
 )
 def test_every_changed_component_changes_the_key(build: Callable[..., keys.Key], arguments: dict[str, Any]) -> None:
     digests = {build(**arguments).digest}

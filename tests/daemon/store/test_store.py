@@ -13,6 +13,7 @@ import pytest
 
 from rannd.daemon.common import keys
 from rannd.daemon.common.protocol import NewEntry
+from rannd.daemon.store import compiled_folders
 from rannd.daemon.store.entry_rows import FORMAT
 from rannd.daemon.store.store import PAGE, Store
 from rannd.errors import DaemonError
@@ -349,3 +350,51 @@ def test_a_page_of_long_components_fits_into_a_message(tmp_path: Path) -> None:
     assert (len(removed), more) == (2, True)
     assert [len(store.prune(0)[0]), store.size()] == [2, (0, 0)]
     store.close()
+
+
+def compiled(store: Store, path: Path, number: int, size: int) -> Path:
+    """Enter a folder of compiled code."""
+    made = entry(number, str(size).encode(), "compiled")
+    folder = path / "compiled" / made.key
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "code").write_bytes(b"x" * size)
+    store.put([made], "1.0")
+    return folder
+
+
+def test_folders_of_compiled_code_count_and_go_with_their_entries(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_bytes=10_000)
+    folders = [compiled(store, tmp_path, number, 3000) for number in range(3)]
+    assert store.size() == (3, 3 * 3004)
+    assert {info.length for info in store.page()[0]} == {3004}
+    store.get(entry(0, kind="compiled").key, "compiled")
+    folders.append(compiled(store, tmp_path, 3, 3000))
+    assert [folder.exists() for folder in folders] == [True, False, True, True], "the least recently used one"
+    removed, _ = store.prune(7000)
+    assert [info.length for info in removed] == [3004]
+    assert [folder.exists() for folder in folders] == [True, False, False, True]
+    store.discard(entry(0, kind="compiled").key, "it is wrong")
+    store.clear(kind="compiled")
+    assert not any(folder.exists() for folder in folders)
+    store.close()
+
+
+def test_a_compiled_entry_cannot_name_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "compiled").mkdir()
+    (tmp_path / "precious").mkdir()
+    compiled_folders.remove(str(tmp_path / "compiled"), ["../precious", "", ".", None, "A" * 40])
+    assert (tmp_path / "precious").is_dir()
+    assert (tmp_path / "compiled").is_dir()
+
+
+def test_folders_that_nobody_has_entered_go_after_a_day(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    kept = compiled(store, tmp_path, 1, 10)
+    left, young = tmp_path / "compiled" / ("0" * 40), tmp_path / "compiled" / f".{'1' * 40}.77"
+    for folder in (left, young):
+        folder.mkdir()
+    for folder in (kept, left):
+        os.utime(folder, (0, 0))
+    store.close()
+    opened(tmp_path).close()
+    assert [folder.exists() for folder in (kept, left, young)] == [True, False, True]

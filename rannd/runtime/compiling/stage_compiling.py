@@ -1,0 +1,123 @@
+"""Compiles this rank's stage of a graph, if the configuration item `compile_stages` asks for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from rannd import log
+from rannd.config import Config
+from rannd.graph.model import ModelGraph
+from rannd.graph.partition.cut import Part
+from rannd.plan.blocks.partitioning import Partitioning
+from rannd.plan.blocks.repeated_layers import with_layers
+from rannd.runtime.comm.context import Context
+from rannd.runtime.compiling.compiled_stage import CompiledStage, Way
+from rannd.runtime.compiling.compiler import Code
+from rannd.runtime.compiling.kept_code import KeptCode
+from rannd.runtime.compiling.kinds import Kind, TensorLayout, kind_of
+from rannd.runtime.compiling.layouts import layouts_of
+from rannd.runtime.compiling.sharing import compile_shared, compiled
+from rannd.runtime.compiling.stage_units import Unit, units_of
+
+SIZES = 2
+"""Maximum number of sizes of pieces that code is compiled for: those that a mini-batch is divided into."""
+
+
+@dataclass(frozen=True)
+class StageToCompile:
+    """This rank's stage of a graph, with what it is run on."""
+
+    graph: ModelGraph
+    part: Part
+    members: Set[Node]
+    """Placed nodes of the stage."""
+    tensors: Mapping[str, torch.Tensor]
+    """Its parameters, buffers and constants, or others of the same layout."""
+    recompute: bool
+    live: frozenset[Node]
+    """Nodes that get a gradient if backward begins at all results, or inside the call."""
+    inside: bool
+    """Whether backward runs inside the call, from the loss."""
+    pieces: Sequence[int]
+    """Rows of all pieces of a mini-batch."""
+
+
+def compile_stage(context: Context, stage: StageToCompile) -> CompiledStage | None:
+    """Compile the units of a stage, or load what an earlier run has compiled. Collective over all ranks.
+
+    None if `compile_stages` is off.
+    """
+    if context.config.compile_stages == "off":
+        return None
+    graph, device = stage.graph, context.world.device
+    kept = KeptCode(device, context.config.cache)
+    records = graph.signature.mode.grad
+    units = units_of(graph, stage.members, _blocks(context.config, graph), stage.live, inside=stage.inside)
+    differentiable = stage.live if stage.inside else graph.placement.requires_grad
+    kinds: dict[Way, list[Kind | None]] = {}
+    for rows in _sizes(stage.pieces):
+        for grad in {records, records and not stage.recompute}:
+            layouts = layouts_of(graph, units, stage.tensors, rows, differentiable, stage.live, device, grad=grad)
+            kinds[rows, grad, stage.inside] = [
+                None if unit.eager else kind_of(unit.part, rows, stage.live, each, graph.signature.mode, grad=grad)
+                for unit, each in zip(units, layouts, strict=True)
+            ]
+    wanted: dict[str, Kind] = {}
+    for each in kinds.values():
+        for kind in each:
+            if kind is not None:
+                wanted.setdefault(kind.digest, kind)
+    found = compile_shared(context, kept, wanted)
+    _tell_eager(context, units)
+
+    def code(kind: Kind | None) -> Code | None:
+        here = None if kind is None else found[kind.digest]
+        return here if isinstance(here, Code) else None
+
+    def again(number: int, way: Way, arguments: Sequence[torch.Tensor]) -> Code | None:
+        rows, grad, _ = way
+        kind = kind_of(
+            units[number].part, rows, stage.live, list(map(TensorLayout.of, arguments)), graph.signature.mode, grad=grad
+        )
+        planned = kinds[way][number]
+        why = (
+            "torch has forgotten its code"
+            if planned is not None and planned.digest == kind.digest
+            else "its arguments are laid out differently"
+        )
+        log.get("RaNNCModule").info("Compiling a block again: %s", why)
+        where, before = context.world.watch.where, context.world.watch.where.preparing
+        where.preparing = True
+        try:
+            made = compiled(kept, kind, context.world.local_size)
+        finally:
+            where.preparing = before
+        return made if isinstance(made, Code) else None
+
+    return CompiledStage(stage.part, units, {way: list(map(code, each)) for way, each in kinds.items()}, again)
+
+
+def _blocks(config: Config, graph: ModelGraph) -> Sequence[Sequence[int]]:
+    """What is compiled together, as numbers of operators: the layers that are measured and placed together, or all."""
+    if config.compile_stages == "stages":
+        return [range(len(graph.task.ops))]
+    return with_layers(Partitioning.of(graph.task)).grains
+
+
+def _sizes(pieces: Iterable[int]) -> list[int]:
+    """The most frequent sizes of pieces, larger ones first."""
+    counted = Counter(rows for rows in pieces if rows)
+    return sorted(sorted(counted, key=lambda rows: (-counted[rows], -rows))[:SIZES], reverse=True)
+
+
+def _tell_eager(context: Context, units: Sequence[Unit]) -> None:
+    """One line for each reason why units of this rank's stage run eagerly."""
+    counted = Counter(unit.eager for unit in units if unit.eager)
+    for why, count in counted.items():
+        what = "1 block runs" if count == 1 else f"{count} blocks run"
+        log.get("RaNNCModule").info("%s eagerly on rank %d: %s", what, context.world.rank, why)

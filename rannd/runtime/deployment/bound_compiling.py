@@ -1,0 +1,51 @@
+"""Compiles this rank's stage of a bound graph for the pieces of the mini-batches that it was traced for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rannd.runtime.comm.context import Context
+from rannd.runtime.compiling.compiled_stage import CompiledStage
+from rannd.runtime.compiling.stage_compiling import StageToCompile, compile_stage
+from rannd.runtime.execution.bound_graph import BoundGraph
+from rannd.runtime.execution.microbatches import Pieces
+from rannd.runtime.execution.shared_batch import rows_by_slot
+
+
+def compile_bound(
+    context: Context, bound: BoundGraph, state: Mapping[str, torch.Tensor], rows: Sequence[int]
+) -> CompiledStage | None:
+    """Compile the stage; None if `compile_stages` is off. Collective over all ranks.
+
+    `state`: this rank's tensors by name. `rows`: rows of each rank's mini-batch.
+    """
+    if context.config.compile_stages == "off":
+        return None
+    world, mode = context.world, bound.graph.signature.mode
+    by_slot = tuple(rows[rank] for rank in world.rank_of_slot)
+    if context.options.shared:
+        by_slot = rows_by_slot(world, bound.graph, rows[0])
+    inside = (
+        context.config.interleave_loss
+        and bound.interleaved is not None
+        and mode.grad
+        and (context.options.scaled or not mode.float16)
+    )  # as `Session._interleaves` decides in the call
+    tensors = {}
+    for name in bound.part.tensors:
+        held = bound.constants.get(name, state.get(name))
+        if held is None or (name in bound.borrowed and name not in state):
+            like = bound.graph.traced.named(name)
+            held = torch.empty(like.shape, dtype=like.dtype, device=world.device)
+        tensors[name] = held
+    members = {node for node, stage in bound.stage_of.items() if stage == bound.stage}
+    if inside and bound.interleaved is not None:
+        live = bound.interleaved.live
+    else:
+        live = bound.live((True,) * len(bound.graph.traced.results))
+    pieces = Pieces(bound.layout, by_slot).rows
+    return compile_stage(
+        context, StageToCompile(bound.graph, bound.part, members, tensors, bound.recompute, live, inside, pieces)
+    )
