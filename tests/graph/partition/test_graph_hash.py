@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from layered_model import Model, digest
@@ -72,8 +73,9 @@ def test_modes_and_types_change_it() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_ranks_have_devices_of_their_own() -> None:
+def test_ranks_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that is made on the way is made on each rank's device."""
+    fake_cuda.pretend(monkeypatch)
     found = []
     for ordinal in range(2):
         model = Small(lambda m, x: x @ m.w + torch.arange(6, device=x.device))
