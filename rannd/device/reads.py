@@ -56,7 +56,8 @@ class LateReads:
         if not self.late:
             use(read(values).double().reshape(-1).tolist())
             return
-        self._added.append((values.detach().double().reshape(-1), use))
+        # A copy: the script may write into its own tensors before the values are used.
+        self._added.append((values.detach().to(torch.float64, copy=True).reshape(-1), use))
 
     def begin(self) -> None:
         """At the beginning of a step: start to copy what was added since the last one; the host does not wait."""
@@ -72,7 +73,10 @@ class LateReads:
         self._copied = host, event, [(value.numel(), use) for value, use in added]
 
     def end(self) -> None:
-        """At the end of a step, which the device is given by now: wait for the copy, and use its values."""
+        """At the end of a step, which the device is given by now: wait for the copy, and use its values.
+
+        If one of them raises, everything else is forgotten: the script gets no results of this step.
+        """
         if self._copied is None:
             return
         global _count
@@ -81,8 +85,16 @@ class LateReads:
         if event is not None:
             event.synchronize()
         numbers = iter(host.tolist())
-        for size, use in uses:
-            use([next(numbers) for _ in range(size)])
+        try:
+            for size, use in uses:
+                use([next(numbers) for _ in range(size)])
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """Drop everything that was added."""
+        self._added, self._copied = [], None
 
     def settle(self) -> None:
         """Use everything that was added: before what has been computed is kept, or left."""

@@ -27,7 +27,7 @@ def test_a_steady_step_reads_the_device_once(job: Job, ranks: int, kind: str, va
     output = job.train(ranks, PROGRAM, kind, **LATE, **variables)
     told = re.findall(r"step \d: (.*)", output)
     assert len(told) == 4 * ranks, output
-    assert set(told) == {"1 reads; beside them: []"}, output
+    assert set(told) == {"1 reads; beside them: []; inputs kept: False"}, output
 
 
 def test_what_the_steps_are_compared_with_does_read(job: Job) -> None:

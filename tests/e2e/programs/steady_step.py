@@ -1,5 +1,7 @@
 """Trains, and tells what reads the device in each step: how often rannd's helper does, and which lines beside it.
 
+Also tells whether a step's inputs live longer than the script needs them.
+
 usage: steady_step.py {plain|scaled|clipped}
        steady_step.py nan STEP     parameters are NaN from this step on; then prints the state
 """
@@ -10,6 +12,7 @@ import contextlib
 import sys
 import sysconfig
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,8 @@ HOST = ("device/reads.py", "runtime/comm/world.py", "runtime/transport/strict_tr
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")
 OPERATORS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "bincount", "unique", "allclose")
 LOOKS, FIRST = 1, 2
-"""The first step in which reads are noted, and the first steady step: what comes before traces, plans, and makes the optimizer's state."""
+"""The first step in which reads are noted, and the first steady one: what comes before traces, plans, and makes the
+optimizer's state."""
 TORCH = sysconfig.get_path("purelib")
 
 
@@ -110,8 +114,13 @@ def main() -> None:
                 torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
+        kept = weakref.ref(ids)
+        del ids
         if step >= FIRST:
-            print(f"step {step}: {reads.count() - before} reads; beside them: {sorted(found.lines)}", flush=True)
+            told = (
+                f"{reads.count() - before} reads; beside them: {sorted(found.lines)}; inputs kept: {kept() is not None}"
+            )
+            print(f"step {step}: {told}", flush=True)
     if kind == "nan":
         print(wrapped.state_dict().keys())
 
