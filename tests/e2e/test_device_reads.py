@@ -20,6 +20,7 @@ LATE = {"RANNC_TRANSPORT": "strict", "RANNC_PIPELINE_NUM": "2"}
         (2, "clipped", {"RANNC_PARTITION_NUM": "2"}),
         (2, "scaled", {"RANNC_PARTITION_NUM": "2"}),
         (2, "plain", {"RANNC_PARTITION_NUM": "1"}),
+        (2, "delayed", {"RANNC_PARTITION_NUM": "2"}),
         (3, "clipped", {"RANNC_PARTITION_NUM": "2", "RANNC_INTERLEAVE_LOSS": "false"}),
     ],
 )

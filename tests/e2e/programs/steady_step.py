@@ -2,7 +2,7 @@
 
 Also tells whether a step's inputs live longer than the script needs them.
 
-usage: steady_step.py {plain|scaled|clipped}
+usage: steady_step.py {plain|scaled|clipped|delayed}
        steady_step.py nan STEP     parameters are NaN from this step on; then prints the state
 """
 
@@ -96,6 +96,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaled", init_scale=256.0)
     wrapped = pyrannc.RaNNCModule(model, optimizer, scaler=scaler)
     found = Reads()
+    pyrannc.delay_grad_allreduce(kind == "delayed")
     for step in range(6):
         ids = torch.randint(29, (8,))
         if kind == "nan" and step == int(sys.argv[2]):
@@ -110,6 +111,8 @@ def main() -> None:
         with found if step >= LOOKS else contextlib.nullcontext():
             optimizer.zero_grad()
             scaler.scale(wrapped(ids, ids)).backward()
+            if kind == "delayed":
+                wrapped.allreduce_grads()
             if kind == "clipped":
                 torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
             scaler.step(optimizer)
