@@ -40,12 +40,12 @@ def test_what_the_steps_are_compared_with_does_read(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("step", "goes_on_to"), [(3, 3), (5, 5)])
-def test_a_nan_names_its_step_though_it_is_noticed_later(job: Job, step: int, goes_on_to: int) -> None:
+def test_a_nan_names_its_step_and_model_though_it_is_noticed_later(job: Job, step: int, goes_on_to: int) -> None:
     """In the next call; after the last one, before a state is gathered."""
     output = job.train(2, PROGRAM, "nan", str(step), code=1, RANNC_PARTITION_NUM="2", **LATE)
-    assert re.search(rf"NotANumberError: the model's loss .* was NaN in step {step}, and optimizer steps", output), (
-        output
-    )
+    assert re.search(
+        rf"NotANumberError: the model's loss .* was NaN in step {step} of Model, and optimizer steps", output
+    ), output
     assert f"step {goes_on_to}: " in output
     assert f"step {goes_on_to + 1}: " not in output
     assert "odict_keys" not in output
