@@ -9,6 +9,7 @@ usage: steady_step.py {plain|scaled|clipped|delayed}
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import sysconfig
 import traceback
@@ -119,6 +120,7 @@ def main() -> None:
             scaler.update()
         kept = weakref.ref(ids)
         del ids
+        gc.collect()
         if step >= FIRST:
             told = (
                 f"{reads.count() - before} reads; beside them: {sorted(found.lines)}; inputs kept: {kept() is not None}"
