@@ -43,10 +43,12 @@ class LateReads:
         device: Where they are.
         late: Whether they are used late. Where the host waits for each operator anyway (the CPU), they are used at
             once.
+        ensure_intact: Raises if the values may be garbage, because a transfer before them was aborted.
     """
 
-    def __init__(self, device: torch.device, *, late: bool) -> None:
+    def __init__(self, device: torch.device, *, late: bool, ensure_intact: Callable[[], None] | None = None) -> None:
         self.late = late
+        self._ensure_intact = ensure_intact
         self._device = device
         self._added: list[tuple[torch.Tensor, Use]] = []
         self._copied: tuple[torch.Tensor, torch.Event | None, list[tuple[int, Use]]] | None = None
@@ -82,10 +84,12 @@ class LateReads:
         global _count
         (host, event, uses), self._copied = self._copied, None
         _count += 1
-        if event is not None:
-            event.synchronize()
-        numbers = iter(host.tolist())
         try:
+            if event is not None:
+                event.synchronize()
+            if self._ensure_intact is not None:
+                self._ensure_intact()
+            numbers = iter(host.tolist())
             for size, use in uses:
                 use([next(numbers) for _ in range(size)])
         except BaseException:
