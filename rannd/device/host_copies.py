@@ -34,19 +34,25 @@ def copied(tensors: Sequence[torch.Tensor], device: torch.device, *, pinned: boo
     if not end:
         return [tensor.to(device) for tensor in found]
     host = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
-    for place, start in zip(places, starts, strict=True):
-        _part(host, start, tensors[place]).copy_(tensors[place].detach())
+    strides = [_strides(tensors[place]) for place in places]
+    for place, start, stride in zip(places, starts, strides, strict=True):
+        _part(host, start, tensors[place], stride).copy_(tensors[place].detach())
     # torch keeps pinned memory until the copy from it is done.
     there = host.to(device, non_blocking=pinned, copy=True)
-    for place, start in zip(places, starts, strict=True):
-        found[place] = _part(there, start, tensors[place])
+    for place, start, stride in zip(places, starts, strides, strict=True):
+        found[place] = _part(there, start, tensors[place], stride)
     return found
 
 
 def _packs(tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes into the buffer; others keep their strides, which the graph may depend on."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+    """Whether a tensor goes into the buffer."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
-def _part(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides that `tensor.to(device)` has, on which the graph may depend."""
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+
+
+def _part(buffer: torch.Tensor, start: int, like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return buffer[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)

@@ -43,10 +43,12 @@ class LateReads:
         device: Where they are.
         late: Whether they are used late. Where the host waits for each operator anyway (the CPU), they are used at
             once.
+        ensure_intact: Raises if the values may be garbage, because a transfer before them was aborted.
     """
 
-    def __init__(self, device: torch.device, *, late: bool) -> None:
+    def __init__(self, device: torch.device, *, late: bool, ensure_intact: Callable[[], None] | None = None) -> None:
         self.late = late
+        self._ensure_intact = ensure_intact
         self._device = device
         self._added: list[tuple[torch.Tensor, Use]] = []
         self._copied: tuple[torch.Tensor, torch.Event | None, list[tuple[int, Use]]] | None = None
@@ -56,7 +58,8 @@ class LateReads:
         if not self.late:
             use(read(values).double().reshape(-1).tolist())
             return
-        self._added.append((values.detach().double().reshape(-1), use))
+        # A copy: the script may write into its own tensors before the values are used.
+        self._added.append((values.detach().to(torch.float64, copy=True).reshape(-1), use))
 
     def begin(self) -> None:
         """At the beginning of a step: start to copy what was added since the last one; the host does not wait."""
@@ -72,17 +75,30 @@ class LateReads:
         self._copied = host, event, [(value.numel(), use) for value, use in added]
 
     def end(self) -> None:
-        """At the end of a step, which the device is given by now: wait for the copy, and use its values."""
+        """At the end of a step, which the device is given by now: wait for the copy, and use its values.
+
+        If one of them raises, everything else is forgotten: the script gets no results of this step.
+        """
         if self._copied is None:
             return
         global _count
         (host, event, uses), self._copied = self._copied, None
         _count += 1
-        if event is not None:
-            event.synchronize()
-        numbers = iter(host.tolist())
-        for size, use in uses:
-            use([next(numbers) for _ in range(size)])
+        try:
+            if event is not None:
+                event.synchronize()
+            if self._ensure_intact is not None:
+                self._ensure_intact()
+            numbers = iter(host.tolist())
+            for size, use in uses:
+                use([next(numbers) for _ in range(size)])
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """Drop everything that was added."""
+        self._added, self._copied = [], None
 
     def settle(self) -> None:
         """Use everything that was added: before what has been computed is kept, or left."""

@@ -98,7 +98,7 @@ def build(
     switch_dropout(traced, model, signature, lambda other: trace(model, other, leaves, device)[0])
     traced = retarget(traced, device)
     cuts = segments(traced, model)
-    digest = cuts.hash(graph_hash(traced, signature), traced.graph)
+    digest = cuts.hash(graph_hash(traced, signature, model), traced.graph)
     placement = place(traced, signature)
     analysis = analyse(traced, signature, placement.early)
     results = loss_weights.results(traced, analysis)

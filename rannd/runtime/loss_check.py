@@ -25,7 +25,9 @@ NO_LABEL = (
 )
 
 
-def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequence[Any], held: Parameters) -> None:
+def check_losses(
+    finite: Finite, executor: Executor, step: Step, outputs: Sequence[Any], held: Parameters, model: str
+) -> None:
     """Check the losses among the outputs of a training step, as configured by `check_nan`. Collective if one is NaN.
 
     After a NaN loss, each rank checks its inputs and parameters, and then the result of each operator while the forward
@@ -39,7 +41,7 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
         return
     losses = _losses(executor, outputs)
     if executor.world.reads.late:
-        _check_later(finite, executor, step, losses)
+        _check_later(finite, executor, step, losses, model)
         return
     wrong = next((name for name, value in losses.items() if has_nan(value)), None)
     if wrong is None:
@@ -67,8 +69,10 @@ def check_losses(finite: Finite, executor: Executor, step: Step, outputs: Sequen
     )
 
 
-def _check_later(finite: Finite, executor: Executor, step: Step, losses: Mapping[str, torch.Tensor]) -> None:
-    """Have the losses of a step checked in the next one."""
+def _check_later(
+    finite: Finite, executor: Executor, step: Step, losses: Mapping[str, torch.Tensor], model: str
+) -> None:
+    """Have the losses of a step checked in the next one, which may be another model's: errors name the class."""
     if not losses:
         return
     names, float16 = list(losses), executor.bound.graph.signature.mode.float16
@@ -80,9 +84,9 @@ def _check_later(finite: Finite, executor: Executor, step: Step, losses: Mapping
         endless = next((name for name, is_endless in zip(names, told[1::2], strict=True) if is_endless), None)
         if wrong is None:
             if endless is not None:
-                finite.warn(f"the model's loss {endless} was infinite in step {step_number}")
+                finite.warn(f"the model's loss {endless} was infinite in {place}")
             return
-        text = f"the model's loss {wrong} was NaN in step {step_number}"
+        text = f"the model's loss {wrong} was NaN in {place}"
         if float16:
             finite.warn(f"{text}; a GradScaler skips such a step")
         elif no_label:
@@ -93,7 +97,7 @@ def _check_later(finite: Finite, executor: Executor, step: Step, losses: Mapping
                 "with check_nan=all the error names the operator that made the NaN (check_nan=off continues training)"
             )
 
-    step_number = step.number
+    place = f"step {step.number} of {model}"
     executor.world.reads.add(torch.cat([executor.mini_batch.counts_no_label(step).reshape(1), *flags]), use)
 
 

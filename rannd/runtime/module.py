@@ -21,7 +21,7 @@ from rannd.plan.deployment import Deployment
 from rannd.runtime.comm import process_flags
 from rannd.runtime.comm.context import Context, WrapOptions
 from rannd.runtime.comm.lockstep import forget_uncompared
-from rannd.runtime.comm.world import current
+from rannd.runtime.comm.world import current, made
 from rannd.runtime.failure.user_traceback import shorten_tracebacks
 from rannd.runtime.gradients import autograd_inputs, grad_norm
 from rannd.runtime.gradients.bypass_watch import BypassWatch
@@ -607,5 +607,8 @@ def clear() -> None:
     absent.remove()
     state_elsewhere.remove()
     forget_uncompared()
+    world = made()
+    if world is not None:
+        world.reads.forget()
     process_flags.delayed = False
     process_flags.keeps_graph = False

@@ -150,7 +150,8 @@ class Session:
         outputs = executor.forward(step, reduce=ready.reduce)
         mode = executor.bound.graph.signature.mode
         if mode.training and mode.grad:
-            check_losses(self._context.finite, executor, step, outputs, ready.deployed.parameters)
+            model = type(self._context.model).__qualname__
+            check_losses(self._context.finite, executor, step, outputs, ready.deployed.parameters, model)
         self.world.issued.note()
         reads.end()
         self.world.watch.ensure_intact()

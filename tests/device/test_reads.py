@@ -36,6 +36,17 @@ def test_values_are_those_of_the_moment_they_were_added() -> None:
     assert found == [0.0]
 
 
+def test_the_script_may_write_into_what_was_added() -> None:
+    """A gradient in float64 that the script gives backward is added as it is."""
+    found: list[float] = []
+    late = LateReads(CPU, late=True)
+    given = torch.ones((), dtype=torch.float64)
+    late.add(given, found.extend)
+    given.fill_(7.0)
+    late.settle()
+    assert found == [1.0]
+
+
 def test_all_are_used_before_a_state_is_kept() -> None:
     found: list[float] = []
     late = LateReads(CPU, late=True)
@@ -50,15 +61,29 @@ def test_all_are_used_before_a_state_is_kept() -> None:
 
 
 def test_an_error_is_raised_once() -> None:
+    """What the step that ends with it has added is dropped: the script does not get that step's results."""
+
     def refuse(found: object) -> None:
         raise ValueError(f"{found}")
 
     late = LateReads(CPU, late=True)
     late.add(torch.tensor(3), refuse)
     late.begin()
+    late.add(torch.tensor(4), refuse)
     with pytest.raises(ValueError, match=r"\[3\.0\]"):
         late.end()
     late.settle()
+
+
+def test_what_is_forgotten_is_not_used() -> None:
+    found: list[float] = []
+    late = LateReads(CPU, late=True)
+    late.add(torch.tensor(1), found.extend)
+    late.begin()
+    late.add(torch.tensor(2), found.extend)
+    late.forget()
+    late.settle()
+    assert not found
 
 
 def test_where_the_host_waits_anyway_values_are_used_at_once() -> None:

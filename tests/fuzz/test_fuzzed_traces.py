@@ -119,7 +119,7 @@ def test_mutated_traces(kind: type[nn.Module], rounds: int) -> None:
             # What the provider does then, with a stored hash that somebody has computed in the same way.
             try:
                 build(model, signature, tensors, CPU, loaded)
-                graph_hash(loaded, signature)
+                graph_hash(loaded, signature, model)
                 if loaded.decisions is not None:
                     loaded.decisions.hold(tensors)
                 sound += 1

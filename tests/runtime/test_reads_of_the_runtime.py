@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import pyrannc
 import rannd
+from rannd.device.reads import LateReads
+from rannd.runtime.comm import world
 
 RUNTIME = Path(rannd.__file__).parent / "runtime"
 METHODS = frozenset({"item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", "equal", "allclose"})
@@ -85,3 +90,13 @@ def test_all_ways_to_read_are_found() -> None:
     text = "a.item(); b.tolist(); c.cpu(); d.to('cpu', copy=True); float(e.sum()); torch.equal(f, g); read(h).item()"
     assert len(_reads(text, steady=True)) == 6
     assert len(_reads(text, steady=False)) == 5
+
+
+def test_values_of_models_that_were_dropped_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN of one experiment must not end the next one."""
+    late, found = LateReads(torch.device("cpu"), late=True), list[float]()
+    monkeypatch.setattr(world, "_world", SimpleNamespace(reads=late))
+    late.add(torch.ones(1), found.extend)
+    pyrannc.clear()
+    late.settle()
+    assert not found

@@ -28,8 +28,11 @@ from rannd.graph.modules.methods import kind_of
 from rannd.graph.partition.placement import Placement
 
 
-def graph_hash(traced: Traced, signature: Signature) -> str:
-    """Hash of a traced model, equal in every process that traces the same model in the same way."""
+def graph_hash(traced: Traced, signature: Signature, model: nn.Module) -> str:
+    """Hash of a traced model, equal in every process that traces the same model in the same way.
+
+    What no operator reads counts as well, since plans say which stage holds it.
+    """
     placed = iter(signature.tensors)
     first: dict[int, str] = {}
 
@@ -47,7 +50,10 @@ def graph_hash(traced: Traced, signature: Signature) -> str:
     told = "" if mode.dropout is None else f"|dropout {mode.dropout}"
     text = _text(traced.graph, traced.root, describe)
     outputs = f"{traced.outputs.spec}|{sorted(traced.outputs.constants.items())!r}|{traced.outputs.positions}"
-    return _digest("\n".join((text, outputs, f"{mode.training}|{mode.grad}|{mode.autocast}{told}")))
+    read = {id(traced.tensor(node)) for node in traced.attributes}
+    state = [*model.named_parameters(), *model.named_buffers()]
+    unread = [f"{_kind(each)}|{name}|{each.dtype}{tuple(each.shape)}" for name, each in state if id(each) not in read]
+    return _digest("\n".join((text, outputs, f"{mode.training}|{mode.grad}|{mode.autocast}{told}", *unread)))
 
 
 def text_of(root: GraphModule) -> str:

@@ -211,7 +211,6 @@ def label_counts(traced: Traced, masked: tuple[Node, ...]) -> GraphModule | None
             continue
         classes = classes_of(node)
         assert classes is not None
-        labels = graph.call_function(torch.ops.aten.masked_select.default, (target, counted))
         # Out-of-range labels are reported by the loss itself. Counted by sums, as the sizes of what selects or counts
         # values of a device would have to be read from it.
         clamped = graph.call_function(torch.ops.aten.clamp.default, (target, 0, classes))

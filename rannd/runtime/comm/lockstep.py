@@ -48,7 +48,7 @@ class Phase(enum.IntEnum):
     ALL_GATHER = 20
 
 
-_STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.CLIP})
+_STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.CLIP, Phase.ALLREDUCE_GRADS})
 """Those of a training step; before all others, values of the device that were to be used later are used."""
 
 _PLACES = {

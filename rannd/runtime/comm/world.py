@@ -84,7 +84,8 @@ class World:
     """What calls of models have given the device."""
 
     def __post_init__(self) -> None:
-        self.reads = LateReads(self.device, late=self.transport.reads_late)
+        intact = self.watch.ensure_intact
+        self.reads = LateReads(self.device, late=self.transport.reads_late, ensure_intact=intact)
         self.issued = Issued(self.device)
         self.watch.outstanding = self.issued.is_outstanding
 

@@ -243,7 +243,8 @@ class Executor:
         factor: Factor = number / step.seed
         if late:
             assert given is not None
-            self.world.reads.add(given, lambda found: compare_later(self.world, step.number, found[0], reduce))
+            world, call = self.world, step.number  # not the step itself, whose tensors would live a step longer
+            world.reads.add(given, lambda found: compare_later(world, call, found[0], reduce))
             factor = given.detach().double() / step.seed
         if not again:
             step.gathered = None

@@ -7,8 +7,10 @@ from typing import TypeAlias
 
 import torch
 
+from rannd.device.reads import moved
+
 Factor: TypeAlias = float | torch.Tensor
-"""A number, or a 0-dim float64 tensor on the device of the gradients."""
+"""A number, or a 0-dim float64 tensor, best on the device of the gradients."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -27,6 +29,11 @@ def scale_(gradients: Sequence[torch.Tensor], factor: Factor) -> None:
     if not isinstance(factor, torch.Tensor):
         for gradient in gradients:
             gradient.mul_(factor)
+        return
+    devices = {gradient.device for gradient in gradients}
+    if devices - {factor.device}:  # as where a script clips parameters of several devices at once
+        for device in devices:
+            scale_([each for each in gradients if each.device == device], moved(factor, device))
         return
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:

@@ -1,15 +1,19 @@
 """Trains, and tells what reads the device in each step: how often rannd's helper does, and which lines beside it.
 
-usage: steady_step.py {plain|scaled|clipped}
+Also tells whether a step's inputs live longer than the script needs them.
+
+usage: steady_step.py {plain|scaled|clipped|delayed}
        steady_step.py nan STEP     parameters are NaN from this step on; then prints the state
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import sysconfig
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,18 +27,19 @@ import pyrannc
 import rannd
 from rannd.device import reads
 
-RUNTIME = Path(rannd.__file__).parent / "runtime"
-HOST = ("comm/world.py", "transport/strict_transport.py")
-"""Read messages between hosts, whose tensors are the CPU's on every device."""
+RANND = Path(rannd.__file__).parent
+HOST = ("device/reads.py", "runtime/comm/world.py", "runtime/transport/strict_transport.py")
+"""The helper that counts, and what reads messages between hosts, whose tensors are the CPU's on every device."""
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__")
 OPERATORS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "bincount", "unique", "allclose")
-FIRST = 2
-"""The first steady step: what comes before traces, plans, and makes the optimizer's state."""
+LOOKS, FIRST = 1, 2
+"""The first step in which reads are noted, and the first steady one: what comes before traces, plans, and makes the
+optimizer's state."""
 TORCH = sysconfig.get_path("purelib")
 
 
 class Reads(TorchDispatchMode):
-    """Notes the lines of rannd's runtime that read a tensor, themselves or through torch."""
+    """Notes the lines of rannd that read a tensor, themselves, through torch or in a graph that they run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +52,13 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, what: str) -> None:
-        """Note a read, if the innermost line that is not torch's is one of the runtime's."""
+        """Note a read, if the innermost line that is neither torch's nor generated code is one of rannd's."""
         for frame in reversed(traceback.extract_stack()[:-2]):
-            if frame.filename.startswith(TORCH) or frame.filename == __file__:
+            if frame.filename.startswith((TORCH, "<")) or frame.filename == __file__:
                 continue
             path = Path(frame.filename)
-            if path.is_relative_to(RUNTIME) and str(path.relative_to(RUNTIME)) not in HOST:
-                self.lines.add(f"{path.relative_to(RUNTIME)}:{frame.lineno} {what}: {frame.line}")
+            if path.is_relative_to(RANND) and str(path.relative_to(RANND)) not in HOST:
+                self.lines.add(f"{path.relative_to(RANND)}:{frame.lineno} {what}: {frame.line}")
             return
 
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,6 +97,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaled", init_scale=256.0)
     wrapped = pyrannc.RaNNCModule(model, optimizer, scaler=scaler)
     found = Reads()
+    pyrannc.delay_grad_allreduce(kind == "delayed")
     for step in range(6):
         ids = torch.randint(29, (8,))
         if kind == "nan" and step == int(sys.argv[2]):
@@ -100,18 +106,26 @@ def main() -> None:
                     parameter.fill_(float("nan"))
         found.lines.clear()
         before = reads.count()
-        if step == FIRST:
+        if step == LOOKS:  # where the model is traced once more, as torch has changed
             for name in METHODS:
                 setattr(torch.Tensor, name, found.method(name, getattr(torch.Tensor, name)))
-        with found if step >= FIRST else contextlib.nullcontext():
+        with found if step >= LOOKS else contextlib.nullcontext():
             optimizer.zero_grad()
             scaler.scale(wrapped(ids, ids)).backward()
+            if kind == "delayed":
+                wrapped.allreduce_grads()
             if kind == "clipped":
                 torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
+        kept = weakref.ref(ids)
+        del ids
+        gc.collect()
         if step >= FIRST:
-            print(f"step {step}: {reads.count() - before} reads; beside them: {sorted(found.lines)}", flush=True)
+            told = (
+                f"{reads.count() - before} reads; beside them: {sorted(found.lines)}; inputs kept: {kept() is not None}"
+            )
+            print(f"step {step}: {told}", flush=True)
     if kind == "nan":
         print(wrapped.state_dict().keys())
 

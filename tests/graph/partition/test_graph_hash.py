@@ -58,6 +58,17 @@ def test_a_change_changes_it(change: dict[str, Any]) -> None:
     assert digest(**change) != REFERENCE
 
 
+def test_what_no_operator_reads_changes_it() -> None:
+    """A plan names the stage that holds it: that of a model without it has none."""
+    ids = torch.randint(0, 11, (4, 5))
+    found = [REFERENCE]
+    for more in (nn.Linear(3, 4), nn.Linear(3, 5), nn.BatchNorm1d(3, affine=False)):
+        model = Model()
+        model.more = more
+        found.append(graph_of(model, ids).task.graph_hash)
+    assert len(set(found)) == len(found)
+
+
 def test_modes_and_types_change_it() -> None:
     ids = torch.randint(0, 11, (4, 5))
     frozen = Model()

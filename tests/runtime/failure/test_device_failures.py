@@ -6,7 +6,8 @@ import _thread
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ import torch.distributed as dist
 
 import rannd
 from rannd.errors import RankFailedError, StepError
+from rannd.plan.deployment import Slot
+from rannd.runtime.comm.rendezvous import LaunchedRank
+from rannd.runtime.comm.world import World
 from rannd.runtime.failure import stack_dump
 from rannd.runtime.failure.detector import FailureDetector
 from rannd.runtime.failure.failure_report import Failure
@@ -110,9 +114,19 @@ def test_out_of_memory_in_nccl_is_no_broken_connection(text: str) -> None:
 
 def test_nothing_of_a_step_is_used_after_another_ranks_failure() -> None:
     """An aborted transfer of a device ends like any other: what waits for it raises nothing."""
-    watch = FailureDetector()
+    watch, transport = FailureDetector(), cast(Any, SimpleNamespace(reads_late=True))
+    slots = (Slot(0, 0), Slot(0, 1))
+    cpu = torch.device("cpu")
+    world = World(LaunchedRank(0, 2, 0), cpu, ("host",) * 2, slots, (0, 1), None, None, transport, watch=watch)
     watch.ensure_intact()
+    found: list[float] = []
     with watch.inside("forward"):
+        world.reads.add(torch.ones(1), found.extend)
+        world.reads.settle()
+        world.reads.add(torch.full((1,), float("nan")), found.extend)
         watch.failure = Failure(1, "host", 7, "raised", "step 3", "ValueError: no")
         with pytest.raises(RankFailedError, match="rank 1"):
             watch.ensure_intact()
+        with pytest.raises(RankFailedError, match="rank 1"):
+            world.reads.settle()
+    assert found == [1.0], "a NaN that the abort has made is not told instead of the failure"

@@ -44,3 +44,10 @@ def test_nan_and_infinity() -> None:
     gradients = [torch.ones(2), torch.ones(2, dtype=torch.float16)]
     scale_(gradients, torch.tensor(float("nan"), dtype=torch.float64))
     assert all(each.isnan().all() for each in gradients)
+
+
+@pytest.mark.gpu
+def test_gradients_of_several_devices() -> None:
+    gradients = [torch.ones(2), torch.ones(2, device="cuda"), torch.ones(2, device="cuda", dtype=torch.bfloat16)]
+    scale_(gradients, torch.tensor(0.5, dtype=torch.float64, device="cuda"))
+    assert [each.sum().item() for each in gradients] == [1.0, 1.0, 1.0]
