@@ -155,7 +155,7 @@ def test_what_is_no_profile_is_refused(data: bytes) -> None:
 
 
 def test_another_format_is_named() -> None:
-    with pytest.raises(ProfileError, match="format 99, this version of rannd reads 1"):
+    with pytest.raises(ProfileError, match="format 99, this version of rannd reads 2"):
         decode(encode(msgspec.structs.replace(PROFILE, format=99)))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
+from rannd.graph.fx.ir import TaskGraph
 from rannd.graph.partition.block_hash import block_hashes
 from rannd.plan.blocks.blocks import boundary_bytes, make_blocks, op_weight
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
@@ -26,6 +27,12 @@ LONGEST = 256
 """Maximum number of grains that are repeated."""
 PARTS = 16
 """Parts of equal weight of a model that repeats nothing."""
+
+
+def parts_of(graph: TaskGraph, *, compiled: bool) -> Partitioning:
+    """The partitioning of a graph whose parts run as they are, or compiled."""
+    parts = Partitioning.of(graph)
+    return with_layers(parts) if compiled else parts
 
 
 def with_layers(parts: Partitioning) -> Partitioning:

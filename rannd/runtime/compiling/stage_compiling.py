@@ -13,8 +13,7 @@ from rannd import log
 from rannd.config import Config
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import Part
-from rannd.plan.blocks.partitioning import Partitioning
-from rannd.plan.blocks.repeated_layers import with_layers
+from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, Way
 from rannd.runtime.compiling.compiler import Code
@@ -106,7 +105,7 @@ def _blocks(config: Config, graph: ModelGraph) -> Sequence[Sequence[int]]:
     """What is compiled together, as numbers of operators: the layers that are measured and placed together, or all."""
     if config.compile_stages == "stages":
         return [range(len(graph.task.ops))]
-    return with_layers(Partitioning.of(graph.task)).grains
+    return parts_of(graph.task, compiled=True).grains
 
 
 def _sizes(pieces: Iterable[int]) -> list[int]:

@@ -37,7 +37,12 @@ _ENGINE = "_engine_run_backward"
 _THREADING = threading.Thread.join.__code__.co_filename
 _JOINING = ("join", "_wait_for_tstate_lock", "_shutdown")
 """Functions there that wait for the end of a thread, the last one at the end of the script."""
-_ACTIVITIES = {"graph": "tracing", "profile": "profiling", "plan": "planning"}
+_ACTIVITIES = {
+    "graph": "tracing",
+    "profile": "profiling",
+    "plan": "planning",
+    os.path.join("runtime", "compiling"): "compiling",
+}
 """By folder of rannd."""
 
 
@@ -132,10 +137,11 @@ def entry(where: Where) -> str:
 
 
 def activity(where: Where) -> str:
-    """``tracing``, ``profiling`` or ``planning``, by the folder of rannd's innermost frame; '' for anything else."""
+    """``tracing``, ``compiling`` and so on, by the folder of rannd's innermost frame; '' for anything else."""
     for frame in _outwards(sys._current_frames().get(where.thread)):
         if frame.f_code.co_filename.startswith(_RANND):
-            return _ACTIVITIES.get(frame.f_code.co_filename.removeprefix(_RANND).split(os.sep)[0], "")
+            place = frame.f_code.co_filename.removeprefix(_RANND)
+            return next((name for folder, name in _ACTIVITIES.items() if place.startswith(folder + os.sep)), "")
     return ""
 
 

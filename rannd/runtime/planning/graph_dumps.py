@@ -11,7 +11,7 @@ from rannd.config import Config
 from rannd.graph.dump import drawing, write
 from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import make_blocks
-from rannd.plan.blocks.partitioning import Partitioning
+from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.deployment import Deployment
 from rannd.plan.plan_options import PlanOptions
 
@@ -21,11 +21,8 @@ def dump(config: Config, graph: ModelGraph, deployment: Deployment, stage_of: Ma
 
     UsageError if a file cannot be written.
     """
-    blocks = (
-        make_blocks(Partitioning.of(graph.task), PlanOptions.of(config), world=len(deployment.slots))
-        if graph.task.ops
-        else ()
-    )
+    parts = parts_of(graph.task, compiled=config.compile_stages != "off")
+    blocks = make_blocks(parts, PlanOptions.of(config), world=len(deployment.slots)) if graph.task.ops else ()
     drawn = drawing(
         graph,
         blocks=[block.ops for block in blocks],

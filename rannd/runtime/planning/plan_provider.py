@@ -27,8 +27,7 @@ from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import cut
 from rannd.plan.blocks.blocks import Block, make_blocks
-from rannd.plan.blocks.partitioning import Partitioning
-from rannd.plan.blocks.repeated_layers import with_layers
+from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.compatibility import check_belongs, differences
 from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
 from rannd.plan.plan_options import PlanOptions
@@ -89,8 +88,7 @@ class Planner:
         self._world = world = context.world
         self._config = config = context.config
         self._graph = graph
-        parts = Partitioning.of(graph.task)
-        self._parts = parts if config.compile_stages == "off" else with_layers(parts)
+        self._parts = parts_of(graph.task, compiled=config.compile_stages != "off")
         self._rows = tuple(rows)
         optimizer, scaled = context.optimizer, context.options.scaled
         self._optimizer = (

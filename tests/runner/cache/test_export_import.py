@@ -253,3 +253,18 @@ def test_a_large_cache_needs_little_memory(daemon_home, tmp_path: Path) -> None:
         told = subprocess.check_output([sys.executable, "-c", PEAK, *words], text=True)
         assert int(told.splitlines()[-1]) << 10 < 176 << 20
     assert file.stat().st_size > 192 << 20
+
+
+def test_compiled_code_neither_leaves_nor_enters(daemon_home, tmp_path: Path) -> None:
+    """Its files are code, which torch unpickles."""
+    code = make_key("compiled", {"block": "x"})
+    fill([(TRACE, b"trace"), (code, b"1000")])
+    made = tmp_path / "cache.rannd"
+    assert exported(to=made) == {TRACE.digest}
+    with made.open("wb") as opened:
+        writer = export_file.ExportWriter(opened, "0.1.0", 1e9)
+        writer.add(export_file.Exported(code.digest, code.kind, code.components, "0.1.0", 1e9, 0, b"1000"))
+        writer.end()
+    told = cache("import", str(made))
+    assert told.returncode == 2
+    assert "is compiled code, which is never taken from another cache" in told.stderr

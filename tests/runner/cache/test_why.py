@@ -149,4 +149,4 @@ def test_wrong_use(daemon_home, words: tuple[str, ...]) -> None:
 def test_keys_and_kinds_that_cannot_be(filled) -> None:
     assert "starts with 0000" in cache("why", "0" * 40, deployment(64).short).stderr
     told = cache("why", "--last", "--kind", "No").stderr
-    assert "--kind 'No': there is no such kind of entry; kinds are deployment" in told
+    assert "--kind 'No': there is no such kind of entry; kinds are compiled, deployment" in told

@@ -34,6 +34,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
     monkeypatch.setattr("rannd.runtime.compiling.sharing.compile_kind", noted)
     monkeypatch.setenv("RANNC_COMPILE_STAGES", "blocks")
+    monkeypatch.setenv("RANNC_PIPELINE_NUM", "1")  # each microbatch has random numbers of its own
     return found
 
 
