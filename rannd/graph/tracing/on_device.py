@@ -36,10 +36,15 @@ _DESCRIBED = declare(
 def seen_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Let torch.export see these tensors, and views of their memory, on `device`.
 
-    Of a model that is on the meta device as a whole, constants are seen there as well.
+    Of a model that is on the meta device as a whole, constants are seen there as well. Where only some parameters are
+    on the meta device, these stay there: the model would fail without tracing, too.
     """
+    tensors = list(tensors)
+    lost = len({tensor.is_meta for tensor in tensors if isinstance(tensor, nn.Parameter)}) > 1
     elsewhere = [
-        tensor for tensor in tensors if tensor.device.type != device.type and tensor.layout is torch.strided
+        tensor
+        for tensor in tensors
+        if tensor.device.type != device.type and tensor.layout is torch.strided and not (lost and tensor.is_meta)
     ]  # they keep their storages alive, whose addresses are compared
     bare = any(tensor.is_meta for tensor in elsewhere)
     memory = {tensor.untyped_storage()._cdata for tensor in elsewhere}
