@@ -57,6 +57,7 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor],
     """
     # Imported lazily: runs that get their traces from the cache do not need the tracer.
     from rannd.graph.branches.data_dependent import Undecidable
+    from rannd.graph.tracing.autocast_types import settle_types
     from rannd.graph.tracing.export import Notes, TracedCall, example_inputs, export, shown, traced_of
 
     signature, leaves = _enlarged(signature, leaves)
@@ -76,6 +77,14 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor],
         symbols = _symbols(program, signature)
         found = shown(model, program, notes, device, symbols)
         traced = traced_of(model, found, device)
+        shapes = _sizes(program, signature)
+        opened = [
+            (symbols[shapes[tensor][dim + signature.tensors[tensor].batch].node.expr], tensor, dim)
+            for tensor, dim in signature.open
+        ]
+        settle_types(
+            traced, signature, device, {name: signature.tensors[tensor].shape[dim] for name, tensor, dim in opened}
+        )
         data = encode(traced, None)
         conditions = [expression(each) for each in _conditions(program, symbols)]
         _check_conditions(conditions)
@@ -85,11 +94,7 @@ def template(model: nn.Module, signature: Signature, leaves: list[torch.Tensor],
         raise
     except Exception as exc:
         raise NoTemplate(f"{type(exc).__name__}: {exc}") from exc
-    shapes = _sizes(program, signature)
-    lengths = [
-        (tensor, dim, str(symbols[shapes[tensor][dim + signature.tensors[tensor].batch].node.expr]))
-        for tensor, dim in signature.open
-    ]
+    lengths = [(tensor, dim, str(name)) for name, tensor, dim in opened]
     return msgspec.msgpack.encode(_Stored(data, lengths, conditions))
 
 

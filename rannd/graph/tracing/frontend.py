@@ -39,6 +39,7 @@ from rannd.graph.modules.bisection import ancestors, halve, has_backward_hooks, 
 from rannd.graph.modules.foreign_rng import unchanged
 from rannd.graph.modules.methods import called_methods, method_path, part_of
 from rannd.graph.modules.source_location import Offence, SourceLocation, described, in_words, of_exception
+from rannd.graph.tracing.autocast_types import settle_types
 from rannd.graph.tracing.batch_dim import closed_batch, holes, lines
 from rannd.graph.tracing.export import Notes, Shown, TracedCall, example_inputs, export, quiet, shown, traced_of
 from rannd.graph.tracing.hook_proofs import failing
@@ -95,7 +96,9 @@ def trace(
     number of rows. Raises TraceError if the model itself fails, returns no tensor, or has to run on a device that this
     process does not have.
     """
-    return _FrontEnd(model, signature, leaves, device, assumed, opaque).run()
+    traced, signature = _FrontEnd(model, signature, leaves, device, assumed, opaque).run()
+    settle_types(traced, signature, device)
+    return traced, signature
 
 
 class _FrontEnd:
