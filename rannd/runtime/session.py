@@ -218,13 +218,12 @@ class Session:
 
         In half precision this is the GradScaler's scale, because small gradients would underflow without it.
         """
-        mode, scaler = executor.bound.graph.signature.mode, self._context.options.scaler
-        if not self._context.config.interleave_loss or executor.bound.interleaved is None or not mode.grad:
-            return False, 1.0
-        if scaler is not None and scaler.is_enabled():
-            scale = scaler._get_scale_async() if self.world.reads.late else None
-            return True, float(scaler.get_scale()) if scale is None else scale.to(self.world.device, torch.float64)
-        return not mode.float16, 1.0
+        options, wanted = self._context.options, self._context.config.interleave_loss
+        inside = executor.bound.runs_backward_inside(wanted=wanted, scaled=options.scaled)
+        if not inside or options.scaler is None or not options.scaled:
+            return inside, 1.0
+        scale = options.scaler._get_scale_async() if self.world.reads.late else None
+        return True, options.scaler.get_scale() if scale is None else scale.to(self.world.device, torch.float64)
 
     # -- a call without a graph -------------------------------------------------------------------------------
 

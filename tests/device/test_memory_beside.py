@@ -46,7 +46,6 @@ def test_what_libraries_keep_is_remembered(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a CUDA device")
 def test_a_gpu_has_memory_beside_tensors() -> None:
     kept = memory_beside.load_libraries(CUDA, convolutions=True)
     assert 0 < kept < GIB

@@ -209,7 +209,6 @@ def test_twice_the_cache_of_a_device_is_written(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a CUDA device")
 def test_times_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     large = torch.rand(8192, 8192, device=device)

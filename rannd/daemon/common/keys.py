@@ -148,7 +148,7 @@ def profile_key(
 
 
 def compiled_key(
-    *, block: str, rows: int, device_model: str, versions: Mapping[str, str], flags: Sequence[Scalar]
+    *, block: str, rows: int, device_model: str, versions: Mapping[str, str], flags: Mapping[str, Component]
 ) -> Key:
     """Return the key of a compiled kind of block.
 
@@ -157,7 +157,7 @@ def compiled_key(
         rows: Rows of a piece.
         device_model: Name of the device, and of a CPU its number of threads.
         versions: At least python, torch and rannd; also Triton and the C++ compiler.
-        flags: Settings of torch that generated code depends on.
+        flags: As for `deployment_key`.
 
     Raises:
         ValueError: A required version is missing.
@@ -168,8 +168,8 @@ def compiled_key(
             "block": block,
             "rows": rows,
             "device_model": device_model,
-            "flags": list(flags),
             **_versions(versions),
+            **_flags(flags),
         },
     )
 

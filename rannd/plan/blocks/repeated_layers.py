@@ -57,8 +57,7 @@ def with_layers(parts: Partitioning) -> Partitioning:
     begins = {grain[0]: at for at, grain in enumerate(grains)}
     blocks = [begins[block.ops[0]] for block in make_blocks(parts, PlanOptions(), world=1) if block.ops[0] in begins]
     last = 0
-    for at in sorted({*blocks, *cuts} - {0}):
-        following = next(cut for cut in sorted({*blocks, *cuts, len(grains)}) if cut > at) if at < len(grains) else at
+    for at, following in pairwise(sorted({*blocks, *cuts})):
         if at in cuts:
             last = at
         elif at not in repeated and sum(weights[last:following]) > most:

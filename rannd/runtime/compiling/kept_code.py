@@ -19,7 +19,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from rannd.daemon.common.keys import Key, compiled_key
 from rannd.daemon.common.paths import places
 from rannd.daemon.common.versions import version
 from rannd.device.identity import device_model
+from rannd.device.kernel_flags import kernel_flags
 from rannd.errors import DaemonError
 from rannd.runtime.compiling.kinds import Kind
 from rannd.sources import digest_of
@@ -112,7 +113,8 @@ class KeptCode:
         try:
             # A copy, so that a torch that finds something lacking does not write into the folder itself.
             if self.mode != "refresh" and final.is_dir():
-                shutil.copytree(final, made)
+                with contextlib.suppress(OSError):  # what is replaced or removed meanwhile is made again
+                    shutil.copytree(final, made)
             made.mkdir(mode=0o700, exist_ok=True)
             before = _files(made)
             with _folder(made):
@@ -127,13 +129,12 @@ class KeptCode:
 
     def make_key(self, block: str, rows: int) -> Key:
         """The key of code for a hash, or words, and rows."""
-        flags: Sequence[str | int | bool] = [
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_num_threads(),
-        ]
         return compiled_key(
-            block=block, rows=rows, device_model=device_model(self.device), versions=self.versions, flags=flags
+            block=block,
+            rows=rows,
+            device_model=device_model(self.device),
+            versions=self.versions,
+            flags=kernel_flags(self.device),
         )
 
 

@@ -1,4 +1,4 @@
-"""Compiles this rank's stage of a graph, if the configuration item `compile_stages` asks for it."""
+"""Compiles this rank's stage of a graph."""
 
 from __future__ import annotations
 
@@ -46,13 +46,8 @@ class StageToCompile:
     """Rows of all pieces of a mini-batch."""
 
 
-def compile_stage(context: Context, stage: StageToCompile) -> CompiledStage | None:
-    """Compile the units of a stage, or load what an earlier run has compiled. Collective over all ranks.
-
-    None if `compile_stages` is off.
-    """
-    if context.config.compile_stages == "off":
-        return None
+def compile_stage(context: Context, stage: StageToCompile) -> CompiledStage:
+    """Compile the units of a stage, or load what an earlier run has compiled. Collective over all ranks."""
     graph, device = stage.graph, context.world.device
     kept = KeptCode(device, context.config.cache)
     records = graph.signature.mode.grad

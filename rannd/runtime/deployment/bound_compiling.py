@@ -23,16 +23,11 @@ def compile_bound(
     """
     if context.config.compile_stages == "off":
         return None
-    world, mode = context.world, bound.graph.signature.mode
+    world = context.world
     by_slot = tuple(rows[rank] for rank in world.rank_of_slot)
     if context.options.shared:
         by_slot = rows_by_slot(world, bound.graph, rows[0])
-    inside = (
-        context.config.interleave_loss
-        and bound.interleaved is not None
-        and mode.grad
-        and (context.options.scaled or not mode.float16)
-    )  # as `Session._interleaves` decides in the call
+    inside = bound.runs_backward_inside(wanted=context.config.interleave_loss, scaled=context.options.scaled)
     tensors = {}
     for name in bound.part.tensors:
         held = bound.constants.get(name, state.get(name))

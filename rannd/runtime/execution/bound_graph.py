@@ -74,6 +74,16 @@ class BoundGraph:
         """Layout with all edges, including outputs that an interleaved step does not send."""
         return self.traffic.layout
 
+    def runs_backward_inside(self, *, wanted: bool, scaled: bool) -> bool:
+        """Whether backward runs inside the call.
+
+        Args:
+            wanted: The configuration item `interleave_loss`.
+            scaled: Whether losses are scaled: in float16 small gradients would underflow without it.
+        """
+        mode = self.graph.signature.mode
+        return wanted and self.interleaved is not None and mode.grad and (scaled or not mode.float16)
+
     def live(self, wanted: tuple[bool, ...]) -> frozenset[Node]:
         """Nodes that get a gradient if the outputs marked in `wanted` have one."""
         if wanted not in self._live:

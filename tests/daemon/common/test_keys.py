@@ -47,7 +47,7 @@ COMPILED: dict[str, Any] = {
     "rows": 8,
     "device_model": "NVIDIA H200",
     "versions": {"python": "3.11", "torch": "2.13.0", "rannd": "0.1.0", "triton": "3.6", "c++": "g++ 1"},
-    "flags": ["highest", False, 4],
+    "flags": {"deterministic": False, "fp32 matmul": "none"},
 }
 LINK: dict[str, Any] = {
     "topology": [(0, 0), (1, 0)],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,4 +108,24 @@ def test_the_key_has_everything_that_code_depends_on(kept: KeptCode, monkeypatch
     assert first.digest != kept.make_key("a block", 2).digest
     monkeypatch.setenv("CXX", "/bin/true")
     assert first.digest != KeptCode(CPU, "on").make_key("a block", 1).digest
-    assert {"version.torch", "version.triton", "version.c++", "flags"} <= first.components.keys()
+    assert {"version.torch", "version.triton", "version.c++", "flag.fp32 matmul"} <= first.components.keys()
+    matmul: Any = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"  # torch's older getters raise from now on
+        assert first.digest != kept.make_key("a block", 1).digest
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_a_folder_that_goes_while_it_is_copied_is_made_again(kept: KeptCode, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(kept, "one")
+
+    def lacking(source: Path, target: Path) -> None:
+        raise shutil.Error([(str(source), str(target), "No such file or directory")])
+
+    monkeypatch.setattr(shutil, "copytree", lacking)
+    with kept.opened_key(kept.make_key("a block", 1)):
+        assert not (where() / "code").exists()
+        (where() / "code").write_text("two")
+    assert (folder(kept) / "code").read_text() == "two"
