@@ -125,6 +125,14 @@ class _FrontEnd:
         self._offended = False
         self._functions_tried: set[str] = set()
 
+    def _for(self, signature: Signature) -> _FrontEnd:
+        """The same for calls with another signature."""
+        return _FrontEnd(self._model, signature, self._leaves, self._device, self._assumed, self._opaque)
+
+    def _export(self, examples: tuple[torch.Tensor, ...], **options: Any) -> Any:
+        """Export the model for examples, see `rannd.graph.tracing.export.export`."""
+        return export(self._model, self._signature, examples, self._sample, device=self._device, **options)
+
     def run(self) -> tuple[Traced, Signature]:
         """Try the methods in turn."""
         hooked = [name for name, module in self._model.named_modules() if has_backward_hooks(module)]
@@ -198,16 +206,7 @@ class _FrontEnd:
                 with self._running():
                     table = record(self._model, paths, self._runs())
             examples = example_inputs(self._signature, self._leaves)
-            program = export(
-                self._model,
-                self._signature,
-                examples,
-                self._sample,
-                device=self._device,
-                strict=strict,
-                table=table,
-                notes=notes,
-            )
+            program = self._export(examples, strict=strict, table=table, notes=notes)
             closed = closed_batch(program, self._signature) if self._signature.fixed_rows is None else None
             if closed is not None:
                 name, low, high = closed
@@ -261,16 +260,7 @@ class _FrontEnd:
         def way(chance: Callable[[int], bool]) -> Shown:
             seen = Notes()
             try:
-                program = export(
-                    self._model,
-                    self._signature,
-                    examples,
-                    self._sample,
-                    device=self._device,
-                    table=table,
-                    notes=seen,
-                    chance=chance,
-                )
+                program = self._export(examples, table=table, notes=seen, chance=chance)
             except (Exception, Offence) as exc:
                 raise NotASelection(f"cannot be traced with the other outcome: {in_words(exc)}", module) from exc
             if seen.decided != notes.decided:
@@ -304,7 +294,7 @@ class _FrontEnd:
         if rows == 0:
             return None
         signature = dataclasses.replace(self._signature, fixed_rows=rows)
-        other = _FrontEnd(self._model, signature, self._leaves, self._device, self._assumed, self._opaque)
+        other = self._for(signature)
         attempt = other._open(paths)
         if not attempt.good:
             self._note(f"export for {rows} rows failed as well: {self._why(attempt)}")
@@ -329,20 +319,20 @@ class _FrontEnd:
             for numbers in itertools.combinations(reversed(carrying), count):
                 signature = self._signature.whole(numbers, rows)
                 if self._runs_with(signature, [2, rows + 1]):
-                    other = _FrontEnd(self._model, signature, self._leaves, self._device, self._assumed, self._opaque)
+                    other = self._for(signature)
                     names = ", ".join(self._signature.tensors[number].name for number in sorted(numbers))
                     other._note(
                         f"{names} also has size {rows} in dimension 0, but carries no samples: for {few} rows {problem}"
                     )
                     traced, signature = other.run()
                     return dataclasses.replace(traced, whole=tuple(sorted(numbers))), signature
-        other = _FrontEnd(self._model, fixed, self._leaves, self._device, self._assumed, self._opaque)
+        other = self._for(fixed)
         other._note(f"for {few} rows {problem}; traced for {rows} rows, each other batch size needs another graph")
         return other.run()
 
     def _runs_with(self, signature: Signature, sizes: Iterable[int]) -> bool:
         """Whether the model runs under another signature with batch sizes of at least each of `sizes`."""
-        other = _FrontEnd(self._model, signature, self._leaves, self._device, self._assumed, self._opaque)
+        other = self._for(signature)
         with self._running():
             try:
                 with preserved(self._model):
@@ -474,15 +464,7 @@ class _FrontEnd:
             return False
         examples = example_inputs(self._signature, self._leaves, high + 1)
         try:
-            other = export(
-                self._model,
-                self._signature,
-                examples,
-                self._sample,
-                device=self._device,
-                strict=strict,
-                table=table,
-            )
+            other = self._export(examples, strict=strict, table=table)
         except Exception:
             return False
         return lines(program.graph) == lines(other.graph)
