@@ -21,8 +21,8 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 def remove(folder: str, keys: Iterable[object]) -> None:
     """Remove the folders of some entries."""
     for key in keys:
-        if isinstance(key, str) and _KEY.fullmatch(key):
-            shutil.rmtree(os.path.join(folder, key), ignore_errors=True)
+        if isinstance(key, str) and _KEY.fullmatch(key) and os.path.isdir(path := os.path.join(folder, key)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep(folder: str, known: Collection[str]) -> int:
