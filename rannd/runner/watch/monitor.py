@@ -34,6 +34,9 @@ _LOST_EXIT = 1.0
 _NOBODY_EXIT = 1.0
 NO_ANSWER = f"no answer for {LOST_S} s; its network or the machine has failed"
 
+#: Seconds after a failure in which the other ranks may say what they know of it, and clean up, before they are ended.
+_LAST_WORDS_S = 1.0
+
 #: Seconds since the epoch up to which C's localtime, and so the report, has a clock.
 _LATEST = 1e11
 _LOST_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -152,6 +155,7 @@ class Monitor:
         self._result = JobResult()
         self._launcher_tail = bytearray()
         self._stopping = 0  # the signal sent to all ranks, 0 while the job runs
+        self._stop_at: float | None = None  # after a failure
         self._kill_launcher_at: float | None = None
         self._launcher_asked = False  # it was sent SIGTERM by this monitor
         self._launcher_gone = False
@@ -214,7 +218,7 @@ class Monitor:
         launcher_pipe = self._launcher.stdout
         if launcher_pipe is not None and not launcher_pipe.closed:
             poll.register(launcher_pipe, select.POLLIN)
-        moments = (self._kill_launcher_at, self._start_by, self._look_at, self._hello_by)
+        moments = (self._stop_at, self._kill_launcher_at, self._start_by, self._look_at, self._hello_by)
         due = [moment for moment in moments if moment is not None]
         pauses = [max(0.0, moment - time.monotonic()) for moment in due]
         if (pause := self._reception.due()) is not None:
@@ -232,6 +236,8 @@ class Monitor:
             self._receive(self._links[fd])
         if launcher_pipe is not None and not launcher_pipe.closed and launcher_pipe.fileno() in ready:
             self._hear_launcher()
+        if self._stop_at is not None and time.monotonic() >= self._stop_at:
+            self._stop(signal.SIGTERM)
         self._look_after_launcher()
         self._look_for_starts()
         if self._hello_by is not None and time.monotonic() >= self._hello_by:
@@ -282,12 +288,14 @@ class Monitor:
 
     def _stop(self, signum: int) -> None:
         """Ask every rank to end; the watchers send SIGKILL after the grace period."""
+        self._stop_at = None
         if self._stopping:
             return
         self._stopping = signum
         self._tell_all(wire.encode_json(wire.STOP, signal=signum))
         # Ranks are ended by their watchers; this is for a launcher that still starts ranks, or hangs.
-        wait = self._grace + _LAUNCHER_EXIT if self._joined else _NOBODY_EXIT
+        running = any(not link.done for link in self._joined.values())
+        wait = self._grace + _LAUNCHER_EXIT if running else _NOBODY_EXIT
         self._kill_launcher_at = time.monotonic() + wait
 
     def _tell_all(self, frame: bytes) -> None:
@@ -377,8 +385,8 @@ class Monitor:
         self._result.ends.append(link.end)
         if fields["leftovers"]:
             self._say(f"rank {link.rank} on {link.host} left processes behind, ending {', '.join(fields['leftovers'])}")
-        if status != 0:
-            self._stop(signal.SIGTERM)
+        if status != 0 and not self._stopping and self._stop_at is None:
+            self._stop_at = time.monotonic() + _LAST_WORDS_S
 
     def _flush(self, link: _Link) -> None:
         for fd, tagger in link.streams.values():

@@ -6,9 +6,10 @@ import contextlib
 import errno
 import socket
 import threading
+import time
 
 import pytest
-from monitored import run
+from monitored import SRUN, run
 from transcript import program
 
 from rannd.admission import introduce
@@ -31,6 +32,35 @@ def test_a_launcher_that_lets_others_run_on_after_a_failure() -> None:
     result = run(Listener(None), 3, "-c", code)
     assert [(end.rank, end.status) for end in result.failures] == [(1, 3)]
     assert sorted((end.rank, end.status) for end in result.ends if end.ordered) == [(0, -15), (2, -15)]
+
+
+def test_other_ranks_may_say_what_they_know_of_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that hears of another's end half a second later than rannc-run still says so, in its own words."""
+    code = """
+import os, sys, time
+if os.environ["SLURM_PROCID"] == "1":
+    sys.exit(3)
+try:
+    time.sleep(0.5)
+finally:
+    print("rank 1 has left", flush=True)
+time.sleep(300)
+"""
+    result = run(Listener(None), 2, "-c", code)
+    assert [(end.rank, end.status) for end in result.failures] == [(1, 3)]
+    assert [(end.rank, end.status) for end in result.ends if end.ordered] == [(0, -15)]
+    assert "rank 1 has left" in capfd.readouterr().out
+
+
+def test_a_failure_while_the_launcher_still_starts_ranks_is_not_waited_for() -> None:
+    """The only rank that has started fails; its launcher waits for the others for ever."""
+    begun = time.monotonic()
+    starting = SRUN.replace("sys.exit(", "import time; time.sleep(300); sys.exit(")
+    result = run(Listener(None), 3, "-c", "import sys; sys.exit(3)", started=1, grace=200.0, launched=starting)
+    assert [(end.rank, end.status) for end in result.failures] == [(0, 3)]
+    assert result.missing == 2
+    assert result.launcher_status < 0, "it was ended"
+    assert time.monotonic() - begun < 100.0, "half of the grace period, in which nobody was left"
 
 
 def test_over_tcp(capfd: pytest.CaptureFixture[str]) -> None:
