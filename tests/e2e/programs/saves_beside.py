@@ -77,7 +77,11 @@ if WHAT == "failure":
     calls = world.watch.where.calls
     train()
     print(f"rank {rank} made {world.watch.where.calls - calls} calls", flush=True)
-    seen = FOLDER / "rank 0 has seen it"
+    seen, trained = FOLDER / "rank 0 has seen it", FOLDER / "rank 0 has trained"
+    if rank == 0:
+        trained.touch()
+    while not trained.exists():  # a failure would reach its backward
+        time.sleep(0.01)
     if rank == 1:
         threading.Thread(target=write_when, args=(seen,)).start()
         raise KeyError("the script is wrong")
