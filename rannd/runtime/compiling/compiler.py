@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ class Code:
                 return self.function(*arguments)
         except RuntimeError as exc:
             if _REFUSED in str(exc):
-                raise Uncompiled(str(exc).rstrip().rsplit("\n", 1)[-1].strip(" -")) from None
+                raise Uncompiled(_difference(str(exc))) from None
             raise
 
 
@@ -134,6 +135,12 @@ def reason(exc: BaseException) -> str:
     return f"{type(found).__name__}: {text[:200]}"
 
 
+def _difference(text: str) -> str:
+    """What torch's guards found, of its message: a line of reasons, if it has code for other calls."""
+    found = re.search(r"^\s*- \d+/\w+: (.*?)(?:\. Guard failed on .*)?$", text, re.MULTILINE)
+    return found[1] if found else "torch has forgotten its code"
+
+
 def _compiled() -> int:
     """Number of graphs that inductor has compiled in this process so far, cached or not."""
     from torch._dynamo.utils import counters
@@ -158,6 +165,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     import torch._functorch.config
 
     with (
+        torch.inference_mode(False),  # the first call may be an evaluation
         kept_generators([device]),
         warnings.catch_warnings(),
         # Memory that backward may overwrite would make a second backward (retain_graph) an error.

@@ -4,10 +4,10 @@
     <cache>/compiled/.<key>.<pid>/   being made
 
 A folder gets its name when all of it is there, so a process that is killed while it compiles leaves nothing that is
-used. It has a checksum of its files: torch would stumble over what a power cut or a full disk has cut off, in each
-run, and may crash on a library that is. The entry of the same key says how large the folder is: the daemon counts it, lists it, and removes both. torch
-reads its cache with pickle, therefore only from folders that belong to the user and that nobody else can enter, and
-never from an entry's value.
+used. It has a checksum of its files: torch would stumble in each run over what a power cut or a full disk has cut off,
+and may crash with such a library. The entry of the same key says how large the folder is: the daemon counts it, lists
+it, and removes both. torch reads its cache with pickle, therefore only from folders that belong to the user and that
+nobody else can enter, and never from an entry's value.
 """
 
 from __future__ import annotations
