@@ -93,10 +93,12 @@ def compile_kind(kind: Kind, device: torch.device, threads: int) -> Code:
         function = torch.compile(kind.module.forward, fullgraph=True, dynamic=False, backend=BACKEND, options=given)
     else:
         kind, function = code.kind, code.function  # whoever has it gets what is compiled again
-    before, begun = _compiled(), time.monotonic()
+    before, begun = _counted(), time.monotonic()
     with _undisturbed(device):
         _run(function, kind, device)
-    code = _known[kind.digest] = Code(kind, function, _compiled() > before, time.monotonic() - begun)
+    (compiled, loaded), (compiled_before, loaded_before) = _counted(), before
+    made = compiled > compiled_before or loaded == loaded_before  # torch counts nothing if its caches are disabled
+    code = _known[kind.digest] = Code(kind, function, made, time.monotonic() - begun)
     return code
 
 
@@ -131,7 +133,7 @@ def reason(exc: BaseException) -> str:
     inner = getattr(exc, "inner_exception", None)  # of torch's BackendCompilerFailed
     found = inner if isinstance(inner, BaseException) else exc
     lines = [line.strip() for line in str(found).splitlines() if line.strip()]
-    text = " ".join(lines[:2]) if lines else "no message"
+    text = re.sub(r" - forward \(<eval_with_key>\S*\)", "", " ".join(lines[:2])) if lines else "no message"
     return f"{type(found).__name__}: {text[:200]}"
 
 
@@ -141,12 +143,13 @@ def _difference(text: str) -> str:
     return found[1] if found else "torch has forgotten its code"
 
 
-def _compiled() -> int:
-    """Number of graphs that inductor has compiled in this process so far, cached or not."""
+def _counted() -> tuple[int, int]:
+    """How many graphs inductor has compiled in this process so far, and how many it has loaded."""
     from torch._dynamo.utils import counters
 
-    found = counters["inductor"]
-    return int(found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"])
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    compiled = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
+    return int(compiled), int(inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"])
 
 
 def _run(function: Callable[..., Any], kind: Kind, device: torch.device) -> None:
