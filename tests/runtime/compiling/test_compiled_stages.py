@@ -344,3 +344,24 @@ def test_why_blocks_are_compiled_again(told: list[str]) -> None:
     again = [line for line in told if "again" in line]
     assert len(again) == 1, again
     assert "num_threads" in again[0]
+
+
+def test_what_no_cache_of_torch_has_is_not_said_to_be_from_one(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts nothing for this backend, as for inductor without caches (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
+    monkeypatch.setattr(compiler, "_known", {})
+    train(Decoder, tokens, steps=1)
+    lines = [line for line in told if "kinds of blocks" in line]
+    assert len(lines) == 1, lines
+    assert "Compiled 3 kinds of blocks" in lines[0]
+
+
+def test_a_reason_for_all_blocks_is_one_reason(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's message has the number of each block's code."""
+    monkeypatch.setattr(compiler, "_known", {})
+    with torch._dynamo.config.patch(disable=True):  # as TORCH_COMPILE_DISABLE does
+        train(Decoder, tokens, steps=1)
+    lines = [line for line in told if "cannot be compiled" in line]
+    assert len(lines) == 1, lines
+    assert "Dynamo tracing is disabled" in lines[0]
