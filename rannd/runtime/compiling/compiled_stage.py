@@ -69,6 +69,15 @@ class CompiledStage:
         self, rows: int, inputs: Mapping[Node, torch.Tensor], tensors: Sequence[torch.Tensor], *, inside: bool
     ) -> Sequence[Any]:
         """Run a piece; returns the outputs of the stage. `inside`: its backward runs inside the call."""
+        if torch.is_inference_mode_enabled():
+            # Guards take its tensors for others than those that were compiled for.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(
+                    rows,
+                    {node: each.clone() if each.is_inference() else each for node, each in inputs.items()},
+                    tensors,
+                    inside=inside,
+                )
         way = rows, torch.is_grad_enabled(), inside
         codes = self._codes.get(way)
         if codes is None:
@@ -100,6 +109,7 @@ class CompiledStage:
             except Uncompiled as exc:
                 why = str(exc)
         if len(codes) < MOST_LAYOUTS:
+            self._tell(why, f"Compiling blocks again, for calls that are not as they were before: {why}")
             made = self._again(number, way, arguments)
             if made is not None:
                 codes.append(made)
@@ -107,7 +117,7 @@ class CompiledStage:
                     return made(*arguments)
                 except Uncompiled as exc:
                     why = str(exc)
-        self._tell(number, f"A block runs eagerly, because its arguments are not as they were before: {why}")
+        self._tell(number, f"A block runs eagerly, because calls are not as they were before: {why}")
         part = self._steps[number].unit.part
         return part.module(*arguments, *part.numbers_at(way[0]))
 

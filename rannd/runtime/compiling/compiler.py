@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ class Code:
                 return self.function(*arguments)
         except RuntimeError as exc:
             if _REFUSED in str(exc):
-                raise Uncompiled(str(exc).rstrip().rsplit("\n", 1)[-1].strip(" -")) from None
+                raise Uncompiled(_difference(str(exc))) from None
             raise
 
 
@@ -92,10 +93,12 @@ def compile_kind(kind: Kind, device: torch.device, threads: int) -> Code:
         function = torch.compile(kind.module.forward, fullgraph=True, dynamic=False, backend=BACKEND, options=given)
     else:
         kind, function = code.kind, code.function  # whoever has it gets what is compiled again
-    before, begun = _compiled(), time.monotonic()
+    before, begun = _counted(), time.monotonic()
     with _undisturbed(device):
         _run(function, kind, device)
-    code = _known[kind.digest] = Code(kind, function, _compiled() > before, time.monotonic() - begun)
+    (compiled, loaded), (compiled_before, loaded_before) = _counted(), before
+    made = compiled > compiled_before or loaded == loaded_before  # torch counts nothing if its caches are disabled
+    code = _known[kind.digest] = Code(kind, function, made, time.monotonic() - begun)
     return code
 
 
@@ -130,16 +133,23 @@ def reason(exc: BaseException) -> str:
     inner = getattr(exc, "inner_exception", None)  # of torch's BackendCompilerFailed
     found = inner if isinstance(inner, BaseException) else exc
     lines = [line.strip() for line in str(found).splitlines() if line.strip()]
-    text = " ".join(lines[:2]) if lines else "no message"
+    text = re.sub(r" - forward \(<eval_with_key>\S*\)", "", " ".join(lines[:2])) if lines else "no message"
     return f"{type(found).__name__}: {text[:200]}"
 
 
-def _compiled() -> int:
-    """Number of graphs that inductor has compiled in this process so far, cached or not."""
+def _difference(text: str) -> str:
+    """What torch's guards found, of its message: a line of reasons, if it has code for other calls."""
+    found = re.search(r"^\s*- \d+/\w+: (.*?)(?:\. Guard failed on .*)?$", text, re.MULTILINE)
+    return found[1] if found else "torch has forgotten its code"
+
+
+def _counted() -> tuple[int, int]:
+    """How many graphs inductor has compiled in this process so far, and how many it has loaded."""
     from torch._dynamo.utils import counters
 
-    found = counters["inductor"]
-    return int(found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"])
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    compiled = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
+    return int(compiled), int(inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"])
 
 
 def _run(function: Callable[..., Any], kind: Kind, device: torch.device) -> None:
@@ -158,6 +168,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     import torch._functorch.config
 
     with (
+        torch.inference_mode(False),  # the first call may be an evaluation
         kept_generators([device]),
         warnings.catch_warnings(),
         # Memory that backward may overwrite would make a second backward (retain_graph) an error.

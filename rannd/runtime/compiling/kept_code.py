@@ -4,9 +4,10 @@
     <cache>/compiled/.<key>.<pid>/   being made
 
 A folder gets its name when all of it is there, so a process that is killed while it compiles leaves nothing that is
-used. The entry of the same key says how large the folder is: the daemon counts it, lists it, and removes both. torch
-reads its cache with pickle, therefore only from folders that belong to the user and that nobody else can enter, and
-never from an entry's value.
+used. It has a checksum of its files: torch would stumble in each run over what a power cut or a full disk has cut off,
+and may crash with such a library. The entry of the same key says how large the folder is: the daemon counts it, lists
+it, and removes both. torch reads its cache with pickle, therefore only from folders that belong to the user and that
+nobody else can enter, and never from an entry's value.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -35,6 +37,7 @@ from rannd.runtime.compiling.kinds import Kind
 from rannd.sources import digest_of
 
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_CHECKSUM = "rannd.sha256"
 
 
 class KeptCode:
@@ -115,12 +118,15 @@ class KeptCode:
             if self.mode != "refresh" and final.is_dir():
                 with contextlib.suppress(OSError):  # what is replaced or removed meanwhile is made again
                     shutil.copytree(final, made)
+                if not _whole(made):
+                    shutil.rmtree(made, ignore_errors=True)
             made.mkdir(mode=0o700, exist_ok=True)
             before = _files(made)
             with _folder(made):
                 yield
             if self.mode != "readonly" and _files(made) != before:
                 shutil.rmtree(made / "locks", ignore_errors=True)
+                (made / _CHECKSUM).write_text(_checksum(made))
                 shutil.rmtree(final, ignore_errors=True)
                 with contextlib.suppress(OSError):  # another process was faster
                     made.rename(final)
@@ -180,6 +186,24 @@ def _files(folder: Path) -> frozenset[tuple[str, int]]:
                 with contextlib.suppress(OSError):
                     found.add((os.path.relpath(path, folder), os.stat(path).st_size))
     return frozenset(found)
+
+
+def _whole(folder: Path) -> bool:
+    """Whether the files of a folder are those that it was kept with."""
+    try:
+        return (folder / _CHECKSUM).read_text() == _checksum(folder)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _checksum(folder: Path) -> str:
+    """Of the names and contents of all files that code consists of."""
+    found = hashlib.sha256()
+    for name, size in sorted(_files(folder)):
+        if name != _CHECKSUM:
+            found.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
+            found.update((folder / name).read_bytes())
+    return found.hexdigest()
 
 
 def _default_folder() -> str:

@@ -78,13 +78,6 @@ def compile_stage(context: Context, stage: StageToCompile) -> CompiledStage:
         kind = kind_of(
             units[number].part, rows, stage.live, list(map(TensorLayout.of, arguments)), graph.signature.mode, grad=grad
         )
-        planned = kinds[way][number]
-        why = (
-            "torch has forgotten its code"
-            if planned is not None and planned.digest == kind.digest
-            else "its arguments are laid out differently"
-        )
-        log.get("RaNNCModule").info("Compiling a block again: %s", why)
         where, before = context.world.watch.where, context.world.watch.where.preparing
         where.preparing = True
         try:

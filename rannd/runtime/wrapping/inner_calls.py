@@ -48,8 +48,8 @@ class InnerCalls:
 
         if self._theirs is not None:
             log.get("RaNNCModule").warning(
-                "compile() of the wrapped model has no effect: rannd runs the operators of its graph. Compile blocks "
-                "of it instead"
+                "compile() of the wrapped model has no effect: rannd runs the operators of its graph. Set "
+                'compile_stages="blocks" (RANNC_COMPILE_STAGES) instead'
             )
         self._set(call)
 

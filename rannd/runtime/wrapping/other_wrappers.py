@@ -12,8 +12,8 @@ from rannd import log
 from rannd.errors import UsageError
 
 NOT_COMPILED = (
-    "torch.compile of a RaNNCModule compiles nothing: ranks run graphs of their own. Compile blocks of the model "
-    "instead, before it is wrapped"
+    "torch.compile of a RaNNCModule compiles nothing: ranks run graphs of their own. Set "
+    'compile_stages="blocks" (RANNC_COMPILE_STAGES) instead'
 )
 NOT_EXPORTED = (
     "torch.export or torch.jit.trace of the model inside a RaNNCModule: its calls run a plan, which they cannot "

@@ -312,3 +312,56 @@ def test_code_that_torch_has_forgotten_is_made_again(made: list[str]) -> None:
     torch.compiler.reset()
     torch.testing.assert_close(model(x, y), expected, rtol=1e-12, atol=0)
     assert len(made) > before
+
+
+def test_evaluation_in_inference_mode(ran: list[str], told: list[str]) -> None:
+    torch.manual_seed(0)
+    inner = Decoder(2, 0.0).double()
+    model = pyrannc.RaNNCModule(inner, torch.optim.SGD(inner.parameters(), 0.1))
+    for training in (True, False, True):
+        model.train(training)
+        ran.clear()
+        with torch.inference_mode(not training):
+            x, y = tokens()  # in this mode, tensors of another kind
+            torch.testing.assert_close(model(x, y), inner(x, y), rtol=1e-12, atol=0)
+        assert ran
+    assert not [line for line in told if "eagerly" in line or "again" in line]
+
+
+def test_why_blocks_are_compiled_again(told: list[str]) -> None:
+    torch.manual_seed(0)
+    inner = Decoder(2, 0.0).double()
+    model = pyrannc.RaNNCModule(inner)
+    x, y = tokens()
+    model(x, y)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        torch.testing.assert_close(model(x, y), inner(x, y), rtol=1e-12, atol=0)
+    finally:
+        torch.set_num_threads(threads)
+    model(x, y)
+    again = [line for line in told if "again" in line]
+    assert len(again) == 1, again
+    assert "num_threads" in again[0]
+
+
+def test_what_no_cache_of_torch_has_is_not_said_to_be_from_one(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts nothing for this backend, as for inductor without caches (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
+    monkeypatch.setattr(compiler, "_known", {})
+    train(Decoder, tokens, steps=1)
+    lines = [line for line in told if "kinds of blocks" in line]
+    assert len(lines) == 1, lines
+    assert "Compiled 3 kinds of blocks" in lines[0]
+
+
+def test_a_reason_for_all_blocks_is_one_reason(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's message has the number of each block's code."""
+    monkeypatch.setattr(compiler, "_known", {})
+    with torch._dynamo.config.patch(disable=True):  # as TORCH_COMPILE_DISABLE does
+        train(Decoder, tokens, steps=1)
+    lines = [line for line in told if "cannot be compiled" in line]
+    assert len(lines) == 1, lines
+    assert "Dynamo tracing is disabled" in lines[0]

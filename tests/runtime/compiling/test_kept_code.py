@@ -129,3 +129,20 @@ def test_a_folder_that_goes_while_it_is_copied_is_made_again(kept: KeptCode, mon
         assert not (where() / "code").exists()
         (where() / "code").write_text("two")
     assert (folder(kept) / "code").read_text() == "two"
+
+
+@pytest.mark.parametrize("damage", ["cut off", "removed", "changed"])
+def test_a_damaged_folder_is_made_again(kept: KeptCode, damage: str) -> None:
+    """After a power cut, say; torch would fail with it in every run."""
+    write(kept, "one")
+    code = folder(kept) / "code"
+    if damage == "removed":
+        code.unlink()
+    else:
+        code.write_text("" if damage == "cut off" else "ONE")
+    with kept.opened_key(kept.make_key("a block", 1)):
+        assert not os.listdir(where())
+        (where() / "code").write_text("two")
+    assert code.read_text() == "two"
+    with kept.opened_key(kept.make_key("a block", 1)):
+        assert (where() / "code").read_text() == "two"
