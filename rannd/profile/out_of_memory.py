@@ -8,7 +8,15 @@ import torch
 
 from rannd.errors import text_of
 
-_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
+# The last one is of cuBLAS and cuDNN: CUBLAS_STATUS_ALLOC_FAILED where no memory is left for a handle.
+_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "Cannot allocate memory",
+    "_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
