@@ -34,6 +34,11 @@ class Here:
         if not self.small:
             torch.accelerator.synchronize(self.device)
 
+    def compute(self) -> None:
+        """Compute something; raises if the device cannot any more."""
+        torch.ones(1, device=self.device).add_(1)
+        self.synchronize()
+
 
 def find(wanted: str) -> Here:
     """The device for `auto`, `cpu` or `cuda`. SystemExit: there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
@@ -15,9 +16,13 @@ from typing import Any
 
 from _gpu import page
 
-FILE, PAGE = "gpu.json", "gpu.md"
+FILE, PAGE, STACKS = "gpu.json", "gpu.md", "gpu.stacks"
 DONE, LATE, BROKEN = "done", "out of time", "failed"
 """How a part can end."""
+NO_DEVICE = 3
+"""Exit code of a process whose device computes no more: after an illegal access, say, all later calls fail as well."""
+TOLD = 1500
+"""Characters of a stack that a result shows."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,10 @@ class Part:
     name: str
     seconds: float = 0.0
     ended: str = LATE
+    begun: int = 0
+    """Checks that were begun, or left out."""
+    running: str = ""
+    """Name of the check that runs."""
     results: list[Result] = field(default_factory=list)
 
 
@@ -54,6 +63,13 @@ def at_least(name: str, found: float, limit: float, unit: str = "", note: str = 
     return Result(name, found >= limit if judged else None, found, unit, f"at least {limit:g}", note)
 
 
+def raised(name: str, exc: BaseException) -> Result:
+    """An error, and where it comes from."""
+    where = "".join(traceback.format_exception(exc))
+    print(where, file=sys.stderr, flush=True)
+    return Result(name, False, f"{type(exc).__name__}: {str(exc)[:500]}", note=where[-TOLD:])
+
+
 Check = tuple[str, Callable[[], Iterable[Result]]]
 """Name of a check, and the function that carries it out."""
 
@@ -65,37 +81,67 @@ class Record:
         folder: Where the file and the page are.
         part: Name of the part, whose earlier results are replaced.
         machine: What the results were measured on.
+        goes_on: Whether it goes on after the checks that an earlier process had begun.
     """
 
-    def __init__(self, folder: Path, part: str, machine: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, part: str, machine: Mapping[str, Any], *, goes_on: bool = False) -> None:
         self._folder = folder
         self._machine = machine
-        self._begun = time.monotonic()
-        self.part = Part(part)
+        self.part = (goes_on and known(folder, part)) or Part(part)
+        self._begun = time.monotonic() - self.part.seconds
 
-    def run(self, checks: Iterable[Check], budget_s: float, only: str = "") -> None:
+    def run(
+        self,
+        checks: Iterable[Check],
+        budget_s: float,
+        only: str = "",
+        *,
+        limit_s: float | None = None,
+        alive: Callable[[], object] = bool,
+    ) -> None:
         """Carry out checks, one after the other; those that would begin after the budget are left out.
 
         Args:
             checks: The checks, each of which may have several results.
             budget_s: Seconds for all of them.
             only: Checks with this in their name.
+            limit_s: Seconds of one check, after which this process writes down its stacks and ends.
+            alive: Raises if the device computes no more. Called after an error; this process ends then.
         """
-        for name, check in checks:
+        self.part.ended = LATE
+        for place, (name, check) in enumerate(checks, 1):
+            if place <= self.part.begun:
+                continue
             if only not in name:
+                self.part.begun = place
                 continue
             if time.monotonic() - self._begun > budget_s:
                 print(f"{self.part.name}: out of time before '{name}'", flush=True)
                 return
             begun = time.monotonic()
-            try:
-                for result in check():
-                    self._add(result)
-            except Exception as exc:
-                traceback.print_exc()
-                self._add(Result(name, False, f"{type(exc).__name__}: {str(exc)[:500]}"))
+            self.part.begun, self.part.running = place, name
+            self._write()
+            error = None
+            with (self._folder / STACKS).open("w") as stacks:
+                if limit_s is not None:
+                    faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
+                try:
+                    for result in check():
+                        self._add(result)
+                except Exception as exc:
+                    error = raised(name, exc)
+                faulthandler.cancel_dump_traceback_later()
+            self.part.running = ""
+            if error is not None:
+                self._add(error)
+                try:
+                    alive()
+                except Exception as exc:
+                    print(f"{self.part.name}: the device computes no more: {exc}", file=sys.stderr, flush=True)
+                    os._exit(NO_DEVICE)
             print(f"{self.part.name}: {name} took {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
         self.part.ended = DONE
+        (self._folder / STACKS).unlink(missing_ok=True)
         self._write()
 
     def _add(self, result: Result) -> None:
@@ -112,9 +158,10 @@ def put(folder: Path, part: Part, machine: Mapping[str, Any]) -> dict[str, Any]:
     """Replace a part's results in the file of `folder`, and write file and page anew; returns what the file holds."""
     folder.mkdir(parents=True, exist_ok=True)
     told = read(folder)
-    if any(told.get("machine", {}).get(name) != machine.get(name) for name in ("device", "torch")):
+    before = told.get("machine", {})  # empty where a part has ended before it has looked at the device
+    if before and machine and any(before.get(name) != machine.get(name) for name in ("device", "torch")):
         told = {}  # of another machine
-    told["machine"] = {**machine}
+    told["machine"] = {**(machine or before)}
     told.setdefault("parts", {})[part.name] = _plain(asdict(part))
     for name, text in ((FILE, json.dumps(told, indent=1) + "\n"), (PAGE, page.page(told))):
         whole = folder / f"{name}.new"
@@ -127,6 +174,12 @@ def read(folder: Path) -> dict[str, Any]:
     """What the file of `folder` holds; {} if there is none."""
     file = folder / FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def known(folder: Path, part: str) -> Part | None:
+    """A part in the file of `folder`."""
+    told = read(folder).get("parts", {}).get(part)
+    return Part(**{**told, "results": [Result(**each) for each in told["results"]]}) if told else None
 
 
 def _plain(value: Any) -> Any:

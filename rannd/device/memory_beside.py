@@ -33,7 +33,8 @@ def load_libraries(device: torch.device, *, convolutions: bool) -> int:
     with torch.inference_mode(False), torch.enable_grad():
         if not refuses_products():
             side = torch.ones(64, 64, device=device, requires_grad=True)
-            torch.nn.functional.linear(side, side, side[0]).sum().backward()
+            # The square's backward comes first, so that its thread has a context: cuBLAS without one makes torch warn.
+            torch.nn.functional.linear(side, side, side[0]).square().sum().backward()
             del side
         if convolutions:
             image = torch.ones(8, 8, 3, 3, device=device, requires_grad=True)

@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     ("part", "only", "found"),
     [
         ("correct", "loss outside", "linear layers"),
-        ("speed", "GPT-2", "GPT-2 2x64, rannd: step / eager's"),
+        ("speed", "GPT-2", "GPT-2 2x32, rannd: step / eager's"),
         ("estimates", "linear 64 x 4, m 1", "linear 64 x 4, m 1: memory / estimate"),
         ("shared", "a rank that raises in backward", "a rank that raises in backward: all ranks end"),
     ],
@@ -66,6 +66,70 @@ def test_a_part_that_takes_too_long_is_ended(gpu: ModuleType, monkeypatch: pytes
     assert told["parts"]["estimates"]["ended"] == "out of time"
     assert gpu.page.failed(told, ["estimates"])
     assert "NO-GO      part estimates ran to its end (out of time)" in (tmp_path / "gpu.md").read_text()
+
+
+BROKEN = """
+import os, time
+from _gpu.record import Result
+
+def checks(here):
+    def good(): yield Result("good", True, 1)
+    def hangs(): time.sleep(100)
+    def dies(): os._exit(7)
+    def poisons():
+        type(here).compute = lambda self: 1 / 0
+        raise ValueError("an illegal access")
+    def last(): yield Result("last", True, type(here).__name__)
+    return [("good", good), ("hangs", hangs), ("dies", dies), ("poisons", poisons), ("last", last)]
+"""
+START = """
+import sys, types
+sys.path.insert(0, {bench!r})
+from _gpu import machine
+find = machine.find
+class Large(machine.Here):
+    small = False
+machine.find = lambda device: Large(find(device).device)
+machine.facts = lambda here: {{"device": "one"}}
+part = types.ModuleType("_gpu.correct")
+exec({checks!r}, vars(part))
+sys.modules["_gpu.correct"] = part
+import gpu
+gpu.CHECK_S["correct"] = 1.0
+gpu.main()
+"""
+
+
+def test_checks_after_one_that_hangs_or_dies_are_carried_out(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The script starts itself for a part; here it is one with checks of its own."""
+    script = tmp_path / "start.py"
+    script.write_text(START.format(bench=str(ROOT / "bench"), checks=BROKEN))
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    gpu.supervise("correct", "cpu", tmp_path, "")
+    told = gpu.record.read(tmp_path)["parts"]["correct"]
+    assert told["ended"] == "done"
+    found = {each["name"]: each for each in told["results"]}
+    assert {name: each["ok"] for name, each in found.items()} == {
+        "good": True, "hangs": False, "dies": False, "poisons": False, "last": True,
+    }  # fmt: skip
+    assert found["hangs"]["found"] == "took too long"
+    assert "in hangs" in found["hangs"]["note"]
+    assert found["dies"]["found"] == "ended its process, exit code 7"
+    assert "ValueError: an illegal access" in found["poisons"]["note"]
+    assert gpu.page.failed(gpu.record.read(tmp_path), ["correct"])
+
+
+def test_parts_leave_time_for_those_after_them(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(gpu.BUDGET_S.values()) <= gpu.TOTAL_S == 25 * 60
+    most: dict[str, float] = {}
+    monkeypatch.setattr(gpu, "supervise", lambda part, device, folder, only, most_s: most.update({part: most_s}))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", "nowhere"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert most["correct"] < gpu.BUDGET_S["correct"] + gpu.LAST_CHECK_S
+    assert most["shared"] > most["correct"], "what was not used is there for later parts"
 
 
 def _parts(gpu: ModuleType, folder: Path, **parts: list[Any]) -> Any:

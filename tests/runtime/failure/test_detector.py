@@ -223,6 +223,7 @@ def test_out_of_memory_is_known_in_all_its_forms() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
     assert is_out_of_memory(OSError(errno.ENOMEM, "no"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("shapes differ"))
 
 
