@@ -158,6 +158,7 @@ def test_conversations(batches: int, daemon: tuple[psutil.Process, Path]) -> Non
     grown = process.memory_info().rss - before[0]
     assert grown < GROWTH
     assert spawn.stop(places(), "the end of a test", time.monotonic() + LONG_S)
+    process.wait(LONG_S)  # its last act is to write this
     assert told.read_text() == ""
     assert understood > sent / 2
     print(
