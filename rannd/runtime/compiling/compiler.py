@@ -82,6 +82,10 @@ def forgotten(device: torch.device) -> list[Kind]:
 
 def compile_kind(kind: Kind, device: torch.device, threads: int) -> Code:
     """Compile a kind, or load it from torch's cache. Raises whatever torch does if it cannot be compiled."""
+    from torch._dynamo import config
+
+    if config.disable:  # torch 2.11 would run it as it is, and say nothing
+        raise RuntimeError("Dynamo tracing is disabled (TORCH_COMPILE_DISABLE, torch._dynamo.config.disable)")
     options: dict[str, str | int | bool | Callable[..., Any]] = {
         "fallback_random": True,  # the same random numbers as without compilation
         "compile_threads": threads,
