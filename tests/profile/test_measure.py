@@ -100,7 +100,7 @@ def test_costs_are_positive_and_grow_with_the_rows() -> None:
 
 def test_adding_gradients_takes_a_time_that_grows_with_the_parameters_alone() -> None:
     small, large = (
-        measure(whole(graph), sample, (4,)).cost(4).add_us
+        min(measure(whole(graph), sample, (4,)).cost(4).add_us for _ in range(3))  # others use the machine, too
         for graph, sample in (graph_of(nn.Linear(width, 2048), torch.randn(4, width)) for width in (16, 2048))
     )
     assert 0 < 5 * small < large
