@@ -403,6 +403,7 @@ class Monitor:
             link.send(wire.encode(wire.QUIT))
         # A launcher would wait for the processes of a lost host for ever.
         self._dismissed = True
+        self._stop_at = None  # nobody is left to be ended
         self._kill_launcher_at = time.monotonic() + (_LOST_EXIT if self._lost else _LAUNCHER_EXIT)
 
     def _part(self, link: _Link, *, lost: bool = False) -> None:

@@ -63,6 +63,21 @@ def test_a_failure_while_the_launcher_still_starts_ranks_is_not_waited_for() -> 
     assert time.monotonic() - begun < 100.0, "half of the grace period, in which nobody was left"
 
 
+def test_a_launcher_has_time_to_end_after_all_ranks_have_failed() -> None:
+    slow = SRUN.replace(
+        "sys.exit(max(rank.wait() for rank in ranks))",
+        """
+import time
+[rank.wait() for rank in ranks]
+time.sleep(5)
+sys.exit(9)
+""",
+    )
+    result = run(Listener(None), 2, "-c", "import sys; sys.exit(3)", launched=slow)
+    assert [end.status for end in result.failures] == [3, 3]
+    assert result.launcher_status == 9, "it was ended"
+
+
 def test_over_tcp(capfd: pytest.CaptureFixture[str]) -> None:
     listener = Listener("127.0.0.1")
     assert listener.address[:2] == ["tcp", "127.0.0.1"]
