@@ -9,8 +9,8 @@ shared     two and four ranks on the one device, through the host's memory: pari
 
 Each part is a process with a time budget of its own; it writes its results one by one, and a part that fails or runs
 out of time does not keep the others from running. A check that hangs, or ends its process, or after which the device
-computes no more, is a wrong result; another process goes on with the checks after it. The exit
-code is 1 if a result is wrong or missing. On a CPU sizes are small, times and estimates are reported but not judged.
+computes no more, is a wrong result; another process goes on with the checks after it. The exit code is 1 if a result is
+wrong or missing. On a CPU sizes are small, times and estimates are reported but not judged.
 """
 
 from __future__ import annotations

@@ -8,9 +8,14 @@ import torch
 
 from rannd.errors import text_of
 
-_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
-_STATUS = "_ALLOC_FAILED"
-"""Of cuBLAS and cuDNN, where no memory is left for a handle."""
+_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "Cannot allocate memory",
+    "_ALLOC_FAILED",  # status of cuBLAS and cuDNN, where no memory is left for a handle
+)
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -19,4 +24,4 @@ def is_out_of_memory(exc: BaseException) -> bool:
         return True
     if isinstance(exc, OSError):
         return exc.errno == errno.ENOMEM
-    return isinstance(exc, RuntimeError) and any(word in text_of(exc) for word in (*_WORDS, _STATUS))
+    return isinstance(exc, RuntimeError) and any(word in text_of(exc) for word in _WORDS)

@@ -202,6 +202,7 @@ DIFFERENT = {
     "LSTM", "a branch on the device",
 }  # fmt: skip
 """Where devices or kernels matter without autocast, too."""
+assert MIDDLES.keys() >= DIFFERENT
 
 
 @pytest.mark.parametrize(
