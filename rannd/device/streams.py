@@ -28,9 +28,12 @@ class Issued:
             self._event = torch.accelerator.current_stream(self._device).record_event()
 
     def is_outstanding(self) -> bool:
-        """Whether the device has not done all of it yet. Any thread may ask."""
+        """Whether the device has not done all of it yet; not if it has failed. Any thread may ask."""
         event = self._event
-        return event is not None and not event.query()
+        try:
+            return event is not None and not event.query()
+        except RuntimeError:  # of an illegal access, say, which the thread that computes meets in its next read
+            return False
 
 
 class SideStream:

@@ -48,6 +48,19 @@ def test_what_tests_for_a_gpu_name_exists() -> None:
     assert read > 20
 
 
+def test_a_device_that_has_failed_has_nothing_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches other ranks asks, and has to live on."""
+
+    class Failed:
+        def query(self) -> bool:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    issued = streams.Issued(CPU)
+    assert not issued.is_outstanding()
+    monkeypatch.setattr(issued, "_event", Failed())
+    assert not issued.is_outstanding()
+
+
 @here
 def test_without_an_accelerator() -> None:
     assert identity.choose_device("auto", 3) == CPU
