@@ -1,6 +1,6 @@
 """Compiled blocks (`compile_stages`): what is compiled, how long it takes, and what a step gains.
 
-    PYTHONPATH=. python bench/compile.py [--ranks 1] [--layers 6] [--width 256] [--rows 8] [--length 128] [--steps 12]
+    python bench/compile.py [--ranks 1] [--layers 6] [--width 256] [--rows 8] [--length 128] [--steps 12]
 
 Trains GPT-2 (bench/_gpt2.py) in a cache of its own: compiled for the first time, then ROUNDS times eagerly and compiled
 again, by turns, since other work on a machine comes and goes. Prints the kinds of blocks, those that were compiled, and
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
 from _gpt2 import Told
+from _starting import GPT2, SCRIPTS, home
 
-HOME = Path(__file__).resolve().parent
 ROUNDS = 3
 WARM = 3
 """Steps at the beginning that are not counted."""
@@ -35,12 +35,12 @@ def main() -> None:
     options = parser.parse_args()
     print(f"GPT-2 with {options.layers} layers of width {options.width} on {options.ranks} ranks")
     print(f"{'run':<22} {'kinds':>6} {'compiled':>9} {'first step':>11} {'step':>9}")
-    with tempfile.TemporaryDirectory() as home:
-        show("compiled, first run", [train(Path(home), "blocks", options)])
+    with home() as environment:
+        show("compiled, first run", [train(environment, "blocks", options)])
         eager, again = [], []
         for _ in range(ROUNDS):
-            eager.append(train(Path(home), "off", options))
-            again.append(train(Path(home), "blocks", options))
+            eager.append(train(environment, "off", options))
+            again.append(train(environment, "blocks", options))
         show("compiled, later runs", again)
         show("eager", eager[1:])  # the first one has traced and measured
 
@@ -58,18 +58,13 @@ def show(name: str, runs: list[tuple[str, list[Told]]]) -> None:
     print(f"{name:<22} {kinds:>6} {compiled:>9} {first:>9.1f} s {statistics.median(steps) * 1e3:>6.0f} ms", flush=True)
 
 
-def train(home: Path, mode: str, options: argparse.Namespace) -> tuple[str, list[Told]]:
+def train(environment: Mapping[str, str], mode: str, options: argparse.Namespace) -> tuple[str, list[Told]]:
     """Train once; returns the output of the job, and what its ranks have measured."""
-    environment = {
-        **os.environ,
-        "RANNC_COMPILE_STAGES": mode,
-        "XDG_CACHE_HOME": str(home / "cache"),
-        "XDG_RUNTIME_DIR": str(home),
-    }
     with tempfile.TemporaryDirectory() as folder:
         sizes = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width", "rows", "length")]
-        command = ["rannc-run", "-np", str(options.ranks), str(HOME / "_gpt2.py"), "rannd", folder, *sizes]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        command = [str(SCRIPTS / "rannc-run"), "-np", str(options.ranks), GPT2, "rannd", folder, *sizes]
+        variables = {**environment, "RANNC_COMPILE_STAGES": mode}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
         if done.returncode:
             sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{output}")
