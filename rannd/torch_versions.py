@@ -306,6 +306,14 @@ PRIVATE_NAMES = (
     ),
     PrivateName("torch.Tensor._backward_hooks", "Hooks of register_hook, which are called with reduced gradients."),
     PrivateName(
+        "torch.optim.Optimizer._optimizer_step_pre_hooks",
+        "The order of hooks: with ZeRO those of the script have to run before rannd's, which put pieces of parameters.",
+    ),
+    PrivateName(
+        "torch.optim.Optimizer._optimizer_step_post_hooks",
+        "The order of hooks: with ZeRO those of the script have to run after rannd's, which put whole parameters back.",
+    ),
+    PrivateName(
         "torch.Tensor._post_accumulate_grad_hooks",
         "Hooks of register_post_accumulate_grad_hook, which are called after the reduction.",
     ),

@@ -114,6 +114,14 @@ class Config:
         group=_PLAN,
         plan_affecting=True,
     )
+    zero_stage: str = item(
+        "auto",
+        "ZeRO stage, what the replicas of a stage share instead of each holding it whole: 0 nothing, 1 the optimizer's "
+        "state; auto: the planner's choice, where memory asks for it.",
+        group=_PLAN,
+        plan_affecting=True,
+        choices=("auto", "0", "1"),
+    )
     compile_stages: str = item(
         "off",
         "Compile with torch.compile: each kind of block once (blocks), or each whole stage (stages).",

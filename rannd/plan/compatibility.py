@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment, Provenance, Slot
-from rannd.plan.run_modes import SCHEDULES
+from rannd.plan.run_modes import SCHEDULES, runnable_zero
 
 _AGAIN = "run without it to plan again"
 
@@ -47,7 +47,7 @@ def check_belongs(deployment: Deployment, *, graph_hash: str, world: int, rows: 
             f"the deployment runs the schedule {plain(deployment.schedule)!r}, this version of rannd supports "
             f"{', '.join(SCHEDULES)}; {_AGAIN}"
         )
-    if deployment.zero:
+    if deployment.zero not in runnable_zero(deployment.schedule):
         raise DeploymentError(f"the deployment has ZeRO stage {deployment.zero}, which this rannd cannot run; {_AGAIN}")
 
 

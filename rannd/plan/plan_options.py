@@ -43,6 +43,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
     """Recompute activations in every stage; otherwise only if no plan fits memory without."""
+    zero_stage: str = "auto"
+    """ZeRO stage; 'auto': what is fastest of those that fit."""
     sync_allreduce: bool = False
     """Reduce gradients after the backward, not during it."""
     limit_dev_num_pot: bool = False

@@ -15,6 +15,10 @@ from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
 __all__ = ["RUNS", "SCHEDULES", "RunMode", "check_known"]
 
 
+MOST_ZERO = 1
+"""The highest ZeRO stage that the runtime can run."""
+
+
 class RunMode(msgspec.Struct, frozen=True, order=True):
     """A schedule and a ZeRO stage.
 
@@ -34,9 +38,18 @@ class RunMode(msgspec.Struct, frozen=True, order=True):
 
 RUNS: Mapping[RunMode, bool] = {
     **{RunMode(each.name): each.runs for each in ALL_SCHEDULES.values()},
-    **{RunMode(each.name, zero): False for each in ALL_SCHEDULES.values() for zero in each.zero},
+    **{
+        RunMode(each.name, zero): each.runs and zero <= MOST_ZERO
+        for each in ALL_SCHEDULES.values()
+        for zero in each.zero
+    },
 }
-"""Every run mode, and whether the runtime can run it. No ZeRO stage can be run."""
+"""Every run mode, and whether the runtime can run it."""
+
+
+def runnable_zero(schedule: str) -> list[int]:
+    """The ZeRO stages with which the runtime can run a schedule, 0 first."""
+    return sorted(way.zero for way, runs in RUNS.items() if runs and way.schedule == schedule)
 
 
 def check_known(way: RunMode) -> None:

@@ -1,10 +1,10 @@
 """Memory and time of a stage under ZeRO: what each replica holds, and what the collectives take.
 
-A stage's own parameters are sharded across its replicas; those that other stages read too are whole on each. Gradients
-are reduce-scattered and parameters all-gathered; each takes half of an all-reduce (a ring all-reduce is the one and
-then the other). With stages 1 and 2 parameters are gathered after the optimizer. With stage 2 the gradients of every
-microbatch are scattered after its backward. With stage 3 a replica gathers the parameters of a block, and of the next
-one, for each forward and each backward of a microbatch.
+A stage's own parameters are sharded across its replicas; those that other stages read too are whole on each. Parameters
+are all-gathered, and with stages 2 and 3 gradients reduce-scattered; each takes half of an all-reduce (a ring
+all-reduce is the one and then the other). With stages 1 and 2 parameters are gathered after the optimizer. With stage 2
+the gradients of every microbatch are scattered after its backward. With stage 3 a replica gathers the parameters of a
+block, and of the next one, for each forward and each backward of a microbatch.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ def held(
         factor * (parts if zero >= 1 else trainable),
         unit * 3.0 if zero >= 3 else unit if zero == 2 else np.zeros_like(unit),
     )
+
+
+def reduced_part(zero: int) -> float:
+    """What reducing a stage's own gradients takes, as a part of their all-reduce.
+
+    With stage 1 every replica keeps whole gradients; with stages 2 and 3 they are only reduce-scattered.
+    """
+    return 0.5 if zero >= 2 else 1.0
 
 
 def computing(zero: int, forward: Table, backward: Table, gather: Table) -> tuple[Table, Table]:

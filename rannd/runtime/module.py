@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -52,7 +53,7 @@ _RANNC_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "name_to_param": lambda wrapper: dict(wrapper.named_parameters()),
     "gather_inputs": lambda wrapper: wrapper._gather_inputs,
     "is_training": lambda wrapper: wrapper.training,
-    "enable_zero": lambda _: False,
+    "enable_zero": lambda model: model._config.zero_stage not in ("auto", "0"),
 }
 """Attributes of RaNNC's wrapper; those of the same names in the wrapped model come first."""
 
@@ -80,7 +81,9 @@ class RaNNCModule(nn.Module):
             in a single process; of the other ranks' arguments only the structure is used.
         allreduce_amp_master_params, check_unused_values: No effect: gradients of master parameters are reduced anyway,
             and a value that the model does not use is no error.
-        enable_apex_amp, use_amp_master_params, enable_zero, offload_params: Options of RaNNC that raise UsageError,
+        enable_zero: Replicas of a stage share the optimizer's state (ZeRO): the configuration item zero_stage, which is
+            1 then if it is auto.
+        enable_apex_amp, use_amp_master_params, offload_params: Options of RaNNC that raise UsageError,
             which says what to do instead.
 
     Raises:
@@ -112,7 +115,6 @@ class RaNNCModule(nn.Module):
                 "enable_apex_amp": enable_apex_amp,
                 "allreduce_amp_master_params": allreduce_amp_master_params,
                 "use_amp_master_params": use_amp_master_params,
-                "enable_zero": enable_zero,
                 "offload_params": offload_params,
             }
         )
@@ -122,6 +124,8 @@ class RaNNCModule(nn.Module):
         if optimizer is not None:
             check_optimizer(optimizer, model)
         config = configuration.load()
+        if enable_zero and config.zero_stage == "auto":
+            config = dataclasses.replace(config, zero_stage="1")
         log.setup(level=config.log_level)
         if config.show_config_items:
             for line in config.lines():
@@ -214,8 +218,8 @@ class RaNNCModule(nn.Module):
             process_flags.delayed = before
 
     def allreduce_grads_zero(self) -> None:
-        """UsageError: RaNNC's function for ZeRO."""
-        raise UsageError("allreduce_grads_zero is for enable_zero=True, which cannot be run; use allreduce_grads()")
+        """RaNNC's name of `allreduce_grads` with ZeRO. Collective."""
+        self.allreduce_grads()
 
     def allreduce_grads(self) -> None:
         """Reduce the gradients that `delay_grad_allreduce(True)` has delayed. Collective."""

@@ -130,12 +130,12 @@ class Reference:
                 rounds.append([(most - 1) * max(forward, values), (most - 1) * max(backward + adding, grads)])
             nodes = [slot.node for slot in self.slots]
             all_over = link if nodes[0] == nodes[-1] else between
-            whole = over.allreduce_us(own, count) * (0.5 if self.zero else 1) + all_over.allreduce_us(
+            whole = over.allreduce_us(own, count) * (0.5 if self.zero >= 2 else 1) + all_over.allreduce_us(
                 shared, self.world
             )
             bucket = 25 * 2**20
             tail = max(
-                over.allreduce_us(min(own, bucket), count) * (0.5 if self.zero else 1),
+                over.allreduce_us(min(own, bucket), count) * (0.5 if self.zero >= 2 else 1),
                 all_over.allreduce_us(min(shared, bucket), self.world),
             )
             reductions.append(max(whole - (weight or backward), tail) + (half if self.zero in (1, 2) else 0.0))

@@ -20,7 +20,7 @@ from rannd.plan.schedule.schedules import ALL_SCHEDULES
 from rannd.plan.search.intervals import Intervals, at
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, p2p_us
-from rannd.plan.zero import ReplicaBytes, computing, held
+from rannd.plan.zero import ReplicaBytes, computing, held, reduced_part
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -73,9 +73,9 @@ class Reductions:
         """Return times of the reduction and its last bucket for stages that end at `end`: ``[start, replicas - 1]``.
 
         `inside`: whether the replicas are on one node; None: they count as on different nodes if there are several.
-        With ZeRO own gradients are only reduce-scattered, half of an all-reduce.
+        With ZeRO 2 and 3 own gradients are only reduce-scattered, half of an all-reduce.
         """
-        part = 0.5 if zero else 1.0
+        part = reduced_part(zero)
         whole, bucket = (self._at(each, end, inside) * part for each in (self._own, self._bucket))
         return whole + self._shared[:end, end], np.maximum(bucket, self._shared_bucket[:end, end])
 
@@ -92,7 +92,7 @@ class Reductions:
         """Return lower bounds of reduction, last bucket, gathering for any placement: ``[start, end, replicas -
         1]``."""
         if zero not in self._least:
-            part = 0.5 if zero else 1.0
+            part = reduced_part(zero)
             own, bucket = (np.minimum(each[0], each[-1]) for each in (self._own, self._bucket))
             tail = np.maximum(bucket * part, self._shared_bucket)
             self._least[zero] = own * part + self._shared, tail, own * 0.5
@@ -346,6 +346,11 @@ class StageTables:
     def _is_tight(self, end: int) -> bool:
         """Whether some stage that ends here might not fit without recomputing."""
         return bool((self._plain(end, None) > self.limit).any())
+
+    @property
+    def tight(self) -> bool:
+        """Whether some stage might not fit without recomputing."""
+        return any(self._is_tight(end) for end in range(1, self.blocks + 1))
 
     def fewest(self) -> tuple[Counts, Counts]:
         """Return lower bounds for the replicas of a stage without and with recomputing, for any later stages.

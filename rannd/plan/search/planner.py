@@ -16,7 +16,7 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.run_modes import RunMode, check_known
+from rannd.plan.run_modes import RunMode, check_known, runnable_zero
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE
 from rannd.plan.search.candidates import Candidate, candidate, candidates
 from rannd.plan.search.estimate import Reductions, StageTables, Variant
@@ -82,6 +82,14 @@ def plan(
     """
     chosen = way or RunMode(options.schedule if interleaved else ASKED_SCHEDULE)
     check_known(chosen)
+    runnable = runnable_zero(chosen.schedule)
+    zeros = (
+        [chosen.zero]
+        if way is not None
+        else runnable[:1]
+        if options.zero_stage == "auto"
+        else [int(options.zero_stage)]
+    )
     if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
     if batch_rows < 1:
@@ -99,25 +107,29 @@ def plan(
     intervals = Intervals(graph, blocks, costs.blocks)
     reductions = Reductions(intervals, machine)
 
-    def tables(allowed: Mask, limit: float, recompute: bool) -> list[StageTables]:
+    def tables(allowed: Mask, limit: float, recompute: bool, stages: Sequence[int] | None = None) -> list[StageTables]:
         asked = msgspec.structs.replace(options, checkpointing=options.checkpointing or recompute)
         return [
             StageTables(
                 intervals,
                 machine,
                 asked,
-                Variant(chosen.schedule, count, placement, chosen.zero),
+                Variant(chosen.schedule, count, placement, zero),
                 rows=piece_rows(batch_rows, world, count),
                 limit=limit,
                 allowed=allowed,
                 reductions=reductions,
             )
+            for zero in (zeros if stages is None else stages)
             for placement in machine.placements
             for count in counts
         ]
 
     limit = float(memory_bytes)
     every = tables(allowed, limit, False)
+    if way is None and options.zero_stage == "auto" and world > 1 and any(each.tight for each in every):
+        zeros = runnable  # memory asks for it
+        every += tables(allowed, limit, False, runnable[1:])
     found = best_choice(every, stages=stages)
     if found.choice is not None:
         make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)

@@ -14,7 +14,7 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.schedule.program import Edge, Layout
 from rannd.plan.simulate.step_costs import StepCosts, bucket_sizes
 from rannd.plan.topology import agreeing_us
-from rannd.plan.zero import computing
+from rannd.plan.zero import computing, reduced_part
 from rannd.profile.costs import LinkCost
 
 
@@ -92,7 +92,7 @@ def step_costs(
 
     def reduce(stages: Sequence[int]) -> tuple[float, ...]:
         nbytes = trained.get(tuple(stages), 0)
-        part = 0.5 if deployment.zero and len(stages) == 1 else 1.0
+        part = reduced_part(deployment.zero) if len(stages) == 1 else 1.0
         found = [part * allreduce(stages, size) for size in (bucket_sizes(nbytes) if overlap else [nbytes])]
         return tuple(found) if any(found) else ()
 

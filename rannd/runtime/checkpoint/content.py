@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,11 @@ from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, TensorName, copied
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import persistent_names
+from rannd.runtime.storage.dcp_files import PartOf
 from rannd.runtime.storage.sealing import seal
+from rannd.runtime.zero.division import Piece
+from rannd.runtime.zero.flat_boxes import boxes
+from rannd.runtime.zero.state_pieces import is_part
 
 MODEL = "model."
 AVERAGED = "averaged"
@@ -35,6 +41,8 @@ class Content:
     aliases: dict[str, list[str]] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Where values belong in nested dicts, for plain readers."""
+    parts: dict[str, PartOf] = field(default_factory=dict)
+    """What is only a part of a tensor, which other ranks write as well, by its key in `values`."""
 
     def put(self, path: tuple[Any, ...], value: Any) -> str:
         """Add a value; its name is its path, with dots."""
@@ -44,6 +52,16 @@ class Content:
         self.values[name] = value
         self.paths[name] = path
         return name
+
+    def put_pieces(self, path: tuple[Any, ...], flat: torch.Tensor, piece: Piece, shape: Sequence[int]) -> None:
+        """Add a range of the elements of a tensor of `shape`, `flat`."""
+        name, begin = dotted(path), 0
+        for offsets, sizes in boxes(shape, *piece):
+            key, count = f"{name}@{','.join(map(str, offsets))}", math.prod(sizes)
+            self.values[key] = flat[begin : begin + count].view(sizes)
+            self.parts[key] = PartOf(name, list(offsets), list(shape))
+            begin += count
+        self.paths[name] = path
 
     def snapshot(self) -> None:
         """Copy all tensors to the CPU."""
@@ -148,12 +166,20 @@ def state_name(name: TensorName) -> tuple[Any, ...]:
 
 def put_optimizer(content: Content, whole: WholeOptimizer, model: nn.Module) -> NamedState[str]:
     """Add the tensors that this rank writes of the optimizer's state; returns the skeleton of this rank's part."""
-    skeleton, tensors = whole.named_state(parameter_names(whole, model)).split()
+    keys = parameter_names(whole, model)
+    skeleton, tensors = whole.named_state(keys).split()
+    shapes: dict[str, torch.Size] = {}
+    for names, group in zip(keys, whole.groups, strict=True):
+        shapes.update(zip(names, (parameter.shape for parameter in group), strict=True))
     for name, tensor in tensors.items():
-        content.put(state_name(name), tensor.detach())
+        piece = Piece(*skeleton.pieces[name[0]]) if name[0] in skeleton.pieces else None
+        if piece is not None and is_part(tensor, piece):
+            content.put_pieces(state_name(name), tensor.detach(), piece, shapes[name[0]])
+        elif piece is None or piece.start == 0:  # other ranks have it, too
+            content.put(state_name(name), tensor.detach())
     if whole.world.rank == 0:
-        for number, group in enumerate(skeleton.groups):
-            for key, value in group.items():
+        for number, settings in enumerate(skeleton.groups):
+            for key, value in settings.items():
                 if key != "param_names":
                     seal(value, f"setting {key} of the optimizer's group {number}")
                     content.put(("optimizer", "param_groups", number, key), value)

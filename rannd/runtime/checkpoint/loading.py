@@ -258,9 +258,9 @@ def _optimizer_state(found: _Found, subject: Subject, *, states: bool = True) ->
         about = found.folder.tensor(there)
         return tensors.setdefault(there, torch.empty(about.size, dtype=about.properties.dtype))
 
-    state = skeleton.join(target, {name for group in held for name in group} if states else ())
+    state = skeleton.join(target, whole.needed_keys(names) if states else ())
     find(found.folder, tensors).read()
-    return state.state_dict(held)
+    return whole.part_of(state, names).state_dict(held)
 
 
 def _check_settings(number: int, mine: dict[str, Any], there: dict[str, Any]) -> None:

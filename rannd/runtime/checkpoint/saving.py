@@ -175,6 +175,7 @@ def _script(told: list[dict[str, Any]], step: int | None, extra: Any) -> bytes:
     if "optimizer" in first:
         parts = [NamedState[str](**each["optimizer"]) for each in told]
         script["optimizer"] = {"class": first["class"], **vars(merge(parts))}
+        del script["optimizer"]["pieces"]
     data = seal(script, "the state of the script")
     if len(data) > LARGEST:
         raise UsageError(
@@ -227,7 +228,7 @@ def _write(world: World, draft: Draft | None, folder: Path, content: Content, sc
     """Write this rank's part; when all have, rank 0 writes the index and puts the draft in its place. Collective."""
     mine = _Written("", [], {}, {name: list(path) for name, path in content.paths.items()})
     try:
-        mine.entries, mine.files = write_shard(folder, world.rank, content.values, content.aliases)
+        mine.entries, mine.files = write_shard(folder, world.rank, content.values, content.aliases, content.parts)
     except Exception as exc:  # torch raises errors of its own where a disk is full
         mine.error = _reason(exc, world)
     content.values.clear()

@@ -29,6 +29,7 @@ from rannd.runtime.gradients.grad_overflow import Overflow
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.requires_grad import Frozen
 from rannd.runtime.optim.global_optimizer import whole_optimizer
+from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.placeholder import placeholder_gradient
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
@@ -57,10 +58,13 @@ class Deployed:
     anchor: Anchor
     held: grad_norm.ClippedParameters
     clip_watch: ClipWatch | None
+    whole: WholeOptimizer | None
 
     def begin_call(self, number: int, *, float16: bool) -> None:
         """Prepare a call: take up changes that the script has made to parameters since the last one. Collective."""
         self.parameters.refresh()
+        if self.whole is not None:
+            self.whole.begin_call()
         if self.clip_watch is not None:
             self.clip_watch.compare(number)
         self.overflow.watched |= float16
@@ -127,8 +131,11 @@ class Deployer:
         origin = Origin([*model.named_parameters(), *model.named_buffers()])
         parameters = Parameters(self._context, owners, deployment, self._values)
         clip_watch: ClipWatch | None = None
+        whole: WholeOptimizer | None = None
         if optimizer is not None:
-            whole_optimizer(optimizer, world).keep_own(parameters)
+            whole = whole_optimizer(optimizer, world)
+            whole.keep_own(parameters)
+            self._share(whole, parameters, deployment)
             clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         self._values.finish()
         overflow = Overflow(world, lambda: placeholder_gradient(optimizer))
@@ -147,7 +154,21 @@ class Deployer:
         grad_norm.enter(held)
         frozen = Frozen(world, parameters)
         anchor = Anchor(parameters)
-        return Deployed(deployment, promise, parameters, reducer, frozen, origin, overflow, anchor, held, clip_watch)
+        return Deployed(
+            deployment, promise, parameters, reducer, frozen, origin, overflow, anchor, held, clip_watch, whole
+        )
+
+    def _share(self, whole: WholeOptimizer, parameters: Parameters, deployment: Deployment) -> None:
+        """Divide the optimizer's state among the replicas of each stage, if so planned (ZeRO)."""
+        if not deployment.zero:
+            return
+        world = self._world
+        for stage in deployment.stages:
+            if len(stage.slots) > 1:
+                world.group_of(stage.slots)  # on every rank in the same order
+        mine = next(stage.slots for stage in deployment.stages if world.slot in stage.slots)
+        if len(mine) > 1:
+            whole.share(parameters, mine)
 
     def bind(self, deployed: Deployed, graph: ModelGraph, seed: int, rows: Sequence[int]) -> Executor:
         """Bind a graph to the deployment and create its executor; random numbers depend on `seed`.

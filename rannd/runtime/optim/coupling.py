@@ -1,4 +1,4 @@
-"""Whether an optimizer's update of one parameter depends on others, which another rank may hold: tried on copies."""
+"""Whether an optimizer's update of a parameter (or a part) depends on what other ranks may hold: tried on copies."""
 
 from __future__ import annotations
 
@@ -39,8 +39,42 @@ def couples(optimizer: torch.optim.Optimizer) -> bool:
     return not torch.allclose(one, other, rtol=1e-5, atol=0.0)
 
 
-def _moved(optimizer: Any, first: Any, others: list[Any], scale: float) -> torch.Tensor:
-    """How far two steps of a copy move the first parameter, with gradients of the others of this scale."""
+NOT_DIVIDED = (
+    "{} cannot step a part of a parameter, as ZeRO needs: its update of an element depends on others, or that could "
+    "not be tried; set zero_stage=0 (RANNC_ZERO_STAGE=0), or use another optimizer"
+)
+ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+"""Optimizers of torch.optim that treat each element of a parameter by itself."""
+
+
+def divides(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of a part of a parameter, flattened, moves it as a step of the whole parameter does.
+
+    Tried as in `couples`; False also if that is not possible.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):
+        return kind.__name__ in ELEMENTWISE
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not trained or any(p.ndim == 0 for p in trained):
+        return False
+    largest = max(trained, key=lambda each: each.ndim)
+    others = [each for each in trained if each is not largest]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole, part = (_moved(optimizer, largest, others, 1.0, part=part) for part in (False, True))
+    except Untried:
+        return False
+    return bool(torch.isfinite(whole).all()) and torch.allclose(whole.reshape(-1)[: len(part)], part, rtol=1e-9, atol=0)
+
+
+def _moved(optimizer: Any, first: Any, others: list[Any], scale: float, *, part: bool = False) -> torch.Tensor:
+    """How far two steps of a copy move the first parameter, with gradients of the others of this scale.
+
+    `part`: the copy has only the first half of its elements, flattened.
+    """
     torch.manual_seed(0)
     small: dict[int, Any] = {}
     for group in optimizer.param_groups:
@@ -49,6 +83,10 @@ def _moved(optimizer: Any, first: Any, others: list[Any], scale: float) -> torch
             small[id(each)] = torch.nn.Parameter(values, each.requires_grad)
     mine = small[id(first)]
     gradients = {id(first): torch.randn_like(mine)}
+    if part:
+        half = -(-mine.numel() // 2)
+        mine = small[id(first)] = torch.nn.Parameter(mine.detach().reshape(-1)[:half].clone())
+        gradients[id(first)] = gradients[id(first)].reshape(-1)[:half]
     torch.manual_seed(int(scale))  # of another direction, too
     gradients |= {id(each): scale * torch.randn_like(small[id(each)]) for each in others}
     before = mine.detach().clone()

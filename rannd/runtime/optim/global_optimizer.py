@@ -45,9 +45,10 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, world: World) -> WholeOpti
     whole.attach()
 
     def ensure_whole() -> None:
-        if missing := whole.elsewhere():
+        whole.settle()
+        if missing := whole.elsewhere() + whole.divided():
             raise UsageError(
-                f"this rank's optimizer has no state of {missing} parameters that other ranks hold. "
+                f"other ranks hold the state of {missing} of the optimizer's parameters, or a part of it. "
                 f"{advice_for_caller(_ADVICE, _ANY_ADVICE)}"
             )
 

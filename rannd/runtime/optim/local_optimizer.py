@@ -14,11 +14,14 @@ import torch
 from rannd import log
 from rannd.errors import UsageError
 from rannd.runtime.comm.world import World
-from rannd.runtime.optim.coupling import Untried, couples
+from rannd.runtime.optim.coupling import NOT_DIVIDED, Untried, couples, divides
 from rannd.runtime.optim.meta_state import check_settings, remake_state
 from rannd.runtime.optim.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
 from rannd.runtime.optim.state_codec import Key, NamedState
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.zero.division import Piece
+from rannd.runtime.zero.sharded_step import ShardedStep
+from rannd.runtime.zero.state_pieces import cut
 
 _HOME = "_rannd_whole"
 
@@ -42,6 +45,8 @@ class WholeOptimizer:
         self._places: dict[int, tuple[Parameters, str]] = {}
         self._elsewhere: set[int] = set()
         """Ids of the parameters that other ranks hold."""
+        self.shared: list[tuple[Parameters, ShardedStep]] = []
+        """What replicas of a stage share of the state of the parameters of deployed models (ZeRO)."""
         self.own_state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
         self.own_load_state_dict: Callable[[dict[str, Any]], None] = optimizer.load_state_dict
         self._own_add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
@@ -92,6 +97,53 @@ class WholeOptimizer:
         if trained and not trains(self.optimizer):
             add_placeholder(self.optimizer, self.world.device)
 
+    def share(self, parameters: Parameters, slots: Sequence[int]) -> None:
+        """Keep this rank's part alone of the state of parameters that `slots`, the replicas of its stage, hold.
+
+        UsageError if the optimizer cannot step a part of a parameter.
+        """
+        if not divides(self.optimizer):
+            raise UsageError(NOT_DIVIDED.format(type(self.optimizer).__name__))
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        names = [
+            name
+            for name in parameters.trainable()
+            if id(parameters.tensors[name]) in mine and parameters.slots[name] == tuple(sorted(slots))
+        ]
+        if not names:
+            return
+        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, names)
+        self.shared.append((parameters, sharded))
+        state = self.optimizer.state
+        for name in names:
+            tensor = parameters.tensors[name]
+            if tensor in state:
+                piece = sharded.pieces.get(name)
+                whole = state.pop(tensor)
+                if piece is not None:
+                    state[tensor] = cut(whole, tensor.shape, piece)
+
+    def divided(self) -> int:
+        """Number of the optimizer's parameters whose state this rank shares with others."""
+        return sum(any(each.divides(p) for _, each in self.shared) for group in self.groups for p in group)
+
+    def _piece(self, parameter: torch.Tensor) -> tuple[bool, Piece | None]:
+        """Whether the state of a parameter is divided, and which elements this rank's is of."""
+        for _, sharded in self.shared:
+            if sharded.divides(parameter):
+                return True, sharded.piece(parameter)
+        return False, None
+
+    def settle(self) -> None:
+        """Put whole parameters into the groups, also after a step that raised an error."""
+        for _, sharded in self.shared:
+            sharded.settle()
+
+    def begin_call(self) -> None:
+        """Called before each call of a model whose parameters it has."""
+        for _, sharded in self.shared:
+            sharded.begin_call()
+
     def _check_apart(self) -> None:
         """UsageError if a step needs parameters that this rank will not have; a warning where that cannot be told."""
         kind = type(self.optimizer).__name__
@@ -116,6 +168,13 @@ class WholeOptimizer:
     def forget(self, parameters: Parameters) -> None:
         """Give the groups a model's parameters back, once they are whole again. Other ranks' state is not here."""
         self.members.remove(parameters)
+        for held, sharded in self.shared:
+            if held is parameters:
+                sharded.close()
+                for parameter in parameters.tensors.values():
+                    if sharded.divides(parameter):
+                        self.optimizer.state.pop(parameter, None)
+        self.shared = [each for each in self.shared if each[0] is not parameters]
         gone = {id(tensor) for tensor in parameters.tensors.values()}
         for placeholder in [key for key in self.optimizer.state if is_placeholder(key)]:
             del self.optimizer.state[placeholder]
@@ -163,16 +222,45 @@ class WholeOptimizer:
         """This rank's part of the state; `keys` are those of all parameters of each group.
 
         The groups have all parameters, but their settings only on rank 0. Of a parameter that several ranks hold, the
-        first one's part has the state.
+        first one's part has the state; where they share it, each has that of its piece.
         """
+        self.settle()
         held, rank = self.held_keys(keys), self.world.rank
         part = NamedState.of(self.own_state_dict(), held)
         groups = zip(held, self._held(), strict=True)
-        mine = {key for names, group in groups for key, p in zip(names, group, strict=True) if self.holder(p) == rank}
+        mine: set[Key] = set()
+        for names, group in groups:
+            for key, parameter in zip(names, group, strict=True):
+                divided, piece = self._piece(parameter)
+                if piece is not None:
+                    part.pieces[key] = piece.start, piece.stop
+                if piece is not None or (not divided and self.holder(parameter) == rank):
+                    mine.add(key)
         part.states = {key: state for key, state in part.states.items() if key in mine}
         settings = part.groups if rank == 0 else [{} for _ in part.groups]
         part.groups = [{**each, **named} for each, named in zip(settings, self.named_groups(keys), strict=True)]
         return part
+
+    def part_of(self, state: NamedState[Key], keys: Sequence[Sequence[Key]]) -> NamedState[Key]:
+        """What this rank keeps of whole states; `keys` are those of all parameters of each group."""
+        found: dict[Key, Any] = {}
+        for names, group in zip(self.held_keys(keys), self._held(), strict=True):
+            for key, parameter in zip(names, group, strict=True):
+                divided, piece = self._piece(parameter)
+                if key in state.states and (piece is not None or not divided):
+                    whole = state.states[key]
+                    found[key] = whole if piece is None else cut(whole, parameter.shape, piece)
+        return NamedState(state.groups, found, state.other, state.extra)
+
+    def needed_keys(self, keys: Sequence[Sequence[Key]]) -> set[Key]:
+        """The keys of the parameters of whose state this rank keeps anything."""
+        found = set()
+        for names, group in zip(self.held_keys(keys), self._held(), strict=True):
+            for key, parameter in zip(names, group, strict=True):
+                divided, piece = self._piece(parameter)
+                if piece is not None or not divided:
+                    found.add(key)
+        return found
 
     def named_groups(self, keys: Sequence[Sequence[Key]]) -> list[dict[str, Any]]:
         """The groups of a NamedState, without settings."""
@@ -191,12 +279,14 @@ class WholeOptimizer:
         return [[key[id(parameter)] for parameter in group] for group in self._held()]
 
     def _held(self) -> list[list[torch.Tensor]]:
+        self.settle()
         return [without_placeholder(group) for group in self.optimizer.param_groups]
 
     # -- changes of the groups --------------------------------------------------------------------------------
 
     def check_groups(self) -> str:
         """'' or what the script has done to the groups that makes them untellable."""
+        self.settle()
         groups = self.optimizer.param_groups
         if len(groups) != len(self.groups):
             return f"the optimizer has {len(groups)} groups, {len(self.groups)} were made by it; use add_param_group"

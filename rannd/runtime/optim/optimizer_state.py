@@ -72,7 +72,11 @@ def _gather(whole: WholeOptimizer, *, everywhere: bool) -> NamedState[ParameterK
             for name, (shape, dtype) in about.items()
         }
         parts.append(NamedState[ParameterKey](**fields).join(found.__getitem__))
-    return merge(parts)
+
+    def shape(key: ParameterKey) -> torch.Size:
+        return whole.members[key[0]].tensors[key[1]].shape
+
+    return merge(parts, shape if everywhere or world.rank == 0 else None)
 
 
 def load_optimizer(whole: WholeOptimizer, state: Mapping[str, Any]) -> None:
@@ -93,7 +97,7 @@ def load_optimizer(whole: WholeOptimizer, state: Mapping[str, Any]) -> None:
     local: dict[str, Any] = {}
     error = _misfit(keys, state)
     if not error:
-        local = NamedState.of(state, keys).state_dict(whole.held_keys(own))
+        local = whole.part_of(NamedState.of(state, keys), own).state_dict(whole.held_keys(own))
     agree_on_errors(world, error, UsageError)
     before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     try:

@@ -13,12 +13,14 @@ Nothing here communicates or reads files.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from rannd.errors import UsageError
+from rannd.runtime.zero.division import Piece
+from rannd.runtime.zero.state_pieces import join
 
 MARK = "\0tensor"
 """A tensor's place in a skeleton is ``{MARK: its number among those of its parameter}``."""
@@ -44,6 +46,8 @@ class NamedState(Generic[Key]):
     """The entries of ``state_dict()["state"]`` that belong to no parameter."""
     extra: dict[str, Any]
     """What the optimizer's class adds to its ``state_dict()``."""
+    pieces: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    """Of which elements of the flattened parameter a state is, where it is not of all (ZeRO); empty in files."""
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], keys: Sequence[Sequence[Key]]) -> NamedState[Key]:
@@ -87,7 +91,8 @@ class NamedState(Generic[Key]):
         for key, state in self.states.items():
             skeletons[key], own = _split(state, (key,), inline)
             tensors |= own
-        return NamedState(copied(self.groups), skeletons, copied(self.other), copied(self.extra)), tensors
+        skeleton = NamedState(copied(self.groups), skeletons, copied(self.other), copied(self.extra), self.pieces)
+        return skeleton, tensors
 
     def join(
         self, tensor: Callable[[TensorName], torch.Tensor | None], wanted: Container[Key] | None = None
@@ -98,11 +103,13 @@ class NamedState(Generic[Key]):
             return _replaced(skeleton, _is_mark, lambda _, path: tensor((key, *path)))
 
         states = {key: filled(key, each) for key, each in self.states.items() if wanted is None or key in wanted}
-        return NamedState(self.groups, states, self.other, self.extra)
+        return NamedState(self.groups, states, self.other, self.extra, self.pieces)
 
 
-def merge(parts: Sequence[NamedState[Key]]) -> NamedState[Key]:
+def merge(parts: Sequence[NamedState[Key]], shape: Callable[[Key], Sequence[int]] | None = None) -> NamedState[Key]:
     """The state of which each rank has a part. Where ranks differ in more than parameters, rank 0's counts.
+
+    `shape`: of a parameter, to put states of its pieces together; without it the first rank's stand for them.
 
     Ranks that were given the same parameters agree on the groups. Where a script gave each rank only its own (a group
     added after the model was deployed), parameters are in the order of the ranks, and within a rank in the script's.
@@ -125,6 +132,15 @@ def merge(parts: Sequence[NamedState[Key]]) -> NamedState[Key]:
         whole.states.update(part.states)
         whole.other.update(part.other)
         whole.extra.update(part.extra)
+    if shape is None:
+        return whole
+    for key in dict.fromkeys(key for part in parts for key in part.pieces):
+        held = [(Piece(*part.pieces[key]), part.states[key]) for part in parts if key in part.states]
+        try:
+            if key in whole.states:
+                whole.states[key] = join(held, shape(key))
+        except ValueError as exc:
+            raise UsageError(f"the ranks' states of parameter {key} do not fit together: {exc}") from exc
     return whole
 
 

@@ -23,7 +23,7 @@ from rannd.daemon.client.cache import Lease
 from rannd.daemon.common.keys import Key, deployment_key, limit_key
 from rannd.daemon.common.versions import version
 from rannd.device.identity import device_model
-from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
+from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError, UsageError
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import cut
 from rannd.plan.blocks.blocks import Block, make_blocks
@@ -40,6 +40,7 @@ from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import planned_stages
+from rannd.runtime.optim.coupling import NOT_DIVIDED, divides
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.memory_fit import lower_limit, short
@@ -94,7 +95,7 @@ class Planner:
         self._optimizer = (
             "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
-        self._options = PlanOptions.of(config)
+        self._options = msgspec.structs.replace(PlanOptions.of(config), zero_stage=_zero_stage(context))
         self._interleaved = (
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )
@@ -317,6 +318,7 @@ class Planner:
             flags=self._platform.flags,
             plan_items={
                 **self._config.plan_items(),
+                "zero_stage": self._options.zero_stage,
                 "interleaved": self._interleaved,
                 "graph_profile": self._file.digest,
             },
@@ -470,6 +472,25 @@ class Planner:
         if self._world.rank == 0:
             line = plan_line(deployment, self._world.rank_of_slot)
             log.get("RaNNCModule").info("Plan%s: %s", self._source, line)
+
+
+def _zero_stage(context: Context) -> str:
+    """The item `zero_stage`; '0' in place of 'auto' where the optimizer cannot step parts of parameters.
+
+    UsageError where it would have to.
+    """
+    asked, optimizer = context.config.zero_stage, context.optimizer
+    if asked == "0":
+        return asked
+    if optimizer is None:
+        if asked != "auto":
+            raise UsageError(f"zero_stage={asked} divides the optimizer's state: RaNNCModule(model, optimizer)")
+        return "0"
+    if not divides(optimizer):
+        if asked != "auto":
+            raise UsageError(NOT_DIVIDED.format(type(optimizer).__name__))
+        return "0"
+    return asked
 
 
 def _titled(model: torch.nn.Module) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,8 +32,17 @@ from rannd.runtime.storage.atomic_folder import METADATA
 from rannd.runtime.storage.checkpoint_file import FileFacts, facts
 
 
+class PartOf(msgspec.Struct, frozen=True):
+    """Which box of a tensor something is."""
+
+    name: str
+    offsets: list[int]
+    shape: list[int]
+    """Of the whole tensor."""
+
+
 class Entry(msgspec.Struct, frozen=True):
-    """Where a value lies. `dtype` and `shape` are those of a tensor; other values have no dtype."""
+    """Where a value, or a part of a tensor, lies. `dtype` and `shape` are a tensor's; other values have no dtype."""
 
     name: str
     aliases: list[str]
@@ -41,12 +51,20 @@ class Entry(msgspec.Struct, frozen=True):
     file: str
     offset: int
     length: int
+    part: PartOf | None = None
 
 
 def write_shard(
-    folder: Path, rank: int, values: Mapping[str, Any], aliases: Mapping[str, Sequence[str]]
+    folder: Path,
+    rank: int,
+    values: Mapping[str, Any],
+    aliases: Mapping[str, Sequence[str]],
+    parts: Mapping[str, PartOf] = MappingProxyType({}),
 ) -> tuple[list[Entry], dict[str, FileFacts]]:
-    """Write a rank's tensors, and other values, to its file, on disk when this returns; nothing where it has none."""
+    """Write a rank's tensors, and other values, to its file, on disk when this returns; nothing where it has none.
+
+    `parts`: values that are parts of tensors.
+    """
     if not values:
         return [], {}
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, thread_count=1)
@@ -58,8 +76,9 @@ def write_shard(
     written = writer.write_data(writer.prepare_global_plan(plans)[rank], planner).value()
     entries = []
     for result in written:
-        name, info = result.index.fqn, result.storage_data
-        value = values[name]
+        key, info = result.index.fqn, result.storage_data
+        value, part = values[key], parts.get(key)
+        name = key if part is None else part.name
         tensor = isinstance(value, torch.Tensor)
         entries.append(
             Entry(
@@ -70,6 +89,7 @@ def write_shard(
                 info.relative_path,
                 info.offset,
                 info.length,
+                part,
             )
         )
     files = {entry.file for entry in entries}
@@ -84,14 +104,16 @@ def write_index(folder: Path, entries: Sequence[Entry], paths: Mapping[str, Sequ
     results = []
     for entry in entries:
         for name in (entry.name, *entry.aliases):
-            zeros = torch.Size([0] * len(entry.shape))
+            size, part = torch.Size(entry.shape), entry.part
+            begin = torch.Size([0] * len(size) if part is None else part.offsets)
             if entry.dtype:
                 properties = TensorProperties(dtype=getattr(torch, entry.dtype))
-                size = torch.Size(entry.shape)
-                described[name] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(zeros, size)])
+                whole = size if part is None else torch.Size(part.shape)
+                about = described.setdefault(name, TensorStorageMetadata(properties, whole, []))
+                about.chunks.append(ChunkStorageMetadata(begin, size))
             else:
                 described[name] = BytesStorageMetadata()
-            index = MetadataIndex(name, zeros if entry.dtype else None)
+            index = MetadataIndex(name, begin if entry.dtype else None)
             results.append(WriteResult(index, entry.length, _StorageInfo(entry.file, entry.offset, entry.length)))
     writer = FileSystemWriter(folder, sync_files=False)
     writer.set_up_storage_writer(True)

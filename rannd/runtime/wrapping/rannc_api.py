@@ -25,10 +25,6 @@ _NO_APEX = (
 _REFUSED_OPTIONS = {
     "enable_apex_amp": _NO_APEX,
     "use_amp_master_params": _NO_APEX,
-    "enable_zero": (
-        "ZeRO can be planned, but not run by this version: leave the option out. Stages divide the optimizer's state "
-        "as well; more of them (partition_num) need less memory each"
-    ),
     "offload_params": (
         "parameters stay on the device: leave the option out. What does not fit one device is divided into stages; "
         "checkpointing=true saves memory of activations"

@@ -26,6 +26,10 @@ class Case(msgspec.Struct, frozen=True):
     whatever the model computes."""
     optimizer: str = "sgd"
     """Name in `zoo.OPTIMIZERS`."""
+    zero: int = -1
+    """ZeRO stage; -1 leaves it to the planner."""
+    recompute: bool = False
+    """Activations are recomputed in backward."""
     script: str = "plain"
     """Name in `script.SCRIPTS`."""
     rows: tuple[int, ...] = (8,)
@@ -48,6 +52,8 @@ class Case(msgspec.Struct, frozen=True):
         parts.append(
             ".".join(map(str, self.rows)) + ("to" + ".".join(map(str, self.late_rows)) if self.late_rows else "")
         )
+        parts += [f"zero{self.zero}"] if self.zero > 0 else []
+        parts += ["recompute"] if self.recompute else []
         parts += [self.precision] if self.precision != "float64" else []
         parts += [f"{key.removeprefix('RANNC_').lower()}={value}" for key, value in self.env]
         return "-".join(parts)
@@ -66,6 +72,10 @@ class Case(msgspec.Struct, frozen=True):
     def environment(self) -> dict[str, str]:
         """The variables that force this case's plan."""
         forced = {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.micro)}
+        if self.zero >= 0:
+            forced["RANNC_ZERO_STAGE"] = str(self.zero)
+        if self.recompute:
+            forced["RANNC_CHECKPOINTING"] = "true"
         if self.schedule == "asked":
             forced["RANNC_INTERLEAVE_LOSS"] = "false"
         else:

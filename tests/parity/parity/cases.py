@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from parity.case import Case
 from parity.script import SCRIPTS
 from parity.zoo import OPTIMIZERS, ZOO
+from rannd.plan.run_modes import RUNS, runnable_zero
 
 
 class Choice(NamedTuple):
@@ -29,6 +30,8 @@ class Choice(NamedTuple):
     optimizer: str
     script: str
     rows: str
+    zero: int
+    recompute: bool
 
 
 def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -68,6 +71,8 @@ FACTORS: dict[str, Sequence[Any]] = {
     "optimizer": list(OPTIMIZERS),
     "script": list(SCRIPTS),
     "rows": ROWS,
+    "zero": sorted({way.zero for way, runs in RUNS.items() if runs}),
+    "recompute": [False, True],
 }
 
 PAIRS = [
@@ -84,6 +89,16 @@ PAIRS = [
     ("script", "micro"),
     ("rows", "micro"),
     ("rows", "loss"),
+    ("zero", "shape"),
+    ("zero", "micro"),
+    ("zero", "schedule"),
+    ("zero", "optimizer"),
+    ("zero", "script"),
+    ("zero", "rows"),
+    ("zero", "recompute"),
+    ("recompute", "stages"),
+    ("recompute", "schedule"),
+    ("recompute", "script"),
 ]
 """Pairs of factors, or of traits that follow from them, of which `COMPACT` covers all possible values."""
 
@@ -94,6 +109,10 @@ def possible(choice: Choice) -> bool:
     if choice.rows in ("empty", "firstempty") and (choice.shape[0] == 1 or not entry.empty):
         return False
     if choice.model == APART[0] and choice.shape[1] > 1:
+        return False
+    if choice.zero and choice.shape[0] == choice.shape[1]:
+        return False  # no stage has replicas
+    if choice.zero not in runnable_zero("gpipe" if choice.schedule == "asked" else choice.schedule):
         return False
     if choice.schedule == "gpipe" and choice.shape[1] == 1:
         return False  # the same as 1f1b
@@ -121,6 +140,8 @@ def _case(choice: Choice) -> Case:
         script=choice.script,
         rows=rows,
         late_rows=late,
+        zero=choice.zero,
+        recompute=choice.recompute,
     )
 
 
@@ -129,7 +150,7 @@ def _cover() -> list[Choice]:
     source = random.Random(2)
     wanted: dict[tuple[str, object, str, object], None] = {}
     samples: list[Choice] = []
-    while len(samples) < 6000:
+    while len(samples) < 9000:
         sample = Choice(*(source.choice(values) for values in FACTORS.values()))
         if possible(sample):
             samples.append(sample)
@@ -216,7 +237,9 @@ def _full() -> list[Case]:
             if both and source.random() < 0.25:
                 schedule = "asked"
             for pattern in (rows, "uneven"):
-                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern)
+                zero = source.choice(FACTORS["zero"]) if shape[0] > shape[1] else 0
+                recompute = source.choice(FACTORS["recompute"])
+                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern, zero, recompute)
                 if possible(attempt):
                     case = _case(attempt)
                     cases[case.name] = case

@@ -1,0 +1,206 @@
+"""An optimizer that steps this rank's pieces of parameters only, and gathers the others' values after each step.
+
+Between steps the optimizer's groups have whole parameters with whole gradients, so that scripts, GradScaler and
+clipping see nothing of it; its state of a parameter is that of this rank's piece. A step looks like this::
+
+    before   groups: parameters  ──►  pieces of them, sharing their memory, with pieces of their gradients
+    step     of the class, on the pieces
+    after    groups: parameters again; each replica's pieces go to the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rannd.device.identity import is_accelerator
+from rannd.runtime.comm.world import World
+from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.zero.division import Bucket, Piece, divide
+
+
+class ShardedStep:
+    """Steps of an optimizer on the pieces that this rank owns of a deployed model's parameters.
+
+    Args:
+        world: The ranks of the job.
+        parameters: Parameters of the deployed model.
+        optimizer: The optimizer.
+        slots: The replicas of this rank's stage.
+        names: Parameters to divide: of the optimizer, and held by these replicas alone.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        parameters: Parameters,
+        optimizer: torch.optim.Optimizer,
+        slots: Sequence[int],
+        names: Sequence[str],
+    ) -> None:
+        self._world = world
+        self._optimizer = optimizer
+        self._slots = tuple(slots)
+        self._staged = is_accelerator(world.device) and world.transport.backend == "gloo"
+        self._tensors = {name: parameters.tensors[name] for name in names}
+        self._replica = sorted(world.rank_of_slot[slot] for slot in slots).index(world.rank)
+        kinds = [(name, each.numel(), each.element_size(), str(each.dtype)) for name, each in self._tensors.items()]
+        self._buckets = divide(kinds, len(self._slots))
+        self.pieces: dict[str, Piece] = {}
+        """What this rank owns, by name; a parameter of which it owns nothing is left out."""
+        for bucket in self._buckets:
+            self.pieces |= bucket.pieces(self._replica)
+        self._name = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._parts: dict[str, nn.Parameter] = {}
+        self._before: list[list[Any]] = []
+        """The groups' parameters while the optimizer steps."""
+        for tensor in self._tensors.values():
+            tensor.data = tensor.data.contiguous()
+        self._handles = (
+            optimizer.register_step_pre_hook(self._enter),
+            optimizer.register_step_post_hook(self._leave),
+        )
+        # The script's hooks behind a step see whole parameters.
+        _reorder(optimizer._optimizer_step_post_hooks, self._handles[1].id, last=False)
+
+    def divides(self, parameter: torch.Tensor) -> bool:
+        """Whether the replicas share this parameter."""
+        return id(parameter) in self._name
+
+    def piece(self, parameter: torch.Tensor) -> Piece | None:
+        """What this rank owns of a parameter that is shared; None if nothing."""
+        return self.pieces.get(self._name[id(parameter)])
+
+    def close(self) -> None:
+        """Step whole parameters again. The state of those that were shared is not touched."""
+        self.settle()
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_call(self) -> None:
+        """See to it that the script's hooks before a step see whole parameters, also those that are new."""
+        self.settle()
+        _reorder(self._optimizer._optimizer_step_pre_hooks, self._handles[0].id, last=True)
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._swap()
+        # A closure runs forward and backward inside of the step: it sees whole parameters, too.
+        return tuple(map(self._outside, args)), {key: self._outside(value) for key, value in kwargs.items()}
+
+    def _outside(self, value: Any) -> Any:
+        if not callable(value) or isinstance(value, torch.optim.Optimizer):
+            return value
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            self.settle()
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self._swap()
+
+        return closure
+
+    def _leave(self, *_: Any) -> None:
+        if self._before:
+            self.settle()
+            self._gather()
+
+    def _swap(self) -> None:
+        """Put this rank's pieces in the place of parameters, in the groups and in the state."""
+        self.settle()
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            held = list(group["params"])
+            self._before.append(held)
+            swapped: list[Any] = []
+            for parameter in held:
+                if not parameter.is_contiguous():  # the script gave it other memory
+                    parameter.data = parameter.data.contiguous()
+                name = self._name.get(id(parameter))
+                if name is None:
+                    swapped.append(parameter)
+                elif name in self.pieces:
+                    part = self._part(name, parameter)
+                    if parameter in state:
+                        state[part] = state.pop(parameter)
+                    swapped.append(part)
+            group["params"][:] = swapped
+
+    def settle(self) -> None:
+        """Put whole parameters back, also after a step that has raised an error."""
+        before, self._before = self._before, []
+        state = self._optimizer.state
+        for group, held in zip(self._optimizer.param_groups, before, strict=False):
+            group["params"][:] = held
+        for name, part in self._parts.items() if before else ():
+            part.grad = None
+            if part in state:
+                state[self._tensors[name]] = state.pop(part)
+
+    def _part(self, name: str, parameter: torch.Tensor) -> nn.Parameter:
+        """The piece of a parameter, with the piece of its gradient; both share memory with the whole."""
+        piece = self.pieces[name]
+        flat = parameter.detach().view(-1)[piece.start : piece.stop]
+        part = self._parts.get(name)
+        if part is None or part.data_ptr() != flat.data_ptr():
+            state = None if part is None else self._optimizer.state.pop(part, None)
+            part = self._parts[name] = nn.Parameter(flat)
+            if state is not None:
+                self._optimizer.state[part] = state
+        part.requires_grad_(parameter.requires_grad)
+        gradient = parameter.grad
+        part.grad = None if gradient is None else gradient.detach().reshape(-1)[piece.start : piece.stop]
+        return part
+
+    def _gather(self) -> None:
+        """Send this rank's pieces to the other replicas, and receive theirs. Collective."""
+        with self._world.watch.inside("optimizer.step"):
+            self._exchange()
+
+    def _exchange(self) -> None:
+        group = self._world.group_of(self._slots)
+        works = []
+        for bucket in self._buckets:
+            length, first = bucket.length, self._tensors[bucket.names[0]]
+            begin = self._replica * length
+            total = length * bucket.replicas
+            inside = len(bucket.names) == 1 and total == first.numel()
+            flat = first.detach().view(-1) if inside else first.new_empty(total, requires_grad=False)
+            mine = flat[begin : begin + length]
+            if not inside:
+                self._copy(bucket, flat, self._replica, out=True)
+            if self._staged:  # gloo gathers no tensors of GPUs
+                flat[:begin].zero_()
+                flat[begin + length :].zero_()
+                work = dist.all_reduce(flat, group=group, async_op=True)
+            else:
+                work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
+            works.append((bucket, flat, inside, work))
+        for bucket, flat, inside, work in works:
+            work.wait()
+            if not inside:
+                for replica in range(bucket.replicas):
+                    if replica != self._replica:
+                        self._copy(bucket, flat, replica, out=False)
+
+    def _copy(self, bucket: Bucket, flat: torch.Tensor, replica: int, *, out: bool) -> None:
+        """Copy a replica's pieces out of the parameters, or into them."""
+        pieces = bucket.pieces(replica)
+        here, there, begin = [], [], replica * bucket.length
+        for name, piece in pieces.items():
+            here.append(self._tensors[name].detach().view(-1)[piece.start : piece.stop])
+            there.append(flat[begin : begin + piece.size])
+            begin += piece.size
+        if here:
+            torch._foreach_copy_(*((there, here) if out else (here, there)))
+
+
+def _reorder(hooks: Any, number: int, *, last: bool) -> None:
+    """Move one of an optimizer's hooks to the end, or to the begin; torch keeps them in an OrderedDict."""
+    hooks.move_to_end(number, last=last)
