@@ -46,12 +46,14 @@ OWN += [
     "wait_notice_s",
     "transport",
     "compile_stages",
+    "zero_stage",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 
 #: Every item that can change a plan. Whoever adds an item decides here, too, in which of the two sets it is.
 PLAN_AFFECTING = {
     "compile_stages",
+    "zero_stage",
     "interleave_loss",
     "sync_allreduce",
     "decomposer",

@@ -41,6 +41,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "torch.nn.Module": nn.Module,
     "torch.nn.Module.state_dict": lambda: nn.Module().state_dict(),
     "torch.nn.RNNBase": lambda: nn.LSTM(1, 1),
+    "torch.optim.Optimizer": lambda: torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
     "torch._ops.OpOverload": lambda: torch.ops.aten.add.Tensor,
     "torch._ops.OpOverloadPacket": lambda: torch.ops.aten.add,
 }

@@ -58,7 +58,8 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
     allowed = f" of {deployment.memory_bytes // _MIB:,}" if deployment.memory_bytes else ""
     return "; ".join(
         (
-            f"{_count(len(deployment.stages), 'stage')}: {', '.join(stages)}",
+            f"{_count(len(deployment.stages), 'stage')}{f', ZeRO {zero}' if (zero := deployment.zero) else ''}: "
+            f"{', '.join(stages)}",
             _count(deployment.microbatches, "microbatch"),
             f"step about {f'{seconds:.2f} s' if seconds >= _SHORT_S else f'{seconds * 1e3:.1f} ms'}",
             f"{math.ceil(most / _MIB):,}{allowed} MiB per device",

@@ -19,7 +19,8 @@ from rannd.plan.simulate.simulator import Simulation, predict
 from rannd.profile.costs import CostTable
 
 PLENTY = 10**15
-LATER = [way for way, runs in RUNS.items() if not runs]
+OTHER = [way for way, runs in RUNS.items() if way.zero or not runs]
+"""All run modes but the plain ones."""
 
 
 def deploy(
@@ -54,7 +55,8 @@ class Instance:
         self.blocks: tuple[Block, ...] = make_blocks(Partitioning.of(self.graph), self.options, world=self.world)
         self.costs: CostTable = random_costs(random, len(self.blocks))
         self.interleaved = random.random() < 0.7
-        self.way = way or RunMode("1f1b" if self.interleaved else "gpipe")
+        run = way or RunMode("1f1b" if self.interleaved else "gpipe")
+        self.way: RunMode | None = run
         per_node = random.choice([1, 2, 3, self.world])
         self.slots = tuple(Slot(*divmod(device, per_node)) for device in range(self.world))
         self.reference = Reference(
@@ -64,8 +66,8 @@ class Instance:
             self.slots,
             self.batch_rows,
             self.options,
-            schedule=self.way.schedule,
-            zero=self.way.zero,
+            schedule=run.schedule,
+            zero=run.zero,
         )
 
     def demand(self, **items: int) -> None:

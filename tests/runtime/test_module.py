@@ -229,8 +229,12 @@ def test_misuse_is_told() -> None:
         pyrannc.RaNNCModule(model._inner)
     with pytest.raises(UsageError, match=r"wraps a torch.nn.Module, not a int"):
         pyrannc.RaNNCModule(3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"enable_zero=True\): ZeRO can be planned, but not run"):
-        wrapped(Tied(), enable_zero=True)
+    with pytest.raises(UsageError, match=r"offload_params=True\): parameters stay on the device"):
+        wrapped(Tied(), offload_params=True)
+    with pytest.raises(
+        UsageError, match=r"zero_stage=1 divides the optimizer's state: RaNNCModule\(model, optimizer\)"
+    ):
+        pyrannc.RaNNCModule(Tied(), enable_zero=True)(torch.randn(2, 6))
     with pytest.raises(UsageError, match="without any tensor"):
         wrapped(Tied())(3)
     with pytest.raises(StepError, match="empty"):

@@ -127,10 +127,12 @@ def plan(
 
     limit = float(memory_bytes)
     every = tables(allowed, limit, False)
+    found = best_choice(every, stages=stages)
     if way is None and options.zero_stage == "auto" and world > 1 and any(each.tight for each in every):
         zeros = runnable  # memory asks for it
-        every += tables(allowed, limit, False, runnable[1:])
-    found = best_choice(every, stages=stages)
+        more = tables(allowed, limit, False, runnable[1:])
+        found = found.or_better(best_choice(more, stages=stages))
+        every += more
     if found.choice is not None:
         make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)
         if not ranked:
@@ -311,7 +313,7 @@ def _deployment(
         placement=choice.variant.placement,
         memory_bytes=int(table.limit),
         e_us=choice.step_us,
-        zero=choice.variant.zero,
+        zero=choice.variant.zero if max(choice.replicas) > 1 else 0,
     )
 
 

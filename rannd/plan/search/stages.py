@@ -61,6 +61,19 @@ class Found(msgspec.Struct, frozen=True):
     passed: tuple[Choice, ...] = ()
     """Complete plans found during the search, best first."""
 
+    def or_better(self, other: Found) -> Found:
+        """The result of a search of both; of equal plans the one of this."""
+        if self.choice is None or (other.choice is not None and other.choice.step_us < self.choice.step_us):
+            choice = other.choice
+        else:
+            choice = self.choice
+        return Found(
+            choice,
+            min(self.bound_us, other.bound_us),
+            self.searched_all and other.searched_all,
+            tuple(sorted((*self.passed, *other.passed), key=lambda each: each.step_us)),
+        )
+
 
 class Need(msgspec.Struct, frozen=True):
     """The smallest memory per device that some plan needs, and the stage that needs it."""

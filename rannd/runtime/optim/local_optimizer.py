@@ -108,7 +108,9 @@ class WholeOptimizer:
         names = [
             name
             for name in parameters.trainable()
-            if id(parameters.tensors[name]) in mine and parameters.slots[name] == tuple(sorted(slots))
+            if id(parameters.tensors[name]) in mine
+            and parameters.tensors[name].ndim  # see state_pieces.py
+            and parameters.slots[name] == tuple(sorted(slots))
         ]
         if not names:
             return

@@ -2,6 +2,7 @@
 
 What an optimizer that treats each element by itself keeps for a parameter is a tensor of the parameter's shape (a
 moment), or something that does not depend on the shape (a number of steps). The first is divided as the parameter is.
+Of a parameter without dimensions the two cannot be told apart: it is never divided.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def cut(state: Any, shape: torch.Size, piece: Piece) -> Any:
     """The state of a piece, of that of a parameter of `shape`; tensors that are divided are copies."""
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape != shape or not shape:
+        if tensor.shape != shape:
             return tensor
         return tensor.detach().reshape(-1)[piece.start : piece.stop].clone()
 
@@ -40,7 +41,7 @@ def join(states: Sequence[tuple[Piece, Any]], shape: Sequence[int]) -> Any:
     def whole(found: Sequence[torch.Tensor]) -> torch.Tensor:
         if not all(is_part(tensor, piece) for tensor, (piece, _) in zip(found, ordered, strict=True)):
             return found[0]
-        return torch.cat(list(found)).view(*shape)
+        return torch.cat(list(found)).view(torch.Size(shape))
 
     return _mapped([state for _, state in ordered], whole)
 

@@ -45,7 +45,7 @@ def test_the_tutorial_s_small_model_is_data_parallel() -> None:
 def test_less_memory_makes_stages() -> None:
     graph = chain(10, param=100_000)
     whole = deploy(graph, 2).stages[0].estimate.total_bytes
-    deployment = deploy(graph, 2, memory=whole * 3 // 4)
+    deployment = deploy(graph, 2, memory=whole * 3 // 4, zero_stage="0")
     assert [stage.name for stage in deployment.stages] == ["MERGE_0_4", "MERGE_5_9"]
     assert max(stage.estimate.total_bytes for stage in deployment.stages) <= whole * 3 // 4
 
@@ -112,7 +112,7 @@ def test_what_does_not_fit_names_the_memory_that_would_do_and_the_block() -> Non
     for index, size in enumerate((1000, 50_000_000, 1000)):
         value = builder.op([value], params=[builder.param(size)], output=index == 2, module=f"layers.{index}")
     with pytest.raises(DoesNotFitError) as caught:
-        deploy(builder.build(), 2, memory=10_000_000, mem_margin=0.0)
+        deploy(builder.build(), 2, memory=10_000_000, mem_margin=0.0, zero_stage="0")
     message = str(caught.value)
     assert "no plan fits 2 devices: the best one needs 238.4 MiB of a device, recomputing included" in message
     assert "; the limit is 9.537 MiB. mem_limit_gb=0.233 (with mem_margin=0) would allow it" in message
@@ -240,7 +240,7 @@ def test_of_the_best_plans_the_fastest_is_taken_and_the_others_are_told() -> Non
 
 
 def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
-    tight = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True)
+    tight = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True, zero_stage="0")
     assert len(tight.stages) == 4
     assert [other.name for other in tight.alternatives][-1] == "4-way data parallel"
     lacking = [other for other in tight.alternatives if other.over_bytes]
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
 
 def test_what_cannot_be_run_is_planned_if_asked_for_and_never_told() -> None:
     graph = chain(8, param=100_000)
-    tight = deploy(graph, 4, memory=2_000_000, ranked=True)
+    tight = deploy(graph, 4, memory=2_000_000, ranked=True, zero_stage="0")
     assert (tight.schedule, tight.zero) == ("1f1b", 0)
     assert not [other.name for other in tight.alternatives if "ZeRO" in other.name or "zb_h1" in other.name]
     for way in (RunMode("zb_h1"), RunMode("zb_h1", 1), RunMode("1f1b", 3)):
@@ -269,10 +269,20 @@ def test_what_cannot_be_run_is_planned_if_asked_for_and_never_told() -> None:
             check_belongs(found, graph_hash=graph.graph_hash, world=4, rows=found.batch_rows)
 
 
-def test_where_only_zero_would_fit_nothing_does() -> None:
-    with pytest.raises(DoesNotFitError) as caught:
-        deploy(chain(1, param=1_000_000), 2, memory=4_900_000, rows=1, max_pipeline=1)
-    assert "ZeRO" not in str(caught.value)
+def test_zero_is_chosen_where_memory_asks_for_it() -> None:
+    given: dict[str, Any] = {"rows": 1, "max_pipeline": 1}
+    plenty = deploy(chain(1, param=1_000_000), 2, **given)
+    assert plenty.zero == 0
+    tight = deploy(chain(1, param=1_000_000), 2, memory=4_900_000, **given)
+    assert (tight.zero, len(tight.stages)) == (1, 1)
+    assert tight.stages[0].estimate.optimizer_bytes * 2 == plenty.stages[0].estimate.optimizer_bytes
+    with pytest.raises(DoesNotFitError):
+        deploy(chain(1, param=1_000_000), 2, memory=4_900_000, zero_stage="0", **given)
+    forced = deploy(chain(1, param=1_000_000), 2, zero_stage="1", **given)
+    assert forced.zero == 1
+    assert forced.step_us > plenty.step_us
+    alone = deploy(chain(1, param=1_000_000), 1, zero_stage="1", **given)
+    assert alone.zero == 0  # nobody to share with
 
 
 def test_zero_bubble_with_zero_2_is_no_plan() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from plan_graphs import chain
-from plan_instances import LATER, Instance, played
+from plan_instances import OTHER, Instance, played
 
 from rannd.errors import DoesNotFitError
 from rannd.graph.fx.ir import Size
@@ -21,12 +21,12 @@ from rannd.plan.simulate.simulator import predict
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
 
-@pytest.mark.parametrize("way", [None, *LATER], ids=lambda way: f"{way.schedule} {way.zero}" if way else "run")
+@pytest.mark.parametrize("way", [None, *OTHER], ids=lambda way: f"{way.schedule} {way.zero}" if way else "run")
 def test_no_stage_needs_more_memory_than_was_planned(way: RunMode | None) -> None:
     """But for gradients of a value that several stages read, which come from each of them and count once in E."""
     for seed in range(150 if way is None else 50):
         instance = Instance(seed, way=way)
-        if instance.way.schedule == "zb_h1" and min(instance.world, len(instance.blocks)) == 1:
+        if instance.reference.schedule == "zb_h1" and min(instance.world, len(instance.blocks)) == 1:
             continue
         for limit in (10**15, math.ceil(instance.reference.smallest_memory() * 1.1)):
             try:
@@ -41,7 +41,7 @@ def test_no_stage_needs_more_memory_than_was_planned(way: RunMode | None) -> Non
                 assert most <= 1.02 * stage.estimate.total_bytes + 20 * stage.estimate.pieces, seed
 
 
-@pytest.mark.parametrize("way", LATER, ids=lambda way: f"{way.schedule} {way.zero}")
+@pytest.mark.parametrize("way", OTHER, ids=lambda way: f"{way.schedule} {way.zero}")
 def test_e_is_near_the_simulated_time_in_ways_that_cannot_be_run_yet(way: RunMode) -> None:
     ratios = []
     for seed in range(100):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from random import Random
 
 import pytest
 from brute_force import Plan
-from plan_instances import LATER, Instance
+from plan_instances import OTHER, Instance
 
 from rannd.errors import DoesNotFitError
 from rannd.plan.deployment import Deployment
-from rannd.plan.run_modes import RunMode
+from rannd.plan.run_modes import RunMode, runnable_zero
 from rannd.plan.search.bounds import Bounds
 from rannd.plan.search.stages import _Frontier, _Partial
 
@@ -37,8 +38,8 @@ def test_the_plan_has_the_least_e_of_all(hundred: int) -> None:
 
 
 @pytest.mark.parametrize("share", [*(pytest.param(s, marks=pytest.mark.full) for s in (None, 1.0)), 1.2])
-@pytest.mark.parametrize("way", LATER, ids=lambda way: f"{way.schedule} {way.zero}")
-def test_it_has_in_every_way_that_cannot_be_run_yet(way: RunMode, share: float | None) -> None:
+@pytest.mark.parametrize("way", OTHER, ids=lambda way: f"{way.schedule} {way.zero}")
+def test_it_has_in_every_run_mode(way: RunMode, share: float | None) -> None:
     seen = Counter[bool]()
     for seed in range(100):
         instance = Instance(seed, way=way)
@@ -51,11 +52,34 @@ def test_it_has_in_every_way_that_cannot_be_run_yet(way: RunMode, share: float |
                 instance.plan(limit)
             continue
         deployment = instance.plan(limit)
-        assert (deployment.schedule, deployment.zero) == (way.schedule, way.zero)
+        shared = max(len(stage.slots) for stage in deployment.stages) > 1
+        assert (deployment.schedule, deployment.zero) == (way.schedule, way.zero if shared else 0)
         assert same(instance, deployment, wanted), seed
         assert all(stage.estimate.total_bytes <= limit + 6 for stage in deployment.stages), seed
         seen[len(deployment.stages) > 1] += 1
     assert seen[True] > 20, seen
+
+
+def test_among_zero_stages_it_has_the_least_e_too() -> None:
+    seen = Counter[int]()
+    for seed in range(150):
+        instances = [Instance(seed, way=RunMode("1f1b", zero)) for zero in runnable_zero("1f1b")]
+        first = instances[0]
+        limit = math.ceil(first.reference.smallest_memory() * Random(seed).choice([0.8, 1.0, 1.1, 1.3, 2.0]))
+        found = [each.reference.best(limit) for each in instances]
+        wanted = min((each for each in found if each is not None), default=None)
+        first.way = None
+        first.interleaved = True
+        if wanted is None:
+            with pytest.raises(DoesNotFitError):
+                first.plan(limit)
+            continue
+        deployment = first.plan(limit)
+        assert same(first, deployment, wanted), seed
+        if found[0] is not None and found[0] <= wanted:
+            assert deployment.zero == 0, seed
+        seen[deployment.zero] += 1
+    assert min(seen[zero] for zero in runnable_zero("1f1b")) > 5, seen
 
 
 @pytest.mark.parametrize(

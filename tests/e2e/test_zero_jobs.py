@@ -1,0 +1,52 @@
+"""ZeRO on real ranks: equal to one process in all that scripts do with models and optimizers, and re-sharded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from job import Job
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+pytestmark = pytest.mark.ranks
+PROGRAM = "tests/e2e/programs/sharded.py"
+
+
+def _plan(zero: int, stages: int) -> dict[str, str]:
+    return {"RANNC_ZERO_STAGE": str(zero), "RANNC_PARTITION_NUM": str(stages)}
+
+
+@pytest.fixture(scope="module")
+def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two replicas that share the optimizer's state have saved."""
+    folder = tmp_path_factory.mktemp("sharded") / "checkpoint"
+    output = job.train(2, PROGRAM, "train", str(folder), **_plan(1, 1))
+    assert output.count("is right under 1 stages, ZeRO 1") == 2
+    assert "1 stage, ZeRO 1:" in output
+    shared = [(int(own), int(of)) for own, of in re.findall(r"moments of (\d+) of (\d+) elements", output)]
+    assert len(shared) == 2
+    for own, of in shared:
+        assert abs(own - of / 2) <= 0.02 * of / 2
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(3, 2), (4, 2)])
+def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int) -> None:
+    output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(1, stages))
+    assert output.count(f"is right under {stages} stages, ZeRO 1") == ranks
+
+
+@pytest.mark.parametrize(("ranks", "stages", "zero"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 1)])
+def test_a_checkpoint_goes_on_under_any_plan(job: Job, saved: Path, ranks: int, stages: int, zero: int) -> None:
+    output = job.train(ranks, PROGRAM, "resume", str(saved), **_plan(zero, stages))
+    assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
+
+
+def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
+    dcp_to_torch_save(saved, tmp_path / "whole.pt")
+    state = torch.load(tmp_path / "whole.pt", weights_only=True)["optimizer"]["state"]
+    assert state["second.weight"]["exp_avg"].shape == (403, 401)
+    assert state["second.weight"]["exp_avg"].abs().min() > 0
+    assert state["first.bias"]["step"] == 2
