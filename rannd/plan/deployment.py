@@ -13,7 +13,7 @@ import msgspec
 
 from rannd.errors import DeploymentError
 
-FORMAT = 2
+FORMAT = 3
 MAX_BYTES = 64 * 2**20
 """Maximum size; a graph of 10,000 operators takes less than a hundredth of it."""
 _MOST_SLOTS = 1 << 16
@@ -66,10 +66,20 @@ class Stage(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
     """Index into `Deployment.slots` for each replica."""
     recompute: bool
-    """Recompute activations in the backward instead of keeping them."""
+    """Recompute activations in the backward instead of keeping them: of all segments, or of some."""
     estimate: StageEstimate
     modules: str = ""
     """First and last of the user's modules, such as 'transformer.h.0..4', for display; '' if not known."""
+    segment_of: tuple[int, ...] = ()
+    """Number of the segment that each of `ops` belongs to: segments run one after the other, forward and backward.
+    Empty: the stage is one segment."""
+    recomputed: tuple[bool, ...] = ()
+    """Whether each segment recomputes its activations; empty: as `recompute` says."""
+
+    @property
+    def segments(self) -> tuple[bool, ...]:
+        """Whether each segment recomputes its activations."""
+        return self.recomputed or (self.recompute,)
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -206,4 +216,9 @@ def _wrong(deployment: Deployment) -> str:
         if len(ops) + len(stage.ops) != len(ops.union(stage.ops)):
             return f"an operator of stages[{place}] occurs twice"
         ops.update(stage.ops)
+        if stage.segment_of:
+            if len(stage.segment_of) != len(stage.ops) or set(stage.segment_of) != set(range(len(stage.recomputed))):
+                return f"the segments of stages[{place}] do not have each of its operators once"
+        elif stage.recomputed:
+            return f"stages[{place}] has no segments, but {len(stage.recomputed)} settings for them"
     return ""

@@ -177,6 +177,34 @@ def stages_by_owner(
     return {node: stage_of_group[placement.group[node]] for node in placement.placed}
 
 
+def segments_by_owner(
+    traced: Traced, placement: Placement, members: Set[Node], owners: Mapping[str, tuple[int, ...]]
+) -> dict[Node, int]:
+    """Assign the nodes of a stage to its segments by the parameters they read, for a graph whose stages are known.
+
+    `owners` maps parameters and buffers to segments. What cannot run there in the order of the graph runs later.
+    """
+    segment_of_group = {placement.group[node]: 0 for node in members}
+    changed = True
+    while changed:
+        changed = False
+        for node in placement.placed:
+            if node not in members:
+                continue
+            group = placement.group[node]
+            segment = segment_of_group[group]
+            for source in placement.reads[node]:
+                if source in members:
+                    segment = max(segment, segment_of_group[placement.group[source]])
+            for attribute in placement.attributes[node]:
+                held = owners.get(traced.attributes[attribute], ())
+                segment = min((each for each in held if each >= segment), default=segment)
+            if segment != segment_of_group[group]:
+                segment_of_group[group] = segment
+                changed = True
+    return {node: segment_of_group[placement.group[node]] for node in members}
+
+
 def crossing_shape(node: Node, rows: int) -> tuple[int, ...]:
     """Shape of a value for a microbatch of `rows` rows."""
     return shape_at(node.meta["val"], rows)

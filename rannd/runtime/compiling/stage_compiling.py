@@ -29,7 +29,7 @@ SIZES = 2
 
 @dataclass(frozen=True)
 class StageToCompile:
-    """This rank's stage of a graph, with what it is run on."""
+    """This rank's stage of a graph, or a segment of it, with what it is run on."""
 
     graph: ModelGraph
     part: Part
@@ -46,12 +46,47 @@ class StageToCompile:
     """Rows of all pieces of a mini-batch."""
 
 
-def compile_stage(context: Context, stage: StageToCompile) -> CompiledStage:
-    """Compile the units of a stage, or load what an earlier run has compiled. Collective over all ranks."""
+def compile_stages(context: Context, stages: Sequence[StageToCompile]) -> list[CompiledStage]:
+    """Compile the units of parts of a stage, or load what an earlier run has compiled. Collective over all ranks."""
+    kept = KeptCode(context.world.device, context.config.cache)
+    units = [
+        units_of(each.graph, each.members, _blocks(context.config, each.graph), each.live, inside=each.inside)
+        for each in stages
+    ]
+    kinds = [_kinds(context, stage, each) for stage, each in zip(stages, units, strict=True)]
+    wanted: dict[str, Kind] = {}
+    for by_way in kinds:
+        for listed in by_way.values():
+            wanted.update((kind.digest, kind) for kind in listed if kind is not None and kind.digest not in wanted)
+    found = compile_shared(context, kept, wanted)
+    _tell_eager(context, [unit for each in units for unit in each])
+
+    def code(kind: Kind | None) -> Code | None:
+        here = None if kind is None else found[kind.digest]
+        return here if isinstance(here, Code) else None
+
+    def made(stage: StageToCompile, mine: Sequence[Unit], by_way: Mapping[Way, list[Kind | None]]) -> CompiledStage:
+        def again(number: int, way: Way, arguments: Sequence[torch.Tensor]) -> Code | None:
+            rows, grad, _ = way
+            layouts, mode = list(map(TensorLayout.of, arguments)), stage.graph.signature.mode
+            kind = kind_of(mine[number].part, rows, stage.live, layouts, mode, grad=grad)
+            where, before = context.world.watch.where, context.world.watch.where.preparing
+            where.preparing = True
+            try:
+                new = compiled(kept, kind, context.world.local_size)
+            finally:
+                where.preparing = before
+            return new if isinstance(new, Code) else None
+
+        return CompiledStage(stage.part, mine, {way: list(map(code, each)) for way, each in by_way.items()}, again)
+
+    return [made(*each) for each in zip(stages, units, kinds, strict=True)]
+
+
+def _kinds(context: Context, stage: StageToCompile, units: Sequence[Unit]) -> dict[Way, list[Kind | None]]:
+    """The kind of each unit for each way in which it is run; None for those that run eagerly."""
     graph, device = stage.graph, context.world.device
-    kept = KeptCode(device, context.config.cache)
     records = graph.signature.mode.grad
-    units = units_of(graph, stage.members, _blocks(context.config, graph), stage.live, inside=stage.inside)
     differentiable = stage.live if stage.inside else graph.placement.requires_grad
     kinds: dict[Way, list[Kind | None]] = {}
     for rows in _sizes(stage.pieces):
@@ -61,32 +96,7 @@ def compile_stage(context: Context, stage: StageToCompile) -> CompiledStage:
                 None if unit.eager else kind_of(unit.part, rows, stage.live, each, graph.signature.mode, grad=grad)
                 for unit, each in zip(units, layouts, strict=True)
             ]
-    wanted: dict[str, Kind] = {}
-    for each in kinds.values():
-        for kind in each:
-            if kind is not None:
-                wanted.setdefault(kind.digest, kind)
-    found = compile_shared(context, kept, wanted)
-    _tell_eager(context, units)
-
-    def code(kind: Kind | None) -> Code | None:
-        here = None if kind is None else found[kind.digest]
-        return here if isinstance(here, Code) else None
-
-    def again(number: int, way: Way, arguments: Sequence[torch.Tensor]) -> Code | None:
-        rows, grad, _ = way
-        kind = kind_of(
-            units[number].part, rows, stage.live, list(map(TensorLayout.of, arguments)), graph.signature.mode, grad=grad
-        )
-        where, before = context.world.watch.where, context.world.watch.where.preparing
-        where.preparing = True
-        try:
-            made = compiled(kept, kind, context.world.local_size)
-        finally:
-            where.preparing = before
-        return made if isinstance(made, Code) else None
-
-    return CompiledStage(stage.part, units, {way: list(map(code, each)) for way, each in kinds.items()}, again)
+    return kinds
 
 
 def _blocks(config: Config, graph: ModelGraph) -> Sequence[Sequence[int]]:

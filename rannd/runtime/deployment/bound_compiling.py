@@ -8,7 +8,7 @@ import torch
 
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage
-from rannd.runtime.compiling.stage_compiling import StageToCompile, compile_stage
+from rannd.runtime.compiling.stage_compiling import StageToCompile, compile_stages
 from rannd.runtime.execution.bound_graph import BoundGraph
 from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.execution.shared_batch import rows_by_slot
@@ -16,13 +16,13 @@ from rannd.runtime.execution.shared_batch import rows_by_slot
 
 def compile_bound(
     context: Context, bound: BoundGraph, state: Mapping[str, torch.Tensor], rows: Sequence[int]
-) -> CompiledStage | None:
-    """Compile the stage; None if `compile_stages` is off. Collective over all ranks.
+) -> list[CompiledStage]:
+    """Compile the segments of the stage; [] if `compile_stages` is off. Collective over all ranks.
 
     `state`: this rank's tensors by name. `rows`: rows of each rank's mini-batch.
     """
     if context.config.compile_stages == "off":
-        return None
+        return []
     world = context.world
     by_slot = tuple(rows[rank] for rank in world.rank_of_slot)
     if context.options.shared:
@@ -35,12 +35,22 @@ def compile_bound(
             like = bound.graph.traced.named(name)
             held = torch.empty(like.shape, dtype=like.dtype, device=world.device)
         tensors[name] = held
-    members = {node for node, stage in bound.stage_of.items() if stage == bound.stage}
     if inside and bound.interleaved is not None:
         live = bound.interleaved.live
     else:
         live = bound.live((True,) * len(bound.graph.traced.results))
     pieces = Pieces(bound.layout, by_slot).rows
-    return compile_stage(
-        context, StageToCompile(bound.graph, bound.part, members, tensors, bound.recompute, live, inside, pieces)
-    )
+    segments = [
+        StageToCompile(
+            bound.graph,
+            each.part,
+            each.members,
+            {name: tensors[name] for name in each.part.tensors},
+            each.recompute,
+            live,
+            inside,
+            pieces,
+        )
+        for each in bound.segments
+    ]
+    return compile_stages(context, segments)

@@ -20,7 +20,7 @@ from rannd.runtime.comm.context import Context
 from rannd.runtime.deployment.bound_compiling import compile_bound
 from rannd.runtime.deployment.connecting import connect
 from rannd.runtime.deployment.undeploy import Origin
-from rannd.runtime.execution.bound_graph import bind, planned_stages, tensor_owners
+from rannd.runtime.execution.bound_graph import bind, planned_stages, segment_owners, tensor_owners
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.gradients import grad_norm
 from rannd.runtime.gradients.autograd_inputs import Anchor
@@ -59,6 +59,8 @@ class Deployed:
     held: grad_norm.ClippedParameters
     clip_watch: ClipWatch | None
     whole: WholeOptimizer | None
+    segment_owners: Mapping[str, tuple[int, ...]]
+    """Segments of stages that read each parameter and buffer."""
 
     def begin_call(self, number: int, *, float16: bool) -> None:
         """Prepare a call: take up changes that the script has made to parameters since the last one. Collective."""
@@ -125,6 +127,7 @@ class Deployer:
         """Distribute parameters, so that each rank holds those of its stage."""
         world, model, optimizer = self._world, self._context.model, self._context.optimizer
         owners = tensor_owners(graph, planned_stages(graph, deployment), deployment)
+        segments = segment_owners(graph, deployment)
         self._values.prepare(lambda name: name in owners and name not in deployment.unused_params)
         if world.rank == 0:
             log.get("ParamStorage").log(log.DETAIL, "Synchronizing parameters ...")
@@ -155,7 +158,18 @@ class Deployer:
         frozen = Frozen(world, parameters)
         anchor = Anchor(parameters)
         return Deployed(
-            deployment, promise, parameters, reducer, frozen, origin, overflow, anchor, held, clip_watch, whole
+            deployment,
+            promise,
+            parameters,
+            reducer,
+            frozen,
+            origin,
+            overflow,
+            anchor,
+            held,
+            clip_watch,
+            whole,
+            segments,
         )
 
     def _share(self, whole: WholeOptimizer, parameters: Parameters, deployment: Deployment) -> None:
@@ -182,6 +196,7 @@ class Deployer:
             deployed.deployment,
             self._world.slot,
             owners,
+            deployed.segment_owners,
             all_outputs=self._context.options.all_outputs,
         )
         bound = connect(self._world, bound)

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from rannd.errors import DeploymentError
 from rannd.graph.model import ModelGraph
-from rannd.graph.partition.cut import Part, crossing_shape, cut, stages_by_owner
+from rannd.graph.partition.cut import Part, crossing_shape, cut, extract, segments_by_owner, stages_by_owner
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment
 from rannd.plan.schedule.program import Edge, Layout, Program
@@ -50,6 +50,19 @@ class LossTraffic:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Operators of a stage that run one after the other, forward and backward: a part of the stage with its own end.
+
+    Between segments gradients are handed over as they are between stages.
+    """
+
+    part: Part
+    members: frozenset[Node]
+    """Its placed nodes."""
+    recompute: bool
+
+
+@dataclass(frozen=True)
 class BoundGraph:
     """A graph partitioned for a deployment, with the stage that the rank in `slot` runs."""
 
@@ -61,7 +74,8 @@ class BoundGraph:
     slot: int
     stage: int
     part: Part
-    recompute: bool
+    segments: tuple[Segment, ...]
+    """What `part` is made of, in the order in which it runs."""
     constants: Mapping[str, torch.Tensor]
     borrowed: Mapping[str, tuple[int, tuple[int, ...]]]
     """Tensors that stages read but do not hold: (lending slot, borrowing slots), sent before each step."""
@@ -133,15 +147,67 @@ def tensor_owners(
     return {name: tuple(sorted(stages)) for name, stages in owners.items()}
 
 
+def segment_owners(graph: ModelGraph, deployment: Deployment) -> dict[str, tuple[int, ...]]:
+    """Segments that read each parameter and buffer of the planned graph, numbered within their stages.
+
+    Of a tensor that several stages read, those of all of them.
+    """
+    found: dict[str, set[int]] = {}
+    segment_of = _planned_segments(graph, deployment)
+    for node in graph.placement.placed:
+        for attribute in graph.placement.attributes[node]:
+            if graph.traced.is_state(attribute):
+                found.setdefault(graph.traced.attributes[attribute], set()).add(segment_of[node])
+    return {name: tuple(sorted(segments)) for name, segments in found.items()}
+
+
+def _planned_segments(graph: ModelGraph, deployment: Deployment) -> dict[Node, int]:
+    return {
+        graph.nodes[name]: number
+        for stage in deployment.stages
+        for name, number in zip(stage.ops, stage.segment_of or [0] * len(stage.ops), strict=True)
+    }
+
+
+def _segments(
+    graph: ModelGraph,
+    deployment: Deployment,
+    stage: int,
+    part: Part,
+    stage_of: Mapping[Node, int],
+    owners: Mapping[str, tuple[int, ...]] | None,
+) -> tuple[Segment, ...]:
+    """Divide a stage into its segments: as planned, or by the `owners` of its tensors for any other graph."""
+    planned = deployment.stages[stage]
+    settings = planned.segments
+    members = frozenset(node for node, number in stage_of.items() if number == stage)
+    if len(settings) == 1:
+        return (Segment(part, members, settings[0]),)
+    if owners is None:
+        segment_of = _planned_segments(graph, deployment)
+    else:
+        segment_of = segments_by_owner(graph.traced, graph.placement, members, owners)
+    found = []
+    for number, recompute in enumerate(settings):
+        mine = frozenset(node for node in members if segment_of[node] == number)
+        if mine:
+            name = f"{planned.name}_{number}"
+            found.append(Segment(extract(graph.traced, graph.placement, mine, name), mine, recompute))
+    return tuple(found)
+
+
 def bind(
     graph: ModelGraph,
     deployment: Deployment,
     slot: int,
     owners: Mapping[str, tuple[int, ...]] | None,
+    segment_owners: Mapping[str, tuple[int, ...]] | None = None,
     *,
     all_outputs: bool = False,
 ) -> BoundGraph:
     """Partition `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph.
+
+    `segment_owners`: for any other graph, the segments of stages that hold its parameters.
 
     `all_outputs`: in training, outputs besides the loss are sent to the ranks regardless of their size.
     """
@@ -182,7 +248,7 @@ def bind(
         slot,
         stage,
         parts[stage],
-        deployment.stages[stage].recompute,
+        _segments(graph, deployment, stage, parts[stage], stage_of, segment_owners),
         constants,
         borrowed,
         stage_of,

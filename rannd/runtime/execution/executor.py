@@ -60,7 +60,7 @@ class Executor:
         reducer: Reducer,
         anchor: Anchor,
         seed: int,
-        compiled: CompiledStage | None = None,
+        compiled: Sequence[CompiledStage] = (),
     ) -> None:
         self.anchor = anchor
         self.world = world = context.world

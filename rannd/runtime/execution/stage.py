@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,18 +27,32 @@ class Computing:
         bound: BoundGraph,
         state: Mapping[str, torch.Tensor],
         seed: int,
-        compiled: CompiledStage | None = None,
+        compiled: Sequence[CompiledStage] = (),
     ) -> None:
         self.seed = seed
         """Base seed of the stage's random numbers."""
         self._compiled = compiled
+        """Code of each segment; empty: all run eagerly."""
         self._world = context.world
         self._finite = context.finite
         self._bound = bound
         self._state = state
         self._written = sorted(bound.graph.placement.written & set(bound.part.tensors))
         self._loans: dict[str, torch.Tensor] = {}
-        self._tensors: list[torch.Tensor] = []
+        parts = [segment.part for segment in bound.segments]
+        self._tensors: list[list[torch.Tensor]] = []
+        """The tensors of each segment."""
+        self._written_by = [[name for name in self._written if name in set(part.tensors)] for part in parts]
+        self._entering, self._leaving = frozenset(bound.part.inputs), frozenset(bound.part.outputs)
+        self._last = [
+            [
+                node
+                for node in part.inputs
+                if node not in self._leaving and not any(node in later.inputs for later in parts[number + 1 :])
+            ]
+            for number, part in enumerate(parts)
+        ]
+        """Values that no segment behind each segment reads."""
         self._before: dict[str, torch.Tensor] = {}
         """Buffers written by the stage, as they were before the call: every microbatch starts with them."""
         handed = bound.interleaved.traffic.edges if bound.interleaved is not None else {}
@@ -54,13 +68,13 @@ class Computing:
         self.resolve()
         self._before = {name: self._state[name].detach().clone() for name in self._written}
 
-    def resolve(self) -> list[torch.Tensor]:
-        """Look up the tensor arguments of the stage, in its order."""
+    def resolve(self) -> None:
+        """Look up the tensor arguments of the segments, in their order."""
         sources = (self._loans, self._bound.constants, self._state)
         self._tensors = [
-            next(source[name] for source in sources if name in source) for name in self._bound.part.tensors
+            [next(source[name] for source in sources if name in source) for name in segment.part.tensors]
+            for segment in self._bound.segments
         ]
-        return self._tensors
 
     def _lend(self) -> None:
         """Send tensors to the stages that read but do not hold them."""
@@ -100,58 +114,82 @@ class Computing:
 
     def forward(self, step: Step, piece: int, live: frozenset[Node] | None) -> None:
         """Forward of one microbatch; `live`: nodes that will get a gradient, None if not known yet."""
-        graph = self._bound.graph
+        graph, part = self._bound.graph, self._bound.part
         differentiable = graph.placement.requires_grad if live is None else live
-        inputs: dict[Node, torch.Tensor] = {}
-        for node in self._bound.part.inputs:
-            value = step.values.pop((piece, node)).detach()
-            if node in graph.placement.writers:
-                value = value.clone()  # it may be the script's own tensor, or part of a message buffer
-            inputs[node] = value.requires_grad_() if node in differentiable else value
+        values = {node: step.values.pop((piece, node)) for node in part.inputs}
         buffers = {name: tensor.clone() for name, tensor in self._before.items()}
         records = graph.signature.mode.grad
-        with torch.set_grad_enabled(records and not self._bound.recompute):
-            outputs = self._run(step, piece, inputs, buffers)
-        for node, value in outputs.items():
-            step.values[piece, node] = value.detach()
+        saved: list[Saved] = []
+        for number, segment in enumerate(self._bound.segments):
+            inputs: dict[Node, torch.Tensor] = {}
+            for node in segment.part.inputs:
+                value = values[node].detach()
+                if node in graph.placement.writers:
+                    value = value.clone()  # it may be the script's own tensor, or part of a message buffer
+                inputs[node] = value.requires_grad_() if node in differentiable else value
+            for node in self._last[number]:
+                del values[node]
+            before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
+            with torch.set_grad_enabled(records and not segment.recompute):
+                outputs = self._run(step, piece, number, inputs, buffers)
+            values.update((node, value.detach()) for node, value in outputs.items())
+            if records:
+                kept = outputs if live is None else {node: each for node, each in outputs.items() if node in live}
+                saved.append(Saved(inputs, {} if segment.recompute else kept, before))
+        for node in part.outputs:
+            step.values[piece, node] = values[node]
         if records:
-            if live is not None:
-                outputs = {node: value for node, value in outputs.items() if node in live}
-            kept = {} if self._bound.recompute else outputs
-            step.saved[piece] = Saved(inputs, kept, dict(self._before) if self._bound.recompute else {})
+            step.saved[piece] = saved
         if piece == step.pieces.first:
             with torch.no_grad():
                 for name, tensor in buffers.items():
                     self._state[name].copy_(tensor)
 
     def backward(self, step: Step, piece: int, live: frozenset[Node]) -> None:
-        """Backward of one microbatch, which recomputes its forward if so planned."""
-        saved = step.saved[piece] if step.keep else step.saved.pop(piece)
-        outputs = saved.outputs
+        """Backward of one microbatch, which recomputes forward of segments if so planned."""
+        every = step.saved[piece] if step.keep else step.saved.pop(piece)
         world = self._bound.layout.world
-        if self._bound.recompute:
-            buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
-            with torch.enable_grad():
-                outputs = self._run(step, piece, saved.inputs, buffers)
-        roots, seeds = [], []
-        for node, value in outputs.items():
-            gradient = step.gradients.pop((piece, node), None)
-            if node in step.upstream and node in live:
-                number = step.upstream[node][piece % world]
-                gradient = number if gradient is None else gradient + number
-            if gradient is not None and value.requires_grad:
-                roots.append(value)
-                seeds.append(gradient)
-        if roots:
-            with backward_again() if step.keep and self._compiled is not None else contextlib.nullcontext():
-                torch.autograd.backward(roots, seeds, retain_graph=step.keep)
-            if self._finite.every:
-                found = {node: value.grad for node, value in saved.inputs.items()}
-                self._finite.gradients(dict(enumerate(seeds)), found)
-        for node, value in saved.inputs.items():
-            if node not in live:
-                continue
-            gradient, value.grad = value.grad, None
+        gradients: dict[Node, torch.Tensor] = {}
+        """Of values between segments, and of the inputs of the stage."""
+        entering = {
+            node: value
+            for saved in every
+            for node, value in saved.inputs.items()
+            if node in self._entering and node in live
+        }
+        for number, segment in reversed(list(enumerate(self._bound.segments))):
+            saved = every[number]
+            if not step.keep:
+                every[number] = Saved({}, {}, {})
+            outputs = saved.outputs
+            if segment.recompute:
+                buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
+                with torch.enable_grad():
+                    outputs = self._run(step, piece, number, saved.inputs, buffers)
+            roots, seeds = [], []
+            for node, value in outputs.items():
+                given = [gradients.pop(node, None)]
+                if node in self._leaving:
+                    given.append(step.gradients.pop((piece, node), None))
+                    if node in step.upstream and node in live:
+                        given.append(step.upstream[node][piece % world])
+                gradient = _sum(given)
+                if gradient is not None and value.requires_grad:
+                    roots.append(value)
+                    seeds.append(gradient)
+            if roots:
+                with backward_again() if step.keep and self._compiled else contextlib.nullcontext():
+                    torch.autograd.backward(roots, seeds, retain_graph=step.keep)
+                if self._finite.every:
+                    found = {node: value.grad for node, value in saved.inputs.items()}
+                    self._finite.gradients(dict(enumerate(seeds)), found)
+            for node, value in saved.inputs.items():
+                found_here, value.grad = value.grad, None
+                if node in live and found_here is not None:
+                    gradients[node] = gradients[node] + found_here if node in gradients else found_here
+            del saved, outputs, roots, seeds
+        for node, value in entering.items():
+            gradient = gradients.get(node)
             if gradient is None:
                 gradient = torch.zeros_like(value)
             if node.op == "placeholder" and piece % world == self._bound.slot:
@@ -164,29 +202,43 @@ class Computing:
                     step.values.pop((piece, node), None)
 
     def _run(
-        self, step: Step, piece: int, inputs: Mapping[Node, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+        self,
+        step: Step,
+        piece: int,
+        number: int,
+        inputs: Mapping[Node, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
     ) -> dict[Node, torch.Tensor]:
-        """Run the stage on a microbatch, with `buffers` in place of those that it writes."""
-        part = self._bound.part
-        tensors = self._tensors
+        """Run a segment on a microbatch, with `buffers` in place of those that the stage writes."""
+        part = self._bound.segments[number].part
+        tensors = self._tensors[number]
         if buffers:
             tensors = [buffers.get(name, tensor) for name, tensor in zip(part.tensors, tensors, strict=True)]
         with (
-            self._random(step, piece) if part.random else contextlib.nullcontext(),
+            self._random(step, piece, number) if part.random else contextlib.nullcontext(),
             self._bound.graph.signature.mode.autocasting(),
         ):
             rows = step.pieces.rows[piece]
-            if self._compiled is not None and not self._finite.every:
-                values = self._compiled.run(rows, inputs, tensors, inside=step.interleaved)
+            if self._compiled and not self._finite.every:
+                values = self._compiled[number].run(rows, inputs, tensors, inside=step.interleaved)
             else:
                 arguments = (*inputs.values(), *tensors, *part.numbers_at(rows))
                 values = self._finite.run(part.module, arguments)
         return dict(zip(part.outputs, values, strict=True))
 
     @contextlib.contextmanager
-    def _random(self, step: Step, piece: int) -> Iterator[None]:
-        """Fork the RNG with a seed made of base seed, step, microbatch and stage; the script's RNG is unaffected."""
+    def _random(self, step: Step, piece: int, segment: int) -> Iterator[None]:
+        """Fork the RNG with a seed of base seed, step, microbatch, stage, segment; the script's RNG is unaffected."""
         text = f"{self.seed}/{step.number}/{piece}/{self._bound.stage}"
+        text += f"/{segment}" if segment else ""
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         with seeded(self._world.device, seed):
             yield
+
+
+def _sum(given: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum of the gradients that there are, from left to right; None if there is none."""
+    total: torch.Tensor | None = None
+    for each in given:
+        total = each if total is None else total if each is None else total + each
+    return total

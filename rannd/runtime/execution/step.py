@@ -19,12 +19,12 @@ Key = tuple[int, Node]
 
 @dataclass
 class Saved:
-    """Tensors saved for the backward of a microbatch."""
+    """Tensors saved for the backward of a microbatch through a segment."""
 
     inputs: dict[Node, torch.Tensor]
     outputs: dict[Node, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    """Buffers before the step, if the forward is recomputed."""
+    """Buffers before the segment, if its forward is recomputed."""
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Step:
     """Scalar outputs summed over all ranks: this rank's partial sums over microbatches."""
     total: Sum | torch.Tensor | None = None
     """All-reduce of these sums: asynchronous, or on the device."""
-    saved: dict[int, Saved] = field(default_factory=dict)
+    saved: dict[int, list[Saved]] = field(default_factory=dict)
+    """By microbatch, those of all segments of this rank's stage."""
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
     """Gradients received for outputs of this rank's stage, or for its inputs."""
     outgoing: dict[Key, torch.Tensor] = field(default_factory=dict)
