@@ -117,22 +117,10 @@ def cut(traced: Traced, placement: Placement, stage_of: Mapping[Node, int], name
     `stage_of` maps every placed node to its stage. CutError if a stage would read from a later one, or if nodes of one
     group are on different stages.
     """
-    together: dict[int, int] = {}
+    check_order(placement, stage_of.keys(), stage_of, "stage")
     members: list[set[Node]] = [set() for _ in names]
     for node in placement.placed:
-        stage = stage_of[node]
-        if together.setdefault(placement.group[node], stage) != stage:
-            raise CutError(
-                f"{node.name} is in stage {stage}, but shares memory or belongs together with ops in stage "
-                f"{together[placement.group[node]]}; the plan does not belong to this graph"
-            )
-        for source in placement.reads[node]:
-            if source.op == "call_function" and stage_of[source] > stage:
-                raise CutError(
-                    f"{node.name} in stage {stage} reads {source.name} of stage {stage_of[source]}; "
-                    "the plan does not belong to this graph"
-                )
-        members[stage].add(node)
+        members[stage_of[node]].add(node)
     return tuple(extract(traced, placement, nodes, name) for nodes, name in zip(members, names, strict=True))
 
 
@@ -175,6 +163,29 @@ def stages_by_owner(
                 stage_of_group[group] = stage
                 changed = True
     return {node: stage_of_group[placement.group[node]] for node in placement.placed}
+
+
+def check_order(placement: Placement, members: Set[Node], number_of: Mapping[Node, int], what: str) -> None:
+    """Check that `members` can run in the order of the numbers of their stages or segments (`what`).
+
+    CutError if one would read from a later one, or if nodes of one group are in different ones.
+    """
+    together: dict[int, int] = {}
+    for node in placement.placed:
+        if node not in members:
+            continue
+        number = number_of[node]
+        if together.setdefault(placement.group[node], number) != number:
+            raise CutError(
+                f"{node.name} is in {what} {number}, but shares memory or belongs together with ops in {what} "
+                f"{together[placement.group[node]]}; the plan does not belong to this graph"
+            )
+        for source in placement.reads[node]:
+            if source.op == "call_function" and source in members and number_of[source] > number:
+                raise CutError(
+                    f"{node.name} in {what} {number} reads {source.name} of {what} {number_of[source]}; "
+                    "the plan does not belong to this graph"
+                )
 
 
 def segments_by_owner(

@@ -288,14 +288,19 @@ def _deployment(
     ops = [sorted(op for block in blocks[start:end] for op in block.ops) for start, end, _, _ in spans]
     modules = stage_modules(graph, ops)
     for number, ((start, end, replicas, later), home) in enumerate(zip(spans, used, strict=True)):
+        recompute = table.recomputes(start, end, replicas, used=later)
+        segment_of = {op: place for place, block in enumerate(blocks[start:end]) for op in block.ops}
+        divided = recompute and end - start > 1
         stages.append(
             Stage(
                 name=stage_name(start, end),
                 ops=tuple(graph.ops[op].name for op in ops[number]),
                 slots=home,
-                recompute=table.recomputes(start, end, replicas, used=later),
+                recompute=recompute,
                 estimate=table.estimate(start, end, replicas, used=later),
                 modules=modules[number],
+                segment_of=tuple(segment_of[op] for op in ops[number]) if divided else (),
+                recomputed=(True,) * (end - start) if divided else (),
             )
         )
     return Deployment(

@@ -196,7 +196,7 @@ class Deployer:
             deployed.deployment,
             self._world.slot,
             owners,
-            deployed.segment_owners,
+            None if planned else deployed.segment_owners,
             all_outputs=self._context.options.all_outputs,
         )
         bound = connect(self._world, bound)

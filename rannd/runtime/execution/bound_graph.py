@@ -11,7 +11,15 @@ from torch.fx import Node
 
 from rannd.errors import DeploymentError
 from rannd.graph.model import ModelGraph
-from rannd.graph.partition.cut import Part, crossing_shape, cut, extract, segments_by_owner, stages_by_owner
+from rannd.graph.partition.cut import (
+    Part,
+    check_order,
+    crossing_shape,
+    cut,
+    extract,
+    segments_by_owner,
+    stages_by_owner,
+)
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment
 from rannd.plan.schedule.program import Edge, Layout, Program
@@ -187,6 +195,7 @@ def _segments(
         segment_of = _planned_segments(graph, deployment)
     else:
         segment_of = segments_by_owner(graph.traced, graph.placement, members, owners)
+    check_order(graph.placement, members, segment_of, "segment")
     found = []
     for number, recompute in enumerate(settings):
         mine = frozenset(node for node in members if segment_of[node] == number)
@@ -194,6 +203,16 @@ def _segments(
             name = f"{planned.name}_{number}"
             found.append(Segment(extract(graph.traced, graph.placement, mine, name), mine, recompute))
     return tuple(found)
+
+
+def check_planned_cut(graph: ModelGraph, deployment: Deployment) -> None:
+    """Check that the graph can be cut as a deployment says. CutError if not: no planner has made it then."""
+    stage_of = planned_stages(graph, deployment)
+    check_order(graph.placement, stage_of.keys(), stage_of, "stage")
+    segment_of = _planned_segments(graph, deployment)
+    for number in range(len(deployment.stages)):
+        members = frozenset(node for node, stage in stage_of.items() if stage == number)
+        check_order(graph.placement, members, segment_of, "segment")
 
 
 def bind(

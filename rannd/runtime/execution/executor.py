@@ -313,7 +313,7 @@ class Executor:
             elif action.kind is ActionKind.BACKWARD:
                 assert live is not None
                 if reduce and action is last_backward:
-                    self._reducer.arm(early=self._traffic(step).overlaps)
+                    self._reducer.arm(early=self._traffic(step).overlaps, arrivals=self.computing.arrivals)
                 self.computing.backward(step, piece, live)
                 if not step.keep:
                     self._give_back(step, piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -43,6 +44,8 @@ class Computing:
         self._tensors: list[list[torch.Tensor]] = []
         """The tensors of each segment."""
         self._written_by = [[name for name in self._written if name in set(part.tensors)] for part in parts]
+        self.arrivals = Counter(name for part in parts for name in part.tensors)
+        """Number of segments that read each tensor: how often its gradient is accumulated in a backward."""
         self._entering, self._leaving = frozenset(bound.part.inputs), frozenset(bound.part.outputs)
         self._last = [
             [

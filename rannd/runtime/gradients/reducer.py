@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class _Bucket:
     slots: tuple[int, ...]
     names: list[str]
     waiting: int = 0
-    """Number of gradients that are not computed yet."""
+    """How often gradients have to be accumulated until all are computed."""
     work: dist.Work | None = None
     flat: torch.Tensor | None = None
     """Flags that say which parameters have a gradient, followed by the flattened gradients."""
@@ -162,8 +163,13 @@ class Reducer:
                 alias = self._parameters.aliases[name]
                 alias.grad = gradient if alias.grad is None else alias.grad + gradient
 
-    def arm(self, *, early: bool = False) -> None:
-        """Called before the last microbatch's backward; `early`: buckets are reduced as soon as they are complete."""
+    def arm(self, *, early: bool = False, arrivals: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Called before the last microbatch's backward.
+
+        Args:
+            early: Buckets are reduced as soon as they are complete.
+            arrivals: How often a gradient is accumulated in it, for parameters that several segments read.
+        """
         for name, bucket in self._bucket_of.items():
             alias = self._parameters.aliases[name]
             if len(bucket.slots) > 1 and alias.requires_grad and self._hooked.get(name) is not alias:
@@ -171,7 +177,7 @@ class Reducer:
                 self._hooked[name] = alias
         for bucket in self._buckets:
             bucket.active = [name for name in bucket.names if self._parameters.tensors[name].requires_grad]
-            bucket.waiting = len(bucket.active)
+            bucket.waiting = sum(arrivals.get(name, 1) for name in bucket.active)
         self._started = 0
         self._armed = True
         self._early = early

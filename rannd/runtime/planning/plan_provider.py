@@ -25,7 +25,6 @@ from rannd.daemon.common.versions import version
 from rannd.device.identity import device_model
 from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError, UsageError
 from rannd.graph.model import ModelGraph
-from rannd.graph.partition.cut import cut
 from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.compatibility import check_belongs, differences
@@ -39,7 +38,7 @@ from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
-from rannd.runtime.execution.bound_graph import planned_stages
+from rannd.runtime.execution.bound_graph import check_planned_cut, planned_stages
 from rannd.runtime.optim.coupling import NOT_DIVIDED, divides
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
@@ -376,8 +375,7 @@ class Planner:
     def _check_cut(self, deployment: Deployment) -> None:
         """DeploymentError if the graph cannot be cut as the deployment says, which no planner has made then."""
         try:
-            names = [stage.name for stage in deployment.stages]
-            cut(self._graph.traced, self._graph.placement, planned_stages(self._graph, deployment), names)
+            check_planned_cut(self._graph, deployment)
         except CutError as exc:
             raise DeploymentError(str(exc)) from exc
 
