@@ -43,6 +43,7 @@ class StageEstimate(msgspec.Struct, frozen=True):
     param_bytes: int
     grad_bytes: int
     activation_bytes: int
+    """Kept from forward to backward, by all microbatches in flight."""
     optimizer_bytes: int
     comm_bytes: int
     total_bytes: int
@@ -53,7 +54,7 @@ class StageEstimate(msgspec.Struct, frozen=True):
     weight_us: float = 0.0
     """The part of `backward_us` that a schedule may delay (parameter gradients)."""
     working_bytes: int = 0
-    """Temporary memory of a backward."""
+    """Temporary memory of a backward, activations that are computed again included."""
 
 
 class Stage(msgspec.Struct, frozen=True):

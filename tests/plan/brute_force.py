@@ -223,7 +223,18 @@ class Reference:
             for value in self.graph.ops[op].outputs
         ]
         posted += 2 * max(made)
-        return params + unused + state + posted + flying * held + kept * (1 if recompute else flying)
+        fixed = params + unused + state + posted + flying * held
+        if not recompute:
+            return fixed + kept * flying
+        between = sum(
+            value.bytes.at(rows)
+            for index, value in enumerate(self.graph.values)
+            if value.producer >= 0
+            and start <= (home := self.home[value.producer]) < end
+            and any(home < reader < end for reader in self.readers[index])
+        )
+        largest = max(block.activation_bytes.at(rows) for block in self.costs.blocks[start:end])
+        return fixed + min(kept, between * flying + largest)
 
     def best(self, limit: float) -> float | None:
         """The least E of all plans that fit, recomputing where a stage does not fit without."""

@@ -18,6 +18,7 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.program import AHEAD
 from rannd.plan.schedule.schedules import ALL_SCHEDULES
 from rannd.plan.search.intervals import Intervals, at
+from rannd.plan.search.recompute import Segments, least_memory, segments
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, p2p_us
 from rannd.plan.zero import ReplicaBytes, computing, held, reduced_part
@@ -150,6 +151,10 @@ class StageTables:
         self.crossing = received + at(intervals.sent, rows) + at(intervals.output, rows)
         """Bytes per microbatch that cross the stage's border and stay until its backward."""
         self.kept = at(intervals.activation, rows)
+        self.between = at(intervals.inner, rows)
+        """Bytes per microbatch that blocks of the stage hand to each other, kept if they recompute one by one."""
+        self.kept_apart = intervals.largest_of(np.diagonal(self.kept, 1))
+        """Bytes kept by the block of the stage that keeps most."""
         self.working = 2.0 * intervals.largest(rows)
         """Temporary bytes of a backward: gradients of the outputs and inputs of the largest operator."""
         sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
@@ -169,6 +174,7 @@ class StageTables:
         """Whether it matters which slots a stage has."""
         self.late = variant.microbatches * float(outputs + inputs_grad)
         """Bytes of a rank's own outputs, and gradients of its own inputs, which arrive at the end of the step."""
+        self._segments: dict[tuple[int, int, int, int], Segments] = {}
         self._bases: dict[int, tuple[Terms, bool]] = {}
         self._known: dict[tuple[int, int], Terms] = {}
         self._inside = machine.pipelines_inside if machine.several else np.ones(world, dtype=bool)
@@ -332,9 +338,11 @@ class StageTables:
         """Return the bytes of a replica; `plain` are those without recomputing."""
         if not again.any():
             return plain
-        saved = self.kept[:end, end, None] * (self.in_flight(end, used, split=False) - 1)
+        flying = self.in_flight(end, used, split=False)
+        kept = self.kept[:end, end, None]
+        less = np.minimum(kept, self.between[:end, end, None] * flying + self.kept_apart[:end, end, None])
         whole = self._plain(end, used, split=False) if self.splits else plain
-        return np.where(again, whole - saved, plain)
+        return np.where(again, whole - kept * flying + less, plain)
 
     def _least(self, end: int, used: int | None) -> Table:
         """Return the bytes of a replica, with recomputing if that needs less."""
@@ -360,9 +368,10 @@ class StageTables:
         pieces = np.ones(1) if self.steady else self.pieces
         border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
         kept = self.kept[:, :, None]
+        again = np.minimum(kept, (self.between + self.kept_apart)[:, :, None])
         plain = np.less_equal(border + kept * pieces, -1.0 if self.options.checkpointing else self.limit)
         found = []
-        for fits in (plain, np.less_equal(border + kept, self.limit)):
+        for fits in (plain, np.less_equal(border + again, self.limit)):
             possible = np.logical_and(fits, self.allowed)
             possible[0, self.blocks, self.world - 1] = False
             found.append(np.where(possible.any(axis=2), possible.argmax(axis=2) + 1, NEVER))
@@ -415,15 +424,39 @@ class StageTables:
 
     # -- one stage --------------------------------------------------------------------------------------------
 
+    def segments(self, start: int, end: int, replicas: int, *, used: int) -> Segments:
+        """Return what of a stage recomputes: the least that makes it fit, or all of it with `checkpointing`.
+
+        E and the search count a stage that cannot keep everything as one that recomputes all.
+        """
+        forward = np.diagonal(self.forward_us, 1)[start:end]
+        if not self.recomputes(start, end, replicas, used=used):
+            return Segments((end - start,), (False,), float(self.kept[start, end]), 0.0, 0.0)
+        flights = self.in_flight(end, used, split=False)
+        flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
+        activation = self.kept[start : end + 1, start : end + 1]
+        handed = self.intervals.handed(start, end, self.rows)
+        least = least_memory(forward, activation, handed, flying)
+        if self.options.checkpointing:
+            return least
+        key = (start, end, replicas, used)
+        if key not in self._segments:
+            plain = self._plain(end, used, split=False)
+            others = plain[start, replicas - 1] - self.kept[start, end] * flying
+            self._segments[key] = segments(forward, activation, handed, flying, self.limit - float(others)) or least
+        return self._segments[key]
+
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
         intervals = self.intervals
+        chosen = self.segments(start, end, replicas, used=used)
+        # Where a stage cannot keep everything, its backward is not split: that alone may make it fit.
         recompute = self.recomputes(start, end, replicas, used=used)
         pieces = int(self.pieces[replicas - 1])
         flights = self.in_flight(end, used, split=not recompute)
         flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
         forward = self.forward_us[start, end] * pieces
-        backward = self.backward_us[start, end] * pieces + (forward if recompute else 0.0)
+        backward = (self.backward_us[start, end] + chosen.forward_us) * pieces
         backward += self.add_us[start, end] * (pieces - 1)
         weight = 0.0 if recompute else at(intervals.weight, self.rows)[start, end] * pieces
         inside = self._links(used)[2] if self._apart else None
@@ -433,8 +466,8 @@ class StageTables:
             reduce += self.reductions.gather(end, inside)[start, replicas - 1]
         own = self._held(start, end, replicas)
         param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
-        activation = math.ceil(self.kept[start, end] * (1 if recompute else flying))
-        working = math.ceil(self.working[start, end] + own.working[0])
+        activation = math.ceil(chosen.kept * flying)
+        working = math.ceil(self.working[start, end] + own.working[0] + chosen.working)
         posted = self._posted(slice(0, end), end, flights)[start, replicas - 1]
         comm = math.ceil(self.crossing[start, end] * flying + posted)
         return StageEstimate(

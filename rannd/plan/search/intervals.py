@@ -56,9 +56,19 @@ class Intervals:
     def largest(self, rows: float) -> Table:
         """Return the bytes of the largest value that each run computes, for microbatches of `rows` rows."""
         each = np.array([max((size.at(rows) for size in sizes), default=0.0) for sizes in self._made])
-        return self._most(each)
+        return self.largest_of(each)
 
-    def _most(self, each: Table) -> Table:
+    def handed(self, start: int, end: int, rows: float) -> Table:
+        """Return the bytes that parts of a run hand to later parts of it: ``[i, j]``, blocks counted from `start`."""
+        count = end - start
+        found = np.zeros((count + 1, count + 1))
+        for home, readers, size in self._handed:
+            last = max((reader for reader in readers if reader < end), default=-1)
+            if start <= home and last >= 0:
+                found[: home - start + 1, home - start + 1 : last - start + 1] += size.at(rows)
+        return found
+
+    def largest_of(self, each: Table) -> Table:
         """Return the maximum over each run of one number per block."""
         found = np.zeros((self.count + 1, self.count + 1))
         for start in range(self.count):
@@ -86,6 +96,10 @@ class Intervals:
         """Values of the run that later stages read; each once."""
         self.sent_grad = self._zeros()
         """Those of `sent` that get gradients, which the run receives in the backward."""
+        self.inner = self._zeros()
+        """Values of the run that its own later blocks read; each once."""
+        self._handed: list[tuple[int, list[int], Size]] = []
+        """Block that makes such a value, later blocks that read it, bytes."""
         self.given = self._zeros()
         """Inputs of the model that the run reads."""
         outputs = [Size()] * self.count
@@ -102,6 +116,10 @@ class Intervals:
                 continue
             home = block_of[value.producer]
             self._add_read(self.received, size, home, blocks)
+            behind = [block for block in blocks if block > home]
+            if behind:
+                self.inner[:, : home + 1, behind[0] + 1 :] += size
+                self._handed.append((home, behind, value.bytes))
             if blocks and blocks[-1] > home:
                 self.sent[:, : home + 1, home + 1 : blocks[-1] + 1] += size
                 if value.requires_grad:
@@ -172,6 +190,6 @@ class Intervals:
         for index, blocks in readers.items():
             if graph.params[index].trainable and len(blocks) == 1:
                 own[min(blocks)] += graph.params[index].bytes
-        self.unit = self._most(own)
+        self.unit = self.largest_of(own)
         """Maximum over the run's blocks of the trainable bytes that only this block reads."""
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

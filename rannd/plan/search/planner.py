@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 
@@ -288,19 +289,20 @@ def _deployment(
     ops = [sorted(op for block in blocks[start:end] for op in block.ops) for start, end, _, _ in spans]
     modules = stage_modules(graph, ops)
     for number, ((start, end, replicas, later), home) in enumerate(zip(spans, used, strict=True)):
-        recompute = table.recomputes(start, end, replicas, used=later)
-        segment_of = {op: place for place, block in enumerate(blocks[start:end]) for op in block.ops}
-        divided = recompute and end - start > 1
+        divided = table.segments(start, end, replicas, used=later)
+        segment_of = {
+            op: bisect_right(divided.ends, place) for place, block in enumerate(blocks[start:end]) for op in block.ops
+        }
         stages.append(
             Stage(
                 name=stage_name(start, end),
                 ops=tuple(graph.ops[op].name for op in ops[number]),
                 slots=home,
-                recompute=recompute,
+                recompute=any(divided.again),
                 estimate=table.estimate(start, end, replicas, used=later),
                 modules=modules[number],
-                segment_of=tuple(segment_of[op] for op in ops[number]) if divided else (),
-                recomputed=(True,) * (end - start) if divided else (),
+                segment_of=tuple(segment_of[op] for op in ops[number]) if len(divided.ends) > 1 else (),
+                recomputed=divided.again if len(divided.ends) > 1 else (),
             )
         )
     return Deployment(

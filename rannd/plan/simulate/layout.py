@@ -80,9 +80,8 @@ def step_costs(
         each = stage.estimate
         # An estimate without a number of microbatches in flight was made for GPipe, which keeps all of them.
         flying = each.in_flight if each.pieces == count else count
-        activation = math.ceil(each.activation_bytes / (1 if stage.recompute else flying))
-        kept.append(each.output_bytes + (0 if stage.recompute else activation))
-        working.append(each.working_bytes + (activation if stage.recompute else 0))
+        kept.append(each.output_bytes + math.ceil(each.activation_bytes / flying))
+        working.append(each.working_bytes)
     far = between or link
 
     def allreduce(stages: Sequence[int], nbytes: int) -> float:
