@@ -72,6 +72,7 @@ PLAN_AFFECTING = {
     "profile_by_acc",
     "schedule",
     "checkpointing",
+    "checkpointing_no_last",
     "mem_limit_gb",
     "mem_margin",
     "opt_param_factor",

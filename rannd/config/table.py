@@ -110,7 +110,13 @@ class Config:
     )
     checkpointing: bool = item(
         False,
-        "Recompute activations in every stage; false: only if no plan fits memory otherwise.",
+        "Recompute the activations of all blocks; false: of as few as memory demands.",
+        group=_PLAN,
+        plan_affecting=True,
+    )
+    checkpointing_no_last: bool = item(
+        False,
+        "With checkpointing, the last stage recomputes as few as memory demands: its backward follows its forward.",
         group=_PLAN,
         plan_affecting=True,
     )
@@ -370,7 +376,6 @@ class Config:
     )
     alloc_repl_flat: bool = unused(True, "Layout of replicas on the nodes.", "the planner chooses the layout")
     force_dist_matmul: bool = unused(False, "Split matrix products across devices.", "rannd does not split single ops")
-    checkpointing_no_last: bool = unused(False, "Do not recompute activations in the last stage.", _DEAD)
     auto_parallel: bool = unused(False, "Choose the parallelism automatically.", _DEAD)
     disable_balancing: bool = unused(True, "Do not balance stages.", _DEAD)
     max_mp_num: int = unused(8, "Maximum number of stages.", _DEAD)

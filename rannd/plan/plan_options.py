@@ -42,7 +42,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     opt_param_factor: float = 2.0
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
-    """Recompute activations in every stage; otherwise only if no plan fits memory without."""
+    """Recompute the activations of all blocks; otherwise of as few as memory demands."""
+    checkpointing_no_last: bool = False
+    """With `checkpointing`, the last stage recomputes as few as memory demands."""
     zero_stage: str = "auto"
     """ZeRO stage; 'auto': what is fastest of those that fit."""
     sync_allreduce: bool = False

@@ -240,7 +240,7 @@ class StageTables:
         values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
         replicas_inside = links[2] if links is not None else None
         plain = self._plain(end, used)
-        again = self._recomputes(plain, used)
+        again = self._recomputes(end, plain, used)
         forward, backward, waits = self._computing(end, again, replicas_inside)
         values = np.where(values_inside, self.values_us[0][rows, end, None], self.values_us[1][rows, end, None])
         grads = np.where(grads_inside, self.grads_us[0][rows, end, None], self.grads_us[1][rows, end, None])
@@ -326,9 +326,14 @@ class StageTables:
             self.variant.zero, replicas, params=params, trainable=trainable, shared=shared, unit=unit, factor=factor
         )
 
-    def _recomputes(self, plain: Table, used: int | None) -> Mask:
+    def _forced(self, end: int) -> bool:
+        """Whether stages that end at `end` recompute all blocks because that was asked for."""
+        options = self.options
+        return options.checkpointing and not (options.checkpointing_no_last and end == self.blocks)
+
+    def _recomputes(self, end: int, plain: Table, used: int | None) -> Mask:
         """Whether stages recompute, given that they need `plain` bytes without."""
-        if self.options.checkpointing:
+        if self._forced(end):
             return np.ones((len(plain), self.world), dtype=bool)
         if used is None and self.steady:  # only called if everything fits
             return np.zeros((len(plain), self.world), dtype=bool)
@@ -369,7 +374,10 @@ class StageTables:
         border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
         kept = self.kept[:, :, None]
         again = np.minimum(kept, (self.between + self.kept_apart)[:, :, None])
-        plain = np.less_equal(border + kept * pieces, -1.0 if self.options.checkpointing else self.limit)
+        plain = np.less_equal(border + kept * pieces, self.limit)
+        if self.options.checkpointing:  # all but the last stage
+            plain[:, : self.blocks] = False
+            plain[:, self.blocks] &= self.options.checkpointing_no_last
         found = []
         for fits in (plain, np.less_equal(border + again, self.limit)):
             possible = np.logical_and(fits, self.allowed)
@@ -393,7 +401,7 @@ class StageTables:
         """
         backward = self.backward_us.copy()
         for end in range(1, self.blocks + 1):
-            if self.options.checkpointing or self._is_tight(end):
+            if self._forced(end) or self._is_tight(end):
                 backward[:, end] += self.forward_us[:, end]  # some may recompute
         zero = self.variant.zero
         whole, tail, gather = self.reductions.least(zero)
@@ -437,7 +445,7 @@ class StageTables:
         activation = self.kept[start : end + 1, start : end + 1]
         handed = self.intervals.handed(start, end, self.rows)
         least = least_memory(forward, activation, handed, flying)
-        if self.options.checkpointing:
+        if self._forced(end):
             return least
         key = (start, end, replicas, used)
         if key not in self._segments:

@@ -109,7 +109,9 @@ def plan(
     reductions = Reductions(intervals, machine)
 
     def tables(allowed: Mask, limit: float, recompute: bool, stages: Sequence[int] | None = None) -> list[StageTables]:
-        asked = msgspec.structs.replace(options, checkpointing=options.checkpointing or recompute)
+        asked = options
+        if recompute:
+            asked = msgspec.structs.replace(options, checkpointing=True, checkpointing_no_last=False)
         return [
             StageTables(
                 intervals,

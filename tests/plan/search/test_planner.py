@@ -285,6 +285,17 @@ def test_zero_is_chosen_where_memory_asks_for_it() -> None:
     assert alone.zero == 0  # nobody to share with
 
 
+def test_the_last_stage_can_be_left_out_of_recomputing() -> None:
+    graph = transformer(4)
+    every = deploy(graph, 3, partition_num=3, checkpointing=True)
+    assert [stage.recompute for stage in every.stages] == [True] * 3
+    but_last = deploy(graph, 3, partition_num=3, checkpointing=True, checkpointing_no_last=True)
+    assert [stage.recompute for stage in but_last.stages] == [True, True, False]
+    assert but_last.step_us < every.step_us
+    alone = deploy(graph, 2, partition_num=1, checkpointing=True, checkpointing_no_last=True)
+    assert [stage.recompute for stage in alone.stages] == [False]
+
+
 def test_zero_bubble_with_zero_2_is_no_plan() -> None:
     instance = Instance(0, way=RunMode("zb_h1", 2))
     with pytest.raises(PlanError, match="schedule 'zb_h1' cannot be planned with ZeRO stage 2: gradients are sharded"):
