@@ -18,7 +18,7 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.program import AHEAD
 from rannd.plan.schedule.schedules import ALL_SCHEDULES
 from rannd.plan.search.intervals import Intervals, at
-from rannd.plan.search.recompute import Segments, least_memory, segments
+from rannd.plan.search.recompute import DividedStage, least_memory, segments
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, p2p_us
 from rannd.plan.zero import ReplicaBytes, computing, held, reduced_part
@@ -174,7 +174,7 @@ class StageTables:
         """Whether it matters which slots a stage has."""
         self.late = variant.microbatches * float(outputs + inputs_grad)
         """Bytes of a rank's own outputs, and gradients of its own inputs, which arrive at the end of the step."""
-        self._segments: dict[tuple[int, int, int, int], Segments] = {}
+        self._segments: dict[tuple[int, int, int, int], DividedStage] = {}
         self._bases: dict[int, tuple[Terms, bool]] = {}
         self._known: dict[tuple[int, int], Terms] = {}
         self._inside = machine.pipelines_inside if machine.several else np.ones(world, dtype=bool)
@@ -432,14 +432,14 @@ class StageTables:
 
     # -- one stage --------------------------------------------------------------------------------------------
 
-    def segments(self, start: int, end: int, replicas: int, *, used: int) -> Segments:
+    def segments(self, start: int, end: int, replicas: int, *, used: int) -> DividedStage:
         """Return what of a stage recomputes: the least that makes it fit, or all of it with `checkpointing`.
 
         E and the search count a stage that cannot keep everything as one that recomputes all.
         """
         forward = np.diagonal(self.forward_us, 1)[start:end]
         if not self.recomputes(start, end, replicas, used=used):
-            return Segments((end - start,), (False,), float(self.kept[start, end]), 0.0, 0.0)
+            return DividedStage((end - start,), (False,), float(self.kept[start, end]), 0.0, 0.0)
         flights = self.in_flight(end, used, split=False)
         flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
         activation = self.kept[start : end + 1, start : end + 1]

@@ -24,8 +24,8 @@ MOST_BOUNDS = 32
 """Maximum number of bounds to try; of more, some in between are left out."""
 
 
-class Segments(msgspec.Struct, frozen=True):
-    """Segments of a stage. Bytes and microseconds."""
+class DividedStage(msgspec.Struct, frozen=True):
+    """DividedStage of a stage. Bytes and microseconds."""
 
     ends: tuple[int, ...]
     """Blocks of the stage before the end of each segment."""
@@ -43,7 +43,7 @@ class Segments(msgspec.Struct, frozen=True):
         return self.kept * flying + self.working
 
 
-def segments(forward: Table, activation: Table, handed: Table, flying: int, budget: float) -> Segments | None:
+def segments(forward: Table, activation: Table, handed: Table, flying: int, budget: float) -> DividedStage | None:
     """Return the segments with the least repeated time whose bytes are within `budget`; None if there are none.
 
     Args:
@@ -58,30 +58,30 @@ def segments(forward: Table, activation: Table, handed: Table, flying: int, budg
     bounds = np.unique(np.concatenate([[0.0], runs[runs <= budget]]))
     if len(bounds) > MOST_BOUNDS:
         bounds = bounds[np.linspace(0, len(bounds) - 1, MOST_BOUNDS).round().astype(int)]
-    best: Segments | None = None
+    best: DividedStage | None = None
     for bound in bounds:
         limit = np.inf if best is None else best.forward_us
         best = _within(forward, activation, handed, (budget - bound) / flying, float(bound), limit) or best
     return best
 
 
-def least_memory(forward: Table, activation: Table, handed: Table, flying: int) -> Segments:
+def least_memory(forward: Table, activation: Table, handed: Table, flying: int) -> DividedStage:
     """Return the segments, all of which recompute, with the least bytes: each block apart, or all together."""
     count = len(forward)
-    apart = Segments(
+    apart = DividedStage(
         tuple(range(1, count + 1)),
         (True,) * count,
         float(sum(handed[at, at + 1] for at in range(count))),
         float(max(activation[at, at + 1] for at in range(count))),
         float(forward.sum()),
     )
-    together = Segments((count,), (True,), 0.0, float(activation[0, count]), float(forward.sum()))
+    together = DividedStage((count,), (True,), 0.0, float(activation[0, count]), float(forward.sum()))
     return min(apart, together, key=lambda each: (each.bytes(flying), len(each.ends)))
 
 
 def _within(
     forward: Table, activation: Table, handed: Table, most: float, bound: float, limit: float
-) -> Segments | None:
+) -> DividedStage | None:
     """The least time with at most `most` bytes per microbatch, and `bound` bytes in each segment that recomputes.
 
     None if it is not below `limit`.
@@ -124,4 +124,4 @@ def _within(
         flags.insert(0, bool(again))
         working = max(working, float(activation[start, end]) if again else 0.0)
         end = start
-    return Segments(tuple(ends), tuple(flags), size, working, forward_us)
+    return DividedStage(tuple(ends), tuple(flags), size, working, forward_us)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch.fx import Node
 
-from rannd.device.generators import seeded
+from rannd.device.generators import States, seeded
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.bound_graph import BoundGraph
@@ -123,6 +124,7 @@ class Computing:
         buffers = {name: tensor.clone() for name, tensor in self._before.items()}
         records = graph.signature.mode.grad
         saved: list[Saved] = []
+        random: States | None = None  # as if the stage were one segment
         for number, segment in enumerate(self._bound.segments):
             inputs: dict[Node, torch.Tensor] = {}
             for node in segment.part.inputs:
@@ -134,11 +136,12 @@ class Computing:
                 del values[node]
             before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
             with torch.set_grad_enabled(records and not segment.recompute):
-                outputs = self._run(step, piece, number, inputs, buffers)
+                outputs, after = self._run(step, piece, number, inputs, buffers, random)
             values.update((node, value.detach()) for node, value in outputs.items())
             if records:
                 kept = outputs if live is None else {node: each for node, each in outputs.items() if node in live}
-                saved.append(Saved(inputs, {} if segment.recompute else kept, before))
+                saved.append(Saved(inputs, {} if segment.recompute else kept, before, random))
+            random = after
         for node in part.outputs:
             step.values[piece, node] = values[node]
         if records:
@@ -168,7 +171,7 @@ class Computing:
             if segment.recompute:
                 buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
                 with torch.enable_grad():
-                    outputs = self._run(step, piece, number, saved.inputs, buffers)
+                    outputs, _ = self._run(step, piece, number, saved.inputs, buffers, saved.random)
             roots, seeds = [], []
             for node, value in outputs.items():
                 given = [gradients.pop(node, None)]
@@ -211,14 +214,18 @@ class Computing:
         number: int,
         inputs: Mapping[Node, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
-    ) -> dict[Node, torch.Tensor]:
-        """Run a segment on a microbatch, with `buffers` in place of those that the stage writes."""
+        random: States | None,
+    ) -> tuple[dict[Node, torch.Tensor], States | None]:
+        """Run a segment on a microbatch, with `buffers` in place of those that the stage writes.
+
+        `random`: where its random numbers begin. Returns its outputs, and where those of the next segment begin.
+        """
         part = self._bound.segments[number].part
         tensors = self._tensors[number]
         if buffers:
             tensors = [buffers.get(name, tensor) for name, tensor in zip(part.tensors, tensors, strict=True)]
         with (
-            self._random(step, piece, number) if part.random else contextlib.nullcontext(),
+            self._random(step, piece, random) if part.random else contextlib.nullcontext(random) as after,
             self._bound.graph.signature.mode.autocasting(),
         ):
             rows = step.pieces.rows[piece]
@@ -227,16 +234,13 @@ class Computing:
             else:
                 arguments = (*inputs.values(), *tensors, *part.numbers_at(rows))
                 values = self._finite.run(part.module, arguments)
-        return dict(zip(part.outputs, values, strict=True))
+        return dict(zip(part.outputs, values, strict=True)), after
 
-    @contextlib.contextmanager
-    def _random(self, step: Step, piece: int, segment: int) -> Iterator[None]:
-        """Fork the RNG with a seed of base seed, step, microbatch, stage, segment; the script's RNG is unaffected."""
+    def _random(self, step: Step, piece: int, begin: States | None) -> AbstractContextManager[States]:
+        """Fork the RNG with a seed made of base seed, step, microbatch and stage; the script's RNG is unaffected."""
         text = f"{self.seed}/{step.number}/{piece}/{self._bound.stage}"
-        text += f"/{segment}" if segment else ""
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        with seeded(self._world.device, seed):
-            yield
+        return seeded(self._world.device, seed if begin is None else begin)
 
 
 def _sum(given: Iterable[torch.Tensor | None]) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from rannd.device.generators import States
 from rannd.runtime.comm.world import Sum
 from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.gradients.reducer import Gathered
@@ -25,6 +26,8 @@ class Saved:
     outputs: dict[Node, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     """Buffers before the segment, if its forward is recomputed."""
+    random: States | None = None
+    """Where its random numbers begin; None: those of the stage."""
 
 
 @dataclass

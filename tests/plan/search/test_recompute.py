@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from rannd.plan.search.recompute import MOST_BOUNDS, Segments, Table, least_memory, segments
+from rannd.plan.search.recompute import MOST_BOUNDS, DividedStage, Table, least_memory, segments
 
 
 def tables(random: Random, count: int, *, equal: bool = False) -> tuple[Table, Table, Table]:
@@ -26,7 +26,7 @@ def tables(random: Random, count: int, *, equal: bool = False) -> tuple[Table, T
     return forward, activation, handed
 
 
-def every(forward: Table, activation: Table, handed: Table) -> list[Segments]:
+def every(forward: Table, activation: Table, handed: Table) -> list[DividedStage]:
     count, found = len(forward), []
     for borders in itertools.product((False, True), repeat=count - 1):
         ends = (*(at + 1 for at, border in enumerate(borders) if border), count)
@@ -34,7 +34,7 @@ def every(forward: Table, activation: Table, handed: Table) -> list[Segments]:
         for again in itertools.product((False, True), repeat=len(ends)):
             listed = list(zip(starts, ends, again, strict=True))
             found.append(
-                Segments(
+                DividedStage(
                     ends,
                     again,
                     sum(handed[s, e] + (0 if a else activation[s, e]) for s, e, a in listed),
