@@ -33,9 +33,13 @@ def lying(wrapped: Any, optimizer: Any) -> LyingBytes:
 
 
 def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any) -> tuple[int, int]:
-    """(bytes of parameters, buffers, gradients and optimizer state before `step`, peak bytes during it)."""
+    """(bytes of parameters, buffers and optimizer state before `step`, peak bytes during it) of this rank.
+
+    Gradients do not count before it: the profiler does not see the end of what is older than it.
+    """
     import torch
 
+    optimizer.zero_grad()
     base = sum(lying(wrapped, optimizer))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()

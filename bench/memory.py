@@ -8,9 +8,10 @@ bytes       what each rank has between steps and at the peak of one, beside the 
             ZeRO shares has to be 1 / ranks of the whole within 2 %, any other whole; else the exit code is 1
 throughput  two ranks, with each stage of ZeRO, compared with DistributedDataParallel in the same processes, in turns.
             A ratio above 1.0 means that rannd is faster; goal: 0.97
-fit         mem_limit_gb between what a plan of one stage needs without ZeRO and with it; the planner is free to take
-            ZeRO or stages (zero_stage=auto). Without ZeRO one stage must not fit; the exit code is 1 if it does, or if
-            the model does not train within the limit under the plan that is chosen
+fit         the memory limit is hardly more than the least that a plan of one stage needs with ZeRO: without it, none
+            fits. The planner is left to take ZeRO (zero_stage=auto), first with one stage, then with as many as it
+            likes. Mini-batches are small, so that memory is what the optimizer and the parameters need. The exit code is
+            1 if the model does not train within the limit, or with one stage without ZeRO
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from _in_turns import GptSizes, Training, compare, training
+from _in_turns import GptSizes, Training, compare, gpt2, training
 from _starting import SCRIPTS
 from _tensor_bytes import lying, lying_and_peak
 
@@ -34,6 +35,10 @@ PARTS = ("parameters", "gradients", "optimizer")
 NEAR = 0.02
 GOAL = 0.97
 WARM_UP = 3
+MORE = 1.02
+"""The limit of `fit` / the least memory that suffices with ZeRO."""
+SMALL = {"rows": 2, "length": 32}
+"""The mini-batch of `fit`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def measure(what: str, sizes: GptSizes, rounds: int, steps: int) -> bool:
     """Whether what has to hold does."""
     if what == "bytes":
         return tensor_bytes(sizes)
-    return throughput(sizes, rounds, steps) if what == "throughput" else fit(sizes)
+    return throughput(sizes, rounds, steps) if what == "throughput" else fit(replace(sizes, **SMALL))
 
 
 def wrapped(sizes: GptSizes, variables: dict[str, str]) -> Training:
@@ -163,34 +168,33 @@ def fit(sizes: GptSizes) -> bool:
     from rannd.errors import DoesNotFitError
     from rannd.plan.plan_text import plan_line
 
+    def needed(way: Way) -> int:
+        """Bytes of a device that a plan of one stage needs at least."""
+        try:
+            wrapped(sizes, {"RANNC_PARTITION_NUM": "1", "RANNC_MEM_LIMIT_GB": "0.001", **way.variables})
+        except DoesNotFitError as exc:
+            return exc.needed
+        raise AssertionError(f"{sizes} fits 1 MiB")
+
     first = not pyrannc.get_rank()
-    needs = []
-    for way in WAYS[:2]:
-        made = wrapped(sizes, {**ONE_STAGE, **way.variables})
-        needs.append(max(stage.estimate.total_bytes for stage in made.wrapped.deployment.stages))
-        state = sum(lying(made.wrapped, made.optimizer)) if way == WAYS[0] else state
-        pyrannc.clear()
-    limit = sum(needs) / 2
+    whole, shared = gathered([needed(way) for way in WAYS[:2]])[0]  # rank 0's error has the number
+    state = 4 * sum(each.numel() * each.element_size() for each in gpt2(sizes).parameters())
+    limit = MORE * shared
     if first:
-        print(f"one stage needs {needs[0] / 2**20:.1f} MiB without ZeRO, {needs[1] / 2**20:.1f} with stage 1;", end=" ")
-        print(f"parameters, gradients and state of the optimizer alone {state / 2**20:.1f}; limit {limit / 2**20:.1f}")
-    limited = {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30)}
-    try:
-        wrapped(sizes, {**limited, **ONE_STAGE, **WAYS[0].variables})
-    except DoesNotFitError as exc:
+        print(f"one stage needs at least {whole / 2**20:.1f} MiB without ZeRO, {shared / 2**20:.1f} with it;", end=" ")
+        print(f"limit {limit / 2**20:.1f}; values, gradients and AdamW's state {state / 2**20:.1f}")
+    good = True
+    for asked, variables in (("one stage", {"RANNC_PARTITION_NUM": "1"}), ("any stages", {})):
+        made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30), **variables})
+        losses = [float(made.step()) for _ in range(WARM_UP)]
+        _, most = lying_and_peak(made.step, made.wrapped, made.optimizer)
+        most = max(each for each, in gathered([most]))
         if first:
-            print(f"zero_stage=0, one stage: {exc}")
-    else:
-        print("zero_stage=0 fits the limit with one stage", file=sys.stderr)
-        return False
-    made = wrapped(sizes, limited)
-    losses = [float(made.step()) for _ in range(WARM_UP)]
-    _, most = lying_and_peak(made.step, made.wrapped, made.optimizer)
-    most = max(each for each, in gathered([most]))
-    if first:
-        print(f"zero_stage=auto: {plan_line(made.wrapped.deployment)}")
-        print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}, peak {most / 2**20:.1f} MiB")
-    return most <= limit and losses[-1] < losses[0]
+            print(f"{asked}: {plan_line(made.wrapped.deployment)}")
+            print(f"{'':{len(asked)}s}  loss {losses[0]:.4f} to {losses[-1]:.4f}, peak {most / 2**20:.1f} MiB")
+        good &= most <= limit and losses[-1] < losses[0] and (made.wrapped.deployment.zero > 0 or not variables)
+        pyrannc.clear()
+    return good
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.division import Bucket, Piece, divide
 
+# torch 2.13 has renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class ShardedStep:
     """Steps of an optimizer on the pieces that this rank owns of a deployed model's parameters.
@@ -180,7 +183,7 @@ class ShardedStep:
                 flat[begin + length :].zero_()
                 work = dist.all_reduce(flat, group=group, async_op=True)
             else:
-                work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
+                work = _all_gather(flat, mine, group=group, async_op=True)
             works.append((bucket, flat, inside, work))
         for bucket, flat, inside, work in works:
             work.wait()
