@@ -14,7 +14,9 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
+
+from _in_turns import GptSizes, gpt2, random_tokens
 
 
 class Told(TypedDict):
@@ -43,14 +45,9 @@ def main() -> None:
     options = parser.parse_args()
 
     import torch
-    import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=options.words, n_positions=options.length, n_embd=options.width, n_layer=options.layers, n_head=4,
-        use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model: Any = transformers.GPT2LMHeadModel(config).train()
+    sizes = GptSizes(options.layers, options.width, options.words, options.length, options.rows)
+    model = gpt2(sizes)
     if options.side == "ddp":
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
@@ -67,8 +64,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         built, used, before = time.time(), time.process_time(), list(sys.modules)
         model = pyrannc.RaNNCModule(model, optimizer)
-    shape = (options.rows, options.length)
-    tokens = torch.randint(options.words, shape, generator=torch.Generator().manual_seed(rank))
+    tokens = random_tokens(sizes, rank)
 
     ends = []
     cpu = 0.0

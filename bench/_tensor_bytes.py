@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+
+class LyingBytes(NamedTuple):
+    """What this rank has between steps, in bytes."""
+
+    parameters: int
+    """With buffers."""
+    gradients: int
+    optimizer: int
+
+
+def lying(wrapped: Any, optimizer: Any) -> LyingBytes:
+    """The memory of this rank's tensors; memory that tensors share counts once."""
+    import torch
+
+    def held(tensors: Iterable[Any]) -> int:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
+    own = [*wrapped.parameters(own=True)]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return LyingBytes(
+        held([*own, *wrapped.buffers(own=True)]),
+        held(parameter.grad for parameter in own if parameter.grad is not None),
+        held(value for value in states if isinstance(value, torch.Tensor)),
+    )
 
 
 def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any) -> tuple[int, int]:
-    """(bytes of parameters, buffers and optimizer state before `step`, peak bytes during it) of this rank."""
+    """(bytes of parameters, buffers and optimizer state before `step`, peak bytes during it) of this rank.
+
+    Gradients do not count before it: the profiler does not see the end of what is older than it.
+    """
     import torch
 
-    held = [*wrapped.parameters(own=True), *wrapped.buffers(own=True)]
-    held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    base = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
+    optimizer.zero_grad()
+    base = sum(lying(wrapped, optimizer))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     events = profile.profiler.kineto_results.events()

@@ -28,10 +28,10 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from _in_turns import GptSizes, compare, tell, training
 from _starting import RANNC_RUN, TORCHRUN, gpt2, home
 from _tensor_bytes import lying_and_peak
 
@@ -72,37 +72,6 @@ def main() -> None:
         done = subprocess.run(command, env={**os.environ, **PLAIN, **plan}, check=False)
         if done.returncode:
             sys.exit(done.returncode)
-
-
-def compare(sides: dict[str, Callable[[], Any]], rounds: int, steps: int) -> None:
-    """Run `steps` steps of each side in turns, and print the ratios to the first side. Call it on every rank."""
-    import pyrannc
-
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name in list(sides)[:: 1 if number % 2 else -1]:
-            pyrannc.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                sides[name]()
-            pyrannc.barrier()
-            times[name].append((time.perf_counter() - start) / steps)
-    if not pyrannc.get_rank():
-        tell({name: values[1:] for name, values in times.items()})
-
-
-def tell(kept: dict[str, list[float]]) -> None:
-    """Print the times of steps, given in seconds, and the ratios of the other sides to the first."""
-    first, *others = kept
-    for name, values in kept.items():
-        print(
-            f"{name:28s} step {1e3 * statistics.median(values):8.1f} ms "
-            f"({1e3 * min(values):.1f} to {1e3 * max(values):.1f})"
-        )
-    for name in others:
-        ratios = sorted(b / a for a, b in zip(kept[first], kept[name], strict=True))
-        print(f"{first} / {name}: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})", end=" ")
-        print(f"over {len(ratios)} rounds, torch {version('torch')}")
 
 
 class Gpt:
@@ -168,34 +137,15 @@ class Gpt:
 
 def data_parallel(rounds: int, steps: int) -> None:
     """Compare data parallelism: GPT-2 of transformers, random tokens, no dropout."""
-    import torch
-    import transformers
     from torch.nn.parallel import DistributedDataParallel
 
     import pyrannc
 
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(pyrannc.get_rank()))
-
-    def stepper(wrap: Callable[[torch.nn.Module, torch.optim.Optimizer], torch.nn.Module]) -> Callable[[], None]:
-        torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        wrapped = wrap(model, optimizer)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            wrapped(input_ids=tokens, labels=tokens)["loss"].backward()
-            optimizer.step()
-
-        return step
-
-    ours = stepper(pyrannc.RaNNCModule)
+    sizes = GptSizes(LAYERS, WIDTH, VOCABULARY, SEQUENCE, BATCH)
+    ours = training(sizes, pyrannc.get_rank(), pyrannc.RaNNCModule).step
     ours()  # connects the ranks
-    compare({"rannd": ours, "DistributedDataParallel": stepper(lambda m, _: DistributedDataParallel(m))}, rounds, steps)
+    theirs = training(sizes, pyrannc.get_rank(), lambda model, _: DistributedDataParallel(model)).step
+    compare({"rannd": ours, "DistributedDataParallel": theirs}, rounds, steps)
 
 
 def pipeline(rounds: int, steps: int) -> None:

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rannd.device.identity import is_accelerator
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.division import Bucket, Piece, divide
+
+# torch 2.13 has renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ShardedStep:
@@ -45,9 +47,10 @@ class ShardedStep:
         self._world = world
         self._optimizer = optimizer
         self._slots = tuple(slots)
-        self._staged = is_accelerator(world.device) and world.transport.backend == "gloo"
+        self._broadcasts = world.transport.backend == "gloo"  # half as long as its all-gather, and also of GPUs' tensors
         self._tensors = {name: parameters.tensors[name] for name in names}
-        self._replica = sorted(world.rank_of_slot[slot] for slot in slots).index(world.rank)
+        self._ranks = sorted(world.rank_of_slot[slot] for slot in slots)
+        self._replica = self._ranks.index(world.rank)
         kinds = [(name, each.numel(), each.element_size(), str(each.dtype)) for name, each in self._tensors.items()]
         self._buckets = divide(kinds, len(self._slots))
         self.pieces: dict[str, Piece] = {}
@@ -167,23 +170,24 @@ class ShardedStep:
         group = self._world.group_of(self._slots)
         works = []
         for bucket in self._buckets:
-            length, first = bucket.length, self._tensors[bucket.names[0]]
-            begin = self._replica * length
-            total = length * bucket.replicas
-            inside = len(bucket.names) == 1 and total == first.numel()
+            size, first = sum(bucket.sizes), self._tensors[bucket.names[0]]
+            total = size if self._broadcasts else bucket.length * bucket.replicas
+            inside = len(bucket.names) == 1 and total == size
             flat = first.detach().view(-1) if inside else first.new_empty(total, requires_grad=False)
-            mine = flat[begin : begin + length]
             if not inside:
                 self._copy(bucket, flat, self._replica, out=True)
-            if self._staged:  # gloo gathers no tensors of GPUs
-                flat[:begin].zero_()
-                flat[begin + length :].zero_()
-                work = dist.all_reduce(flat, group=group, async_op=True)
+            ranges = flat.split(bucket.length)  # fewer than replicas where the last ones own nothing
+            if self._broadcasts:
+                work = [
+                    dist.broadcast(part, rank, group=group, async_op=True)
+                    for part, rank in zip(ranges, self._ranks, strict=False)
+                ]
             else:
-                work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
+                work = [_all_gather(flat, ranges[self._replica], group=group, async_op=True)]
             works.append((bucket, flat, inside, work))
         for bucket, flat, inside, work in works:
-            work.wait()
+            for each in work:
+                each.wait()
             if not inside:
                 for replica in range(bucket.replicas):
                     if replica != self._replica:

@@ -1,0 +1,201 @@
+"""Measures what ZeRO saves and costs: bytes of each rank, time of a step, models that only fit with it.
+
+    python bench/memory.py [bytes throughput fit] [--ranks 2 4] [--rounds 20] [--steps 4] [--layers 10 --width 256 ..]
+
+GPT-2 of transformers with AdamW, one stage, every rank a replica (gloo, one thread per rank).
+
+bytes       what each rank has between steps and at the peak of one, beside the plan's numbers. A part that a stage of
+            ZeRO shares has to be 1 / ranks of the whole within 2 %, any other whole; else the exit code is 1
+throughput  two ranks, with each stage of ZeRO, compared with DistributedDataParallel in the same processes, in turns.
+            A ratio above 1.0 means that rannd is faster; goal: 0.97
+fit         the memory limit is hardly more than the least that a plan of one stage needs with ZeRO: without it, none
+            fits. The planner is left to take ZeRO (zero_stage=auto), first with one stage, then with as many as it
+            likes. Mini-batches are small, so that memory is what the optimizer and the parameters need. The exit code is
+            1 if the model does not train within the limit, or with one stage without ZeRO
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from _in_turns import GptSizes, Training, compare, gpt2, training
+from _starting import SCRIPTS
+from _tensor_bytes import lying, lying_and_peak
+
+WHAT = ("bytes", "throughput", "fit")
+PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off", "RANNC_MEM_MARGIN": "0"}
+ONE_STAGE = {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}
+PARTS = ("parameters", "gradients", "optimizer")
+NEAR = 0.02
+GOAL = 0.97
+WARM_UP = 3
+MORE = 1.02
+"""The limit of `fit` / the least memory that suffices with ZeRO."""
+SMALL = {"rows": 2, "length": 32}
+"""The mini-batch of `fit`."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How replicas hold a model."""
+
+    name: str
+    variables: dict[str, str]
+    shared: tuple[str, ...] = ()
+    """Those of `PARTS` of which each replica has only its share."""
+
+
+WAYS = (
+    Way("ZeRO 0", {"RANNC_ZERO_STAGE": "0"}),
+    Way("ZeRO 1", {"RANNC_ZERO_STAGE": "1"}, ("optimizer",)),
+)
+DDP = "DistributedDataParallel"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[*WHAT, []], help="measurements (default: all)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of bytes and fit")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round")
+    for name, default in zip(("layers", "width", "words", "length", "rows"), (10, 256, 8192, 128, 8), strict=True):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    sizes = GptSizes(options.layers, options.width, options.words, options.length, options.rows)
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        sys.exit(0 if measure(options.what[0], sizes, options.rounds, options.steps) else 1)
+    given = [f"--{name}={getattr(options, name)}" for name in ("rounds", "steps", *vars(sizes))]
+    worst = 0
+    for what in options.what or WHAT:
+        for ranks in [2] if what == "throughput" else options.ranks:
+            print(f"-- {what}, {ranks} ranks", flush=True)
+            command = [str(SCRIPTS / "rannc-run"), "-np", str(ranks), "--show-ranks", "0", __file__, what, *given]
+            worst = max(worst, subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
+    sys.exit(worst)
+
+
+def measure(what: str, sizes: GptSizes, rounds: int, steps: int) -> bool:
+    """Whether what has to hold does."""
+    if what == "bytes":
+        return tensor_bytes(sizes)
+    return throughput(sizes, rounds, steps) if what == "throughput" else fit(replace(sizes, **SMALL))
+
+
+def wrapped(sizes: GptSizes, variables: dict[str, str]) -> Training:
+    """The model under a plan that these variables of the environment force, after its first step."""
+    import pyrannc
+
+    for name in [name for name in os.environ if name.startswith("RANNC_") and name not in PLAIN]:
+        del os.environ[name]
+    os.environ.update(variables)
+    made = training(sizes, pyrannc.get_rank(), pyrannc.RaNNCModule)
+    made.step()
+    return made
+
+
+def gathered(mine: Sequence[float]) -> list[list[float]]:
+    """The numbers of every rank. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    numbers = torch.tensor(mine, dtype=torch.float64)
+    told = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, numbers)
+    return [each.tolist() for each in told]
+
+
+def estimate(made: Training) -> Any:
+    """The plan's numbers for this rank."""
+    slot = made.wrapped._session.world.slot
+    return next(stage.estimate for stage in made.wrapped.deployment.stages if slot in stage.slots)
+
+
+def tensor_bytes(sizes: GptSizes) -> bool:
+    import pyrannc
+
+    good = True
+    whole: list[float] = []
+    if not pyrannc.get_rank():
+        print(f"{'MiB, and measured / planned':28s} " + " ".join(f"{name:>16s}" for name in (*PARTS, "peak")))
+    for way in WAYS:
+        made = wrapped(sizes, {**ONE_STAGE, **way.variables})
+        for _ in range(WARM_UP):
+            made.step()
+        found = lying(made.wrapped, made.optimizer)
+        _, most = lying_and_peak(made.step, made.wrapped, made.optimizer)
+        plan = estimate(made)
+        planned = (plan.param_bytes, plan.grad_bytes, plan.optimizer_bytes, plan.total_bytes)
+        told = gathered([*found, most])
+        whole = whole or list(found)
+        for rank, each in enumerate(told):
+            cells = [f"{a / 2**20:9.2f} ({a / b:.2f})" for a, b in zip(each, planned, strict=True)]
+            if not pyrannc.get_rank():
+                print(f"{f'{way.name}, rank {rank}':28s} {' '.join(f'{cell:>16s}' for cell in cells)}")
+            for part, here, full in zip(PARTS, each, whole, strict=False):
+                due = full / len(told) if part in way.shared else full
+                if abs(here / due - 1) > NEAR:
+                    good = False
+                    print(f"{way.name}, rank {rank}: {here:.0f} bytes of {part}, {due:.0f} were due", file=sys.stderr)
+        if not pyrannc.get_rank():
+            for part, here, full in zip(PARTS, told[0], whole, strict=False):
+                if part in way.shared:
+                    print(f"{way.name}: {part} are {here / full:.4f} of the whole, 1 / {len(told)} is due")
+        pyrannc.clear()
+    return good
+
+
+def throughput(sizes: GptSizes, rounds: int, steps: int) -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    import pyrannc
+
+    sides = {way.name: wrapped(sizes, {**ONE_STAGE, **way.variables}).step for way in WAYS}
+    sides[DDP] = training(sizes, pyrannc.get_rank(), lambda model, _: DistributedDataParallel(model)).step
+    pairs = [(way.name, DDP) for way in WAYS]
+    for name, ratio in compare(sides, rounds, steps, pairs).items():
+        print(f"{name}: {'reaches' if ratio >= GOAL else 'MISSES'} the goal, {GOAL}")
+    return True
+
+
+def fit(sizes: GptSizes) -> bool:
+    import pyrannc
+    from rannd.errors import DoesNotFitError
+    from rannd.plan.plan_text import plan_line
+
+    def needed(way: Way) -> int:
+        """Bytes of a device that a plan of one stage needs at least."""
+        try:
+            wrapped(sizes, {"RANNC_PARTITION_NUM": "1", "RANNC_MEM_LIMIT_GB": "0.001", **way.variables})
+        except DoesNotFitError as exc:
+            return exc.needed
+        raise AssertionError(f"{sizes} fits 1 MiB")
+
+    first = not pyrannc.get_rank()
+    whole, shared = gathered([needed(way) for way in WAYS[:2]])[0]  # rank 0's error has the number
+    state = 4 * sum(each.numel() * each.element_size() for each in gpt2(sizes).parameters())
+    limit = MORE * shared
+    if first:
+        print(f"one stage needs at least {whole / 2**20:.1f} MiB without ZeRO, {shared / 2**20:.1f} with it;", end=" ")
+        print(f"limit {limit / 2**20:.1f}; values, gradients and AdamW's state {state / 2**20:.1f}")
+    good = True
+    for asked, variables in (("one stage", {"RANNC_PARTITION_NUM": "1"}), ("any stages", {})):
+        made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30), **variables})
+        losses = [float(made.step()) for _ in range(WARM_UP)]
+        _, most = lying_and_peak(made.step, made.wrapped, made.optimizer)
+        most = max(each for each, in gathered([most]))
+        if first:
+            print(f"{asked}: {plan_line(made.wrapped.deployment)}")
+            print(f"{'':{len(asked)}s}  loss {losses[0]:.4f} to {losses[-1]:.4f}, peak {most / 2**20:.1f} MiB")
+        good &= most <= limit and losses[-1] < losses[0] and (made.wrapped.deployment.zero > 0 or not variables)
+        pyrannc.clear()
+    return good
+
+
+if __name__ == "__main__":
+    main()
