@@ -92,8 +92,8 @@ def compare(
 def tell(kept: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]] = ()) -> dict[str, float]:
     """Print the times of steps, given in seconds, and the ratios of speed of pairs of sides; return their medians.
 
-    Without pairs: of the first side to each other one. In parentheses are the 5th and the 95th percentile; of fewer than
-    20 rounds these are the smallest and the largest.
+    Without pairs: of the first side to each other one. In parentheses are the 5th and the 95th percentile; of fewer
+    than 20 rounds these are the smallest and the largest.
     """
     first, *others = kept
     for name, values in kept.items():

@@ -10,8 +10,8 @@ throughput  two ranks, with each stage of ZeRO, compared with DistributedDataPar
             A ratio above 1.0 means that rannd is faster; goal: 0.97
 fit         the memory limit is hardly more than the least that a plan of one stage needs with ZeRO: without it, none
             fits. The planner is left to take ZeRO (zero_stage=auto), first with one stage, then with as many as it
-            likes. Mini-batches are small, so that memory is what the optimizer and the parameters need. The exit code is
-            1 if the model does not train within the limit, or with one stage without ZeRO
+            likes. Mini-batches are small, so that memory is what the optimizer and the parameters need. The exit code
+            is 1 if the model does not train within the limit, or with one stage without ZeRO
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def fit(sizes: GptSizes) -> bool:
         made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30), **variables})
         losses = [float(made.step()) for _ in range(WARM_UP)]
         _, most = lying_and_peak(made.step, made.wrapped, made.optimizer)
-        most = max(each for each, in gathered([most]))
+        most = max(each for (each,) in gathered([most]))
         if first:
             print(f"{asked}: {plan_line(made.wrapped.deployment)}")
             print(f"{'':{len(asked)}s}  loss {losses[0]:.4f} to {losses[-1]:.4f}, peak {most / 2**20:.1f} MiB")

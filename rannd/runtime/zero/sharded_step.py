@@ -47,7 +47,9 @@ class ShardedStep:
         self._world = world
         self._optimizer = optimizer
         self._slots = tuple(slots)
-        self._broadcasts = world.transport.backend == "gloo"  # half as long as its all-gather, and also of GPUs' tensors
+        self._broadcasts = (
+            world.transport.backend == "gloo"
+        )  # half as long as its all-gather, and also of GPUs' tensors
         self._tensors = {name: parameters.tensors[name] for name in names}
         self._ranks = sorted(world.rank_of_slot[slot] for slot in slots)
         self._replica = self._ranks.index(world.rank)
