@@ -57,6 +57,16 @@ def held(
     )
 
 
+def fits_zero(zero: int, world: int) -> npt.NDArray[np.bool_]:
+    """Whether a stage may have 1, 2, .. `world` replicas.
+
+    With stages 2 and 3 replicas meet in each microbatch, so that all have to have equally many.
+    """
+    counts = np.arange(1, world + 1)
+    fits: npt.NDArray[np.bool_] = (world % counts == 0) | (zero < 2)
+    return fits
+
+
 def reduced_part(zero: int) -> float:
     """What reducing a stage's own gradients takes, as a part of their all-reduce.
 

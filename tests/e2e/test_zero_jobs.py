@@ -32,13 +32,13 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(3, 2), (4, 2)])
-def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int) -> None:
-    output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(1, stages))
-    assert output.count(f"is right under {stages} stages, ZeRO 1") == ranks
+@pytest.mark.parametrize(("ranks", "stages", "zero"), [(3, 2, 1), (4, 2, 1), (2, 1, 2), (3, 1, 2), (4, 2, 2)])
+def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int, zero: int) -> None:
+    output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(zero, stages))
+    assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
 
 
-@pytest.mark.parametrize(("ranks", "stages", "zero"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 1)])
+@pytest.mark.parametrize(("ranks", "stages", "zero"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 1), (2, 1, 2)])
 def test_a_checkpoint_goes_on_under_any_plan(job: Job, saved: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, PROGRAM, "resume", str(saved), **_plan(zero, stages))
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks

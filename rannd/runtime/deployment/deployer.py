@@ -28,6 +28,7 @@ from rannd.runtime.gradients.clip_watch import ClipWatch
 from rannd.runtime.gradients.grad_overflow import Overflow
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.requires_grad import Frozen
+from rannd.runtime.gradients.sharded_gradients import ShardedGradients
 from rannd.runtime.optim.global_optimizer import whole_optimizer
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.placeholder import placeholder_gradient
@@ -38,6 +39,7 @@ from rannd.runtime.planning.graph_dumps import dump
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.plan_provider import Planner
 from rannd.runtime.traces.trace_provider import placed
+from rannd.runtime.zero.replica_exchange import ReplicaExchange
 
 
 class DryRunDone(SystemExit):
@@ -135,12 +137,14 @@ class Deployer:
         parameters = Parameters(self._context, owners, deployment, self._values)
         clip_watch: ClipWatch | None = None
         whole: WholeOptimizer | None = None
+        sharded: ShardedGradients | None = None
         if optimizer is not None:
             whole = whole_optimizer(optimizer, world)
             whole.keep_own(parameters)
-            self._share(whole, parameters, deployment)
+            sharded = self._share(whole, parameters, deployment, segments)
             clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         self._values.finish()
+        several = len(deployment.stages) > 1 or deployment.zero >= 2  # ranks have different gradients
         overflow = Overflow(world, lambda: placeholder_gradient(optimizer))
         overflow.watched = any(p.dtype == torch.float16 for p in model.parameters()) or self._context.options.scaled
         reducer = Reducer(
@@ -149,11 +153,13 @@ class Deployer:
             divisor=self._context.averaged,
             overlap=not self._config.sync_allreduce,
             consolidate=self._config.consolidate_grads,
-            overflow=overflow if len(deployment.stages) > 1 else None,
+            overflow=overflow if several else None,
+            sharded=sharded,
+            agrees=deployment.zero >= 2,
         )
         if clip_watch is not None:
             reducer.delivered.append(clip_watch.reduced)
-        held = grad_norm.ClippedParameters(world, parameters, len(deployment.stages))
+        held = grad_norm.ClippedParameters(world, parameters, over_ranks=several)
         grad_norm.enter(held)
         frozen = Frozen(world, parameters)
         anchor = Anchor(parameters)
@@ -172,17 +178,27 @@ class Deployer:
             segments,
         )
 
-    def _share(self, whole: WholeOptimizer, parameters: Parameters, deployment: Deployment) -> None:
-        """Divide the optimizer's state among the replicas of each stage, if so planned (ZeRO)."""
+    def _share(
+        self,
+        whole: WholeOptimizer,
+        parameters: Parameters,
+        deployment: Deployment,
+        segments: Mapping[str, tuple[int, ...]],
+    ) -> ShardedGradients | None:
+        """Divide the optimizer's state, and gradients, among the replicas of each stage, if so planned (ZeRO)."""
         if not deployment.zero:
-            return
+            return None
         world = self._world
         for stage in deployment.stages:
             if len(stage.slots) > 1:
                 world.group_of(stage.slots)  # on every rank in the same order
         mine = next(stage.slots for stage in deployment.stages if world.slot in stage.slots)
-        if len(mine) > 1:
-            whole.share(parameters, mine)
+        if len(mine) == 1:
+            return None
+        buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {})
+        if deployment.zero == 1 or not buckets:
+            return None
+        return ShardedGradients(parameters, buckets, ReplicaExchange(world, mine))
 
     def bind(self, deployed: Deployed, graph: ModelGraph, seed: int, rows: Sequence[int]) -> Executor:
         """Bind a graph to the deployment and create its executor; random numbers depend on `seed`.

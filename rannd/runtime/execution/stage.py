@@ -13,15 +13,20 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.device.generators import States, seeded
+from rannd.plan.schedule.program import ActionKind
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.bound_graph import BoundGraph
 from rannd.runtime.execution.p2p import as_bytes
 from rannd.runtime.execution.step import Saved, Step
+from rannd.runtime.gradients.sharded_gradients import ShardedGradients, first_readers
 
 
 class Computing:
-    """Runs this rank's stage of a bound graph with `state`, its tensors by name."""
+    """Runs this rank's stage of a bound graph with `state`, its tensors by name.
+
+    `sharded`: what the replicas of the stage share of the gradients of its parameters.
+    """
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class Computing:
         state: Mapping[str, torch.Tensor],
         seed: int,
         compiled: Sequence[CompiledStage] = (),
+        sharded: ShardedGradients | None = None,
     ) -> None:
         self.seed = seed
         """Base seed of the stage's random numbers."""
@@ -47,6 +53,9 @@ class Computing:
         self._written_by = [[name for name in self._written if name in set(part.tensors)] for part in parts]
         self.arrivals = Counter(name for part in parts for name in part.tensors)
         """Number of segments that read each tensor: how often its gradient is accumulated in a backward."""
+        self._sharded = sharded
+        self._complete = first_readers(sharded.buckets, [part.tensors for part in parts]) if sharded is not None else []
+        """The shared parameters whose gradients are complete after the backward of each segment."""
         self._entering, self._leaving = frozenset(bound.part.inputs), frozenset(bound.part.outputs)
         self._last = [
             [
@@ -189,6 +198,8 @@ class Computing:
                 if self._finite.every:
                     found = {node: value.grad for node, value in saved.inputs.items()}
                     self._finite.gradients(dict(enumerate(seeds)), found)
+            if self._sharded is not None:
+                self._sharded.send(self._complete[number])
             for node, value in saved.inputs.items():
                 found_here, value.grad = value.grad, None
                 if node in live and found_here is not None:
@@ -206,6 +217,12 @@ class Computing:
             for node in self._bound.part.outputs:  # already sent
                 if node not in self._handed:
                     step.values.pop((piece, node), None)
+
+    def stand_by(self, kind: ActionKind) -> None:
+        """Take part in what the replicas do together in a microbatch, without a microbatch."""
+        if self._sharded is not None and kind is ActionKind.BACKWARD:
+            for numbers in reversed(self._complete):
+                self._sharded.send(numbers)
 
     def _run(
         self,

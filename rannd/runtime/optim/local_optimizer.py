@@ -19,7 +19,7 @@ from rannd.runtime.optim.meta_state import check_settings, remake_state
 from rannd.runtime.optim.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
 from rannd.runtime.optim.state_codec import Key, NamedState
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.zero.division import Piece
+from rannd.runtime.zero.division import Bucket, Piece, divide
 from rannd.runtime.zero.sharded_step import ShardedStep
 from rannd.runtime.zero.state_pieces import cut
 
@@ -97,10 +97,21 @@ class WholeOptimizer:
         if trained and not trains(self.optimizer):
             add_placeholder(self.optimizer, self.world.device)
 
-    def share(self, parameters: Parameters, slots: Sequence[int]) -> None:
+    def share(
+        self, parameters: Parameters, slots: Sequence[int], segments: Mapping[str, tuple[int, ...]]
+    ) -> list[Bucket]:
         """Keep this rank's part alone of the state of parameters that `slots`, the replicas of its stage, hold.
 
-        UsageError if the optimizer cannot step a part of a parameter.
+        Args:
+            parameters: Parameters of the deployed model.
+            slots: The replicas.
+            segments: What keeps parameters apart: the segments of the stage that read each; {}: nothing does.
+
+        Returns:
+            The parameters that the replicas share.
+
+        Raises:
+            UsageError: The optimizer cannot step a part of a parameter.
         """
         if not divides(self.optimizer):
             raise UsageError(NOT_DIVIDED.format(type(self.optimizer).__name__))
@@ -112,9 +123,12 @@ class WholeOptimizer:
             and parameters.tensors[name].ndim  # see state_pieces.py
             and parameters.slots[name] == tuple(sorted(slots))
         ]
-        if not names:
-            return
-        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, names)
+        tensors = [(name, parameters.tensors[name]) for name in names]
+        kinds = [(n, p.numel(), p.element_size(), f"{p.dtype} {segments.get(n, ())}") for n, p in tensors]
+        buckets = divide(kinds, len(slots))
+        if not any(bucket.is_shared_by_all for bucket in buckets):
+            return []
+        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, buckets)
         self.shared.append((parameters, sharded))
         state = self.optimizer.state
         for name in names:
@@ -124,6 +138,7 @@ class WholeOptimizer:
                 whole = state.pop(tensor)
                 if piece is not None:
                     state[tensor] = cut(whole, tensor.shape, piece)
+        return buckets
 
     def divided(self) -> int:
         """Number of the optimizer's parameters whose state this rank shares with others."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,17 @@ from rannd.runtime.parameters.absent import all_present, is_absent, make_absent
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.tensor_swap import give, hollow
 from rannd.runtime.transport.transport import finish
+
+
+class Shared(Protocol):
+    """What replicas of a stage share of their parameters."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients that were not delivered yet."""
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The whole of a parameter's gradient. Collective of the replicas."""
 
 
 class Parameters:
@@ -54,6 +66,8 @@ class Parameters:
             self._from_rank_0(settled)
         self._settle()
         self.aliases: dict[str, torch.Tensor] = {}
+        self.shared: Shared | None = None
+        """What the replicas of this rank's stage share."""
         self.refresh()
 
     def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -146,6 +160,16 @@ class Parameters:
                 alias.grad = pending
                 self.aliases[name] = alias
             alias.requires_grad_(tensor.requires_grad)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients that were not reduced yet."""
+        shared = self.shared is not None and self.shared.waits
+        return shared or any(self.aliases[name].grad is not None for name in self.trainable())
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The whole of a parameter's gradient. Collective of the ranks that hold it."""
+        return self.tensors[name].grad if self.shared is None else self.shared.gradient(name)
 
     def trainable(self) -> list[str]:
         """Names of the trainable parameters that this rank holds, in the model's order."""

@@ -19,10 +19,9 @@ from torch import nn
 
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.zero.division import Bucket, Piece, divide
-
-# torch 2.13 has renamed it, and warns of the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from rannd.runtime.zero.division import Bucket, Piece
+from rannd.runtime.zero.replica_exchange import all_gather
+from rannd.runtime.zero.sharded_gradient import ShardedGradient
 
 
 class ShardedStep:
@@ -33,7 +32,7 @@ class ShardedStep:
         parameters: Parameters of the deployed model.
         optimizer: The optimizer.
         slots: The replicas of this rank's stage.
-        names: Parameters to divide: of the optimizer, and held by these replicas alone.
+        buckets: Parameters to divide: of the optimizer, and held by these replicas alone.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class ShardedStep:
         parameters: Parameters,
         optimizer: torch.optim.Optimizer,
         slots: Sequence[int],
-        names: Sequence[str],
+        buckets: Sequence[Bucket],
     ) -> None:
         self._world = world
         self._optimizer = optimizer
@@ -50,11 +49,10 @@ class ShardedStep:
         self._broadcasts = (
             world.transport.backend == "gloo"
         )  # half as long as its all-gather, and also of GPUs' tensors
-        self._tensors = {name: parameters.tensors[name] for name in names}
+        self._buckets = buckets
+        self._tensors = {name: parameters.tensors[name] for bucket in buckets for name in bucket.names}
         self._ranks = sorted(world.rank_of_slot[slot] for slot in slots)
         self._replica = self._ranks.index(world.rank)
-        kinds = [(name, each.numel(), each.element_size(), str(each.dtype)) for name, each in self._tensors.items()]
-        self._buckets = divide(kinds, len(self._slots))
         self.pieces: dict[str, Piece] = {}
         """What this rank owns, by name; a parameter of which it owns nothing is left out."""
         for bucket in self._buckets:
@@ -160,7 +158,10 @@ class ShardedStep:
                 self._optimizer.state[part] = state
         part.requires_grad_(parameter.requires_grad)
         gradient = parameter.grad
-        part.grad = None if gradient is None else gradient.detach().reshape(-1)[piece.start : piece.stop]
+        if isinstance(gradient, ShardedGradient):
+            part.grad = gradient.flat
+        else:
+            part.grad = None if gradient is None else gradient.detach().reshape(-1)[piece.start : piece.stop]
         return part
 
     def _gather(self) -> None:
@@ -185,7 +186,7 @@ class ShardedStep:
                     for part, rank in zip(ranges, self._ranks, strict=False)
                 ]
             else:
-                work = [_all_gather(flat, ranges[self._replica], group=group, async_op=True)]
+                work = [all_gather(flat, ranges[self._replica], group=group, async_op=True)]
             works.append((bucket, flat, inside, work))
         for bucket, flat, inside, work in works:
             for each in work:
