@@ -50,3 +50,9 @@ def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
     assert state["second.weight"]["exp_avg"].shape == (403, 401)
     assert state["second.weight"]["exp_avg"].abs().min() > 0
     assert state["first.bias"]["step"] == 2
+
+
+@pytest.mark.parametrize(("ranks", "stages", "zero"), [(2, 1, 0), (2, 1, 1), (3, 1, 2), (4, 2, 2)])
+def test_what_scripts_do_with_gradients(job: Job, ranks: int, stages: int, zero: int) -> None:
+    output = job.train(ranks, "tests/e2e/programs/sharded_gradients.py", **_plan(zero, stages))
+    assert output.count(f"has right gradients under {stages} stages, ZeRO {zero}") == ranks

@@ -167,7 +167,9 @@ def _norm(
         if home is None:
             local.append(tensor)
         elif models[home].own(parameter) and models[home].counts(parameter, tensor):
-            counted.append(flat_part(tensor))
+            flat = flat_part(tensor)
+            if flat.numel() or flat is tensor:  # torch has no infinity norm of a piece without elements
+                counted.append(flat)
     if local:
         for place, held in enumerate(models):
             if mask >> place & 1 and not held.whole([parameter for parameter, _ in given]):
