@@ -57,14 +57,14 @@ def held(
     )
 
 
-def fits_zero(zero: int, world: int) -> npt.NDArray[np.bool_]:
-    """Whether a stage may have 1, 2, .. `world` replicas.
+def replica_counts(zero: int, world: int) -> list[npt.NDArray[np.bool_]]:
+    """Whether a stage may have 1, 2, .. `world` replicas, once for each kind of plan.
 
-    With stages 2 and 3 replicas meet in each microbatch, so that all have to have equally many.
+    With stages 2 and 3 replicas meet in each microbatch. Where stages have different numbers of replicas, some wait for
+    others in a circle (`rannd.plan.schedule.stream_checker`), so all have equally many.
     """
     counts = np.arange(1, world + 1)
-    fits: npt.NDArray[np.bool_] = (world % counts == 0) | (zero < 2)
-    return fits
+    return [counts > 0] if zero < 2 else [counts == count for count in counts if world % count == 0]
 
 
 def reduced_part(zero: int) -> float:

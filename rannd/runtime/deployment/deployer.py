@@ -40,6 +40,7 @@ from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.plan_provider import Planner
 from rannd.runtime.traces.trace_provider import placed
 from rannd.runtime.zero.replica_exchange import ReplicaExchange
+from rannd.runtime.zero.sharded_parameters import ShardedParameters
 
 
 class DryRunDone(SystemExit):
@@ -198,7 +199,13 @@ class Deployer:
         buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {})
         if deployment.zero == 1 or not buckets:
             return None
-        return ShardedGradients(parameters, buckets, ReplicaExchange(world, mine))
+        exchange = ReplicaExchange(world, mine)
+        if deployment.zero == 2:
+            return ShardedGradients(parameters, buckets, exchange)
+        values = ShardedParameters(parameters, buckets, exchange)
+        for _, sharded in whole.shared:
+            sharded.stepped.append(values.changed)
+        return ShardedGradients(parameters, buckets, exchange, values)
 
     def bind(self, deployed: Deployed, graph: ModelGraph, seed: int, rows: Sequence[int]) -> Executor:
         """Bind a graph to the deployment and create its executor; random numbers depend on `seed`.
@@ -218,7 +225,13 @@ class Deployer:
         bound = connect(self._world, bound)
         self._dump(graph, deployed.deployment, bound.stage_of)
         state = deployed.parameters.aliases
+        values = None if deployed.reducer.sharded is None else deployed.reducer.sharded.values
+        if values is not None and self._config.compile_stages != "off":
+            (every,) = values.readers([bound.part.tensors])
+            values.enter(every)
         compiled = compile_bound(self._context, bound, state, rows)
+        if values is not None:
+            values.leave()
         return Executor(self._context, bound, state, deployed.reducer, deployed.anchor, seed, compiled)
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:

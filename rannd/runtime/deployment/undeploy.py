@@ -20,7 +20,7 @@ from rannd.runtime.optim.optimizer_state import gather_states
 from rannd.runtime.parameters.absent import make_present
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_tensor
-from rannd.runtime.zero.sharded_gradient import ShardedGradient
+from rannd.runtime.zero.tensor_piece import TensorPiece
 
 
 class Origin:
@@ -42,6 +42,8 @@ def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: to
     states: dict[str, Any] = {}
     if optimizer is not None:
         states = gather_states(whole_optimizer(optimizer, world), parameters)
+    if parameters.shared is not None:
+        parameters.shared.restore()
     for name, tensor in parameters.tensors.items():
         _restore(world, parameters, origin, name, tensor)
     _gradients(world, parameters)
@@ -106,5 +108,5 @@ def _gradients(world: World, parameters: Parameters) -> None:
         if not isinstance(tensor, torch.nn.Parameter):
             continue
         gradient = gather_gradient(world, parameters, name)
-        if name not in own or isinstance(tensor.grad, ShardedGradient):
+        if name not in own or isinstance(tensor.grad, TensorPiece):
             tensor.grad = None if gradient is None else gradient.to(tensor.device)

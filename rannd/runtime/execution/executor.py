@@ -337,6 +337,7 @@ class Executor:
                 raise StepError(f"internal error: action {action} cannot be executed; please report this")
         forward.finish()
         backward.finish()
+        self.computing.rest()
         where.piece = where.action = None
 
     def _receive(self, step: Step, exchange: Exchange, action: Action) -> None:

@@ -27,7 +27,7 @@ from rannd.plan.plan_text import holders, stage_label
 from rannd.runtime.comm.lockstep import pack_floats, unpack_floats
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.zero.sharded_gradient import flat_part
+from rannd.runtime.zero.tensor_piece import flat_part
 
 FIRST = 16
 """Number of first calls in which ranks compare, and the interval of later comparisons."""

@@ -19,6 +19,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn import utils
@@ -34,7 +35,7 @@ from rannd.runtime.gradients.scaling import scale_
 from rannd.runtime.optim.placeholder import is_placeholder
 from rannd.runtime.parameters.absent import gradient_reads
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.zero.sharded_gradient import ShardedGradient, flat_part
+from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
 MOST_MODELS = 60
 """Maximum number of deployed models with several stages: each is a bit of one integer of a message."""
@@ -63,9 +64,7 @@ class ClippedParameters:
 
     def counts(self, tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Whether this rank, of all that hold the parameter, adds what it has of its gradient to the norm."""
-        return (
-            isinstance(gradient, ShardedGradient) or self.parameters.slots[self.names[id(tensor)]][0] == self.world.slot
-        )
+        return isinstance(gradient, TensorPiece) or self.parameters.slots[self.names[id(tensor)]][0] == self.world.slot
 
     def whole(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether `given` has all trainable parameters of this rank, and every rank has trainable parameters."""
@@ -323,6 +322,12 @@ def _get_total_norm(
     return original(given, norm_type, error_if_nonfinite, foreach)
 
 
+def _clip_grad_value_(original: Callable[..., None], parameters: Tensors, *args: Any, **kwargs: Any) -> None:
+    given = [parameter for parameter in _listed(parameters) if parameter.grad is not None]
+    if given or not _divided_models():  # torch fails without gradients, but a rank may have none
+        original(given, *args, **kwargs)
+
+
 _WHY = "each rank can compute only the norm of its own stage's gradients"
 _PLACES = {
     patches.declare(f"{module.__name__}.{name}", module, name, _WHY): function
@@ -331,6 +336,8 @@ _PLACES = {
         (utils, "get_total_norm", _get_total_norm),
         (clip_grad, "clip_grad_norm_", _clip_grad_norm_),
         (utils, "clip_grad_norm_", _clip_grad_norm_),
+        (clip_grad, "clip_grad_value_", _clip_grad_value_),
+        (utils, "clip_grad_value_", _clip_grad_value_),
     )
 }
 

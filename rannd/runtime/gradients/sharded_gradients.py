@@ -17,10 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from rannd.runtime.gradients.grad_hooks import hooked
+from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.division import Bucket, Piece
 from rannd.runtime.zero.replica_exchange import PendingSum, ReplicaExchange
-from rannd.runtime.zero.sharded_gradient import ShardedGradient, flat_part
+from rannd.runtime.zero.sharded_parameters import ShardedParameters
+from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
 MOST_PENDING = 2
 """Buckets whose sums may be on their way at a time; each takes memory of a whole bucket."""
@@ -38,17 +40,25 @@ class Sums:
 
 
 class ShardedGradients:
-    """Sums up gradients that are accumulated in the aliases, and delivers them as `ShardedGradient`.
+    """Sums up gradients that are accumulated in the aliases, and delivers them as `TensorPiece`.
 
     Args:
         parameters: Parameters of the deployed model.
         buckets: Those that the replicas of this rank's stage share.
         exchange: The replicas.
+        values: What the replicas share of the parameters' values (ZeRO 3).
     """
 
-    def __init__(self, parameters: Parameters, buckets: Sequence[Bucket], exchange: ReplicaExchange) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        buckets: Sequence[Bucket],
+        exchange: ReplicaExchange,
+        values: ShardedParameters | None = None,
+    ) -> None:
         self._parameters = parameters
         self.buckets = buckets
+        self.values = values
         self.exchange = exchange
         self._pieces = {
             name: bucket.pieces(exchange.replica).get(name, _NOTHING) for bucket in buckets for name in bucket.names
@@ -152,7 +162,7 @@ class ShardedGradients:
             if there is None:
                 parameter.grad = self._made(name, flat)
             else:
-                if not isinstance(there, ShardedGradient):  # the script's own
+                if not isinstance(there, TensorPiece):  # the script's own
                     parameter.grad = self._made(name, self._cut(name, there.detach()).clone())
                 here.append(flat_part(parameter.grad))  # type: ignore[arg-type]
                 more.append(flat)
@@ -170,7 +180,18 @@ class ShardedGradients:
     def gradient(self, name: str) -> torch.Tensor | None:
         """The whole of a parameter's gradient as the script sees it. Collective of the replicas."""
         gradient = self._parameters.tensors[name].grad
-        return self.whole(name, gradient.flat) if isinstance(gradient, ShardedGradient) else gradient
+        return self.whole(name, gradient.flat) if isinstance(gradient, TensorPiece) else gradient
+
+    def whole_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor that each replica has a piece of, as of parameter `name`. Collective of the
+        replicas."""
+        held = part_of(tensor)
+        return self.whole(name, flat_part(tensor if held is None else held))
+
+    def restore(self) -> None:
+        """Give the replicas whole parameters back. Collective of the replicas."""
+        if self.values is not None:
+            self.values.restore()
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """The whole of what each replica has a piece of. Collective of the replicas."""
@@ -183,8 +204,8 @@ class ShardedGradients:
         self.exchange.gather(buffer).wait()
         return torch.cat(parts).view(self._parameters.tensors[name].shape)
 
-    def _made(self, name: str, flat: torch.Tensor) -> ShardedGradient:
-        return ShardedGradient(flat, self._pieces[name], self._parameters.tensors[name].shape)
+    def _made(self, name: str, flat: torch.Tensor) -> TensorPiece:
+        return TensorPiece(flat, self._pieces[name], self._parameters.tensors[name].shape)
 
     def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         piece = self._pieces[name]

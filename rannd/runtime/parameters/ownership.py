@@ -34,6 +34,13 @@ class Shared(Protocol):
     def gradient(self, name: str) -> torch.Tensor | None:
         """The whole of a parameter's gradient. Collective of the replicas."""
 
+    def whole_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor that each replica has a piece of, as of parameter `name`. Collective of the
+        replicas."""
+
+    def restore(self) -> None:
+        """Give the replicas whole parameters back. Collective of the replicas."""
+
 
 class Parameters:
     """Parameters and buffers of a deployed model. The constructor is collective."""
@@ -68,6 +75,8 @@ class Parameters:
         self.aliases: dict[str, torch.Tensor] = {}
         self.shared: Shared | None = None
         """What the replicas of this rank's stage share."""
+        self.sharded: frozenset[str] = frozenset()
+        """Parameters of which this rank has a piece of the values (ZeRO 3)."""
         self.refresh()
 
     def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,7 +163,9 @@ class Parameters:
                 self.aliases[name] = tensor
                 continue
             alias = self.aliases.get(name)
-            if alias is None or alias.data_ptr() != tensor.data_ptr() or alias.shape != tensor.shape:
+            if alias is not None and name in self.sharded:
+                pass
+            elif alias is None or alias.data_ptr() != tensor.data_ptr() or alias.shape != tensor.shape:
                 pending = None if alias is None else alias.grad
                 alias = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
                 alias.grad = pending
@@ -170,6 +181,13 @@ class Parameters:
     def gradient(self, name: str) -> torch.Tensor | None:
         """The whole of a parameter's gradient. Collective of the ranks that hold it."""
         return self.tensors[name].grad if self.shared is None else self.shared.gradient(name)
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which this rank has for parameter `name`, or the whole of it where it is a piece.
+
+        Collective of the ranks that hold the parameter.
+        """
+        return self.shared.whole_of(name, tensor) if self.shared is not None and name in self.sharded else tensor
 
     def trainable(self) -> list[str]:
         """Names of the trainable parameters that this rank holds, in the model's order."""

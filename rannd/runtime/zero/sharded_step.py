@@ -10,7 +10,7 @@ clipping see nothing of it; its state of a parameter is that of this rank's piec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from rannd.runtime.comm.world import World
+from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.division import Bucket, Piece
 from rannd.runtime.zero.replica_exchange import all_gather
-from rannd.runtime.zero.sharded_gradient import ShardedGradient
+from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
 
 class ShardedStep:
@@ -63,6 +64,8 @@ class ShardedStep:
         """The groups' parameters while the optimizer steps."""
         for tensor in self._tensors.values():
             tensor.data = tensor.data.contiguous()
+        self.stepped: list[Callable[[], None]] = []
+        """Called after each step."""
         self._handles = (
             optimizer.register_step_pre_hook(self._enter),
             optimizer.register_step_post_hook(self._leave),
@@ -113,6 +116,8 @@ class ShardedStep:
         if self._before:
             self.settle()
             self._gather()
+            for call in self.stepped:
+                call()
 
     def _swap(self) -> None:
         """Put this rank's pieces in the place of parameters, in the groups and in the state."""
@@ -149,7 +154,8 @@ class ShardedStep:
     def _part(self, name: str, parameter: torch.Tensor) -> nn.Parameter:
         """The piece of a parameter, with the piece of its gradient; both share memory with the whole."""
         piece = self.pieces[name]
-        flat = parameter.detach().view(-1)[piece.start : piece.stop]
+        held = part_of(parameter)
+        flat = parameter.detach().view(-1)[piece.start : piece.stop] if held is None else flat_part(held)
         part = self._parts.get(name)
         if part is None or part.data_ptr() != flat.data_ptr():
             state = None if part is None else self._optimizer.state.pop(part, None)
@@ -158,7 +164,7 @@ class ShardedStep:
                 self._optimizer.state[part] = state
         part.requires_grad_(parameter.requires_grad)
         gradient = parameter.grad
-        if isinstance(gradient, ShardedGradient):
+        if isinstance(gradient, TensorPiece):
             part.grad = gradient.flat
         else:
             part.grad = None if gradient is None else gradient.detach().reshape(-1)[piece.start : piece.stop]
@@ -173,6 +179,8 @@ class ShardedStep:
         group = self._world.group_of(self._slots)
         works = []
         for bucket in self._buckets:
+            if part_of(self._tensors[bucket.names[0]]) is not None:
+                continue  # whole parameters are gathered where they are needed
             size, first = sum(bucket.sizes), self._tensors[bucket.names[0]]
             total = size if self._broadcasts else bucket.length * bucket.replicas
             inside = len(bucket.names) == 1 and total == size

@@ -112,20 +112,13 @@ def possible(choice: Choice) -> bool:
         return False
     if choice.zero and choice.shape[0] == choice.shape[1]:
         return False  # no stage has replicas
-    if choice.zero >= 2 and not splits(*choice.shape, choice.shape[0]):
-        return False  # with these replicas are equally busy
+    if choice.zero >= 2 and choice.shape[0] % choice.shape[1]:
+        return False  # all stages have equally many replicas
     if choice.zero not in runnable_zero("gpipe" if choice.schedule == "asked" else choice.schedule):
         return False
     if choice.schedule == "gpipe" and choice.shape[1] == 1:
         return False  # the same as 1f1b
     return not entry.coupled or choice.micro == 1
-
-
-def splits(ranks: int, stages: int, world: int) -> bool:
-    """Whether `ranks` is the sum of `stages` divisors of `world`."""
-    if not stages:
-        return not ranks
-    return any(world % count == 0 and splits(ranks - count, stages - 1, world) for count in range(1, ranks + 1))
 
 
 def pairs_of(choice: Choice) -> set[tuple[str, object, str, object]]:

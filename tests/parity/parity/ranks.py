@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from rannd.runtime.parameters.state_elsewhere import TensorElsewhere
 from rannd.runtime.transport.gloo_transport import GlooTransport
 from rannd.runtime.transport.strict_transport import StrictTransport
 
+Found = TypeVar("Found")
+
 
 class Backend(Protocol):
     """What makes one process a rank among others."""
@@ -35,6 +37,10 @@ class Backend(Protocol):
     def allreduce(self, model: nn.Module) -> None: ...
     def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters whose values and gradients this rank holds."""
+        ...
+
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The whole gradients of these parameters."""
         ...
 
     def plan(self, model: nn.Module, record: Record) -> None: ...
@@ -67,6 +73,16 @@ class Rannc:
 
     def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return cast(Any, model).named_parameters(own=True)
+
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+        if cast(Any, model).deployment.zero < 2:
+            yield from ((name, parameter.grad) for name, parameter in self.own(model))
+            return
+        own = {name for name, _ in self.own(model)}
+        for name, _ in cast(Any, model).named_parameters(from_global=True):
+            gradient = cast(Any, model).get_param_grad(name)
+            if name in own:
+                yield name, gradient
 
     def plan(self, model: nn.Module, record: Record) -> None:
         deployment = cast(Any, model).deployment
@@ -125,6 +141,9 @@ class Ddp:
 
     def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return model.named_parameters()
+
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((name, parameter.grad) for name, parameter in model.named_parameters())
 
     def plan(self, model: nn.Module, record: Record) -> None:
         record["plan/replicas"] = array(torch.tensor([dist.get_world_size()]))
@@ -197,12 +216,11 @@ class Rank:
     def allreduce(self) -> None:
         self.backend.allreduce(self.model)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        named = self.backend.own(self.model)
-        return {self._canonical[name.removeprefix("module.")]: parameter for name, parameter in named}
+    def _named(self, found: Iterator[tuple[str, Found]]) -> dict[str, Found]:
+        return {self._canonical[name.removeprefix("module.")]: each for name, each in found}
 
     def optimize(self, step: int) -> None:
-        put_gradients(self.record, step, self._parameters())
+        put_gradients(self.record, step, self._named(self.backend.gradients(self.model)))
         self.optimizer.step()
 
     def look(self, step: int, call: int, *, training: bool) -> None:
@@ -221,7 +239,7 @@ class Rank:
 
     def finish(self) -> None:
         """Write down what is left after the last step, and the plan that ran."""
-        for name, parameter in self._parameters().items():
+        for name, parameter in self._named(self.backend.own(self.model)).items():
             self.record[f"end/param/{name}"] = array(parameter)
         for name, value in self.model.state_dict().items():
             if isinstance(value, TensorElsewhere):

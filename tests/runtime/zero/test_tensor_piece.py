@@ -12,15 +12,15 @@ from torch import nn
 
 from rannd.errors import UsageError
 from rannd.runtime.zero.division import Piece
-from rannd.runtime.zero.sharded_gradient import ShardedGradient, flat_part
+from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
 PIECE = Piece(3, 9)
 
 
-def pair() -> tuple[torch.Tensor, ShardedGradient]:
+def pair() -> tuple[torch.Tensor, TensorPiece]:
     """A gradient, and a piece of it."""
     whole = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return whole, ShardedGradient(whole.reshape(-1)[PIECE.start : PIECE.stop].clone(), PIECE, whole.shape)
+    return whole, TensorPiece(whole.reshape(-1)[PIECE.start : PIECE.stop].clone(), PIECE, whole.shape)
 
 
 def same(sharded: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -103,6 +103,6 @@ def test_it_is_a_gradient_that_optimizers_tools_take() -> None:
 
 def test_pieces_of_different_ranges_do_not_mix() -> None:
     _, sharded = pair()
-    other = ShardedGradient(torch.ones(6, dtype=torch.float64), Piece(0, 6), (4, 3))
+    other = TensorPiece(torch.ones(6, dtype=torch.float64), Piece(0, 6), (4, 3))
     with pytest.raises(UsageError, match="not pieces of tensors of one shape"):
         sharded.add_(other)

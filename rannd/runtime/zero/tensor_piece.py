@@ -1,8 +1,8 @@
-"""A gradient of which each replica of a stage has a piece (ZeRO 2 and 3).
+"""A tensor of which each replica of a stage has a piece: a gradient (ZeRO 2 and 3), or a parameter's values (ZeRO 3).
 
-It has shape, dtype and device of the whole gradient, and goes through whatever treats each element by itself: scaling,
-clipping by value, GradScaler, ``zero_()``. An operand of the whole's shape is cut. What needs all elements, such as a
-norm, is an error that names the function of rannd which computes it over all ranks.
+It has shape, dtype and device of the whole, and goes through whatever treats each element by itself: scaling, clipping
+by value, GradScaler, ``zero_()``. An operand of the whole's shape is cut. What needs all elements, such as a norm, is
+an error that names the functions of rannd which have them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ELEMENTWISE = frozenset(
 _REDUCING = frozenset({"_foreach_max", "_foreach_norm"})
 
 
-class ShardedGradient(torch.Tensor):
-    """A piece of a gradient, in place of the whole.
+class TensorPiece(torch.Tensor):
+    """A piece of a tensor, in place of the whole.
 
     Args:
         flat: One-dimensional: the elements of `piece`.
-        piece: Which elements of the flattened gradient they are.
+        piece: Which elements of the flattened tensor they are.
         shape: That of the whole.
     """
 
@@ -48,8 +48,8 @@ class ShardedGradient(torch.Tensor):
     piece: Piece
 
     @staticmethod
-    def __new__(cls, flat: torch.Tensor, piece: Piece, shape: Sequence[int]) -> ShardedGradient:
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=flat.dtype, device=flat.device)
+    def __new__(cls, flat: torch.Tensor, piece: Piece, shape: Sequence[int]) -> TensorPiece:
+        made: TensorPiece = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=flat.dtype, device=flat.device)
         made.flat, made.piece = flat, piece
         return made
 
@@ -77,21 +77,21 @@ class ShardedGradient(torch.Tensor):
         return _wrapped(found, args)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"ShardedGradient({tuple(self.shape)}, {self.dtype}, elements {self.piece.start} to {self.piece.stop})"
+        return f"TensorPiece({tuple(self.shape)}, {self.dtype}, elements {self.piece.start} to {self.piece.stop})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _error("pickle", self)
 
 
-def flat_part(gradient: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a gradient: its piece if it is sharded, else the gradient."""
-    return gradient.flat if isinstance(gradient, ShardedGradient) else gradient
+def flat_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: the elements of its piece, or the tensor itself."""
+    return tensor.flat if isinstance(tensor, TensorPiece) else tensor
 
 
 def _cut(name: str, value: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An argument with pieces in place of sharded gradients and of tensors that go with them."""
     whole = next(_sharded((*args, *kwargs.values())))
-    if isinstance(value, ShardedGradient):
+    if isinstance(value, TensorPiece):
         if value.piece != whole.piece or value.shape != whole.shape:
             raise UsageError(f"{name} of {value!r} and {whole!r}: they are not pieces of tensors of one shape")
         return value.flat
@@ -100,9 +100,9 @@ def _cut(name: str, value: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return _like(name, value, whole) if isinstance(value, torch.Tensor) else value
 
 
-def _like(name: str, tensor: torch.Tensor, whole: ShardedGradient | None) -> torch.Tensor:
+def _like(name: str, tensor: torch.Tensor, whole: TensorPiece | None) -> torch.Tensor:
     """The elements of `tensor` that go with a sharded gradient."""
-    if isinstance(tensor, ShardedGradient):
+    if isinstance(tensor, TensorPiece):
         return tensor.flat
     if whole is None or tensor.numel() == 1:
         return tensor.reshape(()) if whole is not None and tensor.ndim > 1 else tensor
@@ -114,7 +114,7 @@ def _like(name: str, tensor: torch.Tensor, whole: ShardedGradient | None) -> tor
     return tensor.reshape(-1)[whole.piece.start : whole.piece.stop]
 
 
-class _Pairs(list[tuple[torch.Tensor, ShardedGradient | None]]):
+class _Pairs(list[tuple[torch.Tensor, TensorPiece | None]]):
     """Tensors of a list argument, each with the sharded gradient at its place in one of the lists."""
 
 
@@ -126,7 +126,7 @@ def _aligned(args: Sequence[Any]) -> Iterator[Any]:
             yield value
             continue
         yield _Pairs(
-            (tensor, next((o[place] for o in lists if isinstance(_at(o, place), ShardedGradient)), None))
+            (tensor, next((o[place] for o in lists if isinstance(_at(o, place), TensorPiece)), None))
             for place, tensor in enumerate(value)
         )
 
@@ -143,17 +143,17 @@ def _wrapped(found: Any, args: Sequence[Any]) -> Any:
     """Results as pieces of tensors of the whole's shape."""
     if isinstance(found, torch.Tensor):
         whole = next(_sharded(args))
-        return ShardedGradient(found, whole.piece, whole.shape)
+        return TensorPiece(found, whole.piece, whole.shape)
     models = [model for _, model in next(each for each in _aligned(args) if isinstance(each, _Pairs))]
     return [
-        tensor if model is None else ShardedGradient(tensor, model.piece, model.shape)
+        tensor if model is None else TensorPiece(tensor, model.piece, model.shape)
         for tensor, model in zip(found, models, strict=True)
     ]
 
 
-def _sharded(values: Sequence[Any]) -> Iterator[ShardedGradient]:
+def _sharded(values: Sequence[Any]) -> Iterator[TensorPiece]:
     for value in values:
-        if isinstance(value, ShardedGradient):
+        if isinstance(value, TensorPiece):
             yield value
         elif isinstance(value, list | tuple):
             yield from _sharded(value)
@@ -163,10 +163,11 @@ def _refuse(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
     raise _error(name, next(_sharded((*args, *kwargs.values()))))
 
 
-def _error(name: str, gradient: ShardedGradient) -> UsageError:
+def _error(name: str, tensor: TensorPiece) -> UsageError:
     return UsageError(
-        f"{name} needs a whole gradient, but this rank has {gradient!r}: ZeRO stages 2 and 3 divide gradients among "
-        "the replicas of a stage. torch.nn.utils.clip_grad_norm_, torch.nn.utils.get_total_norm and "
-        "model.calc_grad_norm() compute norms over all ranks, model.get_param_grad(name), on all ranks, copies a whole "
-        "gradient, and hooks of register_hook get whole gradients; or set zero_stage=1"
+        f"{name} needs the whole of {tensor!r}, of which this rank has only these elements: ZeRO stages 2 and 3 divide "
+        "gradients, stage 3 also parameters, among the replicas of a stage. Called on all ranks, "
+        "model.get_param(name) and model.get_param_grad(name) copy a whole parameter and its gradient, "
+        "torch.nn.utils.clip_grad_norm_, torch.nn.utils.get_total_norm and model.calc_grad_norm() compute norms of "
+        "gradients, and hooks of register_hook get whole gradients; or set zero_stage=1"
     )
