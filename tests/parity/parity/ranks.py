@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -43,6 +43,10 @@ class Backend(Protocol):
         """The whole gradients of these parameters."""
         ...
 
+    def values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole values of these parameters."""
+        ...
+
     def plan(self, model: nn.Module, record: Record) -> None: ...
     def reset(self) -> None: ...
     def barrier(self) -> None: ...
@@ -78,11 +82,19 @@ class Rannc:
         if cast(Any, model).deployment.zero < 2:
             yield from ((name, parameter.grad) for name, parameter in self.own(model))
             return
+        yield from self._copied(model, cast(Any, model).get_param_grad)
+
+    def values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        if cast(Any, model).deployment.zero < 3:
+            return self.own(model)
+        return self._copied(model, cast(Any, model).get_param)
+
+    def _copied(self, model: nn.Module, copy: Callable[[str], Found]) -> Iterator[tuple[str, Found]]:
         own = {name for name, _ in self.own(model)}
         for name, _ in cast(Any, model).named_parameters(from_global=True):
-            gradient = cast(Any, model).get_param_grad(name)
+            found = copy(name)  # collective
             if name in own:
-                yield name, gradient
+                yield name, found
 
     def plan(self, model: nn.Module, record: Record) -> None:
         deployment = cast(Any, model).deployment
@@ -144,6 +156,9 @@ class Ddp:
 
     def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, parameter.grad) for name, parameter in model.named_parameters())
+
+    def values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return model.named_parameters()
 
     def plan(self, model: nn.Module, record: Record) -> None:
         record["plan/replicas"] = array(torch.tensor([dist.get_world_size()]))
@@ -239,7 +254,7 @@ class Rank:
 
     def finish(self) -> None:
         """Write down what is left after the last step, and the plan that ran."""
-        for name, parameter in self._named(self.backend.own(self.model)).items():
+        for name, parameter in self._named(self.backend.values(self.model)).items():
             self.record[f"end/param/{name}"] = array(parameter)
         for name, value in self.model.state_dict().items():
             if isinstance(value, TensorElsewhere):
