@@ -16,11 +16,15 @@ class LyingBytes(NamedTuple):
 
 
 def lying(wrapped: Any, optimizer: Any) -> LyingBytes:
-    """The memory of this rank's tensors; memory that tensors share counts once."""
+    """The memory of this rank's tensors, or pieces of them; memory that tensors share counts once."""
     import torch
 
+    from rannd.runtime.parameters.absent import part_of
+    from rannd.runtime.zero.tensor_piece import flat_part
+
     def held(tensors: Iterable[Any]) -> int:
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        parts = [flat_part(tensor if (part := part_of(tensor)) is None else part) for tensor in tensors]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in parts}
         return sum(storages.values())
 
     own = [*wrapped.parameters(own=True)]

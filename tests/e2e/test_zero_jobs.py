@@ -63,3 +63,9 @@ def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
 def test_what_scripts_do_with_gradients(job: Job, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, "tests/e2e/programs/sharded_gradients.py", **_plan(zero, stages))
     assert output.count(f"has right gradients under {stages} stages, ZeRO {zero}") == ranks
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
+def test_what_scripts_do_with_parameters(job: Job, ranks: int, stages: int) -> None:
+    output = job.train(ranks, "tests/e2e/programs/sharded_parameters.py", **_plan(3, stages))
+    assert output.count(f"has right parameters under {stages} stages, ZeRO 3") == ranks

@@ -1,0 +1,168 @@
+"""Parameters of which each rank has a piece (ZeRO 3): what scripts do with them, compared with one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import pyrannc
+from rannd.errors import UsageError
+
+RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
+ROWS = 8
+"""Of the global batch."""
+
+
+class Model(nn.Module):
+    """Tied weights, layers that are frozen for a while, a scalar, a buffer that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 20)
+        self.first = nn.Linear(20, 70)
+        self.middle = nn.Linear(70, 20)
+        self.norm = nn.LayerNorm(20)
+        self.out = nn.Linear(20, 11, bias=False)
+        self.out.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        if self.training:
+            self.seen += 1.0
+        hidden = self.embed(tokens) * self.scale
+        hidden = hidden + self.middle(torch.tanh(self.first(hidden)))
+        if twice:
+            hidden = hidden + self.middle(torch.tanh(self.first(hidden)))
+        logits = self.out(self.norm(hidden))
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 11), tokens[:, 1:].reshape(-1))
+
+
+def build() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    model = Model().double()
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randint(11, (ROWS, 6), generator=torch.Generator().manual_seed(number))
+
+
+def mine(number: int) -> torch.Tensor:
+    return batch(number).tensor_split(WORLD)[RANK]
+
+
+plain, plain_optimizer = build()
+inner, optimizer = build()
+model: Any = pyrannc.RaNNCModule(inner, optimizer)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12), (what, (found - wanted).abs().max())
+
+
+def check(when: str) -> None:
+    state = model.state_dict()
+    if RANK == 0:
+        for name, value in plain.state_dict().items():
+            close(state[name], value, f"{when}: {name}")
+
+
+def step(number: int, **given: Any) -> None:
+    for one, other, tokens in ((plain, plain_optimizer, batch(number)), (model, optimizer, mine(number))):
+        other.zero_grad()
+        one(tokens, **given).backward()
+        other.step()
+
+
+def refused(what: str, call: Any) -> None:
+    told = ""
+    try:
+        call()
+    except UsageError as exc:
+        told = str(exc)
+    assert "ZeRO stages 2 and 3" in told or "has a piece" in told, (what, told)
+
+
+def main() -> None:
+    step(0)
+    step(1)
+    check("trained")
+    assert model.deployment.zero == 3
+    pieces = [inner.first.weight, inner.embed.weight]
+    for parameter in pieces:
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.is_leaf
+        assert parameter.requires_grad
+    close(model.get_param("first.weight"), plain.first.weight, "get_param")
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+
+    # by elements
+    with torch.no_grad():
+        for one in (plain, inner):
+            one.first.weight.mul_(0.9)
+            one.middle.weight.data.add_(torch.arange(1400.0).view(20, 70), alpha=1e-5)
+            one.first.bias.copy_(torch.arange(70.0) / 100)
+    check("by elements")
+    refused("norm", lambda: inner.first.weight.norm())
+    refused("matmul", lambda: inner.first.weight @ torch.ones(20, 1, dtype=torch.float64))
+    refused("deepcopy", lambda: copy.deepcopy(inner.first.weight))
+
+    # other graphs: evaluation, another branch
+    plain.eval()
+    model.eval()
+    with torch.no_grad():
+        close(model(mine(2)), plain(batch(2)), "evaluation")
+    plain.train()
+    model.train()
+    step(3, twice=True)
+    check("another branch")
+
+    # averages
+    averaged = pyrannc.AveragedModel(model, avg_fn=lambda old, new, _: old * 0.7 + new * 0.3)
+    theirs = torch.optim.swa_utils.AveragedModel(plain, avg_fn=lambda old, new, _: old * 0.7 + new * 0.3)
+    for number in range(4, 7):
+        step(number)
+        averaged.update_parameters()
+        theirs.update_parameters(plain)
+    found = averaged.state_dict()
+    if RANK == 0:
+        for name, value in theirs.state_dict().items():
+            close(found[name], value, f"average of {name}")
+    with averaged.average_parameters(), torch.no_grad():
+        model.eval()
+        theirs.eval()
+        close(model(mine(7)), theirs(batch(7)), "evaluation of averages")
+        model.train()
+    check("after averages")
+
+    # frozen for a while
+    for one in (plain, inner):
+        one.middle.requires_grad_(False)
+    step(8)
+    check("frozen")
+    for one in (plain, inner):
+        one.middle.requires_grad_(True)
+    step(9)
+    check("thawed")
+
+    # states
+    state = copy.deepcopy(plain.state_dict())
+    step(11)
+    model.load_state_dict(state)
+    plain.load_state_dict(state)
+    check("loaded")
+
+    model.undeploy()
+    for name, parameter in inner.named_parameters():
+        assert type(parameter) is nn.Parameter
+        close(parameter, plain.get_parameter(name), f"undeployed {name}")
+    step(12)
+    check("deployed again")
+    print(f"rank {RANK} has right parameters under {len(model.deployment.stages)} stages, ZeRO {model.deployment.zero}")
+
+
+main()
