@@ -10,6 +10,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.runtime.parameters.absent import part_of
 
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
 ROWS = 8
@@ -92,24 +93,30 @@ def main() -> None:
     step(1)
     check("trained")
     assert model.deployment.zero == 3
-    pieces = [inner.first.weight, inner.embed.weight]
-    for parameter in pieces:
+    for parameter in (inner.first.weight, inner.embed.weight):
         assert isinstance(parameter, nn.Parameter)
         assert parameter.is_leaf
         assert parameter.requires_grad
     close(model.get_param("first.weight"), plain.first.weight, "get_param")
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
 
-    # by elements
+    # by elements, of those that this rank holds
+    held = dict(model.named_parameters(own=True))
+    ramp = torch.arange(1400.0).view(20, 70)
     with torch.no_grad():
-        for one in (plain, inner):
-            one.first.weight.mul_(0.9)
-            one.middle.weight.data.add_(torch.arange(1400.0).view(20, 70), alpha=1e-5)
-            one.first.bias.copy_(torch.arange(70.0) / 100)
+        for named in (dict(plain.named_parameters()), held):
+            if "first.weight" in named:
+                named["first.weight"].mul_(0.9)
+            if "first.bias" in named:
+                named["first.bias"].copy_(torch.arange(70.0) / 100)
+            if "middle.weight" in named:
+                named["middle.weight"].data.add_(ramp, alpha=1e-5)
     check("by elements")
-    refused("norm", lambda: inner.first.weight.norm())
-    refused("matmul", lambda: inner.first.weight @ torch.ones(20, 1, dtype=torch.float64))
-    refused("deepcopy", lambda: copy.deepcopy(inner.first.weight))
+    for parameter in held.values():
+        if part_of(parameter) is not None:
+            refused("norm", parameter.norm)
+            refused("deepcopy", lambda: copy.deepcopy(parameter))  # noqa: B023
+    assert WORLD > 2 or part_of(inner.first.weight) is not None
 
     # other graphs: evaluation, another branch
     plain.eval()
