@@ -173,16 +173,17 @@ class Deployer:
         )
 
     def _share(self, whole: WholeOptimizer, parameters: Parameters, deployment: Deployment) -> None:
-        """Divide the optimizer's state among the replicas of each stage, if so planned (ZeRO)."""
-        if not deployment.zero:
-            return
-        world = self._world
-        for stage in deployment.stages:
-            if len(stage.slots) > 1:
-                world.group_of(stage.slots)  # on every rank in the same order
-        mine = next(stage.slots for stage in deployment.stages if world.slot in stage.slots)
-        if len(mine) > 1:
-            whole.share(parameters, mine)
+        """Divide the optimizer's state among the replicas of each stage, if so planned (ZeRO), and give it masters."""
+        world, masters = self._world, self._config.master_weights
+        mine: tuple[int, ...] = (world.slot,)
+        if deployment.zero:
+            for stage in deployment.stages:
+                if len(stage.slots) > 1:
+                    world.group_of(stage.slots)  # on every rank in the same order
+            mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
+        if len(mine) > 1 or masters:
+            whole.share(parameters, mine, masters=masters)
+            parameters.refresh()  # master weights have float32 gradients
 
     def bind(self, deployed: Deployed, graph: ModelGraph, seed: int, rows: Sequence[int]) -> Executor:
         """Bind a graph to the deployment and create its executor; random numbers depend on `seed`.
