@@ -23,7 +23,15 @@ RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
 HALF = torch.float16 if MODE == "scaled" else torch.bfloat16
 ROWS = 12
 """Of the global batch."""
-NEAR = {"rtol": 1e-2, "atol": 2e-3}
+NEAR = 0.02
+"""Difference of two tensors relative to their norm: where sums have another order, a bfloat16 weight is rounded
+otherwise now and then."""
+
+
+def alike(found: torch.Tensor, value: torch.Tensor, *, exact: bool) -> bool:
+    if exact:
+        return torch.equal(found, value)
+    return bool((found.double() - value.double()).norm() <= NEAR * value.double().norm())
 
 
 class Model(nn.Module):
@@ -109,12 +117,12 @@ class ByHand:
         return state
 
     def check(self, model: Any, optimizer: Any, when: str) -> None:
-        exact = WORLD <= 2 and len(model.deployment.stages) == 1
+        exact = WORLD <= 2 and len(model.deployment.stages) == 1 and MODE != "resume"
         whole = optimizer.state_dict(from_global=True)
         for name, parameter in model.named_parameters(own=True):
             mine = self.model.get_parameter(name)
             assert parameter.dtype == mine.dtype
-            assert torch.allclose(parameter, mine, **({"rtol": 0, "atol": 0} if exact else NEAR)), (when, name)
+            assert alike(parameter, mine, exact=exact), (when, name)
         if RANK:
             return
         expected = self.state()
@@ -124,8 +132,7 @@ class ByHand:
             for key, value in state.items():
                 found = whole["state"][number][key]
                 assert (found.dtype, found.shape) == (value.dtype, value.shape), (when, number, key, found.dtype)
-                same = torch.equal(found, value) if exact else torch.allclose(found, value, **NEAR)
-                assert same, (when, number, key, (found - value).abs().max())
+                assert alike(found, value, exact=exact), (when, number, key, (found - value).abs().max())
 
 
 def train(model: Any, optimizer: Any, reference: ByHand) -> None:
@@ -225,6 +232,9 @@ def resume(model: Any, optimizer: Any, reference: ByHand) -> None:
     optimizer.step()
     assert pyrannc.load_checkpoint(FOLDER, model, optimizer).step == 3
     reference.check(model, optimizer, "loaded")
+    for state in optimizer.state.values():  # as they were, not rounded
+        for key in ("exp_avg", "master_param") if "master_param" in state and state["exp_avg"].numel() > 7 else ():
+            assert not torch.equal(state[key], state[key].to(HALF).float()), key
     optimizer.zero_grad()
     model(parts(3)[RANK]).backward()
     optimizer.step()
@@ -267,7 +277,7 @@ def scaled(model: Any, optimizer: Any, reference: ByHand, scaler: torch.amp.Grad
             reference.optimizer.zero_grad()
     assert scaler.get_scale() == 512.0, scaler.get_scale()
     for name, parameter in model.named_parameters(own=True):
-        assert torch.allclose(parameter, reference.model.get_parameter(name), **NEAR), name
+        assert alike(parameter, reference.model.get_parameter(name), exact=False), name
 
 
 def main() -> None:
