@@ -117,6 +117,10 @@ def test_state_is_loaded_as_it_was_also_before_the_first_call(caplog: pytest.Log
     wrapped = pyrannc.RaNNCModule(model, optimizer)
     for number in range(3):
         _step(wrapped, optimizer, number)
+    planned = wrapped.deployment.stages[0].estimate
+    kept = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert sum(value.nbytes for value in kept) == planned.optimizer_bytes
+    assert 2 * sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) == planned.grad_bytes
     saved, values = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(wrapped.state_dict())
     _step(wrapped, optimizer, 3)
     after = copy.deepcopy(optimizer.state_dict())
