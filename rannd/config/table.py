@@ -123,10 +123,10 @@ class Config:
     zero_stage: str = item(
         "auto",
         "ZeRO stage, what the replicas of a stage share instead of each holding it whole: 0 nothing, 1 the optimizer's "
-        "state; auto: the planner's choice, where memory asks for it.",
+        "state, 2 gradients as well, 3 parameters as well; auto: the planner's choice, where memory asks for it.",
         group=_PLAN,
         plan_affecting=True,
-        choices=("auto", "0", "1"),
+        choices=("auto", "0", "1", "2", "3"),
     )
     master_weights: bool = item(
         False,

@@ -15,7 +15,7 @@ from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
 __all__ = ["RUNS", "SCHEDULES", "RunMode", "check_known"]
 
 
-MOST_ZERO = 1
+MOST_ZERO = 3
 """The highest ZeRO stage that the runtime can run."""
 
 

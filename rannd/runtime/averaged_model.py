@@ -15,6 +15,7 @@ from rannd.errors import StepError, UsageError
 from rannd.runtime.comm.gather_objects import agree_on_errors
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.module import RaNNCModule
+from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_state, read_state
 from rannd.runtime.parameters.state_elsewhere import described, elsewhere
@@ -122,6 +123,8 @@ class AveragedModel:
             if name not in self._values
             else self._values[name]
             if tensor.is_meta
+            else tensor.detach().clone().copy_(self._values[name])
+            if part_of(tensor) is not None
             else self._values[name].to(tensor.device, tensor.dtype)
             for name, tensor in tensors.items()
         }

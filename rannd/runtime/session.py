@@ -361,7 +361,7 @@ class Session:
         """
         assert self._deployed is not None
         parameters = self._deployed.parameters
-        if parameters.everywhere(name):
+        if parameters.everywhere(name) and parameters.shared is None:
             gradient = parameters.tensors[name].grad
             return None if gradient is None else gradient.detach().to_dense().to("cpu", copy=True)
         meet(self.world, Phase.GET_PARAM_GRAD, name)

@@ -32,13 +32,18 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(3, 2), (4, 2)])
-def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int) -> None:
-    output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(1, stages))
-    assert output.count(f"is right under {stages} stages, ZeRO 1") == ranks
+@pytest.mark.parametrize(
+    ("ranks", "stages", "zero"),
+    [(3, 2, 1), (4, 2, 1), (2, 1, 2), (3, 1, 2), (4, 2, 2), (2, 1, 3), (3, 1, 3), (4, 2, 3)],
+)
+def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int, zero: int) -> None:
+    output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(zero, stages))
+    assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
 
 
-@pytest.mark.parametrize(("ranks", "stages", "zero"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "stages", "zero"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 2, 1), (2, 1, 2), (4, 2, 3)]
+)
 def test_a_checkpoint_goes_on_under_any_plan(job: Job, saved: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, PROGRAM, "resume", str(saved), **_plan(zero, stages))
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
@@ -50,3 +55,11 @@ def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
     assert state["second.weight"]["exp_avg"].shape == (403, 401)
     assert state["second.weight"]["exp_avg"].abs().min() > 0
     assert state["first.bias"]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "zero"), [(2, 1, 0), (2, 1, 1), (3, 1, 2), (4, 2, 2), (2, 1, 3), (4, 2, 3)]
+)
+def test_what_scripts_do_with_gradients(job: Job, ranks: int, stages: int, zero: int) -> None:
+    output = job.train(ranks, "tests/e2e/programs/sharded_gradients.py", **_plan(zero, stages))
+    assert output.count(f"has right gradients under {stages} stages, ZeRO {zero}") == ranks

@@ -75,6 +75,8 @@ class Reference:
                     replicas = tuple(b - a for a, b in pairwise((0, *shares, self.world)))
                     if options.replica_num and set(replicas) != {options.replica_num}:
                         continue
+                    if self.zero >= 2 and len(set(replicas)) > 1:
+                        continue
                     if options.limit_dev_num_pot and any(each not in (1, 2, 4, 8, self.world) for each in replicas):
                         continue
                     for microbatches in (1, 2, 4, 8):
@@ -224,8 +226,6 @@ class Reference:
         ]
         posted += 2 * max(made)
         fixed = params + unused + state + posted + flying * held
-        if not recompute:
-            return fixed + kept * flying
         between = sum(
             value.bytes.at(rows)
             for index, value in enumerate(self.graph.values)
@@ -233,6 +233,9 @@ class Reference:
             and start <= (home := self.home[value.producer]) < end
             and any(home < reader < end for reader in self.readers[index])
         )
+        kept += between if self.zero >= 2 else 0.0
+        if not recompute:
+            return fixed + kept * flying
         largest = max(block.activation_bytes.at(rows) for block in self.costs.blocks[start:end])
         return fixed + min(kept, between * flying + largest)
 

@@ -24,6 +24,7 @@ from rannd.plan.schedule.instructions import Instruction, Posting, instructions,
 from rannd.plan.schedule.program import NOWHERE, SENDS, TRANSFERS, Action, ActionKind, Program
 
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
+_MEET = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
 _Transfer = tuple[bool, int, int, int, int, int]
 """A transfer as both sides name it: whether it is a gradient, edge, microbatch, sender, receiver."""
 
@@ -50,13 +51,16 @@ class StreamRules:
     """Hosts may wait for their device before each computation, and in the middle of a backward."""
     overlap: bool = True
     """Reductions of gradients begin in the middle of a slot's last backward, not at the end of the step."""
+    meets: bool = False
+    """The replicas of a stage wait for each other before and after each forward and backward (ZeRO 2 and 3)."""
 
 
 def check_streams(program: Program, posting: Posting, rules: StreamRules) -> None:
     """Check that a step of `program`, with its receives posted as `posting` says, ends under `rules`.
 
     Raises:
-        PlanError: Slots wait for each other in a circle, which the message names.
+        PlanError: Slots wait for each other in a circle, which the message names; or replicas that meet do not do
+            the same.
     """
     _Events(program, posting, rules).check()
 
@@ -75,6 +79,8 @@ class _Slot:
     """Events on this device since the host last waited for it."""
     firsts: dict[object, int] = field(default_factory=dict)
     """The host's first operation of each communicator."""
+    met: list[ActionKind] = field(default_factory=list)
+    """What it met its replicas for."""
 
 
 class _Events:
@@ -86,6 +92,7 @@ class _Events:
         self._names: list[str] = []
         self._transfers: dict[_Transfer, int] = {}
         self._collectives: dict[tuple[int, int], int] = {}
+        self._meetings: dict[tuple[int, int], int] = {}
         self._slots = [
             _Slot(self._event(f"slot {slot}"), self._event(f"slot {slot}")) for slot in range(program.layout.world)
         ]
@@ -97,6 +104,9 @@ class _Events:
             reductions = [action for action in program.slots[slot] if action.kind is ActionKind.REDUCE]
             for operation, action in _operations(listed, reductions, overlap=rules.overlap):
                 self._issue(slot, operation, action)
+        for slots in program.layout.stages:
+            if any(self._slots[slot].met != self._slots[slots[0]].met for slot in slots):
+                raise PlanError(f"the replicas in slots {slots} do not run forwards and backwards in the same order")
         for event, peer, queue in self._openings:
             if queue in self._slots[peer].firsts:
                 self._before[event].append(self._slots[peer].firsts[queue])
@@ -115,8 +125,13 @@ class _Events:
             if self._rules.synchronises:
                 self._before[host] += here.pending
                 here.pending.clear()
+            meets = self._rules.meets and action.kind in _MEET
+            if meets:
+                self._meet(slot, action)
             here.compute = self._event(name, host, here.compute)
             here.pending.add(here.compute)
+            if meets:
+                self._meet(slot, action)
         elif operation == "await":
             here.compute = self._event(name, host, here.compute, self._transfer(slot, action))
             here.pending.add(here.compute)
@@ -126,6 +141,20 @@ class _Events:
             here.pending.add(collective)
         else:
             self._move(slot, action)
+
+    def _meet(self, slot: int, action: Action) -> None:
+        """Let the computations of a slot wait for those of its replicas that are as far."""
+        here, stage = self._slots[slot], self._program.layout.stage_of(slot)
+        if len(self._program.layout.stages[stage]) == 1:
+            return
+        number = len(here.met)
+        here.met.append(action.kind)
+        if (stage, number) not in self._meetings:
+            self._meetings[stage, number] = self._event(f"meeting {number} of the replicas of stage {stage}")
+        meeting = self._meetings[stage, number]
+        self._before[meeting] += (here.host, here.compute)
+        here.compute = self._event(f"slot {slot} at {action}", here.host, here.compute, meeting)
+        here.pending.add(here.compute)
 
     def _move(self, slot: int, action: Action) -> None:
         """Issue a send or receive."""

@@ -155,6 +155,8 @@ class StageTables:
         self.kept = at(intervals.activation, rows)
         self.between = at(intervals.inner, rows)
         """Bytes per microbatch that blocks of the stage hand to each other, kept if they recompute one by one."""
+        if variant.zero >= 2:
+            self.kept = self.kept + self.between  # each block is a segment
         self.kept_apart = intervals.largest_of(np.diagonal(self.kept, 1))
         """Bytes kept by the block of the stage that keeps most."""
         self.working = 2.0 * intervals.largest(rows)
@@ -443,23 +445,27 @@ class StageTables:
     def segments(self, start: int, end: int, replicas: int, *, used: int) -> DividedStage:
         """Return what of a stage recomputes: the least that makes it fit, or all of it with `checkpointing`.
 
-        E and the search count a stage that cannot keep everything as one that recomputes all.
+        E and the search count a stage that cannot keep everything as one that recomputes all. Where replicas share
+        gradients, each block is a segment: its gradients are given away after its backward.
         """
         forward = np.diagonal(self.forward_us, 1)[start:end]
+        apart = self.variant.zero >= 2 and replicas > 1
         if not self.recomputes(start, end, replicas, used=used):
-            return DividedStage((end - start,), (False,), float(self.kept[start, end]), 0.0, 0.0)
+            ends = tuple(range(1, end - start + 1)) if apart else (end - start,)
+            return DividedStage(ends, (False,) * len(ends), float(self.kept[start, end]), 0.0, 0.0)
         flights = self.in_flight(end, used, split=False)
         flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
         activation = self.kept[start : end + 1, start : end + 1]
         handed = self.intervals.handed(start, end, self.rows)
-        least = least_memory(forward, activation, handed, flying)
+        least = least_memory(forward, activation, handed, flying, apart=apart)
         if self._forced(end):
             return least
         key = (start, end, replicas, used)
         if key not in self._segments:
             plain = self._plain(end, used, split=False)
             others = plain[start, replicas - 1] - self.kept[start, end] * flying
-            self._segments[key] = segments(forward, activation, handed, flying, self.limit - float(others)) or least
+            budget = self.limit - float(others)
+            self._segments[key] = segments(forward, activation, handed, flying, budget, apart=apart) or least
         return self._segments[key]
 
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:

@@ -27,6 +27,7 @@ from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.stage_modules import stage_modules
 from rannd.plan.topology import Machine, Mask, place
+from rannd.plan.zero import replica_counts
 from rannd.profile.costs import CostTable
 from rannd.units import amounts_apart
 
@@ -120,10 +121,11 @@ def plan(
                 Variant(chosen.schedule, count, placement, zero),
                 rows=piece_rows(batch_rows, world, count),
                 limit=limit,
-                allowed=allowed,
+                allowed=allowed & replicas,
                 reductions=reductions,
             )
             for zero in (zeros if stages is None else stages)
+            for replicas in replica_counts(zero, world)
             for placement in machine.placements
             for count in counts
         ]

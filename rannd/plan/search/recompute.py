@@ -43,7 +43,9 @@ class DividedStage(msgspec.Struct, frozen=True):
         return self.kept * flying + self.working
 
 
-def segments(forward: Table, activation: Table, handed: Table, flying: int, budget: float) -> DividedStage | None:
+def segments(
+    forward: Table, activation: Table, handed: Table, flying: int, budget: float, *, apart: bool = False
+) -> DividedStage | None:
     """Return the segments with the least repeated time whose bytes are within `budget`; None if there are none.
 
     Args:
@@ -52,6 +54,7 @@ def segments(forward: Table, activation: Table, handed: Table, flying: int, budg
         handed: ``[i, j]``: bytes of the values that blocks i to j - 1 make and later blocks of the stage read.
         flying: Microbatches between forward and backward.
         budget: Bytes.
+        apart: Each block is a segment.
     """
     count = len(forward)
     runs = activation[np.triu_indices(count + 1, 1)]
@@ -61,26 +64,31 @@ def segments(forward: Table, activation: Table, handed: Table, flying: int, budg
     best: DividedStage | None = None
     for bound in bounds:
         limit = np.inf if best is None else best.forward_us
-        best = _within(forward, activation, handed, (budget - bound) / flying, float(bound), limit) or best
+        best = _within(forward, activation, handed, (budget - bound) / flying, float(bound), limit, apart) or best
     return best
 
 
-def least_memory(forward: Table, activation: Table, handed: Table, flying: int) -> DividedStage:
-    """Return the segments, all of which recompute, with the least bytes: each block apart, or all together."""
+def least_memory(forward: Table, activation: Table, handed: Table, flying: int, *, apart: bool = False) -> DividedStage:
+    """Return the segments, all of which recompute, with the least bytes: each block apart, or all together.
+
+    `apart`: each block has to be a segment.
+    """
     count = len(forward)
-    apart = DividedStage(
+    alone = DividedStage(
         tuple(range(1, count + 1)),
         (True,) * count,
         float(sum(handed[at, at + 1] for at in range(count))),
         float(max(activation[at, at + 1] for at in range(count))),
         float(forward.sum()),
     )
+    if apart:
+        return alone
     together = DividedStage((count,), (True,), 0.0, float(activation[0, count]), float(forward.sum()))
-    return min(apart, together, key=lambda each: (each.bytes(flying), len(each.ends)))
+    return min(alone, together, key=lambda each: (each.bytes(flying), len(each.ends)))
 
 
 def _within(
-    forward: Table, activation: Table, handed: Table, most: float, bound: float, limit: float
+    forward: Table, activation: Table, handed: Table, most: float, bound: float, limit: float, apart: bool
 ) -> DividedStage | None:
     """The least time with at most `most` bytes per microbatch, and `bound` bytes in each segment that recomputes.
 
@@ -94,7 +102,7 @@ def _within(
     """Of each state the border and state before, and whether the segment between recomputes."""
     for end in range(1, count + 1):
         parts: list[tuple[Table, Table, npt.NDArray[np.int64]]] = []
-        for start in range(end):
+        for start in range(end - 1 if apart else 0, end):
             places = np.arange(len(kept[start]))
             for again in (0, 1):
                 if again and activation[start, end] > bound:

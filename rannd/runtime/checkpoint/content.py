@@ -15,6 +15,7 @@ from rannd.runtime.averaged_model import AveragedModel
 from rannd.runtime.comm.world import World
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.state_codec import NamedState, TensorName, copied
+from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import persistent_names
 from rannd.runtime.storage.dcp_files import PartOf
@@ -22,6 +23,7 @@ from rannd.runtime.storage.sealing import seal
 from rannd.runtime.zero.division import Piece
 from rannd.runtime.zero.flat_boxes import boxes
 from rannd.runtime.zero.state_pieces import is_part
+from rannd.runtime.zero.tensor_piece import TensorPiece
 
 MODEL = "model."
 AVERAGED = "averaged"
@@ -114,6 +116,10 @@ def put_model(content: Content, world: World, parameters: Parameters | None, mod
     holders: dict[int, int] = {}
     for each in state_tensors(world, parameters, model):
         holders[id(each.tensor)] = each.holder
+        held = part_of(each.tensor)
+        if held is not None and each.held:
+            assert isinstance(held, TensorPiece)
+            content.put_pieces((*home, each.names[0]), held.flat, held.piece, each.tensor.shape)
         if each.holder != world.rank:
             continue
         if each.tensor.is_meta or each.tensor.layout is not torch.strided:
@@ -121,7 +127,7 @@ def put_model(content: Content, world: World, parameters: Parameters | None, mod
             hint = "; a RaNNCModule has them once it was called" if each.tensor.is_meta else ""
             raise UsageError(f"{each.names[0]} is {kind}; a checkpoint holds dense tensors that have values{hint}")
         first, *others = each.names
-        name = content.put((*home, first), each.tensor.detach())
+        name = dotted((*home, first)) if held is not None else content.put((*home, first), each.tensor.detach())
         content.aliases[name] = [".".join((*home, other)) for other in others]
         content.paths.update({".".join((*home, other)): (*home, other) for other in others})
     for name, module in extra_states(model).items():
@@ -141,7 +147,9 @@ def put_averages(content: Content, world: World, parameters: Parameters | None, 
     """Add the averages that this rank writes."""
     for name, value in averaged.held().items():
         holder = 0 if parameters is None else world.rank_of_slot[parameters.slots[name][0]]
-        if holder == world.rank:
+        if isinstance(value, TensorPiece):
+            content.put_pieces(average_name(name), value.flat, value.piece, value.shape)
+        elif holder == world.rank:
             content.put(average_name(name), value.detach())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from rannd.runtime.storage.atomic_folder import METADATA, recover
 from rannd.runtime.storage.checkpoint_file import checked
 from rannd.runtime.storage.dcp_metadata import read_index
 from rannd.runtime.storage.dcp_reading import Distributed, FoundValues, IndexedFolder, find
+from rannd.runtime.zero.tensor_piece import TensorPiece
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,15 @@ def load(
     local: dict[str, Any] | None = None
     averages: dict[str, torch.Tensor] = {}
     values: FoundValues | None = None
+    whole: dict[str, torch.Tensor] = {}
     script = found.script
     try:
         if rng and script is not None and world.rank < len(script.rng):
             check_random_state(script.rng[world.rank], world.device)
-        values = find(found.folder, found.tensors, found.extras)
+        whole = {
+            name: torch.empty(t.shape, dtype=t.dtype) for name, t in found.tensors.items() if isinstance(t, TensorPiece)
+        }
+        values = find(found.folder, found.tensors | whole, found.extras)
         averages = _averages(found, subject)
         # the optimizer's state is read beside the present one: that may still fail without harm
         local = _optimizer_state(found, subject, states=subject.values is None)
@@ -102,7 +108,7 @@ def load(
     agree_on_errors(world, error, CheckpointError)
     assert values is not None
     try:
-        _put(found, values, subject, local)
+        _put(found, values, whole, subject, local)
         if subject.averaged is not None:
             assert script is not None
             assert script.averaged is not None
@@ -191,7 +197,8 @@ def _compare(
                     f"{name} is on the meta device; wrap the model in RaNNCModule, or give it memory first "
                     "(model.to_empty(device='cpu'))"
                 )
-            targets[prefix + there[-1]] = each.tensor.detach()  # as in load_state_dict the last of tied names counts
+            # as in load_state_dict the last of tied names counts
+            targets[prefix + there[-1]] = each.tensor.detach()
     extras = extra_states(subject.model)
     missing += [name for name in extras if name not in described]
     unexpected = [name for name in described if name not in known and name not in extras]
@@ -291,13 +298,24 @@ def _averages(found: _Found, subject: Subject) -> dict[str, torch.Tensor]:
     return {names[there]: value for there, value in values.items()}
 
 
-def _put(found: _Found, values: FoundValues, subject: Subject, local: dict[str, Any] | None) -> None:
-    """Put everything in its place, or have it put there when the model is deployed."""
+def _put(
+    found: _Found,
+    values: FoundValues,
+    whole: Mapping[str, torch.Tensor],
+    subject: Subject,
+    local: dict[str, Any] | None,
+) -> None:
+    """Put everything in its place, or have it put there when the model is deployed.
+
+    `whole`: what is read of tensors of which this rank has a piece.
+    """
     if subject.values is not None:
         subject.values.take(Distributed(found.folder), found.later)
         if subject.optimizer is not None:
             subject.values.afterwards(lambda: _put_states(found, subject))
     values.read()
+    for name, value in whole.items():
+        found.tensors[name].copy_(value)
     for name, module in found.extras.items():
         module.set_extra_state(values.values[name])
     if subject.optimizer is not None and local is not None:

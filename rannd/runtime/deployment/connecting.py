@@ -8,7 +8,7 @@ from rannd import log
 from rannd.errors import PlanError
 from rannd.plan.schedule.program import TRANSFERS, ActionKind, Program
 from rannd.plan.schedule.program_checker import check
-from rannd.plan.schedule.stream_checker import check_streams
+from rannd.plan.schedule.stream_checker import StreamRules, check_streams
 from rannd.runtime.comm.world import World
 from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
 from rannd.runtime.transport.transport import Pair, Transport, pair
@@ -24,11 +24,13 @@ def connect(world: World, bound: BoundGraph) -> BoundGraph:
     Raises:
         PlanError: A step would not end, or would compute something else.
     """
-    traffic = _checked(bound.traffic, world.transport)
+    traffic = _checked(bound.traffic, world.transport, meets=bound.meets)
     interleaved = bound.interleaved
     pairs = pairs_of(traffic.program)
     if interleaved is not None:
-        interleaved = dataclasses.replace(interleaved, traffic=_checked(interleaved.traffic, world.transport))
+        interleaved = dataclasses.replace(
+            interleaved, traffic=_checked(interleaved.traffic, world.transport, meets=bound.meets)
+        )
         pairs |= pairs_of(interleaved.traffic.program)
     for lender, borrowers in bound.borrowed.values():
         pairs |= {pair(False, lender, each) for each in borrowers}
@@ -39,14 +41,18 @@ def connect(world: World, bound: BoundGraph) -> BoundGraph:
     return dataclasses.replace(bound, traffic=traffic, interleaved=interleaved)
 
 
-def _checked(traffic: Traffic, transport: Transport) -> Traffic:
+def _checked(traffic: Traffic, transport: Transport, *, meets: bool) -> Traffic:
     check(traffic.program)
-    if transport.rules is None:
+    rules = transport.rules
+    if rules is None and meets:  # a replica that waits for another holds up who waits for it
+        rules = StreamRules(synchronises=False, overlap=False)
+    if rules is None:
         return traffic
+    rules = dataclasses.replace(rules, meets=meets)
     try:
-        check_streams(traffic.program, transport.posting, transport.rules)
+        check_streams(traffic.program, transport.posting, rules)
     except PlanError as exc:
-        check_streams(traffic.program, transport.posting, dataclasses.replace(transport.rules, overlap=False))
+        check_streams(traffic.program, transport.posting, dataclasses.replace(rules, overlap=False))
         log.get("RaNNCModule").debug("Gradients are reduced at the end of a step, not in its last backward: %s", exc)
         return dataclasses.replace(traffic, overlaps=False)
     return traffic

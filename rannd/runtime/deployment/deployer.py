@@ -28,6 +28,7 @@ from rannd.runtime.gradients.clip_watch import ClipWatch
 from rannd.runtime.gradients.grad_overflow import Overflow
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.requires_grad import Frozen
+from rannd.runtime.gradients.sharded_gradients import ShardedGradients
 from rannd.runtime.optim.global_optimizer import whole_optimizer
 from rannd.runtime.optim.local_optimizer import WholeOptimizer
 from rannd.runtime.optim.placeholder import placeholder_gradient
@@ -38,6 +39,8 @@ from rannd.runtime.planning.graph_dumps import dump
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.plan_provider import Planner
 from rannd.runtime.traces.trace_provider import placed
+from rannd.runtime.zero.replica_exchange import ReplicaExchange
+from rannd.runtime.zero.sharded_parameters import ShardedParameters
 
 
 class DryRunDone(SystemExit):
@@ -135,12 +138,14 @@ class Deployer:
         parameters = Parameters(self._context, owners, deployment, self._values)
         clip_watch: ClipWatch | None = None
         whole: WholeOptimizer | None = None
+        sharded: ShardedGradients | None = None
         if optimizer is not None:
             whole = whole_optimizer(optimizer, world)
             whole.keep_own(parameters)
-            self._share(whole, parameters, deployment)
+            sharded = self._share(whole, parameters, deployment, segments)
             clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         self._values.finish()
+        several = len(deployment.stages) > 1 or deployment.zero >= 2  # ranks have different gradients
         overflow = Overflow(world, lambda: placeholder_gradient(optimizer))
         overflow.watched = any(p.dtype == torch.float16 for p in model.parameters()) or self._context.options.scaled
         reducer = Reducer(
@@ -149,11 +154,13 @@ class Deployer:
             divisor=self._context.averaged,
             overlap=not self._config.sync_allreduce,
             consolidate=self._config.consolidate_grads,
-            overflow=overflow if len(deployment.stages) > 1 else None,
+            overflow=overflow if several else None,
+            sharded=sharded,
+            agrees=deployment.zero >= 2,
         )
         if clip_watch is not None:
             reducer.delivered.append(clip_watch.reduced)
-        held = grad_norm.ClippedParameters(world, parameters, len(deployment.stages))
+        held = grad_norm.ClippedParameters(world, parameters, over_ranks=several)
         grad_norm.enter(held)
         frozen = Frozen(world, parameters)
         anchor = Anchor(parameters)
@@ -172,8 +179,17 @@ class Deployer:
             segments,
         )
 
-    def _share(self, whole: WholeOptimizer, parameters: Parameters, deployment: Deployment) -> None:
-        """Divide the optimizer's state among the replicas of each stage, if so planned (ZeRO), and give it masters."""
+    def _share(
+        self,
+        whole: WholeOptimizer,
+        parameters: Parameters,
+        deployment: Deployment,
+        segments: Mapping[str, tuple[int, ...]],
+    ) -> ShardedGradients | None:
+        """Divide the optimizer's state, and gradients, among the replicas of each stage, if so planned (ZeRO).
+
+        Half-precision parameters get master weights, if so configured.
+        """
         world, masters = self._world, self._config.master_weights
         mine: tuple[int, ...] = (world.slot,)
         if deployment.zero:
@@ -181,9 +197,19 @@ class Deployer:
                 if len(stage.slots) > 1:
                     world.group_of(stage.slots)  # on every rank in the same order
             mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
-        if len(mine) > 1 or masters:
-            whole.share(parameters, mine, masters=masters)
-            parameters.refresh()  # master weights have float32 gradients
+        if len(mine) == 1 and not masters:
+            return None
+        buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {}, masters=masters)
+        parameters.refresh()  # master weights have float32 gradients
+        if deployment.zero <= 1 or not buckets:
+            return None
+        exchange = ReplicaExchange(world, mine)
+        if deployment.zero == 2:
+            return ShardedGradients(parameters, buckets, exchange)
+        values = ShardedParameters(parameters, buckets, exchange)
+        for _, sharded in whole.shared:
+            sharded.stepped.append(values.changed)
+        return ShardedGradients(parameters, buckets, exchange, values)
 
     def bind(self, deployed: Deployed, graph: ModelGraph, seed: int, rows: Sequence[int]) -> Executor:
         """Bind a graph to the deployment and create its executor; random numbers depend on `seed`.
@@ -203,7 +229,13 @@ class Deployer:
         bound = connect(self._world, bound)
         self._dump(graph, deployed.deployment, bound.stage_of)
         state = deployed.parameters.aliases
+        values = None if deployed.reducer.sharded is None else deployed.reducer.sharded.values
+        if values is not None and self._config.compile_stages != "off":
+            (every,) = values.readers([bound.part.tensors])
+            values.enter(every)
         compiled = compile_bound(self._context, bound, state, rows)
+        if values is not None:
+            values.leave()
         return Executor(self._context, bound, state, deployed.reducer, deployed.anchor, seed, compiled)
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:

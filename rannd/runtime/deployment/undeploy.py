@@ -20,6 +20,7 @@ from rannd.runtime.optim.optimizer_state import gather_states
 from rannd.runtime.parameters.absent import make_present
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_tensor
+from rannd.runtime.zero.tensor_piece import TensorPiece
 
 
 class Origin:
@@ -35,12 +36,14 @@ def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: to
     StepError if gradients were not reduced yet; UsageError if the optimizer's state cannot be sent. After an error
     nothing has changed.
     """
-    waits = any(parameters.aliases[name].grad is not None for name in parameters.trainable())
+    waits = parameters.waits
     error = "gradients were not reduced yet (delay_grad_allreduce(True)): call model.allreduce_grads() before it"
     agree_on_errors(world, f"model.undeploy(): {error}" if waits else "", StepError)
     states: dict[str, Any] = {}
     if optimizer is not None:
         states = gather_states(whole_optimizer(optimizer, world), parameters)
+    if parameters.shared is not None:
+        parameters.shared.restore()
     for name, tensor in parameters.tensors.items():
         _restore(world, parameters, origin, name, tensor)
     _gradients(world, parameters)
@@ -52,6 +55,10 @@ def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: to
 
 def _holder(world: World, parameters: Parameters, name: str) -> int:
     return world.rank_of_slot[parameters.slots[name][0]]
+
+
+def _holders(world: World, parameters: Parameters, name: str) -> list[int]:
+    return [world.rank_of_slot[slot] for slot in parameters.slots[name]]
 
 
 def _restore(world: World, parameters: Parameters, origin: Origin, name: str, tensor: torch.Tensor) -> None:
@@ -77,7 +84,10 @@ def gather_gradient(world: World, parameters: Parameters, name: str) -> torch.Te
     """
     tensor = parameters.tensors[name]
     holder = _holder(world, parameters, name)
-    gradient = tensor.grad if world.rank == holder else None
+    # of a parameter that replicas share, all of them have a piece
+    gradient = parameters.gradient(name) if world.rank in _holders(world, parameters, name) else None
+    if world.rank != holder:
+        gradient = None
     if world.size == 1:
         return None if gradient is None else gradient.detach().to("cpu", copy=True)
     there = torch.tensor([0 if gradient is None else 1 if gradient.dtype == tensor.dtype else 2])
@@ -102,7 +112,8 @@ def _gradients(world: World, parameters: Parameters) -> None:
         if not isinstance(tensor, torch.nn.Parameter):
             continue
         gradient = gather_gradient(world, parameters, name)
-        if name not in own:
+        if name not in own or isinstance(tensor.grad, TensorPiece):
+            tensor.grad = None
             if gradient is not None:
                 tensor.grad_dtype = gradient.dtype
             tensor.grad = None if gradient is None else gradient.to(tensor.device)

@@ -89,6 +89,8 @@ class BoundGraph:
     """Tensors that stages read but do not hold: (lending slot, borrowing slots), sent before each step."""
     stage_of: Mapping[Node, int]
     """Stage of every placed node."""
+    meets: bool = False
+    """Whether the replicas of a stage meet in each microbatch (ZeRO 2 and 3)."""
     _live: dict[tuple[bool, ...], frozenset[Node]] = field(default_factory=dict)
 
     @property
@@ -271,6 +273,7 @@ def bind(
         constants,
         borrowed,
         stage_of,
+        deployment.zero >= 2,
     )
 
 

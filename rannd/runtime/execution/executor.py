@@ -45,6 +45,7 @@ from rannd.runtime.gradients.scaling import Factor, scaled
 MOST_SIZES = 64
 """Maximum number of cached mini-batch sizes."""
 
+ACTS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT})
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 _FORWARD, _BACKWARD, _BOTH = "forward", "backward", "both"
 
@@ -67,7 +68,7 @@ class Executor:
         self.bound = bound
         self.closed = False
         """Whether the deployment has been removed."""
-        self.computing = Computing(context, bound, state, seed, compiled)
+        self.computing = Computing(context, bound, state, seed, compiled, reducer.sharded)
         """This rank's stage."""
         self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, context.averaged)
         """This rank's inputs and their gradients."""
@@ -93,11 +94,15 @@ class Executor:
         return self._sizes[rows]
 
     def _phase(self, step: Step, phase: str) -> tuple[Instruction, ...]:
-        """Instructions of this slot for a phase, without microbatches that have no rows."""
+        """Instructions of this slot for a phase, without microbatches that have no rows.
+
+        Where replicas share gradients, they stand by in their computations.
+        """
         running = tuple(map(bool, step.pieces.rows))
         if (phase, running) not in self._instructions:
             chosen = self._traffic(step).program.phases[phase == _BACKWARD]
-            slots = [[each for each in actions if running[each.piece]] for actions in chosen]
+            joint = ACTS if self.bound.meets else ()
+            slots = [[each for each in actions if running[each.piece] or each.kind in joint] for actions in chosen]
             self._instructions[phase, running] = instructions(slots, self._slot, self.world.transport.posting)
             if len(self._instructions) > MOST_SIZES:
                 self._instructions.popitem(last=False)
@@ -303,7 +308,11 @@ class Executor:
             where.action = action
             if action.kind not in TRANSFERS:
                 self.world.transport.before_computation()
-            if action.kind is ActionKind.FORWARD:
+            if action.kind in ACTS and not step.pieces.rows[piece]:
+                self.computing.stand_by(action.kind)
+                if totals and action is last_forward:
+                    self._totals.begin(step)
+            elif action.kind is ActionKind.FORWARD:
                 self.computing.forward(step, piece, live)
                 self._totals.take(step, piece)
                 if totals and action is last_forward:
@@ -328,6 +337,7 @@ class Executor:
                 raise StepError(f"internal error: action {action} cannot be executed; please report this")
         forward.finish()
         backward.finish()
+        self.computing.rest()
         where.piece = where.action = None
 
     def _receive(self, step: Step, exchange: Exchange, action: Action) -> None:

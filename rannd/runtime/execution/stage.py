@@ -13,15 +13,20 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.device.generators import States, seeded
+from rannd.plan.schedule.program import ActionKind
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.bound_graph import BoundGraph
 from rannd.runtime.execution.p2p import as_bytes
 from rannd.runtime.execution.step import Saved, Step
+from rannd.runtime.gradients.sharded_gradients import ShardedGradients, first_readers
 
 
 class Computing:
-    """Runs this rank's stage of a bound graph with `state`, its tensors by name."""
+    """Runs this rank's stage of a bound graph with `state`, its tensors by name.
+
+    `sharded`: what the replicas of the stage share of the gradients of its parameters.
+    """
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class Computing:
         state: Mapping[str, torch.Tensor],
         seed: int,
         compiled: Sequence[CompiledStage] = (),
+        sharded: ShardedGradients | None = None,
     ) -> None:
         self.seed = seed
         """Base seed of the stage's random numbers."""
@@ -47,6 +53,12 @@ class Computing:
         self._written_by = [[name for name in self._written if name in set(part.tensors)] for part in parts]
         self.arrivals = Counter(name for part in parts for name in part.tensors)
         """Number of segments that read each tensor: how often its gradient is accumulated in a backward."""
+        self._sharded = sharded
+        self._complete = first_readers(sharded.buckets, [part.tensors for part in parts]) if sharded is not None else []
+        """The shared parameters whose gradients are complete after the backward of each segment."""
+        self._values = sharded.values if sharded is not None else None
+        self._reads = self._values.readers([part.tensors for part in parts]) if self._values is not None else []
+        """The parameters, of those that replicas share, that each segment reads."""
         self._entering, self._leaving = frozenset(bound.part.inputs), frozenset(bound.part.outputs)
         self._last = [
             [
@@ -84,6 +96,8 @@ class Computing:
         """Send tensors to the stages that read but do not hold them."""
         world, slot, transport = self._world, self._bound.slot, self._world.transport
         for name, (lender, borrowers) in self._bound.borrowed.items():
+            if self._values is not None and slot in self._bound.layout.stages[self._bound.layout.stage_of(lender)]:
+                self._values.enter(*self._values.readers([[name]]))
             if slot == lender:
                 message = as_bytes(self._state[name].detach())
                 sent = [transport.send(message, world.rank_of_slot[each], gradients=False) for each in borrowers]
@@ -134,6 +148,7 @@ class Computing:
                 inputs[node] = value.requires_grad_() if node in differentiable else value
             for node in self._last[number]:
                 del values[node]
+            self._gather(number, number + 1)
             before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
             with torch.set_grad_enabled(records and not segment.recompute):
                 outputs, after = self._run(step, piece, number, inputs, buffers, random)
@@ -167,6 +182,7 @@ class Computing:
             saved = every[number]
             if not step.keep:
                 every[number] = Saved({}, {}, {})
+            self._gather(number, number - 1)
             outputs = saved.outputs
             if segment.recompute:
                 buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
@@ -189,6 +205,8 @@ class Computing:
                 if self._finite.every:
                     found = {node: value.grad for node, value in saved.inputs.items()}
                     self._finite.gradients(dict(enumerate(seeds)), found)
+            if self._sharded is not None:
+                self._sharded.send(self._complete[number])
             for node, value in saved.inputs.items():
                 found_here, value.grad = value.grad, None
                 if node in live and found_here is not None:
@@ -206,6 +224,28 @@ class Computing:
             for node in self._bound.part.outputs:  # already sent
                 if node not in self._handed:
                     step.values.pop((piece, node), None)
+
+    def stand_by(self, kind: ActionKind) -> None:
+        """Take part in what the replicas do together in a microbatch, without a microbatch."""
+        numbers = range(len(self._bound.segments))
+        if kind is ActionKind.FORWARD:
+            for number in numbers:
+                self._gather(number, number + 1)
+        elif kind is ActionKind.BACKWARD and self._sharded is not None:
+            for number in reversed(numbers):
+                self._gather(number, number - 1)
+                self._sharded.send(self._complete[number])
+
+    def rest(self) -> None:
+        """Let go of what is needed during a phase only."""
+        if self._values is not None:
+            self._values.leave()
+
+    def _gather(self, number: int, following: int) -> None:
+        """Have the parameters of a segment that replicas share, and get those of the segment that follows."""
+        if self._values is not None:
+            inside = 0 <= following < len(self._reads)
+            self._values.enter(self._reads[number], self._reads[following] if inside else ())
 
     def _run(
         self,

@@ -18,7 +18,7 @@ import torch
 
 from rannd import log, patches
 from rannd.errors import UsageError
-from rannd.runtime.parameters.absent import is_absent
+from rannd.runtime.parameters.absent import is_absent, part_of
 from rannd.runtime.parameters.ownership import Parameters
 
 # `backward` and `grad` call it, under whatever name they were imported.
@@ -85,7 +85,8 @@ def _run(
         return call(inputs, allow_unreachable)
     ours = frozenset().union(*(anchor.ids for anchor in concerned)) & ids
     others = [each for each in inputs if id(each) not in ours]
-    absent = None if accumulate_grad else next(filter(is_absent, inputs), None)
+    elsewhere = (each for each in inputs if is_absent(each) and part_of(each) is None)
+    absent = None if accumulate_grad else next(elsewhere, None)
     if absent is not None:
         raise UsageError(
             f"torch.autograd.grad with respect to {absent!r}: its gradient is on the rank that holds it. Pass "

@@ -27,6 +27,7 @@ from rannd.plan.plan_text import holders, stage_label
 from rannd.runtime.comm.lockstep import pack_floats, unpack_floats
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.zero.tensor_piece import flat_part
 
 FIRST = 16
 """Number of first calls in which ranks compare, and the interval of later comparisons."""
@@ -119,7 +120,7 @@ class ClipWatch:
             gradient = self._parameters.tensors[name].grad
             if gradient is None or not _dense(gradient):
                 return None
-            flat = gradient.detach().reshape(-1)
+            flat = flat_part(gradient).detach().reshape(-1)
             parts.append(flat[:: max(flat.numel() // ELEMENTS, 1)][:ELEMENTS].double())
         return torch.cat(parts) if parts else None
 
@@ -138,7 +139,7 @@ def _dense(gradient: torch.Tensor | None) -> bool:
     return (
         gradient is not None
         and gradient.layout is torch.strided
-        and gradient.numel() > 0
+        and flat_part(gradient).numel() > 0
         and gradient.is_floating_point()
     )
 

@@ -19,6 +19,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn import utils
@@ -34,6 +35,7 @@ from rannd.runtime.gradients.scaling import scale_
 from rannd.runtime.optim.placeholder import is_placeholder
 from rannd.runtime.parameters.absent import gradient_reads
 from rannd.runtime.parameters.ownership import Parameters
+from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
 MOST_MODELS = 60
 """Maximum number of deployed models with several stages: each is a bit of one integer of a message."""
@@ -48,25 +50,21 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 class ClippedParameters:
     """Parameters of one deployed model, for gradient clipping."""
 
-    def __init__(self, world: World, parameters: Parameters, stages: int) -> None:
+    def __init__(self, world: World, parameters: Parameters, *, over_ranks: bool) -> None:
         self.world = world
         self.parameters = parameters
-        self.stages = stages
+        self.over_ranks = over_ranks
+        """Whether ranks have different gradients: of several stages, or pieces of them (ZeRO 2 and 3)."""
         self.names = {id(t): n for n, t in parameters.tensors.items() if isinstance(t, torch.nn.Parameter)}
         self._own = frozenset(parameters.own)
-
-    def waits(self) -> bool:
-        """Whether there are gradients that were not reduced yet."""
-        aliases = self.parameters.aliases
-        return any(aliases[name].grad is not None for name in self.parameters.trainable())
 
     def own(self, tensor: torch.Tensor) -> bool:
         """Whether this rank holds the parameter."""
         return self.names[id(tensor)] in self._own
 
-    def counts(self, tensor: torch.Tensor) -> bool:
-        """Whether this rank, of all that hold the parameter, adds it to the norm."""
-        return self.parameters.slots[self.names[id(tensor)]][0] == self.world.slot
+    def counts(self, tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Whether this rank, of all that hold the parameter, adds what it has of its gradient to the norm."""
+        return isinstance(gradient, TensorPiece) or self.parameters.slots[self.names[id(tensor)]][0] == self.world.slot
 
     def whole(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether `given` has all trainable parameters of this rank, and every rank has trainable parameters."""
@@ -105,9 +103,9 @@ def leave(held: ClippedParameters) -> None:
     _held[:] = [each for each in _held if each() not in (None, held)]
 
 
-def _multi_stage_models() -> list[ClippedParameters]:
-    """Registered models with several stages."""
-    return [held for each in _held if (held := each()) is not None and held.stages > 1]
+def _divided_models() -> list[ClippedParameters]:
+    """Registered models whose ranks have different gradients."""
+    return [held for each in _held if (held := each()) is not None and held.over_ranks]
 
 
 # -- the functions ------------------------------------------------------------------------------------------------
@@ -122,9 +120,9 @@ def clip_grad_norm_(
     before scaling.
     """
     with torch.no_grad():
-        gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+        gradients = [flat_part(parameter.grad) for parameter in given if parameter.grad is not None]
         norm = _norm([(parameter, parameter.grad) for parameter in given], norm_type, error_if_nonfinite, foreach)
-        if _multi_stage_models()[0].world.reads.late:
+        if _divided_models()[0].world.reads.late:
             wide = norm.double() + _SMALL
             coefficient = torch.full_like(wide, float(most)) / wide
             scale_(gradients, torch.where(coefficient >= 1.0, 1.0, coefficient))
@@ -147,7 +145,7 @@ def _norm(
 ) -> torch.Tensor:
     """Norm over all ranks of the tensors in pairs (parameter, tensor), such as its gradient. Collective."""
     global _rounds
-    models = _multi_stage_models()
+    models = _divided_models()
     world = models[0].world
     if len(models) > MOST_MODELS:
         raise UsageError(
@@ -167,8 +165,10 @@ def _norm(
         seen.add(id(tensor))
         if home is None:
             local.append(tensor)
-        elif models[home].own(parameter) and models[home].counts(parameter):
-            counted.append(tensor)
+        elif models[home].own(parameter) and models[home].counts(parameter, tensor):
+            flat = flat_part(tensor)
+            if flat.numel() or flat is tensor:  # torch has no infinity norm of a piece without elements
+                counted.append(flat)
     if local:
         for place, held in enumerate(models):
             if mask >> place & 1 and not held.whole([parameter for parameter, _ in given]):
@@ -178,7 +178,7 @@ def _norm(
                     "model.parameters(), or clip the two separately"
                 )
     _rounds += 1
-    waits = any(held.waits() for held in models)
+    waits = any(held.parameters.waits for held in models)
     told = agree(world, Phase.CLIP, _rounds, mask, int(waits), int(bool(counted)), int(bool(local)))
     if any(each for _, each, _, _ in told):
         raise StepError(
@@ -267,7 +267,7 @@ def _listed(tensors: Tensors) -> list[torch.Tensor]:
 
 def _spans_ranks(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether a norm over these parameters has to be computed over several ranks."""
-    models = _multi_stage_models()
+    models = _divided_models()
     if not models or _depth:
         return False
     return not parameters or any(id(parameter) in held.names for held in models for parameter in parameters)
@@ -277,7 +277,9 @@ def _refuse_waiting(parameters: Sequence[torch.Tensor]) -> None:
     """StepError if gradients of a model with a single stage were not reduced yet."""
     for each in _held:
         held = each()
-        if held is not None and held.stages == 1 and any(id(p) in held.names for p in parameters) and held.waits():
+        if held is None or held.over_ranks:
+            continue
+        if held.parameters.waits and any(id(p) in held.names for p in parameters):
             raise StepError(
                 "gradients were not reduced yet (delay_grad_allreduce(True)): call model.allreduce_grads(), or run "
                 "a backward with the delay off, before clipping them"
@@ -309,7 +311,7 @@ def _get_total_norm(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     given = _listed(tensors)
-    models = [] if _depth else _multi_stage_models()
+    models = [] if _depth else _divided_models()
     if models:
         owners = {id(p.grad): p for held in models for p in held.parameters.tensors.values() if p.grad is not None}
         pairs = [(owners.get(id(tensor), tensor), tensor) for tensor in given]
@@ -320,6 +322,12 @@ def _get_total_norm(
     return original(given, norm_type, error_if_nonfinite, foreach)
 
 
+def _clip_grad_value_(original: Callable[..., None], parameters: Tensors, *args: Any, **kwargs: Any) -> None:
+    given = [parameter for parameter in _listed(parameters) if parameter.grad is not None]
+    if given or not _divided_models():  # torch fails without gradients, but a rank may have none
+        original(given, *args, **kwargs)
+
+
 _WHY = "each rank can compute only the norm of its own stage's gradients"
 _PLACES = {
     patches.declare(f"{module.__name__}.{name}", module, name, _WHY): function
@@ -328,6 +336,8 @@ _PLACES = {
         (utils, "get_total_norm", _get_total_norm),
         (clip_grad, "clip_grad_norm_", _clip_grad_norm_),
         (utils, "clip_grad_norm_", _clip_grad_norm_),
+        (clip_grad, "clip_grad_value_", _clip_grad_value_),
+        (utils, "clip_grad_value_", _clip_grad_value_),
     )
 }
 

@@ -13,7 +13,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -28,6 +28,7 @@ from rannd.runtime.gradients.autograd_inputs import Asked
 from rannd.runtime.gradients.grad_hooks import give_all, hooked
 from rannd.runtime.gradients.grad_overflow import Overflow
 from rannd.runtime.gradients.scaling import Factor, scale_
+from rannd.runtime.gradients.sharded_gradients import ShardedGradients, Sums
 from rannd.runtime.parameters.ownership import Parameters
 
 
@@ -55,6 +56,8 @@ class Gathered:
     gradients: Mapping[str, torch.Tensor]
     reduced: bool
     """Whether they are already the mean over all ranks."""
+    present: frozenset[str] = frozenset()
+    """Of gradients of which this rank has a piece: those that are not zero because there are none."""
 
 
 class Reducer:
@@ -67,6 +70,8 @@ class Reducer:
         overlap: Reduce while backward runs.
         consolidate: Use a single bucket for all gradients with the same holders and dtype.
         overflow: Propagates infinite or NaN gradients before delivery, in a deployment with several stages.
+        sharded: Gradients that the replicas of this rank's stage share (ZeRO 2 and 3).
+        agrees: Ranks exchange which gradients there are: on all ranks, if some have `sharded` ones.
     """
 
     def __init__(
@@ -78,14 +83,18 @@ class Reducer:
         overlap: bool = True,
         consolidate: bool = False,
         overflow: Overflow | None = None,
+        sharded: ShardedGradients | None = None,
+        agrees: bool = False,
     ) -> None:
         self._world = world
         self._parameters = parameters
+        self.sharded = sharded
+        self._agrees = agrees or world.reads.late
         self.divisor = divisor
         self._division = divisor
         """Divisor that the running backward's gradients still have to be divided by."""
         self._overlap = overlap
-        self._buckets, groups = _make_buckets(world, parameters, consolidate)
+        self._buckets, groups = _make_buckets(world, parameters, consolidate, sharded or ())
         for slots in groups:  # on every rank in the same order
             world.group_of(slots)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
@@ -96,6 +105,7 @@ class Reducer:
         self._started = 0
         """Number of buckets whose all-reduce has started in this backward."""
         self._aside: dict[str, torch.Tensor] = {}
+        self._sums_aside: Sums | None = None
         self._ready: dict[str, torch.Tensor] = {}
         """Reduced gradients that were not delivered to the user's parameters yet."""
         self._overflow = overflow
@@ -121,9 +131,12 @@ class Reducer:
         for name, alias in self._parameters.aliases.items():
             if alias.grad is not None:
                 self._aside[name], alias.grad = alias.grad, None
+        if self.sharded is not None:
+            self._sums_aside = self.sharded.take()
 
     def gathered(self, *, reduce: bool) -> Gathered:
         """Take the gradients computed since `set_aside`, and restore those set aside. Collective with `reduce`."""
+        present: frozenset[str] = frozenset()
         if reduce:
             found = self._finish()
         else:
@@ -131,22 +144,30 @@ class Reducer:
             for name, alias in self._parameters.aliases.items():
                 if alias.grad is not None:
                     found[name], alias.grad = alias.grad, None
+            if self.sharded is not None:
+                sums = self.sharded.take()
+                found |= sums.pieces
+                present = sums.present
         for name, gradient in self._aside.items():
             self._parameters.aliases[name].grad = gradient
-        self._aside = {}
+        if self.sharded is not None and self._sums_aside is not None:
+            self.sharded.put(self._sums_aside)
+        self._aside, self._sums_aside = {}, None
         self._division = self.divisor
-        return Gathered(found, reduce)
+        return Gathered(found, reduce, present)
 
     def asked_of(self, gathered: Gathered, asked: Asked) -> Gathered:
         """Select the requested gradients."""
         held = self._parameters.tensors
         found = {name: each for name, each in gathered.gradients.items() if id(held[name]) in asked.ids}
-        return Gathered(found, gathered.reduced)
+        return Gathered(found, gathered.reduced, gathered.present & found.keys())
 
     def forget(self) -> None:
         """Drop the gradients that were not reduced yet."""
         for name in self._parameters.trainable():
             self._parameters.aliases[name].grad = None
+        if self.sharded is not None:
+            self.sharded.take()
         self.something_waits = False
 
     def accept(self, gathered: Gathered, factor: Factor, *, keep: bool) -> None:
@@ -157,6 +178,9 @@ class Reducer:
             gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             scale_(list(gradients.values()), factor)
+        if self.sharded is not None and not gathered.reduced:
+            sums = {name: gradients.pop(name) for name in list(gradients) if name in self.sharded}
+            self.sharded.put(Sums(sums, gathered.present))
         for name, gradient in gradients.items():
             if gathered.reduced:
                 self._ready[name] = self._ready[name] + gradient if name in self._ready else gradient
@@ -206,12 +230,15 @@ class Reducer:
         self._armed = False
         for bucket in self._buckets[self._started :]:
             self._start(bucket)
-        if self._world.reads.late:
-            self._agree_on_present()
+        sums = Sums({}, frozenset()) if self.sharded is None else self.sharded.take()
+        present = self._agree_on_present(sums.present) if self._agrees else frozenset()
         reduced: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
             reduced.update(self._finished(bucket))
-        return reduced
+        pieces = {name: piece for name, piece in sums.pieces.items() if name in present}
+        if self._division != 1 and pieces:
+            torch._foreach_div_(list(pieces.values()), self._division)
+        return reduced | pieces
 
     def _start(self, bucket: _Bucket) -> None:
         group = self._world.group_of(bucket.slots)
@@ -243,18 +270,22 @@ class Reducer:
             torch._foreach_copy_(targets, sources)
         bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
-    def _agree_on_present(self) -> None:
-        """Find out which gradients some rank has, for all buckets at once. Collective."""
+    def _agree_on_present(self, present: frozenset[str]) -> frozenset[str]:
+        """Find out which gradients some rank has, for all buckets at once; those that are sharded too. Collective.
+
+        `present`: which of the sharded ones this rank has.
+        """
         if not self._place:
-            return
+            return frozenset()
         reduced = [bucket for bucket in self._buckets if bucket.flat is not None]
         mine = [(name, flag) for bucket in reduced for name, flag in zip(bucket.active, bucket.present, strict=True)]
-        here = {self._place[name] for name, flag in mine if flag}
+        here = {self._place[name] for name, flag in mine if flag} | {self._place[name] for name in present}
         told = self._world.gather_numbers(pack_flags([place in here for place in range(len(self._place))]))
         flags = (unpack_flags(each, len(self._place)) for each in told)
         everywhere = [any(column) for column in zip(*flags, strict=True)]
         for bucket in reduced:
             bucket.present = [everywhere[self._place[name]] for name in bucket.active]
+        return frozenset(name for name, place in self._place.items() if everywhere[place])
 
     def _finished(self, bucket: _Bucket) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -294,11 +325,17 @@ class Reducer:
             self._overflow.spread(ready.values())
         with torch.no_grad():  # as hooks of autograd run
             held = self._parameters.tensors
+            sharded = {name: ready.pop(name) for name in list(ready) if self.sharded and name in self.sharded}
             given = [(name, held[name], ready[name]) for name in self._parameters.own if name in ready]
             if asked is not None and asked.found is not None:
                 asked.found.update((id(tensor), hooked(name, tensor, gradient)) for name, tensor, gradient in given)
+                if self.sharded is not None:
+                    whole = self.sharded.hooked
+                    asked.found.update((id(held[name]), whole(name, sharded[name])) for name in sorted(sharded))
             else:
                 give_all(given)
+                if self.sharded is not None:
+                    self.sharded.deliver(sharded)
         for call in self.delivered:
             call()
 
@@ -313,7 +350,7 @@ def _shared(parameters: Parameters) -> list[str]:
 
 
 def _make_buckets(
-    world: World, parameters: Parameters, consolidate: bool
+    world: World, parameters: Parameters, consolidate: bool, sharded: ShardedGradients | Sequence[str]
 ) -> tuple[list[_Bucket], list[tuple[int, ...]]]:
     """This rank's buckets in the order in which they start, and all sets of holders, the same list on every rank."""
     kinds: dict[tuple[tuple[int, ...], str], list[str]] = {}
@@ -326,12 +363,13 @@ def _make_buckets(
             continue
         most, size = FIRST_BUCKET, 0
         current: list[str] = []
-        for name in reversed(kinds[slots, dtype]):
+        for name in reversed([each for each in kinds[slots, dtype] if each not in sharded]):
             nbytes = parameters.tensors[name].numel() * parameters.gradient_dtypes(name).reduced.itemsize
             if current and size + nbytes > most and not consolidate:
                 buckets.append(_Bucket(slots, current))
                 current, size, most = [], 0, BUCKET
             current.append(name)
             size += nbytes
-        buckets.append(_Bucket(slots, current))
+        if current:
+            buckets.append(_Bucket(slots, current))
     return buckets, sorted({slots for slots, _ in kinds})

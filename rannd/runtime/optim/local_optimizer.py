@@ -19,7 +19,7 @@ from rannd.runtime.optim.meta_state import check_settings, remake_state
 from rannd.runtime.optim.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
 from rannd.runtime.optim.state_codec import Key, NamedState
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.zero.division import Piece
+from rannd.runtime.zero.division import Bucket, Piece, divide
 from rannd.runtime.zero.master_weights import HALF
 from rannd.runtime.zero.sharded_step import ShardedStep
 from rannd.runtime.zero.state_pieces import cut
@@ -100,13 +100,24 @@ class WholeOptimizer:
         if trained and not trains(self.optimizer):
             add_placeholder(self.optimizer, self.world.device)
 
-    def share(self, parameters: Parameters, slots: Sequence[int], *, masters: bool) -> None:
+    def share(
+        self,
+        parameters: Parameters,
+        slots: Sequence[int],
+        segments: Mapping[str, tuple[int, ...]],
+        *,
+        masters: bool,
+    ) -> list[Bucket]:
         """Keep this rank's part alone of the state of parameters that `slots`, the replicas of its stage, hold.
 
         Args:
             parameters: Parameters of the deployed model.
-            slots: This rank's slot alone if nothing is shared.
+            slots: The replicas of its stage; this rank's slot alone if nothing is shared.
+            segments: What keeps parameters apart: the segments of the stage that read each; {}: nothing does.
             masters: Half-precision parameters have master weights.
+
+        Returns:
+            The parameters that the replicas share.
 
         Raises:
             UsageError: The optimizer cannot step a part of a parameter.
@@ -126,9 +137,14 @@ class WholeOptimizer:
             and parameters.slots[name] == tuple(sorted(slots))
         ]
         wide = self._halves(parameters, parameters.own) if masters else []
-        if not names and not wide:
-            return
-        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, names, wide)
+        tensors = [(name, parameters.tensors[name]) for name in names]
+        kinds = [(n, p.numel(), p.element_size(), f"{p.dtype} {segments.get(n, ())}") for n, p in tensors]
+        buckets = divide(kinds, len(slots))
+        if not any(bucket.is_shared_by_all for bucket in buckets):
+            names, buckets = [], []
+        if not buckets and not wide:
+            return []
+        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, buckets, wide)
         self.shared.append((parameters, sharded))
         state = self.optimizer.state
         for name in names:
@@ -138,6 +154,7 @@ class WholeOptimizer:
                 whole = state.pop(tensor)
                 if piece is not None:
                     state[tensor] = cut(whole, tensor.shape, piece)
+        return buckets
 
     def _halves(self, parameters: Parameters, names: Sequence[str]) -> list[str]:
         """Those of a model's parameters that are the optimizer's, in half precision."""

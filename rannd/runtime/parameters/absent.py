@@ -4,6 +4,8 @@ An absent tensor stays the same object, with shape, dtype, device, requires_grad
 operation that would read or write them raises a UsageError that names the tensor, its stage and its rank. The
 operations that make a new tensor like it (``torch.zeros_like``) work. Its gradient is None, as that of an unused
 parameter: a script that reads it is told once, because a norm that it computes would be that of one stage.
+Where the replicas of a stage share a parameter (ZeRO 3), it is absent on each, but has a *part*, which operations take
+in its place, and a gradient.
 
 It is a tensor subclass without storage: the object's implementation is exchanged (as by torch.utils.swap_tensors, see
 `tensor_swap`), and its class becomes a subclass of its own class, so that ``isinstance`` still holds.
@@ -27,7 +29,7 @@ from rannd import log, patches
 from rannd.errors import UsageError, advice_for_caller
 from rannd.graph.fingerprint.state_rules import STANDS_FOR
 from rannd.runtime.parameters.tensor_swap import exchange_below_hooks
-from rannd.runtime.parameters.valueless import Valueless, refuse
+from rannd.runtime.parameters.valueless import Valueless, needs_values, refuse
 
 _KINDS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "tensor")
 _LIKE = {*(f"{kind}_like" for kind in _KINDS), *(f"new_{kind}" for kind in _KINDS)}
@@ -71,6 +73,8 @@ class _Absence:
     """Holds the implementation that the object had: without memory, but for integers."""
     kind: type[torch.Tensor]
     """Class that the object had."""
+    part: torch.Tensor | None = None
+    """What operations take in its place: a tensor of its shape, made of what this rank has of it."""
 
 
 class _Absent(Valueless):
@@ -89,7 +93,15 @@ class _Absent(Valueless):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if func == _READ_GRADIENT:
+        if needs_values(func) and any(map(_has_part, (*args, *(kwargs or {}).values()))):
+            if func is torch.autograd.grad:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            if name == "__set__":  # of .data
+                args[0].detach().copy_(args[1])
+                return None
+            return func(*map(_of_part, args), **{key: _of_part(value) for key, value in (kwargs or {}).items()})
+        if func == _READ_GRADIENT and part_of(args[0]) is None:
             gradient_reads.note(sys._getframe(1), args[0])
         if name == "__get__" and sys._getframe(1).f_code is nn.Module._load_from_state_dict.__code__:
             # It looks at the shape before it copies, and would repeat the error of copying for each tensor.
@@ -99,6 +111,14 @@ class _Absent(Valueless):
                 return func(*map(_kept, args), **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(_has_part, (*args, *(kwargs or {}).values()))):
+            return func(*map(_of_part, args), **{key: _of_part(value) for key, value in (kwargs or {}).items()})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def __repr__(self, **_: Any) -> str:
         made: Any = self
         absence = self._rannd_absence
@@ -106,8 +126,27 @@ class _Absent(Valueless):
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
-    """Whether other ranks hold this tensor's values."""
+    """Whether other ranks hold this tensor's values, or a part of them."""
     return isinstance(tensor, _Absent)
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What this rank has of an absent tensor; None if nothing, or if it has all."""
+    return tensor._rannd_absence.part if isinstance(tensor, _Absent) else None
+
+
+def _has_part(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_part, value))
+    return isinstance(value, torch.Tensor) and part_of(value) is not None
+
+
+def _of_part(value: Any) -> Any:
+    """The value with parts in place of tensors that have one."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_of_part, value)) if _has_part(value) else value
+    part = part_of(value) if isinstance(value, torch.Tensor) else None
+    return value if part is None else part
 
 
 _SCRIPT = patches.declare(
@@ -180,15 +219,16 @@ def _scripted(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any)
     return original(obj, *args, **kwargs)
 
 
-def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str) -> None:
-    """Make a tensor absent; its gradient is dropped.
+def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str, part: torch.Tensor | None = None) -> None:
+    """Make a tensor absent; its gradient is dropped, unless it has a part.
 
     Args:
         tensor: The tensor; not absent.
         kept: What `make_present` without a value gives back; of the same shape and dtype.
         holder: Name, stage and rank, for messages.
+        part: What this rank has of it.
     """
-    kind = type(tensor)
+    kind, gradient = type(tensor), tensor.grad
     impl: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         _class_for(torch.Tensor),
         tensor.shape,
@@ -197,12 +237,16 @@ def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str) -> None:
         device=tensor.device,
         requires_grad=tensor.requires_grad,
     )
+    if tensor.is_leaf and tensor.is_floating_point():
+        impl.grad_dtype = tensor.grad_dtype
     tensor.grad = None
     tensor.data = kept
     exchange_below_hooks(tensor, impl)
     impl.__class__ = torch.Tensor
     tensor.__class__ = _class_for(kind)
-    tensor._rannd_absence = _Absence(holder, impl, kind)  # type: ignore[attr-defined]
+    tensor._rannd_absence = _Absence(holder, impl, kind, part)  # type: ignore[attr-defined]
+    if part is not None:
+        tensor.grad = gradient
 
 
 def make_present(tensor: torch.Tensor) -> None:
@@ -211,9 +255,12 @@ def make_present(tensor: torch.Tensor) -> None:
         return
     absence: _Absence = tensor.__dict__.pop("_rannd_absence")
     requires_grad = tensor.requires_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = tensor.grad
     tensor.__class__ = absence.kind
     exchange_below_hooks(tensor, absence.kept)
     tensor.requires_grad_(requires_grad)
+    tensor.grad = gradient
 
 
 @contextlib.contextmanager
@@ -226,7 +273,7 @@ def all_present(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         for tensor, absence in absences:
-            make_absent(tensor, tensor.data, absence.holder)
+            make_absent(tensor, tensor.data, absence.holder, absence.part)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,24 @@ class GradientDtypes(NamedTuple):
     """Between ranks that hold the parameter."""
     given: torch.dtype
     """In ``parameter.grad``."""
+
+
+class Shared(Protocol):
+    """What replicas of a stage share of their parameters."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients that were not delivered yet."""
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The whole of a parameter's gradient. Collective of the replicas."""
+
+    def whole_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor that each replica has a piece of, as of parameter `name`. Collective of the
+        replicas."""
+
+    def restore(self) -> None:
+        """Give the replicas whole parameters back. Collective of the replicas."""
 
 
 class Parameters:
@@ -66,6 +84,10 @@ class Parameters:
             self._from_rank_0(settled)
         self._settle()
         self.aliases: dict[str, torch.Tensor] = {}
+        self.shared: Shared | None = None
+        """What the replicas of this rank's stage share."""
+        self.sharded: frozenset[str] = frozenset()
+        """Parameters of which this rank has a piece of the values (ZeRO 3)."""
         self.refresh()
 
     def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -152,7 +174,9 @@ class Parameters:
                 self.aliases[name] = tensor
                 continue
             alias = self.aliases.get(name)
-            if alias is None or alias.data_ptr() != tensor.data_ptr() or alias.shape != tensor.shape:
+            if alias is not None and name in self.sharded:
+                pass
+            elif alias is None or alias.data_ptr() != tensor.data_ptr() or alias.shape != tensor.shape:
                 pending = None if alias is None else alias.grad
                 alias = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
                 alias.grad_dtype = self.gradient_dtypes(name).accumulated
@@ -171,6 +195,23 @@ class Parameters:
         given = tensor.grad_dtype or tensor.dtype
         reduced = given if asked == "auto" or given.is_complex else getattr(torch, asked)
         return GradientDtypes(torch.promote_types(given, reduced), reduced, given)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients that were not reduced yet."""
+        shared = self.shared is not None and self.shared.waits
+        return shared or any(self.aliases[name].grad is not None for name in self.trainable())
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The whole of a parameter's gradient. Collective of the ranks that hold it."""
+        return self.tensors[name].grad if self.shared is None else self.shared.gradient(name)
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which this rank has for parameter `name`, or the whole of it where it is a piece.
+
+        Collective of the ranks that hold the parameter.
+        """
+        return self.shared.whole_of(name, tensor) if self.shared is not None and name in self.sharded else tensor
 
     def trainable(self) -> list[str]:
         """Names of the trainable parameters that this rank holds, in the model's order."""

@@ -32,9 +32,11 @@ def gather_tensor(
     `value`: what its holder has in its place; of the same shape and dtype.
     """
     tensor = parameters.tensors[name]
-    holder = world.rank_of_slot[parameters.slots[name][0]]
+    holders = [world.rank_of_slot[slot] for slot in parameters.slots[name]]
     mine = tensor if value is None else value
-    return collect(world, mine, tensor.shape, tensor.dtype, holder, everywhere=everywhere)
+    if world.rank in holders:
+        mine = parameters.whole(name, mine)
+    return collect(world, mine, tensor.shape, tensor.dtype, holders[0], everywhere=everywhere)
 
 
 def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
@@ -44,7 +46,7 @@ def copy_of(world: World, parameters: Parameters, name: str) -> torch.Tensor:
     """
     tensor = parameters.tensors[name]
     ensure_memory(Phase.GET_PARAM, 0)
-    if isinstance(tensor, nn.Parameter) and parameters.everywhere(name):
+    if isinstance(tensor, nn.Parameter) and parameters.everywhere(name) and name not in parameters.sharded:
         return tensor.detach().to("cpu", copy=True)
     meet(world, Phase.GET_PARAM, name)
     found = gather_tensor(world, parameters, name, everywhere=True)
@@ -229,7 +231,9 @@ def load_state(
     values: list[tuple[str, torch.Tensor]] = []
 
     def memory(name: str, original: torch.Tensor) -> torch.Tensor:
-        return original.detach().clone() if name in own else torch.zeros(original.shape, dtype=original.dtype)
+        if name not in own:
+            return torch.zeros(original.shape, dtype=original.dtype)
+        return parameters.whole(name, original.detach()).clone()
 
     try:
         keys, values = _through_model(model, first, memory, state, strict=strict)

@@ -54,11 +54,11 @@ class Valueless:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in _METADATA or (name in _ACCESSORS and owner not in _VALUES):
+        if not needs_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
         refuse(f".{owner}" if name in _ACCESSORS else name, (*args, *(kwargs or {}).values()))
 
     @classmethod
@@ -78,6 +78,13 @@ class Valueless:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise self.refusal("pickle")
+
+
+def needs_values(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch, given to ``__torch_function__``, reads or writes values."""
+    name = getattr(func, "__name__", str(func))
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return not (name in _METADATA or (name in _ACCESSORS and owner not in _VALUES))
 
 
 def refuse(what: str, arguments: Iterable[Any]) -> NoReturn:

@@ -47,6 +47,11 @@ class Bucket:
         """Number of elements of each replica's range; the last ranges may reach beyond the end."""
         return -(-sum(self.sizes) // self.replicas)
 
+    @property
+    def is_shared_by_all(self) -> bool:
+        """Whether every replica owns some elements."""
+        return self.length * (self.replicas - 1) < sum(self.sizes)
+
     def pieces(self, replica: int) -> dict[str, Piece]:
         """The elements that a replica owns, by parameter; those of which it owns none are left out."""
         low, high = replica * self.length, (replica + 1) * self.length

@@ -12,7 +12,7 @@ clipping see nothing of it; its state of a parameter is that of this rank's piec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from rannd.runtime.comm.world import World
+from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.zero.division import Bucket, Piece, divide
+from rannd.runtime.zero.division import Bucket, Piece
 from rannd.runtime.zero.master_weights import MASTER, take_master, widen_gradient
-
-# torch 2.13 has renamed it, and warns of the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from rannd.runtime.zero.replica_exchange import all_gather
+from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
 
 class ShardedStep:
@@ -36,7 +36,7 @@ class ShardedStep:
         parameters: Parameters of the deployed model.
         optimizer: The optimizer.
         slots: The replicas of this rank's stage.
-        names: Parameters to divide: of the optimizer, and held by these replicas alone.
+        buckets: Parameters to divide: of the optimizer, and held by these replicas alone.
         masters: Parameters of the optimizer that have master weights, divided or not.
     """
 
@@ -46,7 +46,7 @@ class ShardedStep:
         parameters: Parameters,
         optimizer: torch.optim.Optimizer,
         slots: Sequence[int],
-        names: Sequence[str],
+        buckets: Sequence[Bucket],
         masters: Sequence[str] = (),
     ) -> None:
         self._world = world
@@ -55,11 +55,10 @@ class ShardedStep:
         self._broadcasts = (
             world.transport.backend == "gloo"
         )  # half as long as its all-gather, and also of GPUs' tensors
-        self._tensors = {name: parameters.tensors[name] for name in names}
+        self._buckets = buckets
+        self._tensors = {name: parameters.tensors[name] for bucket in buckets for name in bucket.names}
         self._ranks = sorted(world.rank_of_slot[slot] for slot in slots)
         self._replica = self._ranks.index(world.rank)
-        kinds = [(name, each.numel(), each.element_size(), str(each.dtype)) for name, each in self._tensors.items()]
-        self._buckets = divide(kinds, len(self._slots))
         self.pieces: dict[str, Piece] = {}
         """What this rank owns, by name; a parameter of which it owns nothing is left out."""
         for bucket in self._buckets:
@@ -77,6 +76,8 @@ class ShardedStep:
             tensor.data = tensor.data.contiguous()
         for name in masters:
             widen_gradient(self._stepped[name])
+        self.stepped: list[Callable[[], None]] = []
+        """Called after each step."""
         self._handles = (
             optimizer.register_step_pre_hook(self._enter),
             optimizer.register_step_post_hook(self._leave),
@@ -128,6 +129,8 @@ class ShardedStep:
             self.settle()
             if self._buckets:
                 self._gather()
+            for call in self.stepped:
+                call()
 
     def _swap(self) -> None:
         """Put this rank's pieces in the place of parameters, in the groups and in the state."""
@@ -167,22 +170,25 @@ class ShardedStep:
                 state[parameter] = state.pop(part)
             if name in self.masters:
                 state[parameter][MASTER] = part.data
-                rounded.append(self._own(name, parameter.detach()))
+                rounded.append(self._own(name, parameter))
                 masters.append(part.data)
         self._swapped = {}
         if masters:
             torch._foreach_copy_(rounded, masters)
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a parameter or its gradient, sharing its memory."""
+        """This rank's piece of a parameter or its gradient, or all of one that is not divided; shares its memory."""
+        held = tensor if isinstance(tensor, TensorPiece) else part_of(tensor)
+        if held is not None:
+            return flat_part(held)
         if name not in self._tensors:
-            return tensor
+            return tensor.detach()
         piece = self.pieces[name]
-        return tensor.reshape(-1)[piece.start : piece.stop]
+        return tensor.detach().reshape(-1)[piece.start : piece.stop]
 
     def _part(self, name: str, parameter: torch.Tensor, state: dict[str, Any]) -> nn.Parameter:
         """What is stepped in place of a parameter, with its gradient: a piece that shares memory, or its master."""
-        own = self._own(name, parameter.detach())
+        own = self._own(name, parameter)
         part = self._parts.get(name)
         if name in self.masters:
             part = take_master(own, part, state)
@@ -191,7 +197,7 @@ class ShardedStep:
         self._parts[name] = part
         part.requires_grad_(parameter.requires_grad)
         gradient = parameter.grad
-        part.grad = None if gradient is None else self._own(name, gradient.detach()).to(part.dtype)
+        part.grad = None if gradient is None else self._own(name, gradient).to(part.dtype)
         return part
 
     def _gather(self) -> None:
@@ -203,6 +209,8 @@ class ShardedStep:
         group = self._world.group_of(self._slots)
         works = []
         for bucket in self._buckets:
+            if part_of(self._tensors[bucket.names[0]]) is not None:
+                continue  # whole parameters are gathered where they are needed
             size, first = sum(bucket.sizes), self._tensors[bucket.names[0]]
             total = size if self._broadcasts else bucket.length * bucket.replicas
             inside = len(bucket.names) == 1 and total == size
@@ -216,7 +224,7 @@ class ShardedStep:
                     for part, rank in zip(ranges, self._ranks, strict=False)
                 ]
             else:
-                work = [_all_gather(flat, ranges[self._replica], group=group, async_op=True)]
+                work = [all_gather(flat, ranges[self._replica], group=group, async_op=True)]
             works.append((bucket, flat, inside, work))
         for bucket, flat, inside, work in works:
             for each in work:

@@ -16,6 +16,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.runtime.zero.tensor_piece import TensorPiece
 
 MODE, FOLDER = sys.argv[1], sys.argv[2]
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
@@ -60,6 +61,9 @@ def mine(step: int) -> torch.Tensor:
 
 
 def equal(a: Any, b: Any, what: str) -> None:
+    if isinstance(a, TensorPiece):
+        assert a.shape == b.shape, (what, a.shape, b.shape)
+        a, b = a.flat, b.reshape(-1)[a.piece.start : a.piece.stop]
     assert type(a) is type(b), (what, type(a), type(b))
     if isinstance(a, torch.Tensor):
         assert a.shape == b.shape, (what, a.shape, b.shape)

@@ -112,6 +112,8 @@ def possible(choice: Choice) -> bool:
         return False
     if choice.zero and choice.shape[0] == choice.shape[1]:
         return False  # no stage has replicas
+    if choice.zero >= 2 and choice.shape[0] % choice.shape[1]:
+        return False  # all stages have equally many replicas
     if choice.zero not in runnable_zero("gpipe" if choice.schedule == "asked" else choice.schedule):
         return False
     if choice.schedule == "gpipe" and choice.shape[1] == 1:

@@ -120,7 +120,7 @@ class Emulator:
                 parameter.grad = None
 
     def optimize(self, step: int) -> None:
-        put_gradients(self.shared, step, dict(self.master.named_parameters()))
+        put_gradients(self.shared, step, {name: p.grad for name, p in self.master.named_parameters()})
         self.optimizer.step()
         for replica in self.replicas:
             with torch.no_grad():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from rannd.runtime.parameters.state_elsewhere import TensorElsewhere
 from rannd.runtime.transport.gloo_transport import GlooTransport
 from rannd.runtime.transport.strict_transport import StrictTransport
 
+Found = TypeVar("Found")
+
 
 class Backend(Protocol):
     """What makes one process a rank among others."""
@@ -35,6 +37,14 @@ class Backend(Protocol):
     def allreduce(self, model: nn.Module) -> None: ...
     def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters whose values and gradients this rank holds."""
+        ...
+
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The whole gradients of these parameters."""
+        ...
+
+    def values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole values of these parameters."""
         ...
 
     def plan(self, model: nn.Module, record: Record) -> None: ...
@@ -67,6 +77,24 @@ class Rannc:
 
     def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return cast(Any, model).named_parameters(own=True)
+
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+        if cast(Any, model).deployment.zero < 2:
+            yield from ((name, parameter.grad) for name, parameter in self.own(model))
+            return
+        yield from self._copied(model, cast(Any, model).get_param_grad)
+
+    def values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        if cast(Any, model).deployment.zero < 3:
+            return self.own(model)
+        return self._copied(model, cast(Any, model).get_param)
+
+    def _copied(self, model: nn.Module, copy: Callable[[str], Found]) -> Iterator[tuple[str, Found]]:
+        own = {name for name, _ in self.own(model)}
+        for name, _ in cast(Any, model).named_parameters(from_global=True):
+            found = copy(name)  # collective
+            if name in own:
+                yield name, found
 
     def plan(self, model: nn.Module, record: Record) -> None:
         deployment = cast(Any, model).deployment
@@ -124,6 +152,12 @@ class Ddp:
         raise NotImplementedError("DistributedDataParallel reduces in backward only")
 
     def own(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        return model.named_parameters()
+
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((name, parameter.grad) for name, parameter in model.named_parameters())
+
+    def values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         return model.named_parameters()
 
     def plan(self, model: nn.Module, record: Record) -> None:
@@ -197,12 +231,11 @@ class Rank:
     def allreduce(self) -> None:
         self.backend.allreduce(self.model)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        named = self.backend.own(self.model)
-        return {self._canonical[name.removeprefix("module.")]: parameter for name, parameter in named}
+    def _named(self, found: Iterator[tuple[str, Found]]) -> dict[str, Found]:
+        return {self._canonical[name.removeprefix("module.")]: each for name, each in found}
 
     def optimize(self, step: int) -> None:
-        put_gradients(self.record, step, self._parameters())
+        put_gradients(self.record, step, self._named(self.backend.gradients(self.model)))
         self.optimizer.step()
 
     def look(self, step: int, call: int, *, training: bool) -> None:
@@ -221,7 +254,7 @@ class Rank:
 
     def finish(self) -> None:
         """Write down what is left after the last step, and the plan that ran."""
-        for name, parameter in self._parameters().items():
+        for name, parameter in self._named(self.backend.values(self.model)).items():
             self.record[f"end/param/{name}"] = array(parameter)
         for name, value in self.model.state_dict().items():
             if isinstance(value, TensorElsewhere):

@@ -91,13 +91,13 @@ def put_input_gradients(record: Record, prefix: str, batch: Any) -> None:
             record[f"{prefix}/{path}"] = array(value.grad)
 
 
-def put_gradients(record: Record, step: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def put_gradients(record: Record, step: int, gradients: Mapping[str, torch.Tensor | None]) -> None:
     """Write down the gradient of each parameter, or that it has none."""
-    for name, parameter in parameters.items():
-        if parameter.grad is None:
+    for name, gradient in gradients.items():
+        if gradient is None:
             record[f"{step}/nograd/{name}"] = _NOTHING
         else:
-            record[f"{step}/grad/{name}"] = array(parameter.grad)
+            record[f"{step}/grad/{name}"] = array(gradient)
 
 
 def save(record: Record, path: Path) -> None:

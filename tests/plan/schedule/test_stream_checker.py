@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -40,6 +41,33 @@ def test_no_step_hangs(layout: Layout, schedule: str | None, streams: Streams) -
 @given(layouts(max_world=8), st.sets(st.integers(0, 5)))
 def test_no_step_of_zero_bubble_hangs(layout: Layout, split: set[int]) -> None:
     check_streams(zero_bubble_h1(loss_layout(layout), split), Posting.MATCHED, LATE)
+
+
+MEETING = StreamRules(overlap=False, meets=True)
+
+
+@pytest.mark.parametrize("streams", Streams)
+@pytest.mark.parametrize("world", [4, 6, pytest.param(8, marks=pytest.mark.full)])
+def test_no_step_hangs_in_which_replicas_meet(world: int, streams: Streams) -> None:
+    """ZeRO 2 and 3, for all that the planner may choose: equally many replicas of all stages."""
+    count = 0
+    for _, program in pipelines(world):
+        if len(set(map(len, program.layout.stages))) == 1:
+            check_streams(program, Posting.MATCHED, dataclasses.replace(MEETING, streams=streams))
+            check_streams(program, Posting.AHEAD, dataclasses.replace(MEETING, synchronises=False))
+            count += 1
+    assert count > 30
+
+
+def test_other_steps_in_which_replicas_meet_may_hang() -> None:
+    told = []
+    for _, program in pipelines(4):
+        try:
+            check_streams(program, Posting.MATCHED, MEETING)
+        except PlanError as exc:
+            told.append(str(exc))
+    assert any("of the replicas of stage 2 waits for" in each for each in told)
+    assert any("do not run forwards and backwards in the same order" in each for each in told)
 
 
 def pipelines(world: int) -> Iterator[tuple[str, Program]]:

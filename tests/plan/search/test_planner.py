@@ -273,8 +273,9 @@ def test_zero_is_chosen_where_memory_asks_for_it() -> None:
     given: dict[str, Any] = {"rows": 1, "max_pipeline": 1}
     plenty = deploy(chain(1, param=1_000_000), 2, **given)
     assert plenty.zero == 0
-    tight = deploy(chain(1, param=1_000_000), 2, memory=4_900_000, **given)
+    tight = deploy(chain(1, param=1_000_000), 2, memory=4_900_000, zero_stage="1", **given)
     assert (tight.zero, len(tight.stages)) == (1, 1)
+    assert tight.step_us >= deploy(chain(1, param=1_000_000), 2, memory=4_900_000, **given).step_us
     assert tight.stages[0].estimate.optimizer_bytes * 2 == plenty.stages[0].estimate.optimizer_bytes
     with pytest.raises(DoesNotFitError):
         deploy(chain(1, param=1_000_000), 2, memory=4_900_000, zero_stage="0", **given)

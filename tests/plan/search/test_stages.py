@@ -79,7 +79,7 @@ def test_among_zero_stages_it_has_the_least_e_too() -> None:
         if found[0] is not None and found[0] <= wanted:
             assert deployment.zero == 0, seed
         seen[deployment.zero] += 1
-    assert min(seen[zero] for zero in runnable_zero("1f1b")) > 5, seen
+    assert min(seen[0], seen.total() - seen[0]) > 5, seen
 
 
 @pytest.mark.parametrize(

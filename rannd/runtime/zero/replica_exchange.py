@@ -1,0 +1,117 @@
+"""Sums and gathers flat buffers among the replicas of a stage, each of which owns one range of them.
+
+On GPUs these are NCCL's reduce-scatter and all-gather. Over gloo every replica sends each other one its range at once:
+gloo's own reduce-scatter takes twice as long as its all-reduce (docs/architecture.md has the figures).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rannd.runtime.comm.world import World
+from rannd.runtime.transport.transport import finish
+
+# torch 2.13 has renamed them, and warns of the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_SUM, _GATHER = 11, 12
+"""Tags of gloo's messages."""
+
+
+@dataclass
+class PendingSum:
+    """A sum that is on its way."""
+
+    works: list[object]
+    parts: list[torch.Tensor]
+    """What each replica has given; of one element: the sum."""
+    home: torch.device
+    source: torch.Tensor
+    """The buffer, which has to stay until all was sent."""
+
+    def wait(self) -> torch.Tensor:
+        """This rank's range of the sum, on the device; replicas are added in their order."""
+        for work in self.works:
+            finish(work)
+        total = self.parts[0] if len(self.parts) == 1 else self.parts[0] + self.parts[1]
+        for part in self.parts[2:]:
+            total += part
+        return total.to(self.home)
+
+
+@dataclass
+class PendingGather:
+    """Ranges that are on their way into a buffer."""
+
+    works: list[object]
+    flat: torch.Tensor
+    host: torch.Tensor | None
+    """A copy of the buffer on the CPU, where the backend needs one."""
+
+    def wait(self) -> None:
+        """Wait until the buffer has all ranges."""
+        for work in self.works:
+            finish(work)
+        if self.host is not None:
+            self.flat.copy_(self.host)
+
+
+class ReplicaExchange:
+    """Exchanges among the replicas of this rank's stage. All have to begin the same ones, in the same order.
+
+    Args:
+        world: The ranks of the job.
+        slots: The replicas.
+    """
+
+    def __init__(self, world: World, slots: Sequence[int]) -> None:
+        self._ranks = sorted(world.rank_of_slot[slot] for slot in slots)
+        self.replica = self._ranks.index(world.rank)
+        """This rank's number among the replicas."""
+        self.replicas = len(self._ranks)
+        self._group = world.group_of(tuple(slots))
+        self._direct = world.transport.backend == "gloo"
+
+    def sum(self, flat: torch.Tensor) -> PendingSum:
+        """Begin to sum up buffers of the same size, a multiple of `replicas`; each replica gets its range of the sum.
+
+        The buffer belongs to the exchange until `wait` returns.
+        """
+        length = flat.numel() // self.replicas
+        if not self._direct:
+            mine = flat.new_empty(length)
+            return PendingSum(
+                [_reduce_scatter(mine, flat, group=self._group, async_op=True)], [mine], flat.device, flat
+            )
+        host = flat if flat.device.type == "cpu" else flat.cpu()
+        parts = list(host.split(length))
+        works: list[object] = []
+        for number, rank in self._others():
+            works.append(dist.isend(parts[number], rank, group=self._group, tag=_SUM))
+            parts[number] = torch.empty_like(parts[number])
+            works.append(dist.irecv(parts[number], rank, group=self._group, tag=_SUM))
+        return PendingSum(works, parts, flat.device, host)
+
+    def gather(self, flat: torch.Tensor) -> PendingGather:
+        """Begin to fill a buffer, of which each replica has its range, with the others' ranges."""
+        length = flat.numel() // self.replicas
+        if not self._direct:
+            mine = flat.split(length)[self.replica]
+            return PendingGather([all_gather(flat, mine, group=self._group, async_op=True)], flat, None)
+        host = None if flat.device.type == "cpu" else flat.cpu()
+        parts = (flat if host is None else host).split(length)
+        works: list[object] = []
+        for number, rank in self._others():
+            works.append(dist.isend(parts[self.replica], rank, group=self._group, tag=_GATHER))
+            works.append(dist.irecv(parts[number], rank, group=self._group, tag=_GATHER))
+        return PendingGather(works, flat, host)
+
+    def _others(self) -> list[tuple[int, int]]:
+        """(number, rank) of the other replicas, the next one first, so that not all send to the same."""
+        order = [(self.replica + step) % self.replicas for step in range(1, self.replicas)]
+        return [(number, self._ranks[number]) for number in order]
