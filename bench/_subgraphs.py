@@ -169,7 +169,7 @@ class Memory:
     def fits(self, start: int, end: int, rows: int) -> bool:
         """Whether a stage fits: parameters, gradients, optimizer state, a microbatch's activations and its messages."""
         each = self._intervals
-        state = each.params + (1 + PlanOptions().opt_param_factor) * each.trainable
+        state = each.params + (1 + PlanOptions().opt_param_factor) * each.trainable.whole
         moving = sum(at(table[:, start, end], rows) for table in (each.activation, each.received, each.sent))
         return bool(state[start, end] + moving < self._limit)
 

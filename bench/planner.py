@@ -285,7 +285,7 @@ def rannc_table(case: Case, table: StageTables, stages: int) -> tuple[float, lis
                     f = share * (table.forward_us[start, end] + link.p2p_us(table.received[start, end]))
                     b = share * (table.backward_us[start, end] + link.p2p_us(table.sent_grad[start, end]))
                     b += share * table.forward_us[start, end] if again else 0.0
-                    a = link.allreduce_us(float(table.intervals.trainable[start, end]), number)
+                    a = link.allreduce_us(float(table.intervals.trainable.whole[start, end]), number)
                     state = (max(forward, f), max(backward, b), max(reduce, a), [*starts, start], [*replicas, number])
                     place_of = (end, used + number)
                     if place_of not in better or sum(state[:2]) < sum(better[place_of][:2]):

@@ -47,6 +47,8 @@ OWN += [
     "transport",
     "compile_stages",
     "zero_stage",
+    "master_weights",
+    "reduce_dtype",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 
@@ -54,6 +56,8 @@ OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "
 PLAN_AFFECTING = {
     "compile_stages",
     "zero_stage",
+    "master_weights",
+    "reduce_dtype",
     "interleave_loss",
     "sync_allreduce",
     "decomposer",

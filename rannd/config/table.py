@@ -128,6 +128,20 @@ class Config:
         plan_affecting=True,
         choices=("auto", "0", "1", "2", "3"),
     )
+    master_weights: bool = item(
+        False,
+        "The optimizer steps float32 copies of bfloat16 and float16 parameters, which get the rounded values.",
+        group=_PLAN,
+        plan_affecting=True,
+    )
+    reduce_dtype: str = item(
+        "auto",
+        "Type in which gradients are accumulated over microbatches and reduced. auto: that of the parameter, float32 "
+        "with master_weights.",
+        group=_PLAN,
+        plan_affecting=True,
+        choices=("auto", "float32", "bfloat16"),
+    )
     compile_stages: str = item(
         "off",
         "Compile with torch.compile: each kind of block once (blocks), or each whole stage (stages).",

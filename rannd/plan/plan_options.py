@@ -47,6 +47,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With `checkpointing`, the last stage recomputes as few as memory demands."""
     zero_stage: str = "auto"
     """ZeRO stage; 'auto': what is fastest of those that fit."""
+    master_weights: bool = False
+    """Half-precision parameters have float32 copies, which the optimizer steps."""
+    reduce_dtype: str = "auto"
+    """Type in which gradients are reduced; 'auto': that in which they are given to parameters."""
     sync_allreduce: bool = False
     """Reduce gradients after the backward, not during it."""
     limit_dev_num_pot: bool = False

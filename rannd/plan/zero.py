@@ -17,6 +17,14 @@ import numpy.typing as npt
 Table = npt.NDArray[np.float64]
 
 
+class Trained(NamedTuple):
+    """Bytes of what belongs to trainable parameters of a stage."""
+
+    whole: Table
+    shared: Table
+    """What of it belongs to parameters that other stages read, too."""
+
+
 class ReplicaBytes(NamedTuple):
     """Memory of a replica in bytes; all but `working` is held permanently. Arrays of any shape."""
 
@@ -33,7 +41,14 @@ class ReplicaBytes(NamedTuple):
 
 
 def held(
-    zero: int, replicas: npt.ArrayLike, *, params: Table, trainable: Table, shared: Table, unit: Table, factor: float
+    zero: int,
+    replicas: npt.ArrayLike,
+    *,
+    params: Table,
+    trainable: Trained,
+    gradients: Trained,
+    optimizer: Trained,
+    unit: Table,
 ) -> ReplicaBytes:
     """Return what a replica of a stage holds; all tables broadcast against `replicas`.
 
@@ -42,17 +57,21 @@ def held(
         replicas: Number of replicas of the stage.
         params: Bytes of parameters and buffers.
         trainable: Bytes of the trainable ones among them.
-        shared: Bytes of the trainable ones that other stages read, too.
+        gradients: Bytes of their gradients, with those of a delayed step.
+        optimizer: Bytes of the optimizer's state of them.
         unit: Trainable bytes of the stage's largest block.
-        factor: Bytes of optimizer state per byte of `trainable`.
     """
     count = np.asarray(replicas, dtype=float)
-    parts = shared + (trainable - shared) / count
+
+    def parts(each: Trained) -> Table:
+        found: Table = each.shared + (each.whole - each.shared) / count
+        return found
+
     unit = unit * (count > 1)
     return ReplicaBytes(
-        params - trainable + parts if zero >= 3 else params,
-        2.0 * (parts if zero >= 2 else trainable),
-        factor * (parts if zero >= 1 else trainable),
+        params - trainable.whole + parts(trainable) if zero >= 3 else params,
+        parts(gradients) if zero >= 2 else gradients.whole,
+        parts(optimizer) if zero >= 1 else optimizer.whole,
         unit * 3.0 if zero >= 3 else unit if zero == 2 else np.zeros_like(unit),
     )
 

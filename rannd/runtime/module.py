@@ -83,8 +83,9 @@ class RaNNCModule(nn.Module):
             and a value that the model does not use is no error.
         enable_zero: Replicas of a stage share the optimizer's state (ZeRO): the configuration item zero_stage, which is
             1 then if it is auto.
-        enable_apex_amp, use_amp_master_params, offload_params: Options of RaNNC that raise UsageError,
-            which says what to do instead.
+        use_amp_master_params: The optimizer steps float32 copies of half-precision parameters: the configuration item
+            master_weights.
+        enable_apex_amp, offload_params: Options of RaNNC that raise UsageError, which says what to do instead.
 
     Raises:
         ConfigError: The configuration is wrong.
@@ -114,7 +115,6 @@ class RaNNCModule(nn.Module):
             {
                 "enable_apex_amp": enable_apex_amp,
                 "allreduce_amp_master_params": allreduce_amp_master_params,
-                "use_amp_master_params": use_amp_master_params,
                 "offload_params": offload_params,
             }
         )
@@ -126,6 +126,8 @@ class RaNNCModule(nn.Module):
         config = configuration.load()
         if enable_zero and config.zero_stage == "auto":
             config = dataclasses.replace(config, zero_stage="1")
+        if use_amp_master_params:
+            config = dataclasses.replace(config, master_weights=True)
         log.setup(level=config.log_level)
         if config.show_config_items:
             for line in config.lines():
@@ -367,8 +369,8 @@ class RaNNCModule(nn.Module):
     def get_param(self, name: str, amp_master_param: bool = False) -> torch.Tensor:
         """Copy a parameter to the CPU of every rank, by any of its names. Collective.
 
-        `amp_master_param` has no effect: under torch.amp the parameters are the master copies. UsageError if there is
-        no parameter of that name.
+        `amp_master_param` has no effect: under torch.amp the parameters are the master copies, and master weights are
+        in the optimizer's state. UsageError if there is no parameter of that name.
         """
         parameter, held = self._parameter(name), self._session.parameters
         if held is None:
@@ -418,7 +420,8 @@ class RaNNCModule(nn.Module):
             sharded: Return only the tensors that this rank holds, under all their names, without copying; not
                 collective. For ``torch.distributed.checkpoint.save``, ``async_save`` and ``load``.
             no_hook: RaNNC's name for `sharded`.
-            amp_master_params: No effect: under torch.amp the parameters are the master copies.
+            amp_master_params: No effect: under torch.amp the parameters are the master copies, and master weights are
+                in the optimizer's state.
 
         Raises:
             UsageError: `keep_vars` after the first call.

@@ -41,6 +41,7 @@ from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.scaling import Factor
 from rannd.runtime.loss_check import check_losses
 from rannd.runtime.optim.global_optimizer import whole_optimizer
+from rannd.runtime.optim.wide_loading import keep_wide_state
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.state_dict import gather_tensor
@@ -99,6 +100,8 @@ class Session:
         """Value of `RaNNCModule.enable_dropout`; None: the modules' training flags decide."""
         if context.optimizer is not None:
             whole_optimizer(context.optimizer, world)
+            if context.config.master_weights:
+                keep_wide_state(context.optimizer, tells=world.rank == 0)
         self._deployed: Deployed | None = None
 
     # -- calls ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from rannd.plan.search.intervals import Intervals, at
 from rannd.plan.search.recompute import DividedStage, least_memory, segments
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, p2p_us
-from rannd.plan.zero import ReplicaBytes, computing, held, reduced_part
+from rannd.plan.zero import ReplicaBytes, Trained, computing, held, reduced_part
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -60,9 +60,11 @@ class Reductions:
 
     def __init__(self, intervals: Intervals, machine: Machine) -> None:
         replicas = np.arange(1, machine.world + 1)
-        shared = intervals.shared[:, :, None]
-        own = (intervals.trainable - intervals.shared)[:, :, None]
+        values = (intervals.trainable.whole - intervals.trainable.shared)[:, :, None]
+        shared = intervals.reduced.shared[:, :, None]
+        own = intervals.reduced.whole[:, :, None] - shared
         links = [machine.between, machine.link] if machine.several else [machine.link]
+        self._values = [allreduce_us(link, values, replicas) for link in links]
         self._own = [allreduce_us(link, own, replicas) for link in links]
         self._bucket = [allreduce_us(link, np.minimum(own, BUCKET), replicas) for link in links]
         self._least: dict[int, tuple[Table, Table, Table]] = {}
@@ -82,7 +84,7 @@ class Reductions:
 
     def gather(self, end: int, inside: Mask | None) -> Table:
         """Return the time to gather own parameters, or to scatter their gradients: half of an all-reduce."""
-        return self._at(self._own, end, inside) * 0.5
+        return self._at(self._values, end, inside) * 0.5
 
     def _at(self, tables: list[Table], end: int, inside: Mask | None) -> Table:
         if inside is None:
@@ -94,9 +96,9 @@ class Reductions:
         1]``."""
         if zero not in self._least:
             part = reduced_part(zero)
-            own, bucket = (np.minimum(each[0], each[-1]) for each in (self._own, self._bucket))
+            own, bucket, values = (np.minimum(each[0], each[-1]) for each in (self._own, self._bucket, self._values))
             tail = np.maximum(bucket * part, self._shared_bucket)
-            self._least[zero] = own * part + self._shared, tail, own * 0.5
+            self._least[zero] = own * part + self._shared, tail, values * 0.5
         return self._least[zero]
 
 
@@ -320,12 +322,18 @@ class StageTables:
     def _held(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> ReplicaBytes:
         """Return the memory of stages for parameters, gradients and optimizer state."""
         tables = self.intervals
-        params, trainable, shared, unit = (
-            table[starts, ends, ..., None] for table in (tables.params, tables.trainable, tables.shared, tables.unit)
-        )
-        factor = self.options.opt_param_factor
+
+        def those(each: Trained) -> Trained:
+            return Trained(*(table[starts, ends, ..., None] for table in each))
+
         return held(
-            self.variant.zero, replicas, params=params, trainable=trainable, shared=shared, unit=unit, factor=factor
+            self.variant.zero,
+            replicas,
+            params=tables.params[starts, ends, ..., None],
+            trainable=those(tables.trainable),
+            gradients=those(tables.gradients),
+            optimizer=those(tables.optimizer),
+            unit=tables.unit[starts, ends, ..., None],
         )
 
     def _forced(self, end: int) -> bool:

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from rannd.errors import PlanError
 from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.blocks.blocks import Block
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.precision import state_weights
+from rannd.plan.zero import Trained
 from rannd.profile.costs import BlockCost
 
 Table = npt.NDArray[np.float64]
@@ -29,8 +32,14 @@ def at(table: Table, rows: float) -> Table:
 class Intervals:
     """Tables of one graph, its blocks and their costs. Bytes and microseconds."""
 
-    def __init__(self, graph: TaskGraph, blocks: Sequence[Block], costs: Sequence[BlockCost]) -> None:
-        """PlanError if `costs` are not those of `blocks`."""
+    def __init__(
+        self,
+        graph: TaskGraph,
+        blocks: Sequence[Block],
+        costs: Sequence[BlockCost],
+        options: PlanOptions | None = None,
+    ) -> None:
+        """PlanError if `costs` are not those of `blocks`. `options` say what gradients and optimizer state take."""
         if len(blocks) != len(costs):
             raise PlanError(f"costs of {len(costs)} blocks for a model of {len(blocks)}; profile these blocks again")
         self.count = len(blocks)
@@ -49,7 +58,7 @@ class Intervals:
         for index, op in enumerate(graph.ops):
             self._made[block_of[index]] += {graph.values[value].bytes for value in op.outputs}
         self._values(graph, block_of)
-        self._params(graph, block_of)
+        self._params(graph, block_of, options or PlanOptions())
         self.activation = activation - self._twice(graph, block_of, costs)
         """Kept from forward to backward; what is also received, sent, an input, or kept by two blocks counts once."""
 
@@ -165,27 +174,30 @@ class Intervals:
             first = next(reader for reader in readers if reader >= start)
             table[:, start, first + 1 :] += size[:, 0]
 
-    def _params(self, graph: TaskGraph, block_of: dict[int, int]) -> None:
+    def _params(self, graph: TaskGraph, block_of: dict[int, int], options: PlanOptions) -> None:
         readers: dict[int, set[int]] = defaultdict(set)
         for index, op in enumerate(graph.ops):
             for read in op.params:
                 readers[read].add(block_of[index])
         self.params = np.zeros((self.count + 1, self.count + 1))
         """Parameters and buffers that the run reads, each once; a run from block 0 also keeps the unused ones."""
-        self.trainable = np.zeros_like(self.params)
-        self.shared = np.zeros_like(self.params)
-        """Those of `trainable` that blocks outside the run read, too."""
-        sizes: dict[tuple[tuple[int, ...], bool], int] = defaultdict(int)
+        trained = np.zeros((2, 4, *self.params.shape))
+        """Of parameters, of what is reduced, gradients and optimizer state; what blocks outside the run read, too."""
+        sizes: dict[tuple[tuple[int, ...], bool, int], int] = defaultdict(int)
         for index, blocks in readers.items():
-            sizes[tuple(sorted(blocks)), graph.params[index].trainable] += graph.params[index].bytes
-        for (ordered, trainable), size in sizes.items():
+            param = graph.params[index]
+            sizes[tuple(sorted(blocks)), param.trainable, param.itemsize] += param.bytes
+        for (ordered, trainable, itemsize), size in sizes.items():
+            weighted = size * np.array([1.0, *state_weights(itemsize, options)])[:, None]
             for start in range(ordered[-1] + 1):
                 first = next(block for block in ordered if block >= start)
                 self.params[start, first + 1 :] += size
                 if trainable:
-                    self.trainable[start, first + 1 :] += size
+                    trained[0, :, start, first + 1 :] += weighted
                     whole_from = ordered[-1] + 1 if start <= ordered[0] else self.count + 1
-                    self.shared[start, first + 1 : whole_from] += size
+                    trained[1, :, start, first + 1 : whole_from] += weighted
+        self.trainable, self.reduced, self.gradients, self.optimizer = map(Trained, *trained)
+        """Bytes of trainable parameters, of what is reduced of them, of their gradients and optimizer state."""
         own = np.zeros(self.count)
         for index, blocks in readers.items():
             if graph.params[index].trainable and len(blocks) == 1:

@@ -106,7 +106,7 @@ def plan(
     counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=_opaque(graph))
     counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
-    intervals = Intervals(graph, blocks, costs.blocks)
+    intervals = Intervals(graph, blocks, costs.blocks, options)
     reductions = Reductions(intervals, machine)
 
     def tables(allowed: Mask, limit: float, recompute: bool, stages: Sequence[int] | None = None) -> list[StageTables]:
@@ -145,7 +145,7 @@ def plan(
         best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
         sizes = [len(block.ops) for block in blocks]
         among = candidates(tables, allowed, limit, sizes, stages)
-        return rank([*best, *among], make, graph, costs, overlap=not options.sync_allreduce)
+        return rank([*best, *among], make, graph, costs, options)
     need = smallest_memory(every, stages=stages)
     if need is None:
         raise PlanError(

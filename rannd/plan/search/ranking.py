@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.deployment import Alternative, Deployment
+from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.candidates import Candidate
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate.simulator import predict
@@ -23,9 +24,10 @@ MOST_TOLD = 8
 """Maximum number of alternatives that a deployment lists."""
 
 
-def simulated_us(graph: TaskGraph, costs: CostTable, deployment: Deployment, *, overlap: bool) -> float:
-    """Return the simulated step time of a deployment. `overlap`: gradients are reduced during the backward."""
-    given = step_costs(graph, deployment, costs.link, costs.between, overlap=overlap)
+def simulated_us(graph: TaskGraph, costs: CostTable, deployment: Deployment, options: PlanOptions) -> float:
+    """Return the simulated step time of a deployment. The options say when and in which type gradients are reduced."""
+    overlap = not options.sync_allreduce
+    given = step_costs(graph, deployment, costs.link, costs.between, overlap=overlap, options=options)
     return predict(deployment.schedule, loss_layout(layout_of(graph, deployment)), given).step_us
 
 
@@ -40,8 +42,7 @@ def rank(
     make: Callable[[Candidate], Deployment],
     graph: TaskGraph,
     costs: CostTable,
-    *,
-    overlap: bool,
+    options: PlanOptions,
 ) -> Deployment:
     """Return the fastest plan, in simulated time, that fits; of equal ones the first. The others are alternatives."""
     work = MOST_WORK
@@ -55,7 +56,7 @@ def rank(
         seen.add(what)
         work -= _work(plan)
         deployment = make(plan)
-        step_us = simulated_us(graph, costs, deployment, overlap=overlap)
+        step_us = simulated_us(graph, costs, deployment, options)
         played.append((step_us, len(played), plan, deployment))
     played.sort(key=lambda each: each[:2])
     step_us, _, chosen, deployment = played[0]

@@ -11,6 +11,8 @@ import numpy as np
 from rannd.errors import DeploymentError
 from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.deployment import Deployment
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.precision import state_weights
 from rannd.plan.schedule.program import Edge, Layout
 from rannd.plan.simulate.step_costs import StepCosts, bucket_sizes
 from rannd.plan.topology import agreeing_us
@@ -56,6 +58,7 @@ def step_costs(
     between: LinkCost | None = None,
     *,
     overlap: bool = True,
+    options: PlanOptions | None = None,
 ) -> StepCosts:
     """Return the costs of the actions of a Program of `deployment`, from its estimates and the links.
 
@@ -68,11 +71,13 @@ def step_costs(
         link: Link between slots of the same node.
         between: Link between slots of different nodes; None: the same as `link`.
         overlap: Whether gradients are reduced in buckets during the last backward.
+        options: Say in which type gradients are reduced; None: in that of the parameters.
     """
     layout = layout_of(graph, deployment)
     rows = piece_rows(deployment.batch_rows, layout.world, layout.microbatches)
     sizes, grads = _edge_sizes(graph, deployment)
     trained = _trained_bytes(graph, deployment)
+    reduced = _trained_bytes(graph, deployment, options or PlanOptions())
     pieces = [math.ceil(layout.pieces_total / len(slots)) for slots in layout.stages]
     estimates = [stage.estimate for stage in deployment.stages]
     kept, working = [], []
@@ -90,7 +95,7 @@ def step_costs(
         return chosen.allreduce_us(nbytes, len(slots))
 
     def reduce(stages: Sequence[int]) -> tuple[float, ...]:
-        nbytes = trained.get(tuple(stages), 0)
+        nbytes = reduced.get(tuple(stages), 0)
         part = reduced_part(deployment.zero) if len(stages) == 1 else 1.0
         found = [part * allreduce(stages, size) for size in (bucket_sizes(nbytes) if overlap else [nbytes])]
         return tuple(found) if any(found) else ()
@@ -141,16 +146,20 @@ def _stages_of(graph: TaskGraph, deployment: Deployment) -> list[int]:
     return [stage_of_name[op.name] for op in graph.ops]
 
 
-def _trained_bytes(graph: TaskGraph, deployment: Deployment) -> dict[tuple[int, ...], int]:
-    """Return the bytes of trainable parameters, by the stages that read them."""
+def _trained_bytes(
+    graph: TaskGraph, deployment: Deployment, options: PlanOptions | None = None
+) -> dict[tuple[int, ...], int]:
+    """Return the bytes of trainable parameters, by the stages that read them; with `options` of what is reduced."""
     readers: dict[int, set[int]] = defaultdict(set)
     for op, stage in zip(graph.ops, _stages_of(graph, deployment), strict=True):
         for read in op.params:
             readers[read].add(stage)
     found: dict[tuple[int, ...], int] = defaultdict(int)
     for index, stages in readers.items():
-        if graph.params[index].trainable:
-            found[tuple(sorted(stages))] += graph.params[index].bytes
+        param = graph.params[index]
+        if param.trainable:
+            factor = 1.0 if options is None else state_weights(param.itemsize, options).reduced
+            found[tuple(sorted(stages))] += int(param.bytes * factor)
     return dict(found)
 
 

@@ -186,18 +186,22 @@ class Deployer:
         deployment: Deployment,
         segments: Mapping[str, tuple[int, ...]],
     ) -> ShardedGradients | None:
-        """Divide the optimizer's state, and gradients, among the replicas of each stage, if so planned (ZeRO)."""
-        if not deployment.zero:
+        """Divide the optimizer's state, and gradients, among the replicas of each stage, if so planned (ZeRO).
+
+        Half-precision parameters get master weights, if so configured.
+        """
+        world, masters = self._world, self._config.master_weights
+        mine: tuple[int, ...] = (world.slot,)
+        if deployment.zero:
+            for stage in deployment.stages:
+                if len(stage.slots) > 1:
+                    world.group_of(stage.slots)  # on every rank in the same order
+            mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
+        if len(mine) == 1 and not masters:
             return None
-        world = self._world
-        for stage in deployment.stages:
-            if len(stage.slots) > 1:
-                world.group_of(stage.slots)  # on every rank in the same order
-        mine = next(stage.slots for stage in deployment.stages if world.slot in stage.slots)
-        if len(mine) == 1:
-            return None
-        buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {})
-        if deployment.zero == 1 or not buckets:
+        buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {}, masters=masters)
+        parameters.refresh()  # master weights have float32 gradients
+        if deployment.zero <= 1 or not buckets:
             return None
         exchange = ReplicaExchange(world, mine)
         if deployment.zero == 2:

@@ -78,7 +78,10 @@ def _restore(world: World, parameters: Parameters, origin: Origin, name: str, te
 
 
 def gather_gradient(world: World, parameters: Parameters, name: str) -> torch.Tensor | None:
-    """Copy a parameter's reduced gradient to the CPU of every rank; None if it has no gradient. Collective."""
+    """Copy a parameter's reduced gradient to the CPU of every rank; None if it has no gradient. Collective.
+
+    It has the parameter's dtype, or float32 (master weights).
+    """
     tensor = parameters.tensors[name]
     holder = _holder(world, parameters, name)
     # of a parameter that replicas share, all of them have a piece
@@ -87,15 +90,16 @@ def gather_gradient(world: World, parameters: Parameters, name: str) -> torch.Te
         gradient = None
     if world.size == 1:
         return None if gradient is None else gradient.detach().to("cpu", copy=True)
-    there = torch.tensor([int(gradient is not None)])
+    there = torch.tensor([0 if gradient is None else 1 if gradient.dtype == tensor.dtype else 2])
     with world.watch.inside("broadcast"):
         dist.broadcast(there, holder, group=world.control)
     if not int(there):
         return None
-    value = torch.empty(tensor.shape, dtype=tensor.dtype)
+    dtype = tensor.dtype if int(there) == 1 else torch.float32
+    value = torch.empty(tensor.shape, dtype=dtype)
     if gradient is not None:
         dense = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
-        value = dense.to("cpu", tensor.dtype, copy=True).contiguous()
+        value = dense.to("cpu", dtype, copy=True).contiguous()
     with world.watch.inside("broadcast"):
         dist.broadcast(value, holder, group=world.control)
     return value
@@ -109,4 +113,7 @@ def _gradients(world: World, parameters: Parameters) -> None:
             continue
         gradient = gather_gradient(world, parameters, name)
         if name not in own or isinstance(tensor.grad, TensorPiece):
+            tensor.grad = None
+            if gradient is not None:
+                tensor.grad_dtype = gradient.dtype
             tensor.grad = None if gradient is None else gradient.to(tensor.device)

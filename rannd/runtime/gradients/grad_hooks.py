@@ -25,7 +25,7 @@ def hooked(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.
                 f"a hook of parameter {name} returned {told}; it has to return None or a tensor of shape "
                 f"{tuple(parameter.shape)}"
             )
-        gradient = changed.to(device=parameter.device, dtype=parameter.dtype)
+        gradient = changed.to(device=parameter.device, dtype=parameter.grad_dtype or parameter.dtype)
     return gradient
 
 

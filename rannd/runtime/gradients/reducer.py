@@ -1,7 +1,8 @@
 """All-reduces gradients over the ranks that hold a parameter, to the same mean as DistributedDataParallel.
 
 A parameter may be held by the replicas of one stage, or by several stages (tied weights); its gradient is the sum
-over all of them, divided by the number of ranks. Gradients with the same holders and dtype are reduced together in
+over all of them, divided by the number of ranks. It is accumulated, reduced and given to the parameter in the types of
+`Parameters.gradient_dtypes`. Gradients with the same holders and dtype are reduced together in
 *buckets*, the last layers first; the all-reduce of a bucket starts as soon as its last gradient is there, while the
 rest of backward still runs. All ranks start the buckets that they share in the same order. The gradient of a parameter
 that got none on any rank is not touched, so that optimizers skip the parameter as in a single process. Which have one
@@ -246,8 +247,8 @@ class Reducer:
         aliases = [self._parameters.aliases[name] for name in bucket.active]
         bucket.present = [alias.grad is not None for alias in aliases]
         sizes = [len(aliases), *(alias.numel() for alias in aliases)]
-        first = aliases[0]
-        bucket.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        reduced = self._parameters.gradient_dtypes(bucket.active[0]).reduced
+        bucket.flat = torch.empty(sum(sizes), dtype=reduced, device=aliases[0].device)
         flags, *parts = bucket.flat.split(sizes)
         # The flags have their place in any case: sums over three and more ranks depend on it, bit for bit.
         if self._world.reads.late:
@@ -302,8 +303,8 @@ class Reducer:
         if not self._world.reads.late:
             bucket.present = read(flags).bool().tolist()
         for name, alias, part, present in zip(bucket.active, aliases, parts, bucket.present, strict=True):
-            if present:
-                found[name] = part.view(alias.shape)
+            if present:  # several may be summed, in no narrower type than the parameter's
+                found[name] = part.view(alias.shape).to(self._parameters.gradient_dtypes(name).accumulated)
         bucket.flat = bucket.work = None
         return found
 
@@ -317,7 +318,8 @@ class Reducer:
 
     def deliver(self, asked: Asked | None = None) -> None:
         """Accumulate reduced gradients into the user's parameters, or store them in `asked.found`."""
-        ready, self._ready = self._ready, {}
+        ready = {name: each.to(self._parameters.gradient_dtypes(name).given) for name, each in self._ready.items()}
+        self._ready = {}
         self.something_waits = False
         if self._overflow is not None:
             self._overflow.spread(ready.values())
@@ -362,12 +364,12 @@ def _make_buckets(
         most, size = FIRST_BUCKET, 0
         current: list[str] = []
         for name in reversed([each for each in kinds[slots, dtype] if each not in sharded]):
-            tensor = parameters.tensors[name]
-            if current and size + tensor.numel() * tensor.element_size() > most and not consolidate:
+            nbytes = parameters.tensors[name].numel() * parameters.gradient_dtypes(name).reduced.itemsize
+            if current and size + nbytes > most and not consolidate:
                 buckets.append(_Bucket(slots, current))
                 current, size, most = [], 0, BUCKET
             current.append(name)
-            size += tensor.numel() * tensor.element_size()
+            size += nbytes
         if current:
             buckets.append(_Bucket(slots, current))
     return buckets, sorted({slots for slots, _ in kinds})

@@ -99,9 +99,11 @@ class ShardedGradients:
         first, size = aliases[0], bucket.length * self.exchange.replicas
         gradients = [alias.grad for alias in aliases]
         alone = gradients[0]
-        if len(gradients) == 1 and alone is not None and alone.is_contiguous() and alone.numel() == size:
+        reduced = self._parameters.gradient_dtypes(bucket.names[0]).reduced
+        fits = alone is not None and alone.is_contiguous() and alone.numel() == size and alone.dtype == reduced
+        if len(gradients) == 1 and alone is not None and fits:
             return alone.view(-1)
-        flat = torch.empty(size, dtype=first.dtype, device=first.device)
+        flat = torch.empty(size, dtype=reduced, device=first.device)
         *parts, rest = flat.split([*bucket.sizes, size - sum(bucket.sizes)])
         rest.zero_()
         for part, gradient in zip(parts, gradients, strict=True):
@@ -119,7 +121,7 @@ class ShardedGradients:
         more: list[torch.Tensor] = []
         for name in bucket.names:
             size = self._pieces[name].size
-            part = own[begin : begin + size]
+            part = own[begin : begin + size].to(self._parameters.gradient_dtypes(name).accumulated)
             begin += size
             if name in self._sums:
                 here.append(self._sums[name])

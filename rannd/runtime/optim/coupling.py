@@ -43,6 +43,10 @@ NOT_DIVIDED = (
     "{} cannot step a part of a parameter, as ZeRO needs: its update of an element depends on others, or that could "
     "not be tried; set zero_stage=0 (RANNC_ZERO_STAGE=0), or use another optimizer"
 )
+NO_MASTERS = (
+    "{} cannot step master weights: its update of an element depends on others, or that could not be tried; leave "
+    "master_weights out, or use another optimizer"
+)
 ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )

@@ -14,12 +14,13 @@ import torch
 from rannd import log
 from rannd.errors import UsageError
 from rannd.runtime.comm.world import World
-from rannd.runtime.optim.coupling import NOT_DIVIDED, Untried, couples, divides
+from rannd.runtime.optim.coupling import NO_MASTERS, NOT_DIVIDED, Untried, couples, divides
 from rannd.runtime.optim.meta_state import check_settings, remake_state
 from rannd.runtime.optim.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
 from rannd.runtime.optim.state_codec import Key, NamedState
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.division import Bucket, Piece, divide
+from rannd.runtime.zero.master_weights import HALF
 from rannd.runtime.zero.sharded_step import ShardedStep
 from rannd.runtime.zero.state_pieces import cut
 
@@ -46,7 +47,9 @@ class WholeOptimizer:
         self._elsewhere: set[int] = set()
         """Ids of the parameters that other ranks hold."""
         self.shared: list[tuple[Parameters, ShardedStep]] = []
-        """What replicas of a stage share of the state of the parameters of deployed models (ZeRO)."""
+        """What replicas of a stage share of the state of a deployed model's parameters (ZeRO), and master weights."""
+        self._between: list[ShardedStep] = []
+        """Master weights of models that are not deployed any more."""
         self.own_state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
         self.own_load_state_dict: Callable[[dict[str, Any]], None] = optimizer.load_state_dict
         self._own_add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
@@ -98,14 +101,20 @@ class WholeOptimizer:
             add_placeholder(self.optimizer, self.world.device)
 
     def share(
-        self, parameters: Parameters, slots: Sequence[int], segments: Mapping[str, tuple[int, ...]]
+        self,
+        parameters: Parameters,
+        slots: Sequence[int],
+        segments: Mapping[str, tuple[int, ...]],
+        *,
+        masters: bool,
     ) -> list[Bucket]:
         """Keep this rank's part alone of the state of parameters that `slots`, the replicas of its stage, hold.
 
         Args:
             parameters: Parameters of the deployed model.
-            slots: The replicas.
+            slots: The replicas of its stage; this rank's slot alone if nothing is shared.
             segments: What keeps parameters apart: the segments of the stage that read each; {}: nothing does.
+            masters: Half-precision parameters have master weights.
 
         Returns:
             The parameters that the replicas share.
@@ -114,21 +123,28 @@ class WholeOptimizer:
             UsageError: The optimizer cannot step a part of a parameter.
         """
         if not divides(self.optimizer):
-            raise UsageError(NOT_DIVIDED.format(type(self.optimizer).__name__))
+            message = NOT_DIVIDED if len(slots) > 1 else NO_MASTERS
+            raise UsageError(message.format(type(self.optimizer).__name__))
+        while self._between:
+            self._between.pop().close()
         mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         names = [
             name
             for name in parameters.trainable()
-            if id(parameters.tensors[name]) in mine
+            if len(slots) > 1
+            and id(parameters.tensors[name]) in mine
             and parameters.tensors[name].ndim  # see state_pieces.py
             and parameters.slots[name] == tuple(sorted(slots))
         ]
+        wide = self._halves(parameters, parameters.own) if masters else []
         tensors = [(name, parameters.tensors[name]) for name in names]
         kinds = [(n, p.numel(), p.element_size(), f"{p.dtype} {segments.get(n, ())}") for n, p in tensors]
         buckets = divide(kinds, len(slots))
         if not any(bucket.is_shared_by_all for bucket in buckets):
+            names, buckets = [], []
+        if not buckets and not wide:
             return []
-        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, buckets)
+        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, buckets, wide)
         self.shared.append((parameters, sharded))
         state = self.optimizer.state
         for name in names:
@@ -139,6 +155,12 @@ class WholeOptimizer:
                 if piece is not None:
                     state[tensor] = cut(whole, tensor.shape, piece)
         return buckets
+
+    def _halves(self, parameters: Parameters, names: Sequence[str]) -> list[str]:
+        """Those of a model's parameters that are the optimizer's, in half precision."""
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        tensors = parameters.tensors
+        return [name for name in names if id(tensors[name]) in mine and tensors[name].dtype in HALF]
 
     def divided(self) -> int:
         """Number of the optimizer's parameters whose state this rank shares with others."""
@@ -153,7 +175,7 @@ class WholeOptimizer:
 
     def settle(self) -> None:
         """Put whole parameters into the groups, also after a step that raised an error."""
-        for _, sharded in self.shared:
+        for sharded in (*(sharded for _, sharded in self.shared), *self._between):
             sharded.settle()
 
     def begin_call(self) -> None:
@@ -185,13 +207,14 @@ class WholeOptimizer:
     def forget(self, parameters: Parameters) -> None:
         """Give the groups a model's parameters back, once they are whole again. Other ranks' state is not here."""
         self.members.remove(parameters)
-        for held, sharded in self.shared:
+        shared = self.shared
+        for held, sharded in shared:
             if held is parameters:
                 sharded.close()
                 for parameter in parameters.tensors.values():
                     if sharded.divides(parameter):
                         self.optimizer.state.pop(parameter, None)
-        self.shared = [each for each in self.shared if each[0] is not parameters]
+        self.shared = [each for each in shared if each[0] is not parameters]
         gone = {id(tensor) for tensor in parameters.tensors.values()}
         for placeholder in [key for key in self.optimizer.state if is_placeholder(key)]:
             del self.optimizer.state[placeholder]
@@ -201,6 +224,9 @@ class WholeOptimizer:
             group["params"][:] = [parameter for parameter in whole if self.holds(parameter)]
             if names is not None:
                 group["param_names"] = [n for n, p in zip(names, whole, strict=True) if self.holds(p)]
+        if any(held is parameters and sharded.masters for held, sharded in shared):
+            wide = self._halves(parameters, list(parameters.tensors))
+            self._between.append(ShardedStep(self.world, parameters, self.optimizer, (self.world.slot,), (), wide))
 
     def give(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Put what belongs to parameters that were elsewhere into the optimizer's state, and all where it belongs."""

@@ -237,6 +237,8 @@ def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str, part: tor
         device=tensor.device,
         requires_grad=tensor.requires_grad,
     )
+    if tensor.is_leaf and tensor.is_floating_point():
+        impl.grad_dtype = tensor.grad_dtype
     tensor.grad = None
     tensor.data = kept
     exchange_below_hooks(tensor, impl)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,17 @@ from rannd.runtime.parameters.absent import all_present, is_absent, make_absent
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.tensor_swap import give, hollow
 from rannd.runtime.transport.transport import finish
+
+
+class GradientDtypes(NamedTuple):
+    """Types of a parameter's gradient on its way."""
+
+    accumulated: torch.dtype
+    """Over the microbatches of a rank, and over several backwards."""
+    reduced: torch.dtype
+    """Between ranks that hold the parameter."""
+    given: torch.dtype
+    """In ``parameter.grad``."""
 
 
 class Shared(Protocol):
@@ -168,9 +179,22 @@ class Parameters:
             elif alias is None or alias.data_ptr() != tensor.data_ptr() or alias.shape != tensor.shape:
                 pending = None if alias is None else alias.grad
                 alias = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+                alias.grad_dtype = self.gradient_dtypes(name).accumulated
                 alias.grad = pending
                 self.aliases[name] = alias
+            elif alias.grad is None:
+                alias.grad_dtype = self.gradient_dtypes(name).accumulated
             alias.requires_grad_(tensor.requires_grad)
+
+    def gradient_dtypes(self, name: str) -> GradientDtypes:
+        """Types of a parameter's gradient: `reduce_dtype`, and ``grad_dtype``, which is float32 with master weights.
+
+        A type that is narrower than the parameter's is for what ranks send alone.
+        """
+        tensor, asked = self.tensors[name], self._context.config.reduce_dtype
+        given = tensor.grad_dtype or tensor.dtype
+        reduced = given if asked == "auto" or given.is_complex else getattr(torch, asked)
+        return GradientDtypes(torch.promote_types(given, reduced), reduced, given)
 
     @property
     def waits(self) -> bool:

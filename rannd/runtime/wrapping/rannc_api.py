@@ -19,19 +19,22 @@ from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import current
 
 _NO_APEX = (
-    "Apex is not supported: run the model under torch.autocast, with a torch.amp.GradScaler for float16 "
-    "(RaNNCModule(model, optimizer, scaler=scaler)); parameters stay float32, so there are no other master parameters"
+    "Apex is not supported. In place of its O1 run the model under torch.autocast, with a torch.amp.GradScaler for "
+    "float16 (RaNNCModule(model, optimizer, scaler=scaler)); parameters stay float32. In place of O2 convert the model "
+    "(model.bfloat16()) before its optimizer is made, and set master_weights=true (RANNC_MASTER_WEIGHTS=true): the "
+    "optimizer steps float32 copies"
 )
 _REFUSED_OPTIONS = {
     "enable_apex_amp": _NO_APEX,
-    "use_amp_master_params": _NO_APEX,
     "offload_params": (
         "parameters stay on the device: leave the option out. What does not fit one device is divided into stages; "
         "checkpointing=true saves memory of activations"
     ),
 }
 _IDLE_OPTIONS = {
-    "allreduce_amp_master_params": "the gradients that are reduced are those of the master parameters",
+    "allreduce_amp_master_params": (
+        "gradients are reduced in the type of the parameters, or with master_weights in float32; reduce_dtype chooses"
+    ),
 }
 
 _NOT_DIVIDED = (

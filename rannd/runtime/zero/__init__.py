@@ -1,8 +1,8 @@
 """ZeRO: the replicas of a stage share what each would otherwise hold as a whole.
 
 In: the parameters that a rank holds, and the replicas of its stage. Out: which elements of which parameter are a
-replica's own (`division.py`, begin there), an optimizer that steps those alone (`sharded_step.py`), and what its state
-is of a whole parameter (`state_pieces.py`, `flat_boxes.py`).
+replica's own (`division.py`, begin there), an optimizer that steps those alone (`sharded_step.py`) or float32 copies of
+them (`master_weights.py`), and what its state is of a whole parameter (`state_pieces.py`, `flat_boxes.py`).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """

@@ -82,6 +82,7 @@ class ShardedParameters:
         for name, tensor, part in zip(bucket.names, tensors, parts, strict=True):
             part.copy_(tensor.reshape(-1))
             alias = nn.Parameter(part.view(tensor.shape), requires_grad=tensor.requires_grad)
+            alias.grad_dtype = self._parameters.gradient_dtypes(name).accumulated
             self._parameters.aliases[name] = alias
             piece = pieces.get(name, Piece(0, 0))
             held = TensorPiece(own[begin : begin + piece.size], piece, tensor.shape)

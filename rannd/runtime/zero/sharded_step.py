@@ -1,11 +1,13 @@
 """An optimizer that steps this rank's pieces of parameters only, and gathers the others' values after each step.
 
+Where there are master weights, it steps these instead of half-precision parameters or their pieces.
+
 Between steps the optimizer's groups have whole parameters with whole gradients, so that scripts, GradScaler and
 clipping see nothing of it; its state of a parameter is that of this rank's piece. A step looks like this::
 
-    before   groups: parameters  ──►  pieces of them, sharing their memory, with pieces of their gradients
+    before   groups: parameters  ──►  pieces of them, sharing their memory (or float32 copies), with pieces of gradients
     step     of the class, on the pieces
-    after    groups: parameters again; each replica's pieces go to the others
+    after    groups: parameters again, with the copies' values; each replica's pieces go to the others
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.division import Bucket, Piece
+from rannd.runtime.zero.master_weights import MASTER, take_master, widen_gradient
 from rannd.runtime.zero.replica_exchange import all_gather
 from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
@@ -34,6 +37,7 @@ class ShardedStep:
         optimizer: The optimizer.
         slots: The replicas of this rank's stage.
         buckets: Parameters to divide: of the optimizer, and held by these replicas alone.
+        masters: Parameters of the optimizer that have master weights, divided or not.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class ShardedStep:
         optimizer: torch.optim.Optimizer,
         slots: Sequence[int],
         buckets: Sequence[Bucket],
+        masters: Sequence[str] = (),
     ) -> None:
         self._world = world
         self._optimizer = optimizer
@@ -58,12 +63,19 @@ class ShardedStep:
         """What this rank owns, by name; a parameter of which it owns nothing is left out."""
         for bucket in self._buckets:
             self.pieces |= bucket.pieces(self._replica)
-        self._name = {id(tensor): name for name, tensor in self._tensors.items()}
+        self.masters = frozenset(masters)
+        self._stepped = {**self._tensors, **{name: parameters.tensors[name] for name in masters}}
+        """Parameters in whose place the optimizer steps a part."""
+        self._name = {id(tensor): name for name, tensor in self._stepped.items()}
         self._parts: dict[str, nn.Parameter] = {}
         self._before: list[list[Any]] = []
         """The groups' parameters while the optimizer steps."""
+        self._swapped: dict[str, nn.Parameter] = {}
+        """What it steps in place of parameters."""
         for tensor in self._tensors.values():
             tensor.data = tensor.data.contiguous()
+        for name in masters:
+            widen_gradient(self._stepped[name])
         self.stepped: list[Callable[[], None]] = []
         """Called after each step."""
         self._handles = (
@@ -75,7 +87,7 @@ class ShardedStep:
 
     def divides(self, parameter: torch.Tensor) -> bool:
         """Whether the replicas share this parameter."""
-        return id(parameter) in self._name
+        return self._name.get(id(parameter)) in self._tensors
 
     def piece(self, parameter: torch.Tensor) -> Piece | None:
         """What this rank owns of a parameter that is shared; None if nothing."""
@@ -115,7 +127,8 @@ class ShardedStep:
     def _leave(self, *_: Any) -> None:
         if self._before:
             self.settle()
-            self._gather()
+            if self._buckets:
+                self._gather()
             for call in self.stepped:
                 call()
 
@@ -131,12 +144,14 @@ class ShardedStep:
                 if not parameter.is_contiguous():  # the script gave it other memory
                     parameter.data = parameter.data.contiguous()
                 name = self._name.get(id(parameter))
-                if name is None:
-                    swapped.append(parameter)
-                elif name in self.pieces:
-                    part = self._part(name, parameter)
-                    if parameter in state:
-                        state[part] = state.pop(parameter)
+                if name is None or (name in self.masters and parameter.grad is None and parameter not in state):
+                    swapped.append(parameter)  # the latter is not stepped, and needs no copy
+                elif name in self.pieces or name not in self._tensors:
+                    kept = state.pop(parameter, None)
+                    part = self._part(name, parameter, {} if kept is None else kept)
+                    if kept is not None:
+                        state[part] = kept
+                    self._swapped[name] = part
                     swapped.append(part)
             group["params"][:] = swapped
 
@@ -146,28 +161,43 @@ class ShardedStep:
         state = self._optimizer.state
         for group, held in zip(self._optimizer.param_groups, before, strict=False):
             group["params"][:] = held
-        for name, part in self._parts.items() if before else ():
+        rounded: list[torch.Tensor] = []
+        masters: list[torch.Tensor] = []
+        for name, part in self._swapped.items():
             part.grad = None
+            parameter = self._stepped[name]
             if part in state:
-                state[self._tensors[name]] = state.pop(part)
+                state[parameter] = state.pop(part)
+            if name in self.masters:
+                state[parameter][MASTER] = part.data
+                rounded.append(self._own(name, parameter))
+                masters.append(part.data)
+        self._swapped = {}
+        if masters:
+            torch._foreach_copy_(rounded, masters)
 
-    def _part(self, name: str, parameter: torch.Tensor) -> nn.Parameter:
-        """The piece of a parameter, with the piece of its gradient; both share memory with the whole."""
+    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a parameter or its gradient, or all of one that is not divided; shares its memory."""
+        held = tensor if isinstance(tensor, TensorPiece) else part_of(tensor)
+        if held is not None:
+            return flat_part(held)
+        if name not in self._tensors:
+            return tensor.detach()
         piece = self.pieces[name]
-        held = part_of(parameter)
-        flat = parameter.detach().view(-1)[piece.start : piece.stop] if held is None else flat_part(held)
+        return tensor.detach().reshape(-1)[piece.start : piece.stop]
+
+    def _part(self, name: str, parameter: torch.Tensor, state: dict[str, Any]) -> nn.Parameter:
+        """What is stepped in place of a parameter, with its gradient: a piece that shares memory, or its master."""
+        own = self._own(name, parameter)
         part = self._parts.get(name)
-        if part is None or part.data_ptr() != flat.data_ptr():
-            state = None if part is None else self._optimizer.state.pop(part, None)
-            part = self._parts[name] = nn.Parameter(flat)
-            if state is not None:
-                self._optimizer.state[part] = state
+        if name in self.masters:
+            part = take_master(own, part, state)
+        elif part is None or part.data_ptr() != own.data_ptr():
+            part = nn.Parameter(own)
+        self._parts[name] = part
         part.requires_grad_(parameter.requires_grad)
         gradient = parameter.grad
-        if isinstance(gradient, TensorPiece):
-            part.grad = gradient.flat
-        else:
-            part.grad = None if gradient is None else gradient.detach().reshape(-1)[piece.start : piece.stop]
+        part.grad = None if gradient is None else self._own(name, gradient).to(part.dtype)
         return part
 
     def _gather(self) -> None:

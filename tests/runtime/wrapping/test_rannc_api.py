@@ -98,7 +98,7 @@ def test_a_context_that_is_not_enabled_does_nothing() -> None:
         assert layer.weight.is_meta is enable
 
 
-@pytest.mark.parametrize("name", ["enable_apex_amp", "use_amp_master_params", "offload_params"])
+@pytest.mark.parametrize("name", ["enable_apex_amp", "offload_params"])
 def test_options_without_meaning_are_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(UsageError, match=rf"RaNNCModule\(\.\., {name}=True\): .*(autocast|leave the option out)"):
         pyrannc.RaNNCModule(nn.Linear(2, 2), **{name: True})
@@ -109,7 +109,8 @@ def test_options_without_effect_are_taken(caplog: pytest.LogCaptureFixture) -> N
         pyrannc.RaNNCModule(nn.Linear(2, 2), check_unused_values=False, allreduce_amp_master_params=True)
     told = [each.getMessage() for each in caplog.records if "has no effect" in each.getMessage()]
     assert told == [
-        "allreduce_amp_master_params has no effect: the gradients that are reduced are those of the master parameters"
+        "allreduce_amp_master_params has no effect: gradients are reduced in the type of the parameters, or with "
+        "master_weights in float32; reduce_dtype chooses"
     ]
 
 
