@@ -29,7 +29,7 @@ from rannd.plan.stage_modules import stage_modules
 from rannd.plan.topology import Machine, Mask, place
 from rannd.plan.zero import replica_counts
 from rannd.profile.costs import CostTable
-from rannd.units import amounts_apart
+from rannd.units import amount, amounts_apart
 
 __all__ = [
     "PlanOptions",
@@ -152,7 +152,9 @@ def plan(
             f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas add up to {world} devices "
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
-    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world)
+    most = max(runnable)
+    sharded = smallest_memory(tables(allowed, limit, False, [most]), stages=stages) if most not in zeros else None
+    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, max(zeros), sharded)
 
 
 def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool, why: str = "") -> list[int]:
@@ -335,20 +337,28 @@ def _does_not_fit(
     memory_bytes: int,
     options: PlanOptions,
     world: int,
+    zero: int,
+    sharded: Need | None,
 ) -> DoesNotFitError:
-    """Return the error with the memory that would suffice."""
+    """Return the error with the memory that would suffice; `sharded`: with the most of ZeRO, if it may not be used."""
     least = math.ceil(need.bytes)
     block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
     # Rounded up, so that the number in the message suffices.
     limit_gb = math.ceil(least / (1 - options.mem_margin) / _GIB * 1000 + 1e-6) / 1000
     needed, limit = amounts_apart(least, memory_bytes)
+    more = ""
+    if sharded is not None and sharded.bytes < need.bytes:
+        more = (
+            f"With ZeRO (zero_stage=auto, an optimizer that updates each element by itself) about "
+            f"{amount(sharded.bytes)} would do. "
+        )
+    included = f"recomputing {f'and ZeRO {zero} ' if zero else ''}included"
     return DoesNotFitError(
-        f"no plan fits {world} device{'s' if world > 1 else ''}: the best one needs {needed} of a device, recomputing "
-        f"included; the limit is {limit}. mem_limit_gb={limit_gb:g} (with mem_margin={options.mem_margin:g}) would "
-        f"allow it. Its largest stage is {stage_name(need.start, need.end)}; in it block "
-        f"{stage_name(block, block + 1)} ({_modules(graph, blocks[block])}) needs most. Use devices with more memory, "
-        f"more ranks, a smaller batch, or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})"
-        + _opaque(graph),
+        f"no plan fits {world} device{'s' if world > 1 else ''}: the best one needs {needed} of a device, {included}; "
+        f"the limit is {limit}. mem_limit_gb={limit_gb:g} (with mem_margin={options.mem_margin:g}) would allow it. Its "
+        f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
+        f"({_modules(graph, blocks[block])}) needs most. {more}Use devices with more memory, more ranks, a smaller "
+        f"batch, or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})" + _opaque(graph),
         needed=least,
     )
 
