@@ -152,8 +152,8 @@ def plan(
             f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas add up to {world} devices "
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
-    most = max(runnable)
-    sharded = smallest_memory(tables(allowed, limit, False, [most]), stages=stages) if most not in zeros else None
+    others = [zero for zero in runnable if zero not in zeros] if way is None else []
+    sharded = smallest_memory(tables(allowed, limit, False, others), stages=stages)
     raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, max(zeros), sharded)
 
 
@@ -340,7 +340,7 @@ def _does_not_fit(
     zero: int,
     sharded: Need | None,
 ) -> DoesNotFitError:
-    """Return the error with the memory that would suffice; `sharded`: with the most of ZeRO, if it may not be used."""
+    """Return the error with the memory that would suffice; `sharded`: with stages of ZeRO that may not be used."""
     least = math.ceil(need.bytes)
     block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
     # Rounded up, so that the number in the message suffices.
