@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from rannd.errors import UsageError
+from rannd.runtime.zero.master_weights import HALF
+
 LARGEST = 3
 """Size of each dimension of the parameters that are tried; these have as many dimensions as the real ones."""
 
@@ -72,6 +75,16 @@ def divides(optimizer: torch.optim.Optimizer) -> bool:
     except Untried:
         return False
     return bool(torch.isfinite(whole).all()) and torch.allclose(whole.reshape(-1)[: len(part)], part, rtol=1e-9, atol=0)
+
+
+def check_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """UsageError if a model has parameters that master weights are for, and nobody can step these."""
+    if not any(p.requires_grad and p.dtype in HALF for p in model.parameters()):
+        return
+    if optimizer is None:
+        raise UsageError("master_weights=true needs the optimizer that steps them: RaNNCModule(model, optimizer)")
+    if not divides(optimizer):
+        raise UsageError(NO_MASTERS.format(type(optimizer).__name__))
 
 
 def _moved(optimizer: Any, first: Any, others: list[Any], scale: float, *, part: bool = False) -> torch.Tensor:

@@ -39,7 +39,7 @@ from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import check_planned_cut, planned_stages
-from rannd.runtime.optim.coupling import NO_MASTERS, NOT_DIVIDED, divides
+from rannd.runtime.optim.coupling import NOT_DIVIDED, check_masters, divides
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.memory_fit import lower_limit, short
@@ -47,7 +47,6 @@ from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
 from rannd.runtime.planning.profiler import Measuring, Platform
 from rannd.runtime.planning.tensor_memory import memory_for_tensors
-from rannd.runtime.zero.master_weights import HALF
 from rannd.sources import PLANNING, digest_of
 from rannd.units import amount
 
@@ -95,7 +94,8 @@ class Planner:
         self._optimizer = (
             "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
-        _check_masters(context)
+        if config.master_weights:
+            check_masters(context.model, context.optimizer)
         self._options = msgspec.structs.replace(PlanOptions.of(config), zero_stage=_zero_stage(context))
         self._interleaved = (
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
@@ -491,17 +491,6 @@ def _zero_stage(context: Context) -> str:
             raise UsageError(NOT_DIVIDED.format(type(optimizer).__name__))
         return "0"
     return asked
-
-
-def _check_masters(context: Context) -> None:
-    """UsageError if there have to be master weights, and nobody can step them."""
-    trained = [p for p in context.model.parameters() if p.requires_grad and p.dtype in HALF]
-    if not context.config.master_weights or not trained:
-        return
-    if context.optimizer is None:
-        raise UsageError("master_weights=true needs the optimizer that steps them: RaNNCModule(model, optimizer)")
-    if not divides(context.optimizer):
-        raise UsageError(NO_MASTERS.format(type(context.optimizer).__name__))
 
 
 def _titled(model: torch.nn.Module) -> str:
