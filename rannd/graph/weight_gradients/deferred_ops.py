@@ -1,0 +1,239 @@
+"""Operators whose backward computes the gradient of the input alone, and queues what those of the parameters need.
+
+Each function here takes a queue, the group of the operator's parameters (`weight_queue.Delayed`), and the arguments of
+the ATen operator that it stands for. Where nothing is to be delayed it is that operator.
+
+The Functions do not get parameters as tensors of their own, so that the first half of a backward ends at them. An input
+without a gradient is accompanied by a tensor without elements that has one: otherwise autograd would run no backward.
+Under autocast arguments are cast here, as autocast would do it, but outside of the Function, so that the cast is
+differentiated: that of the input in the first half, that of a parameter in the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rannd.graph.weight_gradients.gradient_formulas import Convolution, flat, lookup_weight, product_weight
+from rannd.graph.weight_gradients.weight_queue import Delayed, WeightQueue
+
+aten = torch.ops.aten
+
+
+def linear(queue: WeightQueue, group: int, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``aten::linear``."""
+    if not _delays(weight, bias):
+        return aten.linear.default(input, weight, bias)  # type: ignore[no-any-return]
+    return _apply(_Product, queue, group, input, weight, bias, True)
+
+
+def matmul(queue: WeightQueue, group: int, input: Tensor, weight: Tensor) -> Tensor:
+    """``aten::matmul`` (and ``mm``) of ``[.., in]`` by a parameter ``[in, out]``."""
+    if not _delays(weight):
+        return aten.matmul.default(input, weight)  # type: ignore[no-any-return]
+    return _apply(_Product, queue, group, input, weight, None, False)
+
+
+def addmm(queue: WeightQueue, group: int, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    """``aten::addmm`` of ``[rows, in]`` by a parameter ``[in, out]``, to which another one is added."""
+    if not _delays(weight, bias):
+        return aten.addmm.default(bias, input, weight)  # type: ignore[no-any-return]
+    return _apply(_Product, queue, group, input, weight, bias, False)
+
+
+def convolution(
+    queue: WeightQueue,
+    group: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """``aten::convolution`` of a batch, which all convolutions are."""
+    if not _delays(weight, bias):
+        return aten.convolution.default(  # type: ignore[no-any-return]
+            input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+        )
+    plain = Convolution(tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+    return _apply(_Convolution, queue, group, input, weight, bias, plain)
+
+
+def embedding(
+    queue: WeightQueue, group: int, weight: Tensor, indices: Tensor, padding_idx: int, scale_grad_by_freq: bool
+) -> Tensor:
+    """``aten::embedding`` with dense gradients."""
+    if not _delays(weight):
+        return aten.embedding.default(weight, indices, padding_idx, scale_grad_by_freq)  # type: ignore[no-any-return]
+    found: Tensor = _Lookup.apply(
+        indices, _starter(indices), queue, group, weight, padding_idx, scale_grad_by_freq
+    )
+    return found
+
+
+def _delays(*parameters: Tensor | None) -> bool:
+    """Whether a backward will ask for gradients of parameters."""
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in parameters)
+
+
+def _starter(beside: Tensor) -> Tensor | None:
+    """What makes autograd run the backward of an operator with this input."""
+    return None if beside.requires_grad else torch.empty(0, device=beside.device, requires_grad=True)
+
+
+def _apply(
+    function: type[torch.autograd.Function],
+    queue: WeightQueue,
+    group: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plain: Any,
+) -> Tensor:
+    kind = x.device.type
+    without: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = _cast(x, dtype), _cast(weight, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
+        without = torch.autocast(kind, enabled=False)
+    with without:
+        found: Tensor = function.apply(x, _starter(x), queue, group, weight, bias, plain)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` as autocast gives it to a product: double precision stays as it is."""
+    return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
+
+
+def _wanted(*parameters: Tensor | None) -> list[Tensor]:
+    return [each for each in parameters if each is not None and each.requires_grad]
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight`` or ``x @ weight.t()``, plus a bias if there is one."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        starter: Tensor | None,
+        queue: WeightQueue,
+        group: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.queue, ctx.group, ctx.weight, ctx.bias, ctx.transposed = queue, group, weight, bias, transposed
+        if transposed:
+            made: Tensor = aten.linear.default(x, weight, bias)
+        else:
+            made = aten.matmul.default(x, weight) if bias is None else aten.addmm.default(bias, x, weight)
+        # Of more dimensions it is a view of a matrix; code after it may write into it, which torch refuses for views.
+        return made if x.dim() == 2 else aten._unsafe_view.default(made, made.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        ctx.queue.add(
+            Delayed(ctx.group, _wanted(weight, bias), partial(_product_gradients, x, upstream, weight, bias, ctx.transposed))
+        )
+        inward = None
+        if ctx.needs_input_grad[0]:
+            inward = flat(upstream).mm(weight if ctx.transposed else weight.t()).view(x.shape)
+        return inward, None, None, None, None, None, None
+
+
+def _product_gradients(
+    x: Tensor, upstream: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+) -> list[Tensor]:
+    found = [product_weight(x, upstream, transposed=transposed)] if weight.requires_grad else []
+    return [*found, upstream.sum_to_size(bias.shape)] if bias is not None and bias.requires_grad else found
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of a batch."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        starter: Tensor | None,
+        queue: WeightQueue,
+        group: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        plain: Convolution,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.queue, ctx.group, ctx.weight, ctx.bias, ctx.plain = queue, group, weight, bias, plain
+        return plain.of(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight, bias, plain = ctx.weight, ctx.bias, ctx.plain
+        ctx.queue.add(
+            Delayed(ctx.group, _wanted(weight, bias), partial(_convolution_gradients, x, upstream, weight, bias, plain))
+        )
+        inward = None
+        if ctx.needs_input_grad[0]:
+            inward = plain.gradients(upstream, x, weight, (True, False, False))[0]
+        return inward, None, None, None, None, None, None
+
+
+def _convolution_gradients(
+    x: Tensor, upstream: Tensor, weight: Tensor, bias: Tensor | None, plain: Convolution
+) -> list[Tensor]:
+    wanted = (False, weight.requires_grad, bias is not None and bias.requires_grad)
+    return [each for each in plain.gradients(upstream, x, weight.detach(), wanted) if each is not None]
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table, by their indices."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        indices: Tensor,
+        starter: Tensor | None,
+        queue: WeightQueue,
+        group: int,
+        weight: Tensor,
+        padding_idx: int,
+        by_frequency: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.queue, ctx.group, ctx.weight, ctx.plain = queue, group, weight, (padding_idx, by_frequency)
+        made: Tensor = aten.embedding.default(weight, indices, padding_idx, by_frequency)
+        return aten._unsafe_view.default(made, made.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        (indices,) = ctx.saved_tensors
+        rows = ctx.weight.shape[0]
+        later = partial(_lookup_gradients, upstream, indices, rows, *ctx.plain)
+        ctx.queue.add(Delayed(ctx.group, [ctx.weight], later))
+        return None, None, None, None, None, None, None
+
+
+def _lookup_gradients(
+    upstream: Tensor, indices: Tensor, rows: int, padding_idx: int, by_frequency: bool
+) -> list[Tensor]:
+    return [lookup_weight(upstream, indices, rows, padding_idx, by_frequency=by_frequency)]

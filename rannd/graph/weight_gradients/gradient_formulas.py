@@ -1,0 +1,67 @@
+"""Gradients of the parameters of products, convolutions and lookups, from their input and the gradient of their output.
+
+They are the kernels that autograd calls for the same operator, with the gradient of the input left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def flat(value: Tensor) -> Tensor:
+    """``[.., n]`` as ``[rows, n]``: a view where memory allows it."""
+    return value.unsqueeze(0) if value.dim() == 1 else value.flatten(0, -2)
+
+
+def product_weight(x: Tensor, upstream: Tensor, *, transposed: bool) -> Tensor:
+    """Gradient of the weight of ``x @ weight``, or of ``x @ weight.t()`` if `transposed`.
+
+    Args:
+        x: ``[.., in]``.
+        upstream: ``[.., out]``, gradient of the product.
+        transposed: The weight, and so its gradient, is ``[out, in]``; otherwise ``[in, out]``.
+    """
+    rows, gradients = flat(x), flat(upstream)
+    return gradients.t().mm(rows) if transposed else rows.t().mm(gradients)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The plain arguments of a convolution, one number per spatial dimension; also of a transposed one."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+    def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution itself."""
+        return torch.ops.aten.convolution.default(  # type: ignore[no-any-return]
+            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+        )
+
+    def gradients(
+        self, upstream: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of input, weight and bias: those that are `wanted`.
+
+        `x`, `weight`, `upstream`: ``[batch, channels, ..]``, as of torch.nn.functional.conv2d and its like.
+        """
+        outputs = upstream.shape[1]
+        found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward.default(
+            upstream, x, weight, [outputs], self.stride, self.padding, self.dilation, self.transposed,
+            self.output_padding, self.groups, list(wanted),
+        )  # fmt: skip
+        return found
+
+
+def lookup_weight(upstream: Tensor, indices: Tensor, rows: int, padding_idx: int, *, by_frequency: bool) -> Tensor:
+    """Gradient ``[rows, width]`` of the table of ``embedding``; `upstream`: ``[*indices.shape, width]``."""
+    found: Tensor = torch.ops.aten.embedding_dense_backward.default(upstream, indices, rows, padding_idx, by_frequency)
+    return found
