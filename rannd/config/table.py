@@ -103,10 +103,11 @@ class Config:
     )
     schedule: str = item(
         "1f1b",
-        "Pipeline schedule: 1f1b keeps few microbatches in memory, gpipe runs all forward passes first.",
+        "Pipeline schedule: 1f1b keeps few microbatches in memory, gpipe runs all forward passes first, zb_h1 is 1f1b "
+        "that computes gradients of parameters while a device would wait.",
         group=_PLAN,
         plan_affecting=True,
-        choices=("1f1b", "gpipe"),
+        choices=("1f1b", "gpipe", "zb_h1"),
     )
     checkpointing: bool = item(
         False,

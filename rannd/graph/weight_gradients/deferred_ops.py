@@ -12,7 +12,8 @@ differentiated: that of the input in the first half, that of a parameter in the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,10 +76,24 @@ def embedding(
     """``aten::embedding`` with dense gradients."""
     if not _delays(weight):
         return aten.embedding.default(weight, indices, padding_idx, scale_grad_by_freq)  # type: ignore[no-any-return]
-    found: Tensor = _Lookup.apply(
-        indices, _starter(indices), queue, group, weight, padding_idx, scale_grad_by_freq
-    )
+    read = _Read(queue, group, weight, None)
+    found: Tensor = _Lookup.apply(indices, _starter(indices), read, padding_idx, scale_grad_by_freq)  # type: ignore[no-untyped-call]
     return found
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The parameters of an operator. In this, Functions do not see them."""
+
+    queue: WeightQueue
+    group: int
+    weight: Tensor
+    bias: Tensor | None
+
+    def delay(self, gradients: Callable[[], Sequence[Tensor]]) -> None:
+        """Queue the gradients of the parameters that need one, in the order of weight and bias."""
+        wanted = [each for each in (self.weight, self.bias) if each is not None and each.requires_grad]
+        self.queue.add(Delayed(self.group, wanted, gradients))
 
 
 def _delays(*parameters: Tensor | None) -> bool:
@@ -108,7 +123,7 @@ def _apply(
         bias = None if bias is None else _cast(bias, dtype)
         without = torch.autocast(kind, enabled=False)
     with without:
-        found: Tensor = function.apply(x, _starter(x), queue, group, weight, bias, plain)  # type: ignore[no-untyped-call]
+        found: Tensor = function.apply(x, _starter(x), _Read(queue, group, weight, bias), plain)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -117,26 +132,14 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
 
 
-def _wanted(*parameters: Tensor | None) -> list[Tensor]:
-    return [each for each in parameters if each is not None and each.requires_grad]
-
-
 class _Product(torch.autograd.Function):
     """``x @ weight`` or ``x @ weight.t()``, plus a bias if there is one."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        x: Tensor,
-        starter: Tensor | None,
-        queue: WeightQueue,
-        group: int,
-        weight: Tensor,
-        bias: Tensor | None,
-        transposed: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, starter: Tensor | None, read: _Read, transposed: bool) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
-        ctx.queue, ctx.group, ctx.weight, ctx.bias, ctx.transposed = queue, group, weight, bias, transposed
+        ctx.read, ctx.transposed = read, transposed
+        weight, bias = read.weight, read.bias
         if transposed:
             made: Tensor = aten.linear.default(x, weight, bias)
         else:
@@ -148,20 +151,16 @@ class _Product(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
-        ctx.queue.add(
-            Delayed(ctx.group, _wanted(weight, bias), partial(_product_gradients, x, upstream, weight, bias, ctx.transposed))
-        )
-        inward = None
-        if ctx.needs_input_grad[0]:
-            inward = flat(upstream).mm(weight if ctx.transposed else weight.t()).view(x.shape)
-        return inward, None, None, None, None, None, None
+        ctx.read.delay(partial(_product_gradients, x, upstream, ctx.read, ctx.transposed))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        weight = ctx.read.weight
+        return flat(upstream).mm(weight if ctx.transposed else weight.t()).view(x.shape), None, None, None
 
 
-def _product_gradients(
-    x: Tensor, upstream: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
-) -> list[Tensor]:
-    found = [product_weight(x, upstream, transposed=transposed)] if weight.requires_grad else []
+def _product_gradients(x: Tensor, upstream: Tensor, read: _Read, transposed: bool) -> list[Tensor]:
+    found = [product_weight(x, upstream, transposed=transposed)] if read.weight.requires_grad else []
+    bias = read.bias
     return [*found, upstream.sum_to_size(bias.shape)] if bias is not None and bias.requires_grad else found
 
 
@@ -169,39 +168,24 @@ class _Convolution(torch.autograd.Function):
     """A convolution of a batch."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        x: Tensor,
-        starter: Tensor | None,
-        queue: WeightQueue,
-        group: int,
-        weight: Tensor,
-        bias: Tensor | None,
-        plain: Convolution,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, starter: Tensor | None, read: _Read, plain: Convolution) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
-        ctx.queue, ctx.group, ctx.weight, ctx.bias, ctx.plain = queue, group, weight, bias, plain
-        return plain.of(x, weight, bias)
+        ctx.read, ctx.plain = read, plain
+        return plain.of(x, read.weight, read.bias)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        weight, bias, plain = ctx.weight, ctx.bias, ctx.plain
-        ctx.queue.add(
-            Delayed(ctx.group, _wanted(weight, bias), partial(_convolution_gradients, x, upstream, weight, bias, plain))
-        )
-        inward = None
-        if ctx.needs_input_grad[0]:
-            inward = plain.gradients(upstream, x, weight, (True, False, False))[0]
-        return inward, None, None, None, None, None, None
+        ctx.read.delay(partial(_convolution_gradients, x, upstream, ctx.read, ctx.plain))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return ctx.plain.gradients(upstream, x, ctx.read.weight, (True, False, False))[0], None, None, None
 
 
-def _convolution_gradients(
-    x: Tensor, upstream: Tensor, weight: Tensor, bias: Tensor | None, plain: Convolution
-) -> list[Tensor]:
-    wanted = (False, weight.requires_grad, bias is not None and bias.requires_grad)
-    return [each for each in plain.gradients(upstream, x, weight.detach(), wanted) if each is not None]
+def _convolution_gradients(x: Tensor, upstream: Tensor, read: _Read, plain: Convolution) -> list[Tensor]:
+    wanted = (False, read.weight.requires_grad, read.bias is not None and read.bias.requires_grad)
+    return [each for each in plain.gradients(upstream, x, read.weight.detach(), wanted) if each is not None]
 
 
 class _Lookup(torch.autograd.Function):
@@ -209,31 +193,22 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        indices: Tensor,
-        starter: Tensor | None,
-        queue: WeightQueue,
-        group: int,
-        weight: Tensor,
-        padding_idx: int,
-        by_frequency: bool,
+        ctx: Any, indices: Tensor, starter: Tensor | None, read: _Read, padding_idx: int, by_frequency: bool
     ) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.queue, ctx.group, ctx.weight, ctx.plain = queue, group, weight, (padding_idx, by_frequency)
-        made: Tensor = aten.embedding.default(weight, indices, padding_idx, by_frequency)
+        ctx.read, ctx.plain = read, (padding_idx, by_frequency)
+        made: Tensor = aten.embedding.default(read.weight, indices, padding_idx, by_frequency)
         return aten._unsafe_view.default(made, made.shape)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (indices,) = ctx.saved_tensors
-        rows = ctx.weight.shape[0]
-        later = partial(_lookup_gradients, upstream, indices, rows, *ctx.plain)
-        ctx.queue.add(Delayed(ctx.group, [ctx.weight], later))
-        return None, None, None, None, None, None, None
+        ctx.read.delay(partial(_lookup_gradients, upstream, indices, ctx.read, *ctx.plain))
+        return None, None, None, None, None
 
 
 def _lookup_gradients(
-    upstream: Tensor, indices: Tensor, rows: int, padding_idx: int, by_frequency: bool
+    upstream: Tensor, indices: Tensor, read: _Read, padding_idx: int, by_frequency: bool
 ) -> list[Tensor]:
-    return [lookup_weight(upstream, indices, rows, padding_idx, by_frequency=by_frequency)]
+    return [lookup_weight(upstream, indices, read.weight.shape[0], padding_idx, by_frequency=by_frequency)]

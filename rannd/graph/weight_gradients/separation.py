@@ -78,7 +78,9 @@ def separate(part: Part, parameters: Collection[str]) -> SeparatedPart | None:
             calls[node] = call
     while True:
         whole = {origin[node] for node in origin if any(_reads_whole(user, node, origin, calls) for user in node.users)}
-        left = {node: call for node, call in calls.items() if not any(origin[each] in whole for each in call.parameters)}
+        left = {
+            node: call for node, call in calls.items() if not any(origin[each] in whole for each in call.parameters)
+        }
         if len(left) == len(calls):
             break
         calls = left
@@ -113,7 +115,9 @@ def _call(node: Node) -> _Call | None:
             return _checked(deferred_ops.matmul, x, (weight,), (x, weight))
     if node.target is aten.embedding.default and not given["sparse"]:
         weight, x = given["weight"], given["indices"]
-        return _checked(deferred_ops.embedding, x, (weight,), (weight, x, given["padding_idx"], given["scale_grad_by_freq"]))
+        return _checked(
+            deferred_ops.embedding, x, (weight,), (weight, x, given["padding_idx"], given["scale_grad_by_freq"])
+        )
     if node.target in _CONVOLUTIONS:
         x, *read = (given[name] for name in ("input", "weight", "bias"))
         spatial = _dimensions(read[0]) - 2

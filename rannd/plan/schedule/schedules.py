@@ -112,7 +112,7 @@ _TABLE = (
         zero=(1, 2, 3),
     ),
     # ZeRO 2 and 3 shard parameter gradients as soon as they are computed, and these are delayed.
-    Schedule("zb_h1", zero_bubble_h1, runs=False, takes_turns=True, delays_weights=True, zero=(1,)),
+    Schedule("zb_h1", zero_bubble_h1, runs=True, takes_turns=True, delays_weights=True, zero=(1,)),
 )
 ALL_SCHEDULES: Mapping[str, Schedule] = {each.name: each for each in _TABLE}
 """Every schedule by name."""
@@ -137,12 +137,15 @@ def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) 
     return ALL_SCHEDULES[schedule].program(layout, split)
 
 
-def interleaved_program(schedule: str, layout: Layout) -> Program:
-    """Return the Program of a step to run; PlanError if the schedule is not known or cannot be run."""
+def interleaved_program(schedule: str, layout: Layout, split: Collection[int] = ()) -> Program:
+    """Return the Program of a step to run; PlanError if the schedule is not known or cannot be run.
+
+    `split`: the stages whose backward is planned in two halves.
+    """
     if schedule in ALL_SCHEDULES and schedule not in SCHEDULES:
         raise PlanError(
             f"schedule {schedule!r} can be planned and simulated, but not be run yet; use one of {', '.join(SCHEDULES)}"
         )
     if schedule not in SCHEDULES:
         raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(SCHEDULES)}")
-    return planned_program(schedule, layout)
+    return planned_program(schedule, layout, split)

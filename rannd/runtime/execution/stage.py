@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.device.generators import States, seeded
+from rannd.graph.weight_gradients.separation import separate
+from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.bound_graph import BoundGraph
@@ -47,6 +49,15 @@ class Computing:
         self._written_by = [[name for name in self._written if name in set(part.tensors)] for part in parts]
         self.arrivals = Counter(name for part in parts for name in part.tensors)
         """Number of segments that read each tensor: how often its gradient is accumulated in a backward."""
+        parameters = {name for name in bound.part.tensors if isinstance(state.get(name), torch.nn.Parameter)}
+        self._halves = [
+            separate(segment.part, parameters) if bound.splits and not compiled and not segment.recompute else None
+            for segment in bound.segments
+        ]
+        """The segments whose backward comes in two halves, inside of a call."""
+        late = Counter(name for half in self._halves if half is not None for name in half.names)
+        self.late_arrivals = {name: late[name] for name in self.arrivals}
+        """How often the gradient of each tensor is accumulated in the second half of a backward."""
         self._entering, self._leaving = frozenset(bound.part.inputs), frozenset(bound.part.outputs)
         self._last = [
             [
@@ -207,6 +218,11 @@ class Computing:
                 if node not in self._handed:
                     step.values.pop((piece, node), None)
 
+    def weights(self, step: Step, piece: int) -> None:
+        """Second half of a backward: the gradients of parameters that the first one has left."""
+        for queue in reversed(step.delayed.pop(piece, [])):
+            queue.accumulate()
+
     def _run(
         self,
         step: Step,
@@ -232,8 +248,13 @@ class Computing:
             if self._compiled and not self._finite.every:
                 values = self._compiled[number].run(rows, inputs, tensors, inside=step.interleaved)
             else:
-                arguments = (*inputs.values(), *tensors, *part.numbers_at(rows))
-                values = self._finite.run(part.module, arguments)
+                module, arguments = part.module, [*inputs.values(), *tensors, *part.numbers_at(rows)]
+                half = self._halves[number]
+                if half is not None and step.interleaved:
+                    queue = WeightQueue()
+                    step.delayed.setdefault(piece, []).append(queue)
+                    module, arguments = half.module, [*arguments, queue]
+                values = self._finite.run(module, arguments)
         return dict(zip(part.outputs, values, strict=True)), after
 
     def _random(self, step: Step, piece: int, begin: States | None) -> AbstractContextManager[States]:

@@ -38,7 +38,7 @@ class Halves:
         self.separated: SeparatedPart | None = separate(self.part, self.names)
 
     def run(self, *, halves: bool, upstream: Sequence[Tensor] | None = None) -> Ran:
-        """One forward and backward; `upstream`: the gradients of the outputs, random ones if None."""
+        """One forward and backward; `upstream`: gradients of the first outputs, random ones for all if None."""
         given = dict(zip(self.graph.traced.placeholders, self.tensors, strict=False))
         inputs = [given[node].detach().clone().requires_grad_(given[node].requires_grad) for node in self.part.inputs]
         state = state_of(self.graph, self.model)
@@ -57,7 +57,7 @@ class Halves:
         if upstream is None:
             generator = torch.Generator().manual_seed(3)
             upstream = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in roots]
-        torch.autograd.backward(roots, upstream)
+        torch.autograd.backward(roots[: len(upstream)], upstream)
         first = self._gradients()
         queue.accumulate()
         return Ran(list(outputs), [each.grad for each in inputs], first, self._gradients())

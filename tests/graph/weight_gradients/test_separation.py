@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from halves import Halves
 from torch import Tensor, nn
 
+from rannd.graph.weight_gradients.weight_queue import WeightQueue
+
 pytestmark = pytest.mark.usefixtures("double")
 ROWS, TIME, WIDTH = 5, 3, 6
 
@@ -124,10 +126,9 @@ def test_an_input_without_a_gradient_needs_none() -> None:
 
 def test_an_output_that_gets_no_gradient_leaves_its_parameters_without_one() -> None:
     found = halves(lambda m, a: (m.one(a), m.two(a)), x())
-    only = {name: found.run(halves=name, upstream=None) for name in (False, True)}
-    assert set(only[True].whole) == set(only[False].whole) == {"one.weight", "one.bias", "two.weight"}
-    queue_less = found.check("one.weight", "one.bias", "two.weight")
-    assert queue_less.first == {}
+    assert set(found.check("one.weight", "one.bias", upstream=[torch.randn(ROWS, WIDTH)]).whole) == {
+        "one.weight", "one.bias"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [x, seq])
@@ -151,8 +152,6 @@ def test_hooks_of_a_parameter_run_once_for_all_its_operators() -> None:
 def test_gradients_of_several_pieces_add_up() -> None:
     found = halves(lambda m, a: m.two(m.one(a)).tanh(), x())
     once = found.run(halves=True).whole
-    from rannd.graph.weight_gradients.weight_queue import WeightQueue
-
     queues = [WeightQueue(), WeightQueue()]
     found.model.zero_grad()
     for queue in queues:
@@ -171,7 +170,9 @@ def test_gradients_of_several_pieces_add_up() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["linear", "linear of a sequence", "matmul", "addmm", "conv", "embedding", "written into"])
+@pytest.mark.parametrize(
+    "name", ["linear", "linear of a sequence", "matmul", "addmm", "conv", "embedding", "written into"]
+)
 def test_under_autocast_the_casts_are_differentiated_too(name: str, dtype: torch.dtype) -> None:
     function, make, names = SEPARATE[name]
     torch.set_default_dtype(torch.float32)

@@ -54,7 +54,7 @@ def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 SHAPES = [(ranks, stages) for ranks in (1, 2, 3, 4) for stages in range(1, ranks + 1)]
 MICRO = [1, 2, 4, 8]
-SCHEDULES = ["1f1b", "gpipe", "asked"]
+SCHEDULES = [*dict.fromkeys(way.schedule for way, runs in RUNS.items() if runs), "asked"]
 SEED = int(os.environ.get("TEST_SEED", "0"))
 """Of `DRAWN`, see tests/conftest.py; the head of a test run names it."""
 DRAWS = 12
