@@ -33,6 +33,7 @@ class Computing:
         seed: int,
         compiled: Sequence[CompiledStage] = (),
     ) -> None:
+        self.delayed = 0
         self.seed = seed
         """Base seed of the stage's random numbers."""
         self._compiled = compiled
@@ -221,6 +222,7 @@ class Computing:
     def weights(self, step: Step, piece: int) -> None:
         """Second half of a backward: the gradients of parameters that the first one has left."""
         for queue in reversed(step.delayed.pop(piece, [])):
+            self.delayed += len(queue)
             queue.accumulate()
 
     def _run(
