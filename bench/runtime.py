@@ -44,6 +44,7 @@ JOBS: dict[str, tuple[int, dict[str, str]]] = {
     "data_parallel": (2, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}),
     "pipeline": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
     "bubble": (4, {"RANNC_PARTITION_NUM": "4", "RANNC_PIPELINE_NUM": "4"}),
+    "zero_bubble": (2, {"RANNC_PARTITION_NUM": "2"}),
     "overhead": (1, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "32"}),
     "memory": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
 }
@@ -257,6 +258,40 @@ def bubble(rounds: int, steps: int) -> None:
                 end=": ",
             )
             print(f"ideal / measured {ideal / found:.3f} ({ideal / max(times):.3f} to {ideal / min(times):.3f})")
+        pyrannc.clear()
+
+
+def zero_bubble(rounds: int, steps: int) -> None:
+    """Compare zero-bubble with 1F1B on a GPT of plain modules in two stages, cut where the planner cuts it."""
+    import torch
+
+    import pyrannc
+
+    rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(rank))
+
+    def side(schedule: str, micro: int) -> Callable[[], None]:
+        os.environ.update(RANNC_SCHEDULE=schedule, RANNC_PIPELINE_NUM=str(micro))
+        model = Gpt().whole(None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        wrapped = pyrannc.RaNNCModule(model, optimizer)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            wrapped(tokens).backward()
+            optimizer.step()
+
+        step()
+        if rank == 0:
+            each = [stage.estimate for stage in wrapped.deployment.stages]
+            parts = [[round(us / one.pieces / 1e3, 1) for us in (one.forward_us, one.backward_us, one.weight_us)] for one in each]
+            print(f"{schedule} planned: step {wrapped.deployment.step_us / 1e3:.1f} ms; forward, backward, of it W, ms: {parts}")
+        return step
+
+    for micro in (MICROBATCHES // world, MICROBATCHES):
+        if rank == 0:
+            print(f"{world} stages, {world * micro} microbatches in the batch")
+        compare({name: side(name, micro) for name in ("zb_h1", "1f1b")}, rounds, steps)
         pyrannc.clear()
 
 

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rannd.graph.weight_gradients.gradient_formulas import Convolution, flat, lookup_weight, product_weight
+from rannd.graph.weight_gradients.gradient_formulas import (
+    Convolution,
+    added,
+    flat,
+    lookup_weight,
+    product_weight,
+)
 from rannd.graph.weight_gradients.weight_queue import Delayed, WeightQueue
 
 aten = torch.ops.aten
@@ -90,7 +96,7 @@ class _Read:
     weight: Tensor
     bias: Tensor | None
 
-    def delay(self, gradients: Callable[[], Sequence[Tensor]]) -> None:
+    def delay(self, gradients: Callable[[Sequence[Tensor | None]], Sequence[Tensor]]) -> None:
         """Queue the gradients of the parameters that need one, in the order of weight and bias."""
         wanted = [each for each in (self.weight, self.bias) if each is not None and each.requires_grad]
         self.queue.add(Delayed(self.group, wanted, gradients))
@@ -158,10 +164,15 @@ class _Product(torch.autograd.Function):
         return flat(upstream).mm(weight if ctx.transposed else weight.t()).view(x.shape), None, None, None
 
 
-def _product_gradients(x: Tensor, upstream: Tensor, read: _Read, transposed: bool) -> list[Tensor]:
-    found = [product_weight(x, upstream, transposed=transposed)] if read.weight.requires_grad else []
-    bias = read.bias
-    return [*found, upstream.sum_to_size(bias.shape)] if bias is not None and bias.requires_grad else found
+def _product_gradients(
+    x: Tensor, upstream: Tensor, read: _Read, transposed: bool, given: Sequence[Tensor | None]
+) -> list[Tensor]:
+    found = []
+    if read.weight.requires_grad:
+        found.append(product_weight(x, upstream, given[0], transposed=transposed))
+    if read.bias is not None and read.bias.requires_grad:
+        found.append(added(upstream.sum_to_size(read.bias.shape), given[-1]))
+    return found
 
 
 class _Convolution(torch.autograd.Function):
@@ -183,9 +194,12 @@ class _Convolution(torch.autograd.Function):
         return ctx.plain.gradients(upstream, x, ctx.read.weight, (True, False, False))[0], None, None, None
 
 
-def _convolution_gradients(x: Tensor, upstream: Tensor, read: _Read, plain: Convolution) -> list[Tensor]:
+def _convolution_gradients(
+    x: Tensor, upstream: Tensor, read: _Read, plain: Convolution, given: Sequence[Tensor | None]
+) -> list[Tensor]:
     wanted = (False, read.weight.requires_grad, read.bias is not None and read.bias.requires_grad)
-    return [each for each in plain.gradients(upstream, x, read.weight.detach(), wanted) if each is not None]
+    made = [each for each in plain.gradients(upstream, x, read.weight, wanted) if each is not None]
+    return [added(gradient, before) for gradient, before in zip(made, given, strict=True)]
 
 
 class _Lookup(torch.autograd.Function):
@@ -209,6 +223,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _lookup_gradients(
-    upstream: Tensor, indices: Tensor, read: _Read, padding_idx: int, by_frequency: bool
+    upstream: Tensor, indices: Tensor, read: _Read, padding_idx: int, by_frequency: bool, given: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    return [lookup_weight(upstream, indices, read.weight.shape[0], padding_idx, by_frequency=by_frequency)]
+    made = lookup_weight(upstream, indices, read.weight.shape[0], padding_idx, by_frequency=by_frequency)
+    return [added(made, given[0])]

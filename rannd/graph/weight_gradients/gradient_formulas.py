@@ -17,16 +17,22 @@ def flat(value: Tensor) -> Tensor:
     return value.unsqueeze(0) if value.dim() == 1 else value.flatten(0, -2)
 
 
-def product_weight(x: Tensor, upstream: Tensor, *, transposed: bool) -> Tensor:
+def product_weight(x: Tensor, upstream: Tensor, given: Tensor | None, *, transposed: bool) -> Tensor:
     """Gradient of the weight of ``x @ weight``, or of ``x @ weight.t()`` if `transposed`.
 
     Args:
         x: ``[.., in]``.
         upstream: ``[.., out]``, gradient of the product.
+        given: What it is added to, in place; None: nothing.
         transposed: The weight, and so its gradient, is ``[out, in]``; otherwise ``[in, out]``.
     """
-    rows, gradients = flat(x), flat(upstream)
-    return gradients.t().mm(rows) if transposed else rows.t().mm(gradients)
+    left, right = (flat(upstream), flat(x)) if transposed else (flat(x), flat(upstream))
+    return left.t().mm(right) if given is None else given.addmm_(left.t(), right)
+
+
+def added(gradient: Tensor, given: Tensor | None) -> Tensor:
+    """`gradient`, added to what is given in place; None: to nothing."""
+    return gradient if given is None else given.add_(gradient)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,8 @@ def _call(node: Node) -> _Call | None:
 
 def _checked(function: Callable[..., Any], x: Any, read: Sequence[Any], values: tuple[Any, ...]) -> _Call | None:
     parameters = tuple(each for each in read if each is not None)
-    return _Call(function, x, parameters, values) if all(isinstance(each, Node) for each in parameters) else None
+    real = all(isinstance(each, Node) and each.meta["val"].is_floating_point() for each in parameters)
+    return _Call(function, x, parameters, values) if real else None
 
 
 def _dimensions(node: Any) -> int:

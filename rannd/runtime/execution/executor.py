@@ -322,7 +322,7 @@ class Executor:
             elif action.kind is ActionKind.WEIGHT:
                 if reduce and action is last_half:
                     self._reducer.arm(early=self._traffic(step).overlaps, arrivals=self.computing.late_arrivals)
-                self.computing.weights(step, piece)
+                self.computing.weights(step, piece, self._reducer.arrived)
                 self._give_back(step, piece)
             elif action.kind is ActionKind.SEND_VALUES:
                 parcel = self._parcel(step, action, None)

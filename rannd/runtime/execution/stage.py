@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -45,6 +45,8 @@ class Computing:
         self._written = sorted(bound.graph.placement.written & set(bound.part.tensors))
         self._loans: dict[str, torch.Tensor] = {}
         parts = [segment.part for segment in bound.segments]
+        self._name_of: dict[int, str] = {}
+        """Name of each tensor of the stage, by its identity."""
         self._tensors: list[list[torch.Tensor]] = []
         """The tensors of each segment."""
         self._written_by = [[name for name in self._written if name in set(part.tensors)] for part in parts]
@@ -87,6 +89,7 @@ class Computing:
     def resolve(self) -> None:
         """Look up the tensor arguments of the segments, in their order."""
         sources = (self._loans, self._bound.constants, self._state)
+        self._name_of = {id(self._state[name]): name for name in self.late_arrivals if name in self._state}
         self._tensors = [
             [next(source[name] for source in sources if name in source) for name in segment.part.tensors]
             for segment in self._bound.segments
@@ -219,11 +222,14 @@ class Computing:
                 if node not in self._handed:
                     step.values.pop((piece, node), None)
 
-    def weights(self, step: Step, piece: int) -> None:
-        """Second half of a backward: the gradients of parameters that the first one has left."""
+    def weights(self, step: Step, piece: int, arrived: Callable[[str], None]) -> None:
+        """Second half of a backward: the gradients of parameters that the first one has left.
+
+        `arrived`: called with the name of each parameter whose gradient was accumulated without autograd's hooks.
+        """
         for queue in reversed(step.delayed.pop(piece, [])):
             self.delayed += len(queue)
-            queue.accumulate()
+            queue.accumulate(lambda parameter: arrived(self._name_of[id(parameter)]))
 
     def _run(
         self,

@@ -25,6 +25,8 @@ class Ran(NamedTuple):
     """Gradients of parameters after the first half."""
     whole: dict[str, Tensor]
     """The same after both."""
+    told: list[str]
+    """Parameters that were told to have arrived, in this order."""
 
 
 class Halves:
@@ -59,8 +61,11 @@ class Halves:
             upstream = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in roots]
         torch.autograd.backward(roots[: len(upstream)], upstream)
         first = self._gradients()
-        queue.accumulate()
-        return Ran(list(outputs), [each.grad for each in inputs], first, self._gradients())
+        arrived: list[Tensor] = []
+        queue.accumulate(arrived.append)
+        names = {id(each): name for name, each in self.model.named_parameters()}
+        told = [names[id(each)] for each in arrived]
+        return Ran(list(outputs), [each.grad for each in inputs], first, self._gradients(), told)
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: each.grad.clone() for name, each in self.model.named_parameters() if each.grad is not None}

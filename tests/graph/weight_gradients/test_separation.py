@@ -141,12 +141,23 @@ def test_a_gradient_may_lie_in_memory_in_any_way(make: Callable[[], Tensor]) -> 
     found.check("one.weight", "one.bias", upstream=[torch.randn(()).expand(shape)])
 
 
-def test_hooks_of_a_parameter_run_once_for_all_its_operators() -> None:
-    found = halves(lambda m, a: F.linear(m.table(a), m.table.weight), words())
-    calls = []
-    found.model.table.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
-    found.run(halves=True)
-    assert calls == [1]
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda m, a: F.linear(m.table(a), m.table.weight), True),
+        (lambda m, a: m.table(a) @ m.two.weight + m.two(m.table(a)), True),
+        (lambda m, a: m.table(a) @ m.two.weight.t() + m.two(m.table(a)), False),
+    ],
+)
+def test_a_parameter_arrives_once_for_all_its_operators(function: Callable[[Any, Tensor], Any], told: bool) -> None:
+    found = halves(function, words())
+    calls: list[Tensor] = []
+    for parameter in found.model.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    ran = found.run(halves=True)
+    names = {id(parameter): name for name, parameter in found.model.named_parameters()}
+    assert sorted([*ran.told, *(names[id(each)] for each in calls)]) == sorted(ran.whole)
+    assert bool(calls) is not told
 
 
 def test_gradients_of_several_pieces_add_up() -> None:
@@ -162,7 +173,7 @@ def test_gradients_of_several_pieces_add_up() -> None:
         made[0].backward(torch.randn(made[0].shape, generator=generator))
     assert [len(queue) for queue in queues] == [2, 2]
     for queue in queues:
-        queue.accumulate()
+        queue.accumulate(lambda _: None)
         assert len(queue) == 0
     for name, parameter in found.model.named_parameters():
         if name in once:
