@@ -225,5 +225,5 @@ class _Lookup(torch.autograd.Function):
 def _lookup_gradients(
     upstream: Tensor, indices: Tensor, read: _Read, padding_idx: int, by_frequency: bool, given: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    made = lookup_weight(upstream, indices, read.weight.shape[0], padding_idx, by_frequency=by_frequency)
-    return [added(made, given[0])]
+    rows = read.weight.shape[0]
+    return [lookup_weight(upstream, indices, given[0], rows, padding_idx, by_frequency=by_frequency)]

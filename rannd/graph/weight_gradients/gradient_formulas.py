@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rannd.device.identity import is_accelerator
+
 
 def flat(value: Tensor) -> Tensor:
     """``[.., n]`` as ``[rows, n]``: a view where memory allows it."""
@@ -67,7 +69,20 @@ class Convolution:
         return found
 
 
-def lookup_weight(upstream: Tensor, indices: Tensor, rows: int, padding_idx: int, *, by_frequency: bool) -> Tensor:
-    """Gradient ``[rows, width]`` of the table of ``embedding``; `upstream`: ``[*indices.shape, width]``."""
-    found: Tensor = torch.ops.aten.embedding_dense_backward.default(upstream, indices, rows, padding_idx, by_frequency)
-    return found
+def lookup_weight(
+    upstream: Tensor, indices: Tensor, given: Tensor | None, rows: int, padding_idx: int, *, by_frequency: bool
+) -> Tensor:
+    """Gradient ``[rows, width]`` of the table of ``embedding``, added to what is given in place; None: to nothing.
+
+    `upstream`: ``[*indices.shape, width]``. On a CPU, few rows are added without making a table of the others first; on
+    accelerators that would add in any order, where torch's own kernel has one.
+    """
+    if given is None or by_frequency or indices.numel() > rows or is_accelerator(upstream.device):
+        found: Tensor = torch.ops.aten.embedding_dense_backward.default(
+            upstream, indices, rows, padding_idx, by_frequency
+        )
+        return added(found, given)
+    places, gradients = indices.flatten(), flat(upstream)
+    if padding_idx >= 0:
+        gradients = gradients.masked_fill((places == padding_idx).unsqueeze(1), 0.0)
+    return given.index_add_(0, places, gradients)
