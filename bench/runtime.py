@@ -284,8 +284,12 @@ def zero_bubble(rounds: int, steps: int) -> None:
         step()
         if rank == 0:
             each = [stage.estimate for stage in wrapped.deployment.stages]
-            parts = [[round(us / one.pieces / 1e3, 1) for us in (one.forward_us, one.backward_us, one.weight_us)] for one in each]
-            print(f"{schedule} planned: step {wrapped.deployment.step_us / 1e3:.1f} ms; forward, backward, of it W, ms: {parts}")
+            parts = [
+                [round(us / one.pieces / 1e3, 1) for us in (one.forward_us, one.backward_us, one.weight_us)]
+                for one in each
+            ]
+            planned = wrapped.deployment.step_us / 1e3
+            print(f"{schedule} planned: {planned:.1f} ms; forward, backward, of it W of a microbatch by stage: {parts}")
         return step
 
     for micro in (MICROBATCHES // world, MICROBATCHES):

@@ -52,7 +52,8 @@ def zero_bubble_h1(layout: Layout, split: Collection[int]) -> Program:
     Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2.2.
     """
     whole = [-(-layout.world // len(slots)) + (len(layout.stages) > 1) for slots in layout.stages]
-    return with_transfers(layout, greedy_orders(layout, _windows(layout), split, whole), interleaved=True)
+    delayed = split if len(layout.stages) > 1 else ()  # one stage waits for nobody
+    return with_transfers(layout, greedy_orders(layout, _windows(layout), delayed, whole), interleaved=True)
 
 
 def window(layout: Layout, stage: int) -> int:
@@ -116,6 +117,12 @@ _TABLE = (
 )
 ALL_SCHEDULES: Mapping[str, Schedule] = {each.name: each for each in _TABLE}
 """Every schedule by name."""
+
+DEFAULT_SCHEDULE = "1f1b"
+"""Name of the schedule that plans are searched for where none is asked for."""
+
+DELAYING = tuple(each.name for each in _TABLE if each.runs and each.delays_weights)
+"""Names of those that the best of these plans are compared with: the same order of work, but for what is delayed."""
 
 SCHEDULES = tuple(each.name for each in _TABLE if each.runs)
 """Names of the schedules that the runtime can run."""
