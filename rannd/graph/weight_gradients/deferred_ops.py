@@ -129,7 +129,7 @@ def _apply(
         bias = None if bias is None else _cast(bias, dtype)
         without = torch.autocast(kind, enabled=False)
     with without:
-        found: Tensor = function.apply(x, _starter(x), _Read(queue, group, weight, bias), plain)  # type: ignore[no-untyped-call]
+        found: Tensor = function.apply(x, _starter(x), _Read(queue, group, weight, bias), plain)
     return found
 
 
@@ -142,7 +142,7 @@ class _Product(torch.autograd.Function):
     """``x @ weight`` or ``x @ weight.t()``, plus a bias if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, starter: Tensor | None, read: _Read, transposed: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, starter: Tensor | None, read: _Read, transposed: bool) -> Tensor:
         ctx.save_for_backward(x)
         ctx.read, ctx.transposed = read, transposed
         weight, bias = read.weight, read.bias
@@ -151,11 +151,11 @@ class _Product(torch.autograd.Function):
         else:
             made = aten.matmul.default(x, weight) if bias is None else aten.addmm.default(bias, x, weight)
         # Of more dimensions it is a view of a matrix; code after it may write into it, which torch refuses for views.
-        return made if x.dim() == 2 else aten._unsafe_view.default(made, made.shape)  # type: ignore[no-any-return]
+        return made if x.dim() == 2 else aten._unsafe_view.default(made, made.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         ctx.read.delay(partial(_product_gradients, x, upstream, ctx.read, ctx.transposed))
         if not ctx.needs_input_grad[0]:
@@ -179,14 +179,14 @@ class _Convolution(torch.autograd.Function):
     """A convolution of a batch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, starter: Tensor | None, read: _Read, plain: Convolution) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, starter: Tensor | None, read: _Read, plain: Convolution) -> Tensor:
         ctx.save_for_backward(x)
         ctx.read, ctx.plain = read, plain
         return plain.of(x, read.weight, read.bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         ctx.read.delay(partial(_convolution_gradients, x, upstream, ctx.read, ctx.plain))
         if not ctx.needs_input_grad[0]:
@@ -206,7 +206,7 @@ class _Lookup(torch.autograd.Function):
     """Rows of a table, by their indices."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, indices: Tensor, starter: Tensor | None, read: _Read, padding_idx: int, by_frequency: bool
     ) -> Tensor:
         ctx.save_for_backward(indices)
@@ -215,8 +215,8 @@ class _Lookup(torch.autograd.Function):
         return aten._unsafe_view.default(made, made.shape)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, ...]:
         (indices,) = ctx.saved_tensors
         ctx.read.delay(partial(_lookup_gradients, upstream, indices, ctx.read, *ctx.plain))
         return None, None, None, None, None

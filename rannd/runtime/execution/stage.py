@@ -33,7 +33,6 @@ class Computing:
         seed: int,
         compiled: Sequence[CompiledStage] = (),
     ) -> None:
-        self.delayed = 0
         self.seed = seed
         """Base seed of the stage's random numbers."""
         self._compiled = compiled
@@ -228,7 +227,6 @@ class Computing:
         `arrived`: called with the name of each parameter whose gradient was accumulated without autograd's hooks.
         """
         for queue in reversed(step.delayed.pop(piece, [])):
-            self.delayed += len(queue)
             queue.accumulate(lambda parameter: arrived(self._name_of[id(parameter)]))
 
     def _run(

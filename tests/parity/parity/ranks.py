@@ -72,9 +72,6 @@ class Rannc:
         deployment = cast(Any, model).deployment
         record["plan/replicas"] = array(torch.tensor([len(stage.slots) for stage in deployment.stages]))
         record["plan/micro"] = array(torch.tensor(deployment.microbatches))
-        record["plan/split"] = array(
-            torch.tensor(sum(e.computing.delayed for e in cast(Any, model)._session._graphs.executors()))
-        )
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
