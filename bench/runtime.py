@@ -1,6 +1,7 @@
 """Benchmarks of the runtime compared with torch's, two ranks on two cores: data and pipeline parallelism, overhead.
 
-    python bench/runtime.py [data_parallel pipeline bubble overhead memory out_of_the_box] [--rounds 8] [--steps 4]
+    python bench/runtime.py [data_parallel pipeline bubble zero_bubble overhead memory out_of_the_box]
+                            [--rounds 8] [--steps 4]
 
 Both sides of a ratio train the same model in the same processes with the same allocator, in turns; the order is
 reversed every other round, and the first round is dropped. One thread per rank. A ratio above 1.0 means that rannd is
@@ -8,7 +9,9 @@ faster.
 
 data_parallel  a data-parallel plan compared with DistributedDataParallel (GPT-2, AdamW)
 pipeline       two stages compared with torch.distributed.pipelining (1F1B, GPipe), same cut and microbatches
-bubble         stages that sleep (20 ms in forward, 40 ms in backward) compared with their schedule's ideal time
+bubble         stages that sleep (20 ms in forward, 40 ms in backward, or in each half of it 20 ms) compared with their
+               schedule's ideal time
+zero_bubble    two stages of a GPT under zb_h1 compared with 1f1b, 4 and 8 microbatches in the batch
 overhead       time per action of the executor, with almost no computation and no communication
 memory         peak bytes of tensors in a step of each rank, compared with the plan and the whole model
 out_of_the_box the same training script (bench/_gpt2.py: GPT-2, batch and AdamW of data_parallel) as a user starts it,
@@ -202,7 +205,7 @@ def pipeline(rounds: int, steps: int) -> None:
 
 
 def bubble(rounds: int, steps: int) -> None:
-    """Measure the bubble of four stages whose forward and backward are extended to a fixed time by sleeping."""
+    """Measure the bubble of four stages whose forward and halves of backward sleep to last a fixed time."""
     import torch
     from torch import nn
 
@@ -211,7 +214,7 @@ def bubble(rounds: int, steps: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+            self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x).square().mean()
@@ -230,34 +233,35 @@ def bubble(rounds: int, steps: int) -> None:
         return slowly
 
     world = pyrannc.get_world_size()
-    backward = torch.autograd.backward
-    for schedule in ("1f1b", "gpipe"):
+    waits: dict[str, float] = {}
+    for schedule in ("1f1b", "gpipe", "zb_h1"):
         os.environ["RANNC_SCHEDULE"] = schedule
         model = pyrannc.RaNNCModule(Model())
-        x = torch.randn(8, 16)
+        x = torch.randn(8, 512)
         model(x).backward()
         executor = next(model._session._graphs.executors())
-        part = executor.bound.part
-        part.module.forward = lasting(SLEEP, part.module.forward)
-        micro = executor.bound.layout.microbatches
+        computing, splits = executor.computing, executor.bound.splits
+        assert splits == (schedule == "zb_h1"), "a stage is not planned as its schedule says"
+        computing.forward = lasting(SLEEP, computing.forward)
+        computing.backward = lasting(SLEEP if splits else 2 * SLEEP, computing.backward)
+        computing.weights = lasting(SLEEP, computing.weights)
+        pieces = world * executor.bound.layout.microbatches
         times = []
         for _ in range(rounds):
             pyrannc.barrier()
             start = time.perf_counter()
-            torch.autograd.backward = lasting(2 * SLEEP, backward)  # a stage calls it for each microbatch
-            loss = model(x)
-            torch.autograd.backward = backward
-            loss.backward()
+            model(x).backward()
             pyrannc.barrier()
             times.append(time.perf_counter() - start)
-        ideal = (world * micro + world - 1) * 3 * SLEEP
+        ideal = (3 * pieces + (world - 1) * (1 if splits else 3)) * SLEEP
+        found = statistics.median(times)
+        waits[schedule] = found - 3 * pieces * SLEEP
         if pyrannc.get_rank() == 0:
-            found = statistics.median(times)
+            print(f"{schedule:10s} {world} stages, {pieces} microbatches: {found:.3f} s, ideal {ideal:.3f} s", end=": ")
             print(
-                f"{schedule:10s} {world} stages, {world * micro} microbatches: {found:.3f} s, ideal {ideal:.3f} s",
-                end=": ",
+                f"ideal / measured {ideal / found:.3f} ({ideal / max(times):.3f} to {ideal / min(times):.3f})", end="; "
             )
-            print(f"ideal / measured {ideal / found:.3f} ({ideal / max(times):.3f} to {ideal / min(times):.3f})")
+            print(f"bubble {waits[schedule] / found:.3f}, waits {waits[schedule] / waits['1f1b']:.2f} of 1f1b's")
         pyrannc.clear()
 
 
