@@ -9,7 +9,7 @@ faster.
 
 data_parallel  a data-parallel plan compared with DistributedDataParallel (GPT-2, AdamW)
 pipeline       two stages compared with torch.distributed.pipelining (1F1B, GPipe), same cut and microbatches
-bubble         stages that sleep (20 ms in forward, 40 ms in backward, or in each half of it 20 ms) compared with their
+bubble         stages that sleep (50 ms in forward, 100 ms in backward, or in each half of it 50 ms) compared with their
                schedule's ideal time
 zero_bubble    two stages of a GPT under zb_h1 compared with 1f1b, 4 and 8 microbatches in the batch
 overhead       time per action of the executor, with almost no computation and no communication
@@ -41,7 +41,7 @@ from _tensor_bytes import lying_and_peak
 BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 8192, 256, 6, 4
 MICROBATCHES = 4
 """Microbatches per rank's mini-batch: a pipeline of two ranks runs twice as many."""
-SLEEP = 0.020
+SLEEP = 0.050
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1"}
 JOBS: dict[str, tuple[int, dict[str, str]]] = {
     "data_parallel": (2, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}),

@@ -292,6 +292,7 @@ def _deployment(
     batch_rows: int,
 ) -> Deployment:
     choice, table = chosen.choice, chosen.table
+    searched = found.choice is not None and found.choice.variant.schedule == choice.variant.schedule
     stages = []
     spans = list(choice.spans(len(blocks)))
     used = place(choice.replicas, choice.variant.placement)
@@ -324,7 +325,7 @@ def _deployment(
         batch_rows=batch_rows,
         step_us=choice.step_us,
         unused_params=tuple(graph.params[index].name for index in graph.unused_params),
-        bound_us=found.bound_us,
+        bound_us=found.bound_us if searched else 0.0,
         searched_all=found.searched_all,
         placement=choice.variant.placement,
         memory_bytes=int(table.limit),
