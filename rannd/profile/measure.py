@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.fx import Interpreter, Node
+from torch.fx import Node
 
 from rannd.device import caches, timing
 from rannd.device.generators import kept_generators
@@ -25,10 +25,10 @@ from rannd.device.identity import is_accelerator
 from rannd.device.memory import release_unused
 from rannd.device.timing import Stamp, spans
 from rannd.errors import ProfileError
-from rannd.graph.fx.traced import operator_name
 from rannd.graph.partition.cut import Part, crossing_shape
 from rannd.graph.weight_gradients.separation import SeparatedPart, separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
+from rannd.profile.failing_op import failing_op
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.profile.points import Measured, Point
 
@@ -168,7 +168,8 @@ def _cannot(
         where = ""
         advice = "; this part of the model alone needs more memory than the device has: use smaller mini-batches"
     else:
-        where = _failing(part, sample, tensors, rows)
+        inputs = [sample.value(node, rows) for node in part.inputs]
+        where = failing_op(part, [*inputs, *tensors.values(), *part.numbers_at(rows)])
         advice = (
             ". If the same call fails without RaNNCModule, fix the call: check types, shapes and values of its tensors"
         )
@@ -320,29 +321,6 @@ def _weight(
             tensor.grad = None
 
     return max(whole - spans(sample.device, first_half)[0], 0.0)
-
-
-def _failing(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> str:
-    """Return the op that fails, such as 'aten::embedding in module e: ', or '' if all ops run."""
-    steps = _Steps(part.module)
-    inputs = [sample.value(node, rows) for node in part.inputs]
-    try:
-        steps.run(*inputs, *tensors.values(), *part.numbers_at(rows))
-    except Exception:
-        module = steps.at.meta.get("module", "")
-        return f"{operator_name(steps.at.target)} in {f'module {module}' if module else 'the model'}: "
-    return ""
-
-
-class _Steps(Interpreter):
-    """Interpreter that remembers the node it is at."""
-
-    at: Node
-
-    def run_node(self, n: Node) -> object:
-        """Run one node, see `Interpreter.run_node`."""
-        self.at = n
-        return super().run_node(n)
 
 
 def _zero_indices(part: Part) -> None:

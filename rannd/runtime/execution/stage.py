@@ -256,7 +256,7 @@ class Computing:
             else:
                 module, arguments = part.module, [*inputs.values(), *tensors, *part.numbers_at(rows)]
                 half = self._halves[number]
-                if half is not None and step.interleaved:
+                if half is not None and step.interleaved and not self._finite.every:
                     queue = WeightQueue()
                     step.delayed.setdefault(piece, []).append(queue)
                     module, arguments = half.module, [*arguments, queue]
