@@ -307,7 +307,10 @@ def _weight(
     if halves is None or not whole:
         return 0.0
 
+    delayed = 0
+
     def first_half(stamp: Stamp) -> None:
+        nonlocal delayed
         queue = WeightQueue()
         inputs = _inputs(part, sample, rows)
         with _any_writes(), torch.enable_grad():
@@ -317,10 +320,12 @@ def _weight(
         stamp()
         torch.autograd.backward(roots, seeds)
         stamp()
+        delayed = len(queue)  # none of frozen parameters
         for tensor in tensors.values():
             tensor.grad = None
 
-    return max(whole - spans(sample.device, first_half)[0], 0.0)
+    found = spans(sample.device, first_half)
+    return max(whole - found[0], 0.0) if delayed else 0.0
 
 
 def _zero_indices(part: Part) -> None:
