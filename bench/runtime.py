@@ -266,17 +266,19 @@ def bubble(rounds: int, steps: int) -> None:
 
 
 def zero_bubble(rounds: int, steps: int) -> None:
-    """Compare zero-bubble with 1F1B on a GPT of plain modules in two stages, cut where the planner cuts it."""
+    """Compare zero-bubble with 1F1B on a GPT of plain modules in two stages, cut at the same place."""
     import torch
 
     import pyrannc
 
     rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(rank))
+    cpu: dict[str, float] = {}
+    """CPU seconds of backwards, by schedule."""
 
     def side(schedule: str, micro: int) -> Callable[[], None]:
         os.environ.update(RANNC_SCHEDULE=schedule, RANNC_PIPELINE_NUM=str(micro))
-        model = Gpt().whole(None)
+        model = Gpt().whole(LAYERS // 2 + 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         wrapped = pyrannc.RaNNCModule(model, optimizer)
 
@@ -285,7 +287,19 @@ def zero_bubble(rounds: int, steps: int) -> None:
             wrapped(tokens).backward()
             optimizer.step()
 
+        def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+            def counting(*values: Any) -> Any:
+                start = time.process_time()
+                found = run(*values)
+                cpu[schedule] += time.process_time() - start
+                return found
+
+            return counting
+
         step()
+        cpu[schedule] = 0.0
+        computing = next(wrapped._session._graphs.executors()).computing
+        computing.backward, computing.weights = counted(computing.backward), counted(computing.weights)
         if rank == 0:
             each = [stage.estimate for stage in wrapped.deployment.stages]
             parts = [
@@ -300,6 +314,10 @@ def zero_bubble(rounds: int, steps: int) -> None:
         if rank == 0:
             print(f"{world} stages, {world * micro} microbatches in the batch")
         compare({name: side(name, micro) for name in ("zb_h1", "1f1b")}, rounds, steps)
+        told: list[Any] = [None] * world
+        torch.distributed.all_gather_object(told, cpu["zb_h1"] / cpu["1f1b"])
+        if rank == 0:
+            print("CPU time of both halves / of whole backwards, by stage:", *(f"{each:.3f}" for each in told))
         pyrannc.clear()
 
 
