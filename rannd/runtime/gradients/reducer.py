@@ -164,7 +164,7 @@ class Reducer:
                 alias.grad = gradient if alias.grad is None else alias.grad + gradient
 
     def arm(self, *, early: bool = False, arrivals: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Called before the last microbatch's backward.
+        """Called before the last microbatch's backward, or before its second half if backwards come in two.
 
         Args:
             early: Buckets are reduced as soon as they are complete.
