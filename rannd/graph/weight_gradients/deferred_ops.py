@@ -157,11 +157,12 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
+        upstream = flat(upstream)  # copied at most once
         ctx.read.delay(partial(_product_gradients, x, upstream, ctx.read, ctx.transposed))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         weight = ctx.read.weight
-        return flat(upstream).mm(weight if ctx.transposed else weight.t()).view(x.shape), None, None, None
+        return upstream.mm(weight if ctx.transposed else weight.t()).view(x.shape), None, None, None
 
 
 def _product_gradients(

@@ -24,11 +24,11 @@ def product_weight(x: Tensor, upstream: Tensor, given: Tensor | None, *, transpo
 
     Args:
         x: ``[.., in]``.
-        upstream: ``[.., out]``, gradient of the product.
+        upstream: ``[rows, out]``, gradient of the product.
         given: What it is added to, in place; None: nothing.
         transposed: The weight, and so its gradient, is ``[out, in]``; otherwise ``[in, out]``.
     """
-    left, right = (flat(upstream), flat(x)) if transposed else (flat(x), flat(upstream))
+    left, right = (upstream, flat(x)) if transposed else (flat(x), upstream)
     return left.t().mm(right) if given is None else given.addmm_(left.t(), right)
 
 
