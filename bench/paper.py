@@ -209,7 +209,7 @@ class Plans:
     def __init__(self, graph: TaskGraph, rows: int, target: Target) -> None:
         start = time.process_time()
         self.graph, self.rows, self.target = graph, rows, target
-        self.options = replace(PlanOptions.of(Config()), max_partition_num=target.blocks)
+        self.options = replace(PlanOptions.of(Config()), max_partition_num=target.blocks, schedule="1f1b")
         self.blocks = make_blocks(Partitioning.of(graph), self.options, world=target.devices)
         self.slots = tuple(Slot(*place) for place in target.cluster.places(target.devices))
         self.costs = analytic_costs(

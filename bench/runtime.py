@@ -1,6 +1,7 @@
 """Benchmarks of the runtime compared with torch's, two ranks on two cores: data and pipeline parallelism, overhead.
 
-    python bench/runtime.py [data_parallel pipeline bubble overhead memory out_of_the_box] [--rounds 8] [--steps 4]
+    python bench/runtime.py [data_parallel pipeline bubble zero_bubble overhead memory out_of_the_box]
+                            [--rounds 8] [--steps 4]
 
 Both sides of a ratio train the same model in the same processes with the same allocator, in turns; the order is
 reversed every other round, and the first round is dropped. One thread per rank. A ratio above 1.0 means that rannd is
@@ -8,7 +9,9 @@ faster.
 
 data_parallel  a data-parallel plan compared with DistributedDataParallel (GPT-2, AdamW)
 pipeline       two stages compared with torch.distributed.pipelining (1F1B, GPipe), same cut and microbatches
-bubble         stages that sleep (20 ms in forward, 40 ms in backward) compared with their schedule's ideal time
+bubble         stages that sleep (50 ms in forward, 100 ms in backward, or in each half of it 50 ms) compared with their
+               schedule's ideal time
+zero_bubble    two stages of a GPT under zb_h1 compared with 1f1b, 4 and 8 microbatches in the batch
 overhead       time per action of the executor, with almost no computation and no communication
 memory         peak bytes of tensors in a step of each rank, compared with the plan and the whole model
 out_of_the_box the same training script (bench/_gpt2.py: GPT-2, batch and AdamW of data_parallel) as a user starts it,
@@ -38,12 +41,13 @@ from _tensor_bytes import lying_and_peak
 BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 8, 128, 8192, 256, 6, 4
 MICROBATCHES = 4
 """Microbatches per rank's mini-batch: a pipeline of two ranks runs twice as many."""
-SLEEP = 0.020
+SLEEP = 0.050
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1"}
 JOBS: dict[str, tuple[int, dict[str, str]]] = {
     "data_parallel": (2, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}),
     "pipeline": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
     "bubble": (4, {"RANNC_PARTITION_NUM": "4", "RANNC_PIPELINE_NUM": "4"}),
+    "zero_bubble": (2, {"RANNC_PARTITION_NUM": "2"}),
     "overhead": (1, {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "32"}),
     "memory": (2, {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": str(MICROBATCHES)}),
 }
@@ -201,7 +205,7 @@ def pipeline(rounds: int, steps: int) -> None:
 
 
 def bubble(rounds: int, steps: int) -> None:
-    """Measure the bubble of four stages whose forward and backward are extended to a fixed time by sleeping."""
+    """Measure the bubble of four stages whose forward and halves of backward sleep to last a fixed time."""
     import torch
     from torch import nn
 
@@ -210,7 +214,7 @@ def bubble(rounds: int, steps: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+            self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x).square().mean()
@@ -229,34 +233,91 @@ def bubble(rounds: int, steps: int) -> None:
         return slowly
 
     world = pyrannc.get_world_size()
-    backward = torch.autograd.backward
-    for schedule in ("1f1b", "gpipe"):
+    waits: dict[str, float] = {}
+    for schedule in ("1f1b", "gpipe", "zb_h1"):
         os.environ["RANNC_SCHEDULE"] = schedule
         model = pyrannc.RaNNCModule(Model())
-        x = torch.randn(8, 16)
+        x = torch.randn(8, 512)
         model(x).backward()
         executor = next(model._session._graphs.executors())
-        part = executor.bound.part
-        part.module.forward = lasting(SLEEP, part.module.forward)
-        micro = executor.bound.layout.microbatches
+        computing, splits = executor.computing, executor.bound.splits
+        assert splits == (schedule == "zb_h1"), "a stage is not planned as its schedule says"
+        computing.forward = lasting(SLEEP, computing.forward)
+        computing.backward = lasting(SLEEP if splits else 2 * SLEEP, computing.backward)
+        computing.weights = lasting(SLEEP, computing.weights)
+        pieces = world * executor.bound.layout.microbatches
         times = []
         for _ in range(rounds):
             pyrannc.barrier()
             start = time.perf_counter()
-            torch.autograd.backward = lasting(2 * SLEEP, backward)  # a stage calls it for each microbatch
-            loss = model(x)
-            torch.autograd.backward = backward
-            loss.backward()
+            model(x).backward()
             pyrannc.barrier()
             times.append(time.perf_counter() - start)
-        ideal = (world * micro + world - 1) * 3 * SLEEP
+        ideal = (3 * pieces + (world - 1) * (1 if splits else 3)) * SLEEP
+        found = statistics.median(times)
+        waits[schedule] = found - 3 * pieces * SLEEP
         if pyrannc.get_rank() == 0:
-            found = statistics.median(times)
+            print(f"{schedule:10s} {world} stages, {pieces} microbatches: {found:.3f} s, ideal {ideal:.3f} s", end=": ")
             print(
-                f"{schedule:10s} {world} stages, {world * micro} microbatches: {found:.3f} s, ideal {ideal:.3f} s",
-                end=": ",
+                f"ideal / measured {ideal / found:.3f} ({ideal / max(times):.3f} to {ideal / min(times):.3f})", end="; "
             )
-            print(f"ideal / measured {ideal / found:.3f} ({ideal / max(times):.3f} to {ideal / min(times):.3f})")
+            print(f"bubble {waits[schedule] / found:.3f}, waits {waits[schedule] / waits['1f1b']:.2f} of 1f1b's")
+        pyrannc.clear()
+
+
+def zero_bubble(rounds: int, steps: int) -> None:
+    """Compare zero-bubble with 1F1B on a GPT of plain modules in two stages, cut at the same place."""
+    import torch
+
+    import pyrannc
+
+    rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(rank))
+    cpu: dict[str, float] = {}
+    """CPU seconds of backwards, by schedule."""
+
+    def side(schedule: str, micro: int) -> Callable[[], None]:
+        os.environ.update(RANNC_SCHEDULE=schedule, RANNC_PIPELINE_NUM=str(micro))
+        model = Gpt().whole(LAYERS // 2 + 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        wrapped = pyrannc.RaNNCModule(model, optimizer)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            wrapped(tokens).backward()
+            optimizer.step()
+
+        def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+            def counting(*values: Any) -> Any:
+                start = time.process_time()
+                found = run(*values)
+                cpu[schedule] += time.process_time() - start
+                return found
+
+            return counting
+
+        step()
+        cpu[schedule] = 0.0
+        computing = next(wrapped._session._graphs.executors()).computing
+        computing.backward, computing.weights = counted(computing.backward), counted(computing.weights)
+        if rank == 0:
+            each = [stage.estimate for stage in wrapped.deployment.stages]
+            parts = [
+                [round(us / one.pieces / 1e3, 1) for us in (one.forward_us, one.backward_us, one.weight_us)]
+                for one in each
+            ]
+            planned = wrapped.deployment.step_us / 1e3
+            print(f"{schedule} planned: {planned:.1f} ms; forward, backward, of it W of a microbatch by stage: {parts}")
+        return step
+
+    for micro in (MICROBATCHES // world, MICROBATCHES):
+        if rank == 0:
+            print(f"{world} stages, {world * micro} microbatches in the batch")
+        compare({name: side(name, micro) for name in ("zb_h1", "1f1b")}, rounds, steps)
+        told: list[Any] = [None] * world
+        torch.distributed.all_gather_object(told, cpu["zb_h1"] / cpu["1f1b"])
+        if rank == 0:
+            print("CPU time of both halves / of whole backwards, by stage:", *(f"{each:.3f}" for each in told))
         pyrannc.clear()
 
 

@@ -102,11 +102,13 @@ class Config:
         plan_affecting=True,
     )
     schedule: str = item(
-        "1f1b",
-        "Pipeline schedule: 1f1b keeps few microbatches in memory, gpipe runs all forward passes first.",
+        "auto",
+        "Pipeline schedule: 1f1b keeps few microbatches in memory, gpipe runs all forward passes first, zb_h1 is 1f1b "
+        "that computes gradients of parameters while a device would wait; auto: 1f1b, or zb_h1 where it is predicted "
+        "to be faster and fits memory.",
         group=_PLAN,
         plan_affecting=True,
-        choices=("1f1b", "gpipe"),
+        choices=("auto", "1f1b", "gpipe", "zb_h1"),
     )
     checkpointing: bool = item(
         False,

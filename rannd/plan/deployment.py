@@ -55,6 +55,8 @@ class StageEstimate(msgspec.Struct, frozen=True):
     """The part of `backward_us` that a schedule may delay (parameter gradients)."""
     working_bytes: int = 0
     """Temporary memory of a backward, activations that are computed again included."""
+    weight_bytes: int = 0
+    """Of each microbatch, what stays until its delayed gradients of parameters are computed; 0 if none are delayed."""
 
 
 class Stage(msgspec.Struct, frozen=True):

@@ -7,6 +7,9 @@ import msgspec
 from rannd.config import ITEMS, Config
 from rannd.errors import PlanError
 
+AUTO = "auto"
+"""What leaves an item with choices to the planner."""
+
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Constraints and limits of a search. 0 means 'free' for items that force a number.
@@ -37,15 +40,15 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Merge atoms across their most expensive boundaries first; otherwise only by weight."""
     do_uncoarsening: bool = False
     """Move the boundaries of coarsened blocks to cheaper positions nearby."""
-    schedule: str = "1f1b"
-    """Name of the schedule, one of those that the runtime can run."""
+    schedule: str = AUTO
+    """Name of the schedule, one of those that the runtime can run; 'auto': the one whose plan is simulated fastest."""
     opt_param_factor: float = 2.0
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
     """Recompute the activations of all blocks; otherwise of as few as memory demands."""
     checkpointing_no_last: bool = False
     """With `checkpointing`, the last stage recomputes as few as memory demands."""
-    zero_stage: str = "auto"
+    zero_stage: str = AUTO
     """ZeRO stage; 'auto': what is fastest of those that fit."""
     master_weights: bool = False
     """Half-precision parameters have float32 copies, which the optimizer steps."""

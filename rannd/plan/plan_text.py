@@ -88,7 +88,9 @@ def scaled(deployment: Deployment, batch_size: int) -> Deployment:
             name: getattr(each, name) * factor for name in ("forward_us", "backward_us", "weight_us")
         } | {
             name: math.ceil(getattr(each, name) * factor)
-            for name in ("input_bytes", "output_bytes", "activation_bytes", "comm_bytes", "working_bytes")
+            for name in (
+                "input_bytes", "output_bytes", "activation_bytes", "comm_bytes", "working_bytes", "weight_bytes"
+            )
         }  # fmt: skip
         grown = replace(each, **rows)
         more = sum(

@@ -5,9 +5,9 @@ No torch in this file. Williams, Waterman, Patterson: Roofline (CACM 2009). For 
     op_latency_us + max(FLOPs / rate of its dtype, bytes read and written / memory bandwidth)
 
 and 0 for views. The backward is estimated the same way, one operator per kind of gradient: of the inputs, and of the
-parameters (`weight_us`), each with the forward's FLOPs; fused attention recomputes its weights, 2.5 times the forward's
-FLOPs. The gradient of a value with several readers is accumulated in memory. Rates come from a cluster's file.
-docs/clusters.md compares such costs with measured ones.
+parameters (those that may be delayed, see delayed_gradients.py, are `weight_us`), each with the forward's FLOPs; fused
+attention recomputes its weights, 2.5 times the forward's FLOPs. The gradient of a value with several readers is
+accumulated in memory. Rates come from a cluster's file. docs/clusters.md compares such costs with measured ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from rannd.config.cluster import Cluster, Link
 from rannd.graph.fx.ir import Op, Size, TaskGraph
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
+from rannd.profile.delayed_gradients import separable
 from rannd.profile.kept_values import ATTENTION, LOOKUPS, PRODUCTS, SUMS, Memory, name_of
 
 ATTENTION_BACKWARD = 2.5
@@ -56,6 +57,7 @@ class _Roofline:
     def __init__(self, graph: TaskGraph, cluster: Cluster) -> None:
         self.graph, self.cluster = graph, cluster
         self.memory = Memory(graph)
+        self.separable = separable(graph)
         self.readers = Counter(
             value
             for op in graph.ops
@@ -68,9 +70,13 @@ class _Roofline:
             _line(fewest, most, *(sum(part(number, rows) for number in ops) for rows in (fewest, most)))
             for part in (self.forward_us, self.backward_us, self.weight_us)
         )
+        delayed = [number for number in ops if number in self.separable]
+        later = _line(
+            fewest, most, *(sum(self.weight_us(number, rows) for number in delayed) for rows in (fewest, most))
+        )
         activations, kept = self.memory.kept(ops)
         adding = sum(self.add_us(number) for number in ops)
-        return BlockCost(forward, backward + weight, activations, weight, 0, tuple(sorted(kept)), adding)
+        return BlockCost(forward, backward + weight, activations, later, 0, tuple(sorted(kept)), adding)
 
     # -- operators --------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class BlockCost(msgspec.Struct, frozen=True, array_like=True):
     activation_bytes: Size
     """Bytes kept from the forward until the backward of the microbatch, without parameters."""
     weight_us: Size = Size()
-    """The part of `backward_us` that computes parameter gradients, if it can be delayed; else 0."""
+    """The part of `backward_us` that computes parameter gradients which can be delayed."""
     most_rows: int = 0
     """Maximum number of rows with which the block alone did not run out of memory; 0: no limit was found."""
     kept: tuple[int, ...] = ()

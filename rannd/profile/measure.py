@@ -4,8 +4,9 @@ A part runs alone, with synthetic parameters and inputs of the right shapes, for
 the model are taken from the first mini-batch, because they have to be valid indices. The state of the user's model and
 the random number generators stay unchanged.
 
-The time for parameter gradients is the difference between a full backward and one for the inputs alone. A stage that
-recomputes activations runs this same forward in its backward. If memory runs out, fewer rows are measured, and the
+The time for parameter gradients that a schedule may delay is what a backward takes less if it only queues them, as the
+runtime does it (rannd.graph.weight_gradients). A stage that recomputes activations runs this same forward in its
+backward. If memory runs out, fewer rows are measured, and the
 failing row count becomes a bound for the planner.
 """
 
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.fx import Interpreter, Node
+from torch.fx import Node
 
 from rannd.device import caches, timing
 from rannd.device.generators import kept_generators
@@ -24,8 +25,10 @@ from rannd.device.identity import is_accelerator
 from rannd.device.memory import release_unused
 from rannd.device.timing import Stamp, spans
 from rannd.errors import ProfileError
-from rannd.graph.fx.traced import operator_name
 from rannd.graph.partition.cut import Part, crossing_shape
+from rannd.graph.weight_gradients.separation import SeparatedPart, separate
+from rannd.graph.weight_gradients.weight_queue import WeightQueue
+from rannd.profile.failing_op import failing_op
 from rannd.profile.out_of_memory import is_out_of_memory
 from rannd.profile.points import Measured, Point
 
@@ -57,6 +60,11 @@ class ProfileInputs:
         """Rows of arguments on an accelerator: copying them there again would make the host wait for it."""
         self._runner = runner
         """Returns what runs a part with a number of rows, in place of its module: compiled code."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether compiled code runs, whose backward does not come in two halves."""
+        return self._runner is not None
 
     def run(self, part: Part, rows: int, arguments: Iterable[torch.Tensor]) -> Sequence[Any]:
         """Run the forward of a part: the only place in which one is called to be measured."""
@@ -117,16 +125,19 @@ def measure(
         for name in part.tensors:
             like = sample.state[name]
             tensor = _synthetic(tuple(like.shape), like.dtype, sample.device)
-            parameter = isinstance(like, torch.nn.Parameter)  # which compiled code distinguishes
-            tensor = torch.nn.Parameter(tensor, False) if parameter else tensor
+            # Compiled code distinguishes parameters.
+            tensor = torch.nn.Parameter(tensor, False) if _is_parameter(sample, name) else tensor
             tensors[name] = tensor.requires_grad_(like.requires_grad)
         adding = _adding(tensors.values(), sample.device)
+        halves = (
+            None if sample.compiles else separate(part, {name for name in part.tensors if _is_parameter(sample, name)})
+        )
         while waiting:
             count = waiting.pop(0)
             try:
                 if not again:
                     activations, kept = _kept(part, sample, tensors, count)
-                found[count] = Point(count, *_turn(part, sample, tensors, count), activations)
+                found[count] = Point(count, *_turn(part, halves, sample, tensors, count), activations)
             except Exception as exc:
                 if not is_out_of_memory(exc):
                     if error is not None:
@@ -145,6 +156,10 @@ def measure(
     return Measured(tuple(found[count] for count in sorted(found)), too_many, places, adding)
 
 
+def _is_parameter(sample: ProfileInputs, name: str) -> bool:
+    return isinstance(sample.state[name], torch.nn.Parameter)
+
+
 def _cannot(
     part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, exc: Exception
 ) -> ProfileError:
@@ -153,7 +168,8 @@ def _cannot(
         where = ""
         advice = "; this part of the model alone needs more memory than the device has: use smaller mini-batches"
     else:
-        where = _failing(part, sample, tensors, rows)
+        inputs = [sample.value(node, rows) for node in part.inputs]
+        where = failing_op(part, [*inputs, *tensors.values(), *part.numbers_at(rows)])
         advice = (
             ". If the same call fails without RaNNCModule, fix the call: check types, shapes and values of its tensors"
         )
@@ -164,15 +180,19 @@ def _cannot(
 
 
 def _turn(
-    part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int
+    part: Part,
+    halves: SeparatedPart | None,
+    sample: ProfileInputs,
+    tensors: Mapping[str, torch.Tensor],
+    rows: int,
 ) -> tuple[float, float, float]:
-    """Return the microseconds of a forward, of its backward, and of the backward's share for parameter gradients.
+    """Return the microseconds of a forward, of its backward, and those of the backward that can be delayed.
 
     An untimed run comes first: in a job the memory of a part is already allocated from the previous step.
     """
     forward, *rest = spans(sample.device, lambda stamp: _run(part, sample, tensors, rows, stamp), RUNS, untimed=True)
     backward = rest[0] if rest else 0.0
-    return forward, backward, _weight(part, sample, tensors, rows, backward)
+    return forward, backward, _weight(part, halves, sample, tensors, rows, backward)
 
 
 def _run(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, stamp: Stamp) -> None:
@@ -223,8 +243,15 @@ def _forward(
     Saved-tensor hooks keep autograd from rejecting a backward over values that were modified in place: a model that
     cannot be trained for that reason may still be evaluated, and is planned as if it were trained.
     """
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.enable_grad():
-        outputs = sample.run(part, rows, (*inputs, *tensors.values()))
+    with _any_writes(), torch.enable_grad():
+        return _differentiable(sample.run(part, rows, (*inputs, *tensors.values())))
+
+
+def _any_writes() -> AbstractContextManager[None]:
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _differentiable(outputs: Sequence[Any]) -> list[torch.Tensor]:
     return [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
 
 
@@ -268,47 +295,37 @@ def _dense_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return *indices, tensor.values()
 
 
-def _weight(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int, whole: float) -> float:
-    """Return the share of a backward of `whole` microseconds that computes parameter gradients."""
-    if not any(tensor.requires_grad for tensor in tensors.values()):
+def _weight(
+    part: Part,
+    halves: SeparatedPart | None,
+    sample: ProfileInputs,
+    tensors: Mapping[str, torch.Tensor],
+    rows: int,
+    whole: float,
+) -> float:
+    """Return how much less than `whole`, all of it, the first half of a backward takes. Microseconds."""
+    if halves is None or not whole:
         return 0.0
-    if not any(node in sample.gradients for node in part.inputs):
-        return whole
 
-    def inputs_alone(stamp: Stamp) -> None:
+    delayed = 0
+
+    def first_half(stamp: Stamp) -> None:
+        nonlocal delayed
+        queue = WeightQueue()
         inputs = _inputs(part, sample, rows)
-        roots = _forward(part, sample, inputs, tensors, rows)
+        with _any_writes(), torch.enable_grad():
+            outputs = halves.module(*inputs, *tensors.values(), *part.numbers_at(rows), queue)
+        roots = _differentiable(outputs)
         seeds = [torch.ones_like(root) for root in roots]
-        if roots:
-            stamp()
-            torch.autograd.backward(roots, seeds, inputs=[each for each in inputs if each.requires_grad])
-            stamp()
+        stamp()
+        torch.autograd.backward(roots, seeds)
+        stamp()
+        delayed = len(queue)  # none of frozen parameters
+        for tensor in tensors.values():
+            tensor.grad = None
 
-    found = spans(sample.device, inputs_alone)
-    return max(whole - found[0], 0.0) if found else 0.0
-
-
-def _failing(part: Part, sample: ProfileInputs, tensors: Mapping[str, torch.Tensor], rows: int) -> str:
-    """Return the op that fails, such as 'aten::embedding in module e: ', or '' if all ops run."""
-    steps = _Steps(part.module)
-    inputs = [sample.value(node, rows) for node in part.inputs]
-    try:
-        steps.run(*inputs, *tensors.values(), *part.numbers_at(rows))
-    except Exception:
-        module = steps.at.meta.get("module", "")
-        return f"{operator_name(steps.at.target)} in {f'module {module}' if module else 'the model'}: "
-    return ""
-
-
-class _Steps(Interpreter):
-    """Interpreter that remembers the node it is at."""
-
-    at: Node
-
-    def run_node(self, n: Node) -> object:
-        """Run one node, see `Interpreter.run_node`."""
-        self.at = n
-        return super().run_node(n)
+    found = spans(sample.device, first_half)
+    return max(whole - found[0], 0.0) if delayed else 0.0
 
 
 def _zero_indices(part: Part) -> None:

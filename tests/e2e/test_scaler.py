@@ -8,10 +8,12 @@ from job import Job
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize(("interleaved", "trained"), [("true", "all"), ("false", "all"), ("true", "frozen")])
-def test_all_stages_skip_the_steps_that_one_overflows_in(job: Job, interleaved: str, trained: str) -> None:
-    output = job.train(
-        2, "tests/e2e/programs/scaler.py", trained, RANNC_PARTITION_NUM="2", RANNC_INTERLEAVE_LOSS=interleaved
-    )
+@pytest.mark.parametrize(
+    ("schedule", "trained"),
+    [("1f1b", "all"), ("zb_h1", "all"), ("asked", "all"), ("1f1b", "frozen"), ("zb_h1", "frozen")],
+)
+def test_all_stages_skip_the_steps_that_one_overflows_in(job: Job, schedule: str, trained: str) -> None:
+    how = {"RANNC_INTERLEAVE_LOSS": "false"} if schedule == "asked" else {"RANNC_SCHEDULE": schedule}
+    output = job.train(2, "tests/e2e/programs/scaler.py", trained, RANNC_PARTITION_NUM="2", **how)
     assert "rank 0 skipped" in output
     assert "rank 1 skipped" in output

@@ -16,6 +16,8 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.profile.costs import CostTable
+from rannd.profile.delayed_gradients import separable
+from rannd.profile.kept_values import Memory
 
 
 class Plan(NamedTuple):
@@ -68,7 +70,7 @@ class Reference:
         options, count = self.options, len(self.blocks)
         rows = math.ceil(self.batch_rows / self.world)
         for stages in range(1, min(count, self.world) + 1):
-            if options.partition_num not in (0, stages) or (stages == 1 and self.schedule == "zb_h1"):
+            if options.partition_num not in (0, stages):
                 continue
             for cuts in combinations(range(1, count), stages - 1):
                 for shares in combinations(range(1, self.world), stages - 1):
@@ -109,7 +111,7 @@ class Reference:
             backward += forward if again[number] else 0.0
             adding = sum(block.add_us for block in self.costs.blocks[start:end])
             weight = 0.0
-            if plan.schedule == "zb_h1" and not again[number]:
+            if not again[number] and self._waits(plan, number):
                 weight = sum(block.weight_us.at(rows) for block in self.costs.blocks[start:end])
             own, shared = self._gradients(start, end)
             over = link if near.replicas else between
@@ -186,10 +188,7 @@ class Reference:
         most = math.ceil(self.world * plan.microbatches / plan.replicas[number])
         if plan.schedule == "gpipe":
             return most
-        rows = self._rows(plan.microbatches)
-        start, end = plan.bounds[number : number + 2]
-        waits = not recompute and sum(block.weight_us.at(rows) for block in self.costs.blocks[start:end]) > 0
-        if plan.schedule == "zb_h1" and waits:
+        if not recompute and self._waits(plan, number):
             return min(most, math.ceil(self.world / plan.replicas[number]) + 1)
         if number + 1 == len(plan.replicas):
             return 1
@@ -234,10 +233,33 @@ class Reference:
             and any(home < reader < end for reader in self.readers[index])
         )
         kept += between if self.zero >= 2 else 0.0
+        first = self.in_flight(plan, number, recompute=True)
+        if not recompute and flying > first:  # zb_h1: the others wait for gradients of parameters
+            later = self._delayed(start, end, rows) or kept
+            return fixed + max(kept, later) * first + later * (flying - first)
+        if not recompute and self._waits(plan, number):
+            return fixed + max(kept, self._delayed(start, end, rows)) * flying
         if not recompute:
             return fixed + kept * flying
         largest = max(block.activation_bytes.at(rows) for block in self.costs.blocks[start:end])
         return fixed + min(kept, between * flying + largest)
+
+    def _waits(self, plan: Plan, number: int) -> bool:
+        """Whether gradients of parameters of a stage wait."""
+        start, end = plan.bounds[number : number + 2]
+        rows = self._rows(plan.microbatches)
+        late = sum(block.weight_us.at(rows) for block in self.costs.blocks[start:end]) > 0
+        return plan.schedule == "zb_h1" and len(plan.replicas) > 1 and late
+
+    def _delayed(self, start: int, end: int, rows: int) -> float:
+        """Bytes that gradients of parameters are computed from, block by block: what separates reads and makes."""
+        graph, total = self.graph, 0.0
+        for block in self.blocks[start:end]:
+            here = [number for number in block.ops if number in separable(graph)]
+            read = {Memory(graph).home[value] for number in here for value in graph.ops[number].inputs}
+            total += sum(graph.values[value].bytes.at(rows) for value in read)
+            total += sum(graph.values[value].bytes.at(rows) for number in here for value in graph.ops[number].outputs)
+        return total
 
     def best(self, limit: float) -> float | None:
         """The least E of all plans that fit, recomputing where a stage does not fit without."""

@@ -19,7 +19,7 @@ from rannd.plan.simulate.simulator import Simulation, predict
 from rannd.profile.costs import CostTable
 
 PLENTY = 10**15
-OTHER = [way for way, runs in RUNS.items() if way.zero or not runs]
+OTHER = [way for way in RUNS if way.zero or way.schedule not in ("1f1b", "gpipe")]
 """All run modes but the plain ones."""
 
 

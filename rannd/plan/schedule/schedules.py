@@ -52,7 +52,8 @@ def zero_bubble_h1(layout: Layout, split: Collection[int]) -> Program:
     Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2.2.
     """
     whole = [-(-layout.world // len(slots)) + (len(layout.stages) > 1) for slots in layout.stages]
-    return with_transfers(layout, greedy_orders(layout, _windows(layout), split, whole), interleaved=True)
+    delayed = split if len(layout.stages) > 1 else ()  # one stage waits for nobody
+    return with_transfers(layout, greedy_orders(layout, _windows(layout), delayed, whole), interleaved=True)
 
 
 def window(layout: Layout, stage: int) -> int:
@@ -112,10 +113,16 @@ _TABLE = (
         zero=(1, 2, 3),
     ),
     # ZeRO 2 and 3 shard parameter gradients as soon as they are computed, and these are delayed.
-    Schedule("zb_h1", zero_bubble_h1, runs=False, takes_turns=True, delays_weights=True, zero=(1,)),
+    Schedule("zb_h1", zero_bubble_h1, runs=True, takes_turns=True, delays_weights=True, zero=(1,)),
 )
 ALL_SCHEDULES: Mapping[str, Schedule] = {each.name: each for each in _TABLE}
 """Every schedule by name."""
+
+DEFAULT_SCHEDULE = "1f1b"
+"""Name of the schedule that plans are searched for where none is asked for."""
+
+DELAYING = tuple(each.name for each in _TABLE if each.runs and each.delays_weights)
+"""Names of those that the best of these plans are compared with: the same order of work, but for what is delayed."""
 
 SCHEDULES = tuple(each.name for each in _TABLE if each.runs)
 """Names of the schedules that the runtime can run."""
@@ -137,12 +144,15 @@ def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) 
     return ALL_SCHEDULES[schedule].program(layout, split)
 
 
-def interleaved_program(schedule: str, layout: Layout) -> Program:
-    """Return the Program of a step to run; PlanError if the schedule is not known or cannot be run."""
+def interleaved_program(schedule: str, layout: Layout, split: Collection[int] = ()) -> Program:
+    """Return the Program of a step to run; PlanError if the schedule is not known or cannot be run.
+
+    `split`: the stages whose backward is planned in two halves.
+    """
     if schedule in ALL_SCHEDULES and schedule not in SCHEDULES:
         raise PlanError(
             f"schedule {schedule!r} can be planned and simulated, but not be run yet; use one of {', '.join(SCHEDULES)}"
         )
     if schedule not in SCHEDULES:
         raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(SCHEDULES)}")
-    return planned_program(schedule, layout)
+    return planned_program(schedule, layout, split)

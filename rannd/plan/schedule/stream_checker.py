@@ -50,7 +50,8 @@ class StreamRules:
     synchronises: bool = True
     """Hosts may wait for their device before each computation, and in the middle of a backward."""
     overlap: bool = True
-    """Reductions of gradients begin in the middle of a slot's last backward, not at the end of the step."""
+    """Reductions of gradients begin in the middle of a slot's last backward, or of its last second half, not at the end
+    of the step."""
     meets: bool = False
     """The replicas of a stage wait for each other before and after each forward and backward (ZeRO 2 and 3)."""
 
@@ -234,8 +235,8 @@ def _operations(
 ) -> Iterator[tuple[str, Action]]:
     """What a host does in a step, in order: 'post', 'await', 'compute', 'send', 'reduce'."""
     computed = [each.action for each in listed if each.action is not None]
-    backwards = [action for action in computed if action.kind is ActionKind.BACKWARD]
-    last = backwards[-1] if overlap and backwards else None
+    accumulating = [action for action in computed if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)]
+    last = accumulating[-1] if overlap and accumulating else None
     for each in listed:
         yield from (("post", action) for action in each.posts)
         yield from (("await", action) for action in (*each.awaits, *each.settles))

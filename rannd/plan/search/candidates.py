@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from rannd.plan.run_modes import RunMode
 from rannd.plan.search.estimate import StageTables
@@ -55,6 +56,16 @@ def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None 
     ]
     most = max(sizes)
     return Candidate(choice, table, most, 0 if over is None else max(math.ceil(most - over), 1))
+
+
+def alike(tables: Sequence[StageTables], plan: Candidate) -> Iterator[Candidate]:
+    """Yield `plan` under the schedules of `tables`, if it fits: the same stages, replicas and microbatches."""
+    variant = plan.choice.variant
+    for table in tables:
+        if replace(table.variant, schedule=variant.schedule) == variant:
+            choice = e_of(table, plan.choice.starts, plan.choice.replicas)
+            if choice is not None:
+                yield candidate(choice, tables)
 
 
 def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[int], stages: int) -> Iterator[Candidate]:

@@ -153,6 +153,11 @@ class StageTables:
         self.crossing = received + at(intervals.sent, rows) + at(intervals.output, rows)
         """Bytes per microbatch that cross the stage's border and stay until its backward."""
         self.kept = at(intervals.activation, rows)
+        delayed = at(intervals.delayed, rows)
+        self.delayed = np.where(self.weight_us > 0, np.where(delayed > 0, delayed, self.kept), 0.0)
+        self.delayed[0, self.blocks] = 0.0
+        """Bytes per microbatch that wait for delayed gradients of parameters; all that is kept where that is not known.
+        One stage delays nothing."""
         self.between = at(intervals.inner, rows)
         """Bytes per microbatch that blocks of the stage hand to each other, kept if they recompute one by one."""
         if variant.zero >= 2:
@@ -299,18 +304,24 @@ class StageTables:
         found = window[None]
         if self.splits and split:
             found = np.where(self.weight_us[:end, end, None] > 0, self.waiting + 1, found)
+            if end == self.blocks:
+                found[0, -1] = window[-1]  # one stage delays nothing
         result: Counts = np.minimum(self.pieces, found)
+        return result
+
+    def _activations(self, end: int, used: int | None) -> Table:
+        """Return the bytes kept of all microbatches in flight, not recomputing, if parameter gradients may wait."""
+        kept, later = self.kept[:end, end, None], self.delayed[:end, end, None]
+        pieces, first = (self.in_flight(end, used, split=split) for split in (True, False))
+        result: Table = np.maximum(kept, later) * first + later * (pieces - first)
         return result
 
     def _plain(self, end: int, used: int | None, *, split: bool = True) -> Table:
         """Return the bytes of stages that end at `end`, not recomputing; `split`: parameter gradients may wait."""
         pieces = self.in_flight(end, used, split=split)
         rows = slice(0, end)
-        return (
-            self.fixed[rows, end]
-            + self._posted(rows, end, pieces)
-            + (self.crossing[rows, end, None] + self.kept[rows, end, None]) * pieces
-        )
+        kept = self._activations(end, used) if split and self.splits else self.kept[rows, end, None] * pieces
+        return self.fixed[rows, end] + self._posted(rows, end, pieces) + self.crossing[rows, end, None] * pieces + kept
 
     def _posted(self, starts: slice, end: int, flying: Counts) -> Table:
         """Return the bytes of messages beyond those kept per microbatch: receives are posted `AHEAD` early."""
@@ -488,7 +499,11 @@ class StageTables:
             reduce += self.reductions.gather(end, inside)[start, replicas - 1]
         own = self._held(start, end, replicas)
         param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
+        waits = self.delayed[start, end] > 0 and not recompute
         activation = math.ceil(chosen.kept * flying)
+        if waits:
+            kept = self._activations(end, used)
+            activation = math.ceil(kept[start if len(kept) > 1 else 0, replicas - 1])
         working = math.ceil(self.working[start, end] + own.working[0] + chosen.working)
         posted = self._posted(slice(0, end), end, flights)[start, replicas - 1]
         comm = math.ceil(self.crossing[start, end] * flying + posted)
@@ -508,4 +523,5 @@ class StageTables:
             in_flight=flying,
             weight_us=float(weight),
             working_bytes=working,
+            weight_bytes=math.ceil(self.delayed[start, end]) if waits else 0,
         )

@@ -19,6 +19,8 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
 from rannd.plan.zero import Trained
 from rannd.profile.costs import BlockCost
+from rannd.profile.delayed_gradients import delayed_bytes, separable
+from rannd.profile.kept_values import Memory
 
 Table = npt.NDArray[np.float64]
 
@@ -50,6 +52,9 @@ class Intervals:
         self.forward = self._sums(cost.forward_us for cost in costs)
         self.backward = self._sums(cost.backward_us for cost in costs)
         self.weight = self._sums(cost.weight_us for cost in costs)
+        memory, delayed = Memory(graph), separable(graph)
+        self.delayed = self._sums(delayed_bytes(memory, block.ops, delayed) for block in blocks)
+        """Bytes that delayed gradients of parameters are computed from."""
         self.adding = self._sums(Size(cost.add_us) for cost in costs)[0]
         """Time to accumulate a microbatch's parameter gradients."""
         activation = self._sums(cost.activation_bytes for cost in costs)

@@ -16,10 +16,10 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
-from rannd.plan.plan_options import PlanOptions
-from rannd.plan.run_modes import RunMode, check_known, runnable_zero
-from rannd.plan.schedule.schedules import ASKED_SCHEDULE
-from rannd.plan.search.candidates import Candidate, candidate, candidates
+from rannd.plan.plan_options import AUTO, PlanOptions
+from rannd.plan.run_modes import RUNS, RunMode, check_known, runnable_zero
+from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
+from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
 from rannd.plan.search.estimate import Reductions, StageTables, Variant
 from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import rank
@@ -75,22 +75,20 @@ def plan(
         options: Constraints of the configuration.
         interleaved: Whether backward may begin inside a call, because the model returns its loss. Otherwise all
             forwards run before all backwards.
-        ranked: Simulate this plan and others, and return the fastest, which takes longer than the search itself.
+        ranked: Simulate this plan and others, and return the fastest, which takes longer than the search itself. Only
+            then a free schedule is chosen; otherwise it is the default one.
         way: The run mode, also one that cannot be run yet; None: from the options.
 
     Raises:
         PlanError: Constraints contradict each other.
         DoesNotFitError: No plan fits; the message has the smallest memory that would suffice.
     """
-    chosen = way or RunMode(options.schedule if interleaved else ASKED_SCHEDULE)
+    free = way is None and interleaved and options.schedule == AUTO
+    chosen = way or RunMode((DEFAULT_SCHEDULE if free else options.schedule) if interleaved else ASKED_SCHEDULE)
     check_known(chosen)
     runnable = runnable_zero(chosen.schedule)
     zeros = (
-        [chosen.zero]
-        if way is not None
-        else runnable[:1]
-        if options.zero_stage == "auto"
-        else [int(options.zero_stage)]
+        [chosen.zero] if way is not None else runnable[:1] if options.zero_stage == AUTO else [int(options.zero_stage)]
     )
     if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
@@ -109,7 +107,13 @@ def plan(
     intervals = Intervals(graph, blocks, costs.blocks, options)
     reductions = Reductions(intervals, machine)
 
-    def tables(allowed: Mask, limit: float, recompute: bool, stages: Sequence[int] | None = None) -> list[StageTables]:
+    def tables(
+        allowed: Mask,
+        limit: float,
+        recompute: bool,
+        stages: Sequence[int] | None = None,
+        schedules: Sequence[str] = (chosen.schedule,),
+    ) -> list[StageTables]:
         asked = options
         if recompute:
             asked = msgspec.structs.replace(options, checkpointing=True, checkpointing_no_last=False)
@@ -118,22 +122,24 @@ def plan(
                 intervals,
                 machine,
                 asked,
-                Variant(chosen.schedule, count, placement, zero),
+                Variant(schedule, count, placement, zero),
                 rows=piece_rows(batch_rows, world, count),
                 limit=limit,
                 allowed=allowed & replicas,
                 reductions=reductions,
             )
+            for schedule in schedules
             for zero in (zeros if stages is None else stages)
             for replicas in replica_counts(zero, world)
             for placement in machine.placements
             for count in counts
+            if RunMode(schedule, zero) in RUNS and (allowed & replicas).any()
         ]
 
     limit = float(memory_bytes)
     every = tables(allowed, limit, False)
     found = best_choice(every, stages=stages)
-    if way is None and options.zero_stage == "auto" and world > 1 and any(each.tight for each in every):
+    if way is None and options.zero_stage == AUTO and world > 1 and any(each.tight for each in every):
         zeros = runnable  # memory asks for it
         more = tables(allowed, limit, False, runnable[1:])
         found = found.or_better(best_choice(more, stages=stages))
@@ -145,15 +151,22 @@ def plan(
         best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
         sizes = [len(block.ops) for block in blocks]
         among = candidates(tables, allowed, limit, sizes, stages)
-        return rank([*best, *among], make, graph, costs, options)
+        others = tables(allowed, limit, False, schedules=DELAYING) if free else []
+        return rank([*best, *among], make, graph, costs, options, partial(alike, others))
     need = smallest_memory(every, stages=stages)
+    if need is None and min(zeros) >= 2:
+        raise PlanError(
+            f"ZeRO stages 2 and 3 (zero_stage={options.zero_stage}) need equally many replicas of all stages, which "
+            f"{stages or 'no allowed number of'} stages (partition_num={options.partition_num}) of {world} devices "
+            "cannot have; use a number of stages that divides the devices, or zero_stage=1"
+        )
     if need is None:
         raise PlanError(
             f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas add up to {world} devices "
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
-    others = [zero for zero in runnable if zero not in zeros] if way is None else []
-    sharded = smallest_memory(tables(allowed, limit, False, others), stages=stages)
+    rest = [zero for zero in runnable if zero not in zeros] if way is None else []
+    sharded = smallest_memory(tables(allowed, limit, False, rest), stages=stages)
     raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, max(zeros), sharded)
 
 
@@ -289,6 +302,7 @@ def _deployment(
     batch_rows: int,
 ) -> Deployment:
     choice, table = chosen.choice, chosen.table
+    searched = found.choice is not None and found.choice.variant.schedule == choice.variant.schedule
     stages = []
     spans = list(choice.spans(len(blocks)))
     used = place(choice.replicas, choice.variant.placement)
@@ -321,7 +335,7 @@ def _deployment(
         batch_rows=batch_rows,
         step_us=choice.step_us,
         unused_params=tuple(graph.params[index].name for index in graph.unused_params),
-        bound_us=found.bound_us,
+        bound_us=found.bound_us if searched else 0.0,
         searched_all=found.searched_all,
         placement=choice.variant.placement,
         memory_bytes=int(table.limit),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -20,6 +20,11 @@ MOST_PLAYED = 32
 FEWEST_PLAYED = 4
 MOST_WORK = 50_000
 """Maximum of microbatches times stages that are simulated in total, beyond the first few plans: a second or two."""
+MOST_ALIKE = 4
+"""Maximum number of these, the fastest, that are simulated under other schedules, too."""
+LEAST_GAIN = 0.01
+"""Part of a step that another schedule has to save to be taken: about what halves of a backward take more than all of
+it, and less than what measured costs differ by."""
 MOST_TOLD = 8
 """Maximum number of alternatives that a deployment lists."""
 
@@ -43,8 +48,12 @@ def rank(
     graph: TaskGraph,
     costs: CostTable,
     options: PlanOptions,
+    others: Callable[[Candidate], Iterable[Candidate]] = lambda plan: (),
 ) -> Deployment:
-    """Return the fastest plan, in simulated time, that fits; of equal ones the first. The others are alternatives."""
+    """Return the fastest plan, in simulated time, that fits; of equal ones the first. The others are alternatives.
+
+    `others`: returns a plan under other schedules.
+    """
     work = MOST_WORK
     fits = sorted((plan for plan in plans if not plan.over_bytes), key=lambda plan: plan.choice.step_us)
     played: list[tuple[float, int, Candidate, Deployment]] = []
@@ -59,6 +68,12 @@ def rank(
         step_us = simulated_us(graph, costs, deployment, options)
         played.append((step_us, len(played), plan, deployment))
     played.sort(key=lambda each: each[:2])
+    several = [plan for _, _, plan, _ in played if len(plan.choice.replicas) > 1][:MOST_ALIKE]
+    for other in [each for plan in several for each in others(plan)]:
+        deployment = make(other)
+        step_us = simulated_us(graph, costs, deployment, options)
+        if step_us < (1 - LEAST_GAIN) * played[0][0]:
+            played.insert(0, (step_us, len(played), other, deployment))
     step_us, _, chosen, deployment = played[0]
     told: dict[tuple[int, ...], Alternative] = {}
     """The best plan for each tuple of replicas, with its own cuts and microbatches."""

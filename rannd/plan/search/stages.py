@@ -109,8 +109,6 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
     best: Choice | None = None
     passed: list[Choice] = []
     for table in tables if stages in (0, 1) else ():
-        if table.splits:
-            continue  # one stage has nothing to delay: it runs as under 1F1B
         alone = e_of(table, (0,), (table.world,))
         if alone is not None and (best is None or alone.step_us < best.step_us):
             best = alone

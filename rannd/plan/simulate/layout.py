@@ -14,6 +14,7 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
 from rannd.plan.schedule.program import Edge, Layout
+from rannd.plan.schedule.schedules import window
 from rannd.plan.simulate.step_costs import StepCosts, bucket_sizes
 from rannd.plan.topology import agreeing_us
 from rannd.plan.zero import computing, reduced_part
@@ -62,8 +63,7 @@ def step_costs(
 ) -> StepCosts:
     """Return the costs of the actions of a Program of `deployment`, from its estimates and the links.
 
-    If the backward is split, all that a microbatch keeps counts until the second half is done, because the gradients of
-    parameters need the inputs of every op.
+    If the backward is split, what a microbatch receives and sends counts until the second half is done.
 
     Args:
         graph: The task graph.
@@ -80,12 +80,14 @@ def step_costs(
     reduced = _trained_bytes(graph, deployment, options or PlanOptions())
     pieces = [math.ceil(layout.pieces_total / len(slots)) for slots in layout.stages]
     estimates = [stage.estimate for stage in deployment.stages]
-    kept, working = [], []
-    for stage, count in zip(deployment.stages, pieces, strict=True):
-        each = stage.estimate
+    kept, later, working = [], [], []
+    for number, (each, count) in enumerate(zip(estimates, pieces, strict=True)):
         # An estimate without a number of microbatches in flight was made for GPipe, which keeps all of them.
         flying = each.in_flight if each.pieces == count else count
-        kept.append(each.output_bytes + math.ceil(each.activation_bytes / flying))
+        first = min(window(layout, number), flying) if each.weight_bytes else flying
+        activation = math.ceil((each.activation_bytes - each.weight_bytes * (flying - first)) / first)
+        kept.append(each.output_bytes + activation)
+        later.append(each.output_bytes + (each.weight_bytes or activation))
         working.append(each.working_bytes)
     far = between or link
 
@@ -122,7 +124,7 @@ def step_costs(
         far_grads_us=_times(grads, rows, far),
         state_bytes=tuple(each.param_bytes + each.grad_bytes + each.optimizer_bytes for each in estimates),
         kept_bytes=tuple(kept),
-        weight_bytes=tuple(kept),
+        weight_bytes=tuple(later),
         working_bytes=tuple(working),
         values_bytes={edge: math.ceil(size.at(rows)) for edge, size in sizes.items()},
         grads_bytes={edge: math.ceil(size.at(rows)) for edge, size in grads.items()},

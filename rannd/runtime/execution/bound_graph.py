@@ -22,7 +22,7 @@ from rannd.graph.partition.cut import (
 )
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment
-from rannd.plan.schedule.program import Edge, Layout, Program
+from rannd.plan.schedule.program import ActionKind, Edge, Layout, Program
 from rannd.plan.schedule.schedules import gpipe, interleaved_program
 from rannd.plan.simulate.layout import layout_of
 
@@ -97,6 +97,12 @@ class BoundGraph:
     def layout(self) -> Layout:
         """Layout with all edges, including outputs that an interleaved step does not send."""
         return self.traffic.layout
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards of this stage come in two halves, in calls whose backward runs inside."""
+        program = self.interleaved.traffic.program.slots[self.slot] if self.interleaved is not None else ()
+        return any(action.kind is ActionKind.WEIGHT for action in program)
 
     def runs_backward_inside(self, *, wanted: bool, scaled: bool) -> bool:
         """Whether backward runs inside the call.
@@ -329,7 +335,8 @@ def _loss_traffic(
     new = _layout(graph, deployment, kept, live)
     flowing = tuple(edge for edge in new.grad_edges if inner[edge])
     new = Layout(new.world, new.microbatches, new.stages, new.edges, flowing)
-    traffic = Traffic(interleaved_program(deployment.schedule, new), _sorted(kept))
+    split = {number for number, planned in enumerate(deployment.stages) if planned.estimate.weight_us > 0}
+    traffic = Traffic(interleaved_program(deployment.schedule, new, split), _sorted(kept))
     return LossTraffic(traffic, loss, live, frozenset(missing))
 
 

@@ -286,8 +286,10 @@ class Executor:
         """Execute instructions; with `totals` also begin to sum up the global outputs, unless they are read late."""
         forward = Exchange(self.world, self._buffers, gradients=False)
         backward = Exchange(self.world, self._buffers, gradients=True)
-        # The last backward completes the gradients of each parameter, the last forward completes the losses.
-        last_backward, last_forward = _last(listed, ActionKind.BACKWARD), _last(listed, ActionKind.FORWARD)
+        # The last forward completes the losses; the last second half of a backward, where backward comes in halves, or
+        # else the last backward completes the gradients of each parameter.
+        last_forward, last_backward = _last(listed, ActionKind.FORWARD), _last(listed, ActionKind.BACKWARD)
+        last_half = _last(listed, ActionKind.WEIGHT)
         totals = totals and not self.world.reads.late
         if totals and last_forward is None:
             self._totals.begin(step)
@@ -321,11 +323,16 @@ class Executor:
                     self._give_back(step, piece)
             elif action.kind is ActionKind.BACKWARD:
                 assert live is not None
-                if reduce and action is last_backward:
+                if reduce and action is last_backward and last_half is None:
                     self._reducer.arm(early=self._traffic(step).overlaps, arrivals=self.computing.arrivals)
                 self.computing.backward(step, piece, live)
-                if not step.keep:
+                if not step.keep and last_half is None:
                     self._give_back(step, piece)
+            elif action.kind is ActionKind.WEIGHT:
+                if reduce and action is last_half:
+                    self._reducer.arm(early=self._traffic(step).overlaps, arrivals=self.computing.late_arrivals)
+                self.computing.weights(step, piece, self._reducer.arrived)
+                self._give_back(step, piece)
             elif action.kind is ActionKind.SEND_VALUES:
                 parcel = self._parcel(step, action, None)
                 forward.send(action, parcel, {node: step.values[piece, node] for node in parcel.nodes})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from rannd.device.generators import States, seeded
+from rannd.graph.weight_gradients.separation import separate
+from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.plan.schedule.program import ActionKind
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
@@ -48,6 +50,8 @@ class Computing:
         self._written = sorted(bound.graph.placement.written & set(bound.part.tensors))
         self._loans: dict[str, torch.Tensor] = {}
         parts = [segment.part for segment in bound.segments]
+        self._name_of: dict[int, str] = {}
+        """Name of each tensor of the stage, by its identity."""
         self._tensors: list[list[torch.Tensor]] = []
         """The tensors of each segment."""
         self._written_by = [[name for name in self._written if name in set(part.tensors)] for part in parts]
@@ -59,6 +63,15 @@ class Computing:
         self._values = sharded.values if sharded is not None else None
         self._reads = self._values.readers([part.tensors for part in parts]) if self._values is not None else []
         """The parameters, of those that replicas share, that each segment reads."""
+        parameters = {name for name in bound.part.tensors if isinstance(state.get(name), torch.nn.Parameter)}
+        self._halves = [
+            separate(segment.part, parameters) if bound.splits and not compiled and not segment.recompute else None
+            for segment in bound.segments
+        ]
+        """The segments whose backward comes in two halves, inside of a call."""
+        late = Counter(name for half in self._halves if half is not None for name in half.names)
+        self.late_arrivals = {name: late[name] for name in self.arrivals}
+        """How often the gradient of each tensor is accumulated in the second half of a backward."""
         self._entering, self._leaving = frozenset(bound.part.inputs), frozenset(bound.part.outputs)
         self._last = [
             [
@@ -87,6 +100,7 @@ class Computing:
     def resolve(self) -> None:
         """Look up the tensor arguments of the segments, in their order."""
         sources = (self._loans, self._bound.constants, self._state)
+        self._name_of = {id(self._state[name]): name for name in self.late_arrivals if name in self._state}
         self._tensors = [
             [next(source[name] for source in sources if name in source) for name in segment.part.tensors]
             for segment in self._bound.segments
@@ -247,6 +261,14 @@ class Computing:
             inside = 0 <= following < len(self._reads)
             self._values.enter(self._reads[number], self._reads[following] if inside else ())
 
+    def weights(self, step: Step, piece: int, arrived: Callable[[str], None]) -> None:
+        """Second half of a backward: the gradients of parameters that the first one has left.
+
+        `arrived`: called with the name of each parameter whose gradient was accumulated without autograd's hooks.
+        """
+        for queue in reversed(step.delayed.pop(piece, [])):
+            queue.accumulate(lambda parameter: arrived(self._name_of[id(parameter)]))
+
     def _run(
         self,
         step: Step,
@@ -272,8 +294,13 @@ class Computing:
             if self._compiled and not self._finite.every:
                 values = self._compiled[number].run(rows, inputs, tensors, inside=step.interleaved)
             else:
-                arguments = (*inputs.values(), *tensors, *part.numbers_at(rows))
-                values = self._finite.run(part.module, arguments)
+                module, arguments = part.module, [*inputs.values(), *tensors, *part.numbers_at(rows)]
+                half = self._halves[number]
+                if half is not None and step.interleaved and not self._finite.every:
+                    queue = WeightQueue()
+                    step.delayed.setdefault(piece, []).append(queue)
+                    module, arguments = half.module, [*arguments, queue]
+                values = self._finite.run(module, arguments)
         return dict(zip(part.outputs, values, strict=True)), after
 
     def _random(self, step: Step, piece: int, begin: States | None) -> AbstractContextManager[States]:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from rannd.device.generators import States
+from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.runtime.comm.world import Sum
 from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.gradients.reducer import Gathered
@@ -54,6 +55,8 @@ class Step:
     """All-reduce of these sums: asynchronous, or on the device."""
     saved: dict[int, list[Saved]] = field(default_factory=dict)
     """By microbatch, those of all segments of this rank's stage."""
+    delayed: dict[int, list[WeightQueue]] = field(default_factory=dict)
+    """By microbatch, gradients of parameters that wait for the second half of its backward, segment by segment."""
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
     """Gradients received for outputs of this rank's stage, or for its inputs."""
     outgoing: dict[Key, torch.Tensor] = field(default_factory=dict)

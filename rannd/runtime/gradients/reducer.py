@@ -189,7 +189,7 @@ class Reducer:
                 alias.grad = gradient if alias.grad is None else alias.grad + gradient
 
     def arm(self, *, early: bool = False, arrivals: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Called before the last microbatch's backward.
+        """Called before the last microbatch's backward, or before its second half if backwards come in two.
 
         Args:
             early: Buckets are reduced as soon as they are complete.
@@ -198,7 +198,7 @@ class Reducer:
         for name, bucket in self._bucket_of.items():
             alias = self._parameters.aliases[name]
             if len(bucket.slots) > 1 and alias.requires_grad and self._hooked.get(name) is not alias:
-                alias.register_post_accumulate_grad_hook(self._arrived(name))
+                alias.register_post_accumulate_grad_hook(lambda _, name=name: self.arrived(name))
                 self._hooked[name] = alias
         for bucket in self._buckets:
             bucket.active = [name for name in bucket.names if self._parameters.tensors[name].requires_grad]
@@ -207,16 +207,13 @@ class Reducer:
         self._armed = True
         self._early = early
 
-    def _arrived(self, name: str) -> Callable[[torch.Tensor], None]:
-        bucket = self._bucket_of[name]
-
-        def hook(_: torch.Tensor) -> None:
-            if self._armed and self._early and self._overlap:
-                bucket.waiting -= 1
-                if not bucket.waiting:
-                    self._start_complete()
-
-        return hook
+    def arrived(self, name: str) -> None:
+        """Called when a gradient was accumulated: by autograd, or by what computes it otherwise."""
+        bucket = self._bucket_of.get(name)
+        if bucket is not None and self._armed and self._early and self._overlap:
+            bucket.waiting -= 1
+            if not bucket.waiting:
+                self._start_complete()
 
     def _start_complete(self) -> None:
         while self._started < len(self._buckets) and not self._buckets[self._started].waiting:

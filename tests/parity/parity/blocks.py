@@ -104,6 +104,23 @@ class ConvNormLoss(ConvNorm):
         return F.cross_entropy(super().forward(image), label)
 
 
+class ConvMean(nn.Module):
+    """Convolutions without BatchNorm, straight and transposed, and a mean loss inside: rows are independent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.conv2 = nn.Conv2d(6, 6, 3, stride=2, groups=2, bias=False)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv1(image)))
+        x = torch.tanh(self.up(torch.tanh(self.conv2(x))))
+        return F.cross_entropy(self.head(x.mean(dim=(2, 3))), label)
+
+
 class Recurrent(nn.Module):
     """LSTMs: ops that give tuples."""
 

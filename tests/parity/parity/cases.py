@@ -54,14 +54,15 @@ def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 SHAPES = [(ranks, stages) for ranks in (1, 2, 3, 4) for stages in range(1, ranks + 1)]
 MICRO = [1, 2, 4, 8]
-SCHEDULES = ["1f1b", "gpipe", "asked"]
+SCHEDULES = [*dict.fromkeys(way.schedule for way, runs in RUNS.items() if runs), "asked"]
 SEED = int(os.environ.get("TEST_SEED", "0"))
 """Of `DRAWN`, see tests/conftest.py; the head of a test run names it."""
 DRAWS = 12
 ROWS = ["even", "uneven", "late", "lateuneven", "empty", "firstempty"]
 
-APART = ("untraceable", "weighted", "t5", "contrastive")
-"""Models that `COMPACT` has in `EXTRA` only: the first cannot be cut, the others are for their losses."""
+APART = ("untraceable", "weighted", "t5", "contrastive", "convmean")
+"""Models that `COMPACT` has in `EXTRA` only: the first cannot be cut, the others are for their losses, and the last for
+its operators."""
 
 FACTORS: dict[str, Sequence[Any]] = {
     "model": [name for name in ZOO if name not in APART],
@@ -116,7 +117,7 @@ def possible(choice: Choice) -> bool:
         return False  # all stages have equally many replicas
     if choice.zero not in runnable_zero("gpipe" if choice.schedule == "asked" else choice.schedule):
         return False
-    if choice.schedule == "gpipe" and choice.shape[1] == 1:
+    if choice.schedule in ("gpipe", "zb_h1") and choice.shape[1] == 1:
         return False  # the same as 1f1b
     return not entry.coupled or choice.micro == 1
 
@@ -196,6 +197,12 @@ EXTRA = [
     Case("contrastive", ranks=2, stages=2, optimizer="adamw", rows=(6, 3)),
     Case("gpt2masked", ranks=4, stages=4, micro=4, optimizer="adam", rows=(4, 2, 1, 7)),
     Case("convloss", ranks=2, stages=2, rows=(7, 4), late_rows=(2, 5)),
+    # gradients of parameters that wait: convolutions, lookups, products with a weight that two stages share
+    Case("convmean", ranks=2, stages=2, micro=4, schedule="zb_h1", rows=(8, 5)),
+    Case("convmean", ranks=3, stages=3, micro=2, schedule="zb_h1", optimizer="adamw", script="accumulate"),
+    Case("gpt2", ranks=2, stages=2, micro=4, schedule="zb_h1", optimizer="adam", script="delay"),
+    Case("gpt2masked", ranks=4, stages=2, micro=2, schedule="zb_h1", zero=1, optimizer="adamw", rows=(8, 5, 3, 7)),
+    Case("t5", ranks=3, stages=3, micro=2, schedule="zb_h1", optimizer="adamw", rows=(4, 7, 2), script="average"),
     # one-row pieces, fewer rows than microbatches
     Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
     Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),
@@ -234,7 +241,7 @@ def _full() -> list[Case]:
     source = random.Random(3)
     for model, shape, micro in itertools.product(ZOO, SHAPES, MICRO):
         both = shape[1] > 1 and ZOO[model].loss != "outside"
-        for schedule in ("1f1b", "gpipe") if both else ("1f1b",):
+        for schedule in (name for name in SCHEDULES if name != "asked") if both else ("1f1b",):
             optimizer, script, rows = (source.choice(FACTORS[name]) for name in ("optimizer", "script", "rows"))
             if both and source.random() < 0.25:
                 schedule = "asked"

@@ -152,6 +152,9 @@ ZOO: dict[str, Entry] = {
         coupled=True,
         empty=False,
     ),
+    "convmean": Entry(
+        build=blocks.ConvMean, batch=_labelled_image, loss="mean", labels=True, pick=_itself, empty=False
+    ),
     "lstm": Entry(build=blocks.Recurrent, batch=_text, empty=False),
     "nested": Entry(build=blocks.Nested, batch=_nested),
     "auxiliary": Entry(build=blocks.Auxiliary, batch=_one, use=lambda out: out["logits"]),

@@ -22,7 +22,7 @@ RECEIVES = TRANSFERS - SENDS
 def programs(layout: Layout, schedule: str | None) -> Program:
     if schedule is None:
         return gpipe(layout)
-    return interleaved_program(schedule, loss_layout(layout))
+    return interleaved_program(schedule, loss_layout(layout), range(0, len(layout.stages), 2))
 
 
 def pair(action: Action, posting: Posting) -> tuple[int, bool, bool]:

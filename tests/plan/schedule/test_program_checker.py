@@ -23,7 +23,7 @@ def test_gpipe_is_correct_for_every_layout(layout: Layout) -> None:
 
 @given(layouts(), st.sampled_from(SCHEDULES))
 def test_interleaved_programs_are_correct_for_every_layout(layout: Layout, schedule: str) -> None:
-    check(interleaved_program(schedule, loss_layout(layout)))
+    check(interleaved_program(schedule, loss_layout(layout), range(0, len(layout.stages), 2)))
 
 
 @given(layouts(), st.sets(st.integers(0, 5)))
@@ -35,7 +35,7 @@ def test_zero_bubble_is_correct_for_every_layout_whatever_splits(layout: Layout,
         for slot, actions in enumerate(program.slots)
         if any(action.kind is ActionKind.WEIGHT for action in actions)
     }
-    assert seen == split & set(range(len(layout.stages)))
+    assert seen == (split & set(range(len(layout.stages))) if len(layout.stages) > 1 else set())
 
 
 @given(layouts(), st.data())

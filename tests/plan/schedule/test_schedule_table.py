@@ -16,7 +16,7 @@ from rannd.graph.fx.ir import Size
 from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Slot
-from rannd.plan.plan_options import PlanOptions
+from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import RunMode, check_known
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES, Schedule
 from rannd.plan.search import estimate
@@ -89,15 +89,12 @@ def _named() -> Iterator[tuple[str, bool]]:
 def test_nothing_but_the_table_knows_a_schedule_by_its_name() -> None:
     found = list(_named())
     assert not [file for file, compared in found if compared]
-    # The item of the configuration and the default of the option of the same name.
-    assert {file for file, _ in found} == {
-        "plan/schedule/schedules.py", "config/table.py", "plan/plan_options.py"
-    }  # fmt: skip
+    assert {file for file, _ in found} == {"plan/schedule/schedules.py", "config/table.py"}
 
 
 def test_the_configuration_has_the_schedules_that_can_be_run() -> None:
     item = ITEMS["schedule"]
-    assert item.choices == SCHEDULES
+    assert item.choices == (AUTO, *SCHEDULES)
 
 
 @pytest.mark.parametrize(

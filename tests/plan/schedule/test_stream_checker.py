@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -15,8 +15,8 @@ from plan_layouts import layouts
 from rannd.errors import PlanError
 from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.instructions import Posting
-from rannd.plan.schedule.program import Layout, Program
-from rannd.plan.schedule.schedules import gpipe, interleaved_program, zero_bubble_h1
+from rannd.plan.schedule.program import ActionKind, Layout, Program
+from rannd.plan.schedule.schedules import gpipe, interleaved_program
 from rannd.plan.schedule.stream_checker import StreamRules, Streams, check_streams
 from rannd.plan.simulate.layout import loss_layout
 
@@ -31,16 +31,11 @@ def hangs(program: Program, posting: Posting, rules: StreamRules) -> bool:
     return False
 
 
-@given(layouts(max_world=8), st.sampled_from([None, *SCHEDULES]), st.sampled_from(Streams))
-def test_no_step_hangs(layout: Layout, schedule: str | None, streams: Streams) -> None:
+@given(layouts(max_world=8), st.sampled_from([None, *SCHEDULES]), st.sets(st.integers(0, 5)), st.sampled_from(Streams))
+def test_no_step_hangs(layout: Layout, schedule: str | None, split: set[int], streams: Streams) -> None:
     """Whatever synchronises: receives of all slots are posted in one order with all sends."""
-    program = gpipe(layout) if schedule is None else interleaved_program(schedule, loss_layout(layout))
+    program = gpipe(layout) if schedule is None else interleaved_program(schedule, loss_layout(layout), split)
     check_streams(program, Posting.MATCHED, StreamRules(streams, overlap=False))
-
-
-@given(layouts(max_world=8), st.sets(st.integers(0, 5)))
-def test_no_step_of_zero_bubble_hangs(layout: Layout, split: set[int]) -> None:
-    check_streams(zero_bubble_h1(loss_layout(layout), split), Posting.MATCHED, LATE)
 
 
 MEETING = StreamRules(overlap=False, meets=True)
@@ -70,7 +65,7 @@ def test_other_steps_in_which_replicas_meet_may_hang() -> None:
     assert any("do not run forwards and backwards in the same order" in each for each in told)
 
 
-def pipelines(world: int) -> Iterator[tuple[str, Program]]:
+def pipelines(world: int, schedules: Sequence[str] = ("1f1b", "gpipe")) -> Iterator[tuple[str, Program]]:
     """Interleaved steps of all pipelines of `world` slots in at least two stages."""
     for stages in range(2, world + 1):
         for cuts in itertools.combinations(range(1, world), stages - 1):
@@ -86,8 +81,9 @@ def pipelines(world: int) -> Iterator[tuple[str, Program]]:
                         outputs=bool(outputs),
                         skip=bool(skip),
                     )
-                    for schedule in ("1f1b", "gpipe"):
-                        yield f"{replicas} {microbatches} {schedule}", interleaved_program(schedule, layout)
+                    for schedule in schedules:
+                        program = interleaved_program(schedule, layout, range(stages))
+                        yield f"{replicas} {microbatches} {schedule}", program
 
 
 OLD = StreamRules(Streams.PAIR, opened=False, synchronises=False)
@@ -110,7 +106,9 @@ def test_hangs_of_receives_that_were_posted_ahead(
         for rules in (OLD, ONE_STREAM, StreamRules(overlap=False))
     ]
     assert counts == [lazy, one_stream, synchronised]
-    assert not any(hangs(program, Posting.MATCHED, LATE) for program in programs)
+    delaying = [program for world in range(2, most + 1) for _, program in pipelines(world, ["zb_h1"])]
+    assert any(action.kind is ActionKind.WEIGHT for program in delaying for action in program.slots[0])
+    assert not any(hangs(program, Posting.MATCHED, LATE) for program in (*programs, *delaying))
 
 
 def test_which_pipelines_hung() -> None:

@@ -14,7 +14,7 @@ from steps import CPU, run
 
 from rannd.errors import LaunchError, StepError
 from rannd.plan.schedule.instructions import Posting
-from rannd.plan.schedule.schedules import gpipe, interleaved_program
+from rannd.plan.schedule.schedules import SCHEDULES, gpipe, interleaved_program
 from rannd.plan.schedule.stream_checker import StreamRules, Streams
 from rannd.runtime.transport.choice import group_backend, make_transport, transport_name
 from rannd.runtime.transport.gloo_transport import GlooTransport
@@ -71,7 +71,7 @@ LAYOUTS = [
 
 @pytest.mark.ranks
 def test_messages_arrive(tmp_path: Path) -> None:
-    programs = [interleaved_program(schedule, layout) for layout in LAYOUTS for schedule in ("1f1b", "gpipe")]
+    programs = [interleaved_program(schedule, layout, {0, 1}) for layout in LAYOUTS for schedule in SCHEDULES]
     programs += [gpipe(layout) for layout in LAYOUTS]
     makers = [
         gloo,
