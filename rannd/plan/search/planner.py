@@ -90,6 +90,8 @@ def plan(
     zeros = (
         [chosen.zero] if way is not None else runnable[:1] if options.zero_stage == AUTO else [int(options.zero_stage)]
     )
+    for zero in zeros:
+        check_known(RunMode(chosen.schedule, zero))
     if world < 1 or len(slots) != world or list(slots) != sorted(set(slots)):
         raise PlanError(f"{len(slots)} slots {slots} for a world of {world}; give each device's slot once, sorted")
     if batch_rows < 1:
