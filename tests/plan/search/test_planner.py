@@ -275,6 +275,12 @@ def test_a_free_schedule_is_the_one_that_is_simulated_fastest() -> None:
     assert _freely(0.5, plenty).schedule == "1f1b", "what is gained is not worth it"
 
 
+def test_a_schedule_that_delays_gradients_is_not_combined_with_their_sharding() -> None:
+    with pytest.raises(PlanError, match="'zb_h1' cannot be planned with ZeRO stage 2: gradients are sharded"):
+        _freely(20, 10**15, schedule="zb_h1", zero_stage="2")
+    assert _freely(20, 10**15, zero_stage="2").schedule == "1f1b"
+
+
 def test_a_schedule_that_does_not_fit_is_not_taken() -> None:
     most = [
         max(stage.estimate.total_bytes for stage in each.stages) for each in (_freely(20, 10**15), _freely(0, 10**15))
