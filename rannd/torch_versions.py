@@ -167,6 +167,9 @@ PRIVATE_NAMES = (
         "torch._C.DisableTorchFunction",
         "Runs rannd's own tensor code inside a TorchFunctionMode without being intercepted by it.",
     ),
+    PrivateName(
+        "torch._C._disabled_torch_function_impl", "Lets a tensor of which there is a piece see operators only."
+    ),
     PrivateName("torch._C.DisableTorchFunctionSubclass", "Reads a subclass's sizes inside its __torch_function__."),
     PrivateName(
         "torch._C._functorch.is_functorch_wrapped_tensor",
@@ -323,8 +326,14 @@ PRIVATE_NAMES = (
         "The scale where it is, on the device: get_scale reads the device.",
     ),
     PrivateName("torch._foreach_add_", "Adds all gradients to those of the parameters at once, as optimizers do."),
+    PrivateName("torch._foreach_div_", "Divides all pieces of gradients at once."),
     PrivateName("torch._foreach_copy_", "Copies all gradients into a bucket at once, as DistributedDataParallel does."),
     PrivateName("torch._foreach_mul_", "Scales all gradients at once, as torch's own clipping does."),
+    PrivateName(
+        "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_", "What GradScaler does, told from other operators."
+    ),
+    PrivateName("torch.ops.aten._foreach_max", "Needs whole tensors, unlike other operators on lists."),
+    PrivateName("torch.ops.aten._foreach_norm", "Needs whole tensors, unlike other operators on lists."),
     PrivateName("torch._foreach_norm", "Norms of all gradients at once."),
     PrivateName(
         "torch.nn.utils.clip_grad._get_total_norm",
