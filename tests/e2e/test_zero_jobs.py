@@ -39,6 +39,9 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stages_with_replicas_equal_one_process(job: Job, tmp_path: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **_plan(zero, stages))
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
+    if zero == 3:  # pieces of parameters make up whole ones
+        output = job.train(1, PROGRAM, "resume", str(tmp_path / "checkpoint"), **_plan(0, 1))
+        assert "is right under 1 stages, ZeRO 0" in output
 
 
 @pytest.mark.parametrize(

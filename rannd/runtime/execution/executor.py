@@ -114,6 +114,13 @@ class Executor:
         assert self.bound.interleaved is not None
         return self.bound.interleaved.traffic
 
+    def _overlaps(self, step: Step) -> bool:
+        """Whether reductions begin in the last backward.
+
+        Not where replicas meet: one that stands by in its last microbatch would begin them in another order.
+        """
+        return self._traffic(step).overlaps and not self.bound.meets
+
     def _parcel(self, step: Step, action: Action, live: frozenset[Node] | None) -> Parcel:
         """Values that a transfer action moves."""
         rows = step.pieces.rows[action.piece]
@@ -324,13 +331,13 @@ class Executor:
             elif action.kind is ActionKind.BACKWARD:
                 assert live is not None
                 if reduce and action is last_backward and last_half is None:
-                    self._reducer.arm(early=self._traffic(step).overlaps, arrivals=self.computing.arrivals)
+                    self._reducer.arm(early=self._overlaps(step), arrivals=self.computing.arrivals)
                 self.computing.backward(step, piece, live)
                 if not step.keep and last_half is None:
                     self._give_back(step, piece)
             elif action.kind is ActionKind.WEIGHT:
                 if reduce and action is last_half:
-                    self._reducer.arm(early=self._traffic(step).overlaps, arrivals=self.computing.late_arrivals)
+                    self._reducer.arm(early=self._overlaps(step), arrivals=self.computing.late_arrivals)
                 self.computing.weights(step, piece, self._reducer.arrived)
                 self._give_back(step, piece)
             elif action.kind is ActionKind.SEND_VALUES:
