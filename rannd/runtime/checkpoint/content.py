@@ -117,17 +117,19 @@ def put_model(content: Content, world: World, parameters: Parameters | None, mod
     for each in state_tensors(world, parameters, model):
         holders[id(each.tensor)] = each.holder
         held = part_of(each.tensor)
-        if held is not None and each.held:
-            assert isinstance(held, TensorPiece)
-            content.put_pieces((*home, each.names[0]), held.flat, held.piece, each.tensor.shape)
-        if each.holder != world.rank:
+        if each.holder != world.rank and not (each.held and held is not None):
             continue
         if each.tensor.is_meta or each.tensor.layout is not torch.strided:
             kind = "on the meta device" if each.tensor.is_meta else f"a {each.tensor.layout} tensor"
             hint = "; a RaNNCModule has them once it was called" if each.tensor.is_meta else ""
             raise UsageError(f"{each.names[0]} is {kind}; a checkpoint holds dense tensors that have values{hint}")
         first, *others = each.names
-        name = dotted((*home, first)) if held is not None else content.put((*home, first), each.tensor.detach())
+        name = dotted((*home, first))
+        if held is None:
+            content.put((*home, first), each.tensor.detach())
+        else:
+            assert isinstance(held, TensorPiece)
+            content.put_pieces((*home, first), held.flat, held.piece, held.shape)
         content.aliases[name] = [".".join((*home, other)) for other in others]
         content.paths.update({".".join((*home, other)): (*home, other) for other in others})
     for name, module in extra_states(model).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +60,8 @@ class _Found:
     manifest: Manifest | None
     script: ScriptState | None
     tensors: dict[str, torch.Tensor]
+    pieces: dict[str, TensorPiece]
+    """Tensors of which this rank has a piece."""
     later: dict[str, str]
     """Names, in the index, of what is read when the model is deployed, by names in the model."""
     extras: dict[str, nn.Module]
@@ -91,15 +92,15 @@ def load(
     local: dict[str, Any] | None = None
     averages: dict[str, torch.Tensor] = {}
     values: FoundValues | None = None
-    whole: dict[str, torch.Tensor] = {}
     script = found.script
     try:
         if rng and script is not None and world.rank < len(script.rng):
             check_random_state(script.rng[world.rank], world.device)
-        whole = {
-            name: torch.empty(t.shape, dtype=t.dtype) for name, t in found.tensors.items() if isinstance(t, TensorPiece)
-        }
+        # Pieces are read later, one whole tensor at a time; here all is only looked for, in memory that is not written.
+        whole = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in found.pieces.items()}
         values = find(found.folder, found.tensors | whole, found.extras)
+        values.without(whole.values())
+        del whole
         averages = _averages(found, subject)
         # the optimizer's state is read beside the present one: that may still fail without harm
         local = _optimizer_state(found, subject, states=subject.values is None)
@@ -108,7 +109,7 @@ def load(
     agree_on_errors(world, error, CheckpointError)
     assert values is not None
     try:
-        _put(found, values, whole, subject, local)
+        _put(found, values, subject, local)
         if subject.averaged is not None:
             assert script is not None
             assert script.averaged is not None
@@ -172,6 +173,7 @@ def _compare(
     about = folder.index.state_dict_metadata
     described = {name.removeprefix(prefix): each for name, each in about.items() if name.startswith(prefix)}
     targets: dict[str, torch.Tensor] = {}
+    pieces: dict[str, TensorPiece] = {}
     later: dict[str, str] = {}
     missing: list[str] = []
     wrong: list[str] = []
@@ -198,7 +200,11 @@ def _compare(
                     "(model.to_empty(device='cpu'))"
                 )
             # as in load_state_dict the last of tied names counts
-            targets[prefix + there[-1]] = each.tensor.detach()
+            tensor, place = each.tensor.detach(), prefix + there[-1]
+            if isinstance(tensor, TensorPiece):
+                pieces[place] = tensor
+            else:
+                targets[place] = tensor
     extras = extra_states(subject.model)
     missing += [name for name in extras if name not in described]
     unexpected = [name for name in described if name not in known and name not in extras]
@@ -215,7 +221,7 @@ def _compare(
         for name, module in extras.items()
         if isinstance(described.get(name), BytesStorageMetadata)
     }
-    return _Found(folder, manifest, script, targets, later, held, missing, unexpected)
+    return _Found(folder, manifest, script, targets, pieces, later, held, missing, unexpected)
 
 
 def _damaged(world: World, found: _Found) -> str:
@@ -298,24 +304,17 @@ def _averages(found: _Found, subject: Subject) -> dict[str, torch.Tensor]:
     return {names[there]: value for there, value in values.items()}
 
 
-def _put(
-    found: _Found,
-    values: FoundValues,
-    whole: Mapping[str, torch.Tensor],
-    subject: Subject,
-    local: dict[str, Any] | None,
-) -> None:
-    """Put everything in its place, or have it put there when the model is deployed.
-
-    `whole`: what is read of tensors of which this rank has a piece.
-    """
+def _put(found: _Found, values: FoundValues, subject: Subject, local: dict[str, Any] | None) -> None:
+    """Put everything in its place, or have it put there when the model is deployed."""
     if subject.values is not None:
         subject.values.take(Distributed(found.folder), found.later)
         if subject.optimizer is not None:
             subject.values.afterwards(lambda: _put_states(found, subject))
     values.read()
-    for name, value in whole.items():
-        found.tensors[name].copy_(value)
+    for name, piece in found.pieces.items():
+        value = torch.empty(piece.shape, dtype=piece.dtype)
+        find(found.folder, {name: value}).read()
+        piece.copy_(value)
     for name, module in found.extras.items():
         module.set_extra_state(values.values[name])
     if subject.optimizer is not None and local is not None:

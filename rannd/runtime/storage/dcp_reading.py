@@ -51,6 +51,12 @@ class FoundValues:
     """By the file that it is in, each part of a tensor, and where its elements go."""
     values: dict[str, Any]
 
+    def without(self, targets: Iterable[torch.Tensor]) -> None:
+        """Leave tensors out of what is read."""
+        gone = {each.untyped_storage().data_ptr() for each in targets}
+        for name, parts in self.parts.items():
+            self.parts[name] = [each for each in parts if each[0].untyped_storage().data_ptr() not in gone]
+
     def read(self) -> None:
         """Read the elements into the tensors. CheckpointError where a file can no longer be read."""
         with torch.no_grad():
