@@ -69,8 +69,8 @@ class TensorPiece(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise UsageError(
-                f".data of {self!r} was set to a tensor of shape {tuple(value.shape)} and {value.dtype}; it has to have "
-                "the same shape and dtype"
+                f".data of {self!r} was set to a tensor of shape {tuple(value.shape)} and {value.dtype}; it has to "
+                "have the same shape and dtype"
             )
         self.flat = _like("data", value.detach(), self)
 
