@@ -68,6 +68,12 @@ def test_what_scripts_do_with_gradients(job: Job, ranks: int, stages: int, zero:
     assert output.count(f"has right gradients under {stages} stages, ZeRO {zero}") == ranks
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_sparse_gradients(job: Job, zero: int) -> None:
+    output = job.train(2, "tests/e2e/programs/sparse_gradients.py", **_plan(zero, 1))
+    assert output.count(f"has right sparse gradients under ZeRO {zero}") == 2
+
+
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 2)])
 def test_what_scripts_do_with_parameters(job: Job, ranks: int, stages: int) -> None:
     output = job.train(ranks, "tests/e2e/programs/sharded_parameters.py", **_plan(3, stages))

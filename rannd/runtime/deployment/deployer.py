@@ -207,8 +207,9 @@ class Deployer:
         if deployment.zero == 2:
             return ShardedGradients(parameters, buckets, exchange)
         values = ShardedParameters(parameters, buckets, exchange)
-        for _, sharded in whole.shared:
-            sharded.stepped.append(values.changed)
+        for held, sharded in whole.shared:  # also those of other models
+            if held is parameters:
+                sharded.stepped.append(values.changed)
         return ShardedGradients(parameters, buckets, exchange, values)
 
     def bind(self, deployed: Deployed, graph: ModelGraph, seed: int, rows: Sequence[int]) -> Executor:

@@ -166,7 +166,7 @@ class Computing:
             before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
             with torch.set_grad_enabled(records and not segment.recompute):
                 outputs, after = self._run(step, piece, number, inputs, buffers, random)
-            values.update((node, value.detach()) for node, value in outputs.items())
+            values.update((node, self._lasting(value.detach())) for node, value in outputs.items())
             if records:
                 kept = outputs if live is None else {node: each for node, each in outputs.items() if node in live}
                 saved.append(Saved(inputs, {} if segment.recompute else kept, before, random))
@@ -254,6 +254,10 @@ class Computing:
         """Let go of what is needed during a phase only."""
         if self._values is not None:
             self._values.leave()
+
+    def _lasting(self, value: torch.Tensor) -> torch.Tensor:
+        """The value, in memory of its own if it is a view of a parameter that replicas share."""
+        return value.clone() if self._values is not None and self._values.lends(value) else value
 
     def _gather(self, number: int, following: int) -> None:
         """Have the parameters of a segment that replicas share, and get those of the segment that follows."""

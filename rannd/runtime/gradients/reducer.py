@@ -28,7 +28,7 @@ from rannd.runtime.gradients.autograd_inputs import Asked
 from rannd.runtime.gradients.grad_hooks import give_all, hooked
 from rannd.runtime.gradients.grad_overflow import Overflow
 from rannd.runtime.gradients.scaling import Factor, scale_
-from rannd.runtime.gradients.sharded_gradients import ShardedGradients, Sums
+from rannd.runtime.gradients.sharded_gradients import ShardedGradients, Sums, flattened
 from rannd.runtime.parameters.ownership import Parameters
 
 
@@ -258,10 +258,10 @@ class Reducer:
             if alias.grad is None:
                 part.zero_()
             elif self._division != 1:
-                torch.div(alias.grad.reshape(-1), self._division, out=part)
+                torch.div(flattened(alias.grad), self._division, out=part)
             else:
                 targets.append(part)
-                sources.append(alias.grad.reshape(-1))
+                sources.append(flattened(alias.grad))
             alias.grad = None
         if targets:
             torch._foreach_copy_(targets, sources)

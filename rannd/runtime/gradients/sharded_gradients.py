@@ -100,9 +100,9 @@ class ShardedGradients:
         gradients = [alias.grad for alias in aliases]
         alone = gradients[0]
         reduced = self._parameters.gradient_dtypes(bucket.names[0]).reduced
-        fits = alone is not None and alone.is_contiguous() and alone.numel() == size and alone.dtype == reduced
+        fits = alone is not None and alone.numel() == size and alone.dtype == reduced
         if len(gradients) == 1 and alone is not None and fits:
-            return alone.view(-1)
+            return flattened(alone).contiguous()
         flat = torch.empty(size, dtype=reduced, device=first.device)
         *parts, rest = flat.split([*bucket.sizes, size - sum(bucket.sizes)])
         rest.zero_()
@@ -110,7 +110,7 @@ class ShardedGradients:
             if gradient is None:
                 part.zero_()
             else:
-                part.copy_(gradient.reshape(-1))
+                part.copy_(flattened(gradient))
         return flat
 
     def _settle(self) -> None:
@@ -212,6 +212,11 @@ class ShardedGradients:
     def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         piece = self._pieces[name]
         return whole.reshape(-1)[piece.start : piece.stop]
+
+
+def flattened(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as one row; ranks sum up sparse ones as dense."""
+    return (gradient if gradient.layout is torch.strided else gradient.to_dense()).reshape(-1)
 
 
 def first_readers(buckets: Sequence[Bucket], segments: Sequence[Collection[str]]) -> list[list[int]]:

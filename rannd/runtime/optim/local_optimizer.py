@@ -134,6 +134,7 @@ class WholeOptimizer:
             if len(slots) > 1
             and id(parameters.tensors[name]) in mine
             and parameters.tensors[name].ndim  # see state_pieces.py
+            and parameters.tensors[name].numel()
             and parameters.slots[name] == tuple(sorted(slots))
         ]
         wide = self._halves(parameters, parameters.own) if masters else []

@@ -121,6 +121,13 @@ class ShardedParameters:
                 buffer.pending = None
         self._begin(following)
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of whole parameters, which go when they are let go of."""
+        if tensor.layout is not torch.strided:
+            return False
+        where = tensor.untyped_storage().data_ptr()
+        return any(buffer.full and where == buffer.raw.untyped_storage().data_ptr() for buffer in self._buffers)
+
     def leave(self) -> None:
         """Let go of all whole parameters."""
         self._keep(())

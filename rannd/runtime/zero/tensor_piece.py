@@ -35,6 +35,10 @@ _ELEMENTWISE = frozenset(
 _REDUCING = frozenset({"_foreach_max", "_foreach_norm"})
 
 
+_NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
+"""Operators that take dtype and device of a tensor alone."""
+
+
 class TensorPiece(torch.Tensor):
     """A piece of a tensor, in place of the whole.
 
@@ -56,6 +60,20 @@ class TensorPiece(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         pass
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """A tensor that shares the elements; torch's own setter would exchange those of the empty wrapper."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise UsageError(
+                f".data of {self!r} was set to a tensor of shape {tuple(value.shape)} and {value.dtype}; it has to "
+                "have the same shape and dtype"
+            )
+        self.flat = _like("data", value.detach(), self)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -64,6 +82,8 @@ class TensorPiece(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        if name in _NEW:  # of any shape: an ordinary tensor
+            return func(args[0].flat, *args[1:], **kwargs)
         foreach = name.startswith("_foreach_") and name not in _REDUCING
         fits = foreach or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags
         if not fits or "out" in kwargs:

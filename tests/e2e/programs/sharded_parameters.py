@@ -31,7 +31,9 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.9))
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, tokens: torch.Tensor, twice: bool = False) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, twice: bool = False, views: bool = False) -> Any:
+        if views:
+            return self.middle(torch.tanh(self.first.weight.t())), self.first.weight.t(), self.first.bias
         if self.training:
             self.seen += 1.0
         hidden = self.embed(tokens) * self.scale
@@ -117,12 +119,15 @@ def main() -> None:
             refused("norm", parameter.norm)
             refused("deepcopy", lambda: copy.deepcopy(parameter))  # noqa: B023
     assert WORLD > 2 or part_of(inner.first.weight) is not None
+    assert inner.first.weight.new_zeros(2, 3).sum().item() == 0
 
     # other graphs: evaluation, another branch
     plain.eval()
     model.eval()
     with torch.no_grad():
         close(model(mine(2)), plain(batch(2)), "evaluation")
+        for found, wanted in zip(model(mine(2), views=True), plain(batch(2), views=True), strict=True):
+            close(found, wanted, "views of parameters")
     plain.train()
     model.train()
     step(3, twice=True)

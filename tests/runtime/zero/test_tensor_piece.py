@@ -49,6 +49,23 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def test_data_can_be_set() -> None:
+    whole, sharded = pair()
+    sharded.data = sharded.data * 2
+    assert same(sharded, whole * 2)
+    sharded.data = whole
+    assert same(sharded, whole)
+    for other in (torch.ones(3, 4, dtype=torch.float64), torch.ones(4, 3)):
+        with pytest.raises(UsageError, match="same shape and dtype"):
+            sharded.data = other
+
+
+def test_new_tensors_are_whole() -> None:
+    found = pair()[1].new_full((2,), 3.0)
+    assert type(found) is torch.Tensor
+    assert found.tolist() == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise(name: str) -> None:
     whole, sharded = pair()
