@@ -206,12 +206,15 @@ def fit(sizes: GptSizes) -> bool:
         raise AssertionError(f"{sizes} fits 1 MiB")
 
     first = not pyrannc.get_rank()
-    whole, shared = gathered([needed(way) for way in WAYS[:2]])[0]  # rank 0's error has the number
+    whole, *others = gathered([needed(way) for way in WAYS])[0]  # rank 0's error has the number
+    shared = min(others)
     state = 4 * sum(each.numel() * each.element_size() for each in gpt2(sizes).parameters())
     limit = MORE * shared
     if first:
         print(f"one stage needs at least {whole / 2**20:.1f} MiB without ZeRO, {shared / 2**20:.1f} with it;", end=" ")
-        print(f"limit {limit / 2**20:.1f}; values, gradients and AdamW's state {state / 2**20:.1f}")
+        print(
+            f"limit {limit / 2**20:.1f}; values, gradients and AdamW's state {state / 2**20:.1f}, {state / limit:.2f} of it"
+        )
     good = True
     for asked, variables in (("one stage", {"RANNC_PARTITION_NUM": "1"}), ("any stages", {})):
         made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30), **variables})
