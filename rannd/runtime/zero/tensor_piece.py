@@ -61,7 +61,7 @@ class TensorPiece(torch.Tensor):
         pass
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """A tensor that shares the elements; torch's own setter would exchange those of the empty wrapper."""
         return self.detach()
 
