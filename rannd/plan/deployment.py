@@ -55,6 +55,10 @@ class StageEstimate(msgspec.Struct, frozen=True):
     """The part of `backward_us` that a schedule may delay (parameter gradients)."""
     working_bytes: int = 0
     """Temporary memory of a backward, activations that are computed again included."""
+    offloaded_bytes: int = 0
+    """Optimizer state that is elsewhere between steps; `optimizer_bytes` is what of it is on the device at a time."""
+    offload_us: float = 0.0
+    """Time to copy it to the device and back."""
 
 
 class Stage(msgspec.Struct, frozen=True):

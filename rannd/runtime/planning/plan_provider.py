@@ -98,7 +98,9 @@ class Planner:
             check_masters(context.model, context.optimizer)
         if config.offload_optimizer:
             check_offload(context.optimizer)
-        self._options = msgspec.structs.replace(PlanOptions.of(config), zero_stage=_zero_stage(context))
+        self._options = msgspec.structs.replace(
+            PlanOptions.of(config), zero_stage=_zero_stage(context), device=world.device.type
+        )
         self._interleaved = (
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )

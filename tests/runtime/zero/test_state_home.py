@@ -70,10 +70,9 @@ def _same(one: Any, other: Any) -> bool:
 
 def _kinds() -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
-    for name in sorted(ELEMENTWISE):
-        found += [(name, {"foreach": False}), (name, {"foreach": True})]
-    found += [(name, {"fused": True}) for name in ("Adam", "AdamW", "SGD", "Adagrad")]
-    return [*found, ("Adam", {"amsgrad": True}), ("SGD", {"momentum": 0.9}), ("RMSprop", {"momentum": 0.9})]
+    for number, name in enumerate(sorted(ELEMENTWISE)):
+        found.append((name, {"foreach": number % 2 == 0, **({"momentum": 0.9} if name == "SGD" else {})}))
+    return [*found, ("Adam", {"amsgrad": True}), ("AdamW", {"fused": True}), ("Adagrad", {"fused": True})]
 
 
 def _pair(name: str, settings: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
@@ -87,7 +86,6 @@ def _pair(name: str, settings: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     return pyrannc.RaNNCModule(model, made[0]), made[0], other, made[1]
 
 
-@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(("name", "settings"), _kinds())
 def test_ten_steps_equal_those_of_a_plain_optimizer(name: str, settings: dict[str, Any]) -> None:
     model, optimizer, other, plain = _pair(name, settings)
@@ -143,7 +141,7 @@ def test_a_closure_is_called_once() -> None:
             own.zero_grad()
             loss: torch.Tensor = each(_batch(len(calls)))
             loss.backward()
-            calls.append(float(loss))
+            calls.append(float(loss.detach()))
             return loss
 
         each(_batch(0)).backward()
