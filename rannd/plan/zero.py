@@ -76,7 +76,9 @@ def held(
     if offload:
         # Two buckets: one is stepped, the next one comes. A large parameter is a bucket of its own.
         largest = np.maximum(offload, unit / count if zero else unit)
-        weight = np.divide(optimizer.whole, trainable.whole, out=np.zeros_like(optimizer.whole), where=trainable.whole > 0)
+        weight = np.divide(
+            optimizer.whole, trainable.whole, out=np.zeros_like(optimizer.whole), where=trainable.whole > 0
+        )
         here = np.minimum(state, 2.0 * largest * weight)
     unit = unit * (count > 1)
     return ReplicaBytes(

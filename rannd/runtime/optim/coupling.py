@@ -111,9 +111,10 @@ def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer).__module__.startswith("torch.optim."):
         return True
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    settings: list[str] = []
     try:
         with torch.random.fork_rng(devices=[]):
-            alone = _moved(optimizer, trained[0], trained[1:], 1.0, settings := [])
+            alone = _moved(optimizer, trained[0], trained[1:], 1.0, settings)
             after = _moved(optimizer, trained[0], trained[1:], 1.0, settings, apart=True)
     except Untried:
         return False

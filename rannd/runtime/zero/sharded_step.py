@@ -221,7 +221,9 @@ class ShardedStep:
     def _keep(self, bucket: Sequence[torch.Tensor]) -> None:
         assert self.home is not None
         names, states = self._states(bucket)
-        for name, state, parameter in zip(names, states, (p for p in bucket if p in self._optimizer.state), strict=True):
+        for name, state, parameter in zip(
+            names, states, (p for p in bucket if p in self._optimizer.state), strict=True
+        ):
             self.home.keep(name, state, self._size(name, parameter))
         self.home.leave(names)
 
