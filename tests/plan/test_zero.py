@@ -48,7 +48,7 @@ def test_a_model_whose_state_does_not_fit_is_planned_with_it_elsewhere() -> None
     given = {"opt_param_factor": 100.0, "zero_stage": "0", "partition_num": 1, "pipeline_num": 1}
     graph = chain(10, param=60_000_000)  # 600 MB, in blocks of less than a bucket each or more
     memory = 40_000_000_000
-    with pytest.raises(DoesNotFitError):
+    with pytest.raises(DoesNotFitError, match=r"\(offload_optimizer=true\) about \d"):
         deploy(graph, 1, memory=memory, **given)
     found = deploy(graph, 1, memory=memory, offload_optimizer=True, **given)
     each = found.stages[0].estimate

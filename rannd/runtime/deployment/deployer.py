@@ -199,7 +199,8 @@ class Deployer:
                     world.group_of(stage.slots)  # on every rank in the same order
             mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
         config = self._config
-        home = state_home(world.device, config.offload_dir) if config.offload_optimizer else None
+        offloads = config.offload_optimizer or any(stage.estimate.offloaded_bytes for stage in deployment.stages)
+        home = state_home(world.device, config.offload_dir) if offloads else None
         if len(mine) == 1 and not masters and home is None:
             return None
         buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {}, masters=masters, home=home)

@@ -204,6 +204,25 @@ def test_what_counts_its_steps_is_refused() -> None:
         wrapped(_batch(0))
 
 
+class Nested(torch.optim.Adam):
+    """Its step is one of the base class."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+def test_a_step_within_a_step_is_refused_and_nothing_is_stepped() -> None:
+    model = Layers()
+    torch.optim.Adam(model.parameters())  # from now on the class calls hooks
+    optimizer = Nested(model.parameters())
+    wrapped = pyrannc.RaNNCModule(model, optimizer)
+    wrapped(_batch(0)).backward()
+    before = [each.detach().clone() for each in model.parameters()]
+    with pytest.raises(UsageError, match="the step of Nested calls that of its base class"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_a_full_disk_is_told_with_folder_and_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = MappedFile(str(tmp_path))
 
