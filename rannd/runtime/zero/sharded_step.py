@@ -104,6 +104,7 @@ class ShardedStep:
         if self.home is not None:
             for bucket in self._in_buckets():
                 self._keep(bucket)
+            self.home.finish()
 
     def divides(self, parameter: torch.Tensor) -> bool:
         """Whether the replicas share this parameter."""

@@ -24,6 +24,7 @@ import torch
 
 from rannd.daemon.common.paths import places
 from rannd.device.identity import is_accelerator
+from rannd.device.memory import trim_heap
 from rannd.device.streams import SideStream
 from rannd.errors import DaemonError, UsageError
 from rannd.units import amount
@@ -149,6 +150,8 @@ class MappedFile(StateHome):
         self._pages: dict[str, list[tuple[mmap.mmap, int, int]]] = {}
         """Of each parameter: the chunks, and what of them (bytes), that its state has been given."""
         self._making = ""
+        self._trims = True
+        """Whether malloc has memory of tensors that went to the file; at first, of tracing and profiling."""
 
     def keep(self, name: str, state: dict[str, Any], size: int) -> None:
         self._making = name
@@ -164,7 +167,9 @@ class MappedFile(StateHome):
         self._advise(names, _COLD)
 
     def finish(self) -> None:
-        pass
+        if self._trims:
+            self._trims = False
+            trim_heap()
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         need = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
@@ -196,6 +201,7 @@ class MappedFile(StateHome):
 
     def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
         home.copy_(tensor)
+        self._trims = True
 
     def _back(self, home: torch.Tensor) -> torch.Tensor:
         return home.clone()
