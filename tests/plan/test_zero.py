@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from plan_graphs import chain
@@ -45,7 +47,7 @@ def test_two_buckets_of_state_are_on_the_device(
 
 
 def test_a_model_whose_state_does_not_fit_is_planned_with_it_elsewhere() -> None:
-    given = {"opt_param_factor": 100.0, "zero_stage": "0", "partition_num": 1, "pipeline_num": 1}
+    given: dict[str, Any] = {"opt_param_factor": 100.0, "zero_stage": "0", "partition_num": 1, "pipeline_num": 1}
     graph = chain(10, param=60_000_000)  # 600 MB, in blocks of less than a bucket each or more
     memory = 40_000_000_000
     with pytest.raises(DoesNotFitError, match=r"\(offload_optimizer=true\) about \d"):
@@ -59,7 +61,7 @@ def test_a_model_whose_state_does_not_fit_is_planned_with_it_elsewhere() -> None
 
 
 def test_copies_are_in_the_step_as_the_simulator_has_them() -> None:
-    given = {"partition_num": 2, "pipeline_num": 4}
+    given: dict[str, Any] = {"partition_num": 2, "pipeline_num": 4}
     graph = chain(10, param=1_000_000)
     plain = deploy(graph, 2, **given)
     for device, rate in (("cpu", ASSUMED_FILE_RATE), *ASSUMED_RATES.items()):

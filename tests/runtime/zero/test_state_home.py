@@ -239,7 +239,7 @@ def test_memory_is_no_disk_and_files_have_no_names(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="tmpfs, which is in memory"):
             MappedFile("/dev/shm")
     made = MappedFile(str(tmp_path / "below" / "it"))
-    state = {"moment": torch.arange(10.0), "step": torch.tensor(3.0), "parts": [torch.ones(10)]}
+    state: dict[str, Any] = {"moment": torch.arange(10.0), "step": torch.tensor(3.0), "parts": [torch.ones(10)]}
     made.keep("weight", state, 10)
     assert list((tmp_path / "below" / "it").iterdir()) == []
     assert made.bytes == 80
