@@ -61,7 +61,7 @@ def test_state_that_is_elsewhere_between_steps(
     if zero == 1:
         for folder, other in ((tmp_path / "checkpoint", _plan(0, 1)), (saved, plan)):
             output = job.train(ranks, PROGRAM, "resume", str(folder), **other)
-            assert output.count("is right under 1 stages") == ranks
+            assert output.count("is right under") == ranks
 
 
 def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
