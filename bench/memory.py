@@ -1,6 +1,6 @@
 """Measures what ZeRO saves and costs: bytes of each rank, time of a step, models that only fit with it.
 
-    python bench/memory.py [bytes throughput fit] [--ranks 2 4] [--rounds 20] [--steps 4] [--layers 10 --width 256 ..]
+    python bench/memory.py [bytes throughput fit offload] [--ranks 2 4] [--rounds 20] [--steps 4] [--layers 10 ..]
 
 GPT-2 of transformers with AdamW, one stage, every rank a replica (gloo, one thread per rank).
 
@@ -13,6 +13,10 @@ fit         the memory limit is hardly more than the least that a plan of one st
             fits. The planner is left to take ZeRO (zero_stage=auto), first with one stage, then with as many as it
             likes. Mini-batches are small, so that memory is what the optimizer and the parameters need. The exit code
             is 1 if the model does not train within the limit, or with one stage without ZeRO
+offload     one rank: what of the optimizer's state is in memory and what in a file between steps, beside the plan's
+            numbers, and the step's time with offload_optimizer and without, in turns; goal: at most 1.3 of it. The
+            file is in the cache's folder, or RANNC_OFFLOAD_DIR. The exit code is 1 if more than 2 % of the state is
+            in memory, or a loss differs
 """
 
 from __future__ import annotations
@@ -29,11 +33,13 @@ from _in_turns import GptSizes, Training, compare, gpt2, training
 from _starting import SCRIPTS
 from _tensor_bytes import lying, lying_and_peak
 
-WHAT = ("bytes", "throughput", "fit")
+WHAT = ("bytes", "throughput", "fit", "offload")
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off", "RANNC_MEM_MARGIN": "0"}
 ONE_STAGE = {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}
 PARTS = ("parameters", "gradients", "optimizer")
 NEAR = 0.02
+SLOWER = 1.3
+"""Goal for the time of a step with `offload_optimizer`, as a multiple of that without."""
 WARM_UP = 3
 MORE = 1.02
 """The limit of `fit` / the least memory that suffices with ZeRO."""
@@ -78,7 +84,7 @@ def main() -> None:
     given = [f"--{name}={getattr(options, name)}" for name in ("rounds", "steps", *vars(sizes))]
     worst = 0
     for what in options.what or WHAT:
-        for ranks in [2] if what == "throughput" else options.ranks:
+        for ranks in {"throughput": [2], "offload": [1]}.get(what, options.ranks):
             print(f"-- {what}, {ranks} ranks", flush=True)
             command = [str(SCRIPTS / "rannc-run"), "-np", str(ranks), "--show-ranks", "0", __file__, what, *given]
             worst = max(worst, subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
@@ -89,6 +95,8 @@ def measure(what: str, sizes: GptSizes, rounds: int, steps: int) -> bool:
     """Whether what has to hold does."""
     if what == "bytes":
         return tensor_bytes(sizes)
+    if what == "offload":
+        return offload(sizes, rounds, steps)
     return throughput(sizes, rounds, steps) if what == "throughput" else fit(replace(sizes, **SMALL))
 
 
@@ -96,7 +104,8 @@ def wrapped(sizes: GptSizes, variables: dict[str, str]) -> Training:
     """The model under a plan that these variables of the environment force, after its first step."""
     import pyrannc
 
-    for name in [name for name in os.environ if name.startswith("RANNC_") and name not in PLAIN]:
+    kept = {*PLAIN, "RANNC_OFFLOAD_DIR"}
+    for name in [name for name in os.environ if name.startswith("RANNC_") and name not in kept]:
         del os.environ[name]
     os.environ.update(variables)
     made = training(sizes, pyrannc.get_rank(), pyrannc.RaNNCModule)
@@ -212,9 +221,8 @@ def fit(sizes: GptSizes) -> bool:
     limit = MORE * shared
     if first:
         print(f"one stage needs at least {whole / 2**20:.1f} MiB without ZeRO, {shared / 2**20:.1f} with it;", end=" ")
-        print(
-            f"limit {limit / 2**20:.1f}; values, gradients and AdamW's state {state / 2**20:.1f}, {state / limit:.2f} of it"
-        )
+        print(f"limit {limit / 2**20:.1f}; values, gradients and AdamW's state {state / 2**20:.1f},", end=" ")
+        print(f"{state / limit:.2f} of it")
     good = True
     for asked, variables in (("one stage", {"RANNC_PARTITION_NUM": "1"}), ("any stages", {})):
         made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30), **variables})
@@ -226,6 +234,31 @@ def fit(sizes: GptSizes) -> bool:
             print(f"{'':{len(asked)}s}  loss {losses[0]:.4f} to {losses[-1]:.4f}, peak {most / 2**20:.1f} MiB")
         good &= most <= limit and losses[-1] < losses[0] and (made.wrapped.deployment.zero > 0 or not variables)
         pyrannc.clear()
+    return good
+
+
+def offload(sizes: GptSizes, rounds: int, steps: int) -> bool:
+    good = True
+    sides: dict[str, Any] = {}
+    losses: list[list[float]] = []
+    for name, value in (("in memory", "false"), ("offloaded", "true")):
+        made = wrapped(sizes, {**ONE_STAGE, "RANNC_OFFLOAD_OPTIMIZER": value})
+        losses.append([float(made.step()) for _ in range(WARM_UP)])
+        state, plan = lying(made.wrapped, made.optimizer).optimizer, estimate(made)
+        shared = made.optimizer._rannd_whole.shared
+        away = sum(each.home.bytes for _, each in shared if each.home is not None)
+        print(
+            f"{name}: {state / 2**20:.2f} MiB of state, {(state - away) / 2**20:.2f} in memory between steps;", end=" "
+        )
+        print(
+            f"planned on the device {plan.optimizer_bytes / 2**20:.2f}, elsewhere {plan.offloaded_bytes / 2**20:.2f};"
+        )
+        good &= value == "false" or state - away <= NEAR * state
+        sides[name] = made.step
+    good &= losses[0] == losses[1]
+    times = compare(sides, rounds, steps, [("in memory", "offloaded")])
+    ratio = times["in memory / offloaded"]
+    print(f"a step takes {ratio:.3f} of one in memory: {'reaches' if ratio <= SLOWER else 'MISSES'} the goal, {SLOWER}")
     return good
 
 

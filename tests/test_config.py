@@ -49,6 +49,8 @@ OWN += [
     "zero_stage",
     "master_weights",
     "reduce_dtype",
+    "offload_optimizer",
+    "offload_dir",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
 
@@ -58,6 +60,7 @@ PLAN_AFFECTING = {
     "zero_stage",
     "master_weights",
     "reduce_dtype",
+    "offload_optimizer",
     "interleave_loss",
     "sync_allreduce",
     "decomposer",
@@ -88,6 +91,7 @@ PLAN_AFFECTING = {
 }
 #: Items that work and cannot change a plan: they change what is written, told, kept or waited for.
 NOT_PLAN_AFFECTING = {
+    "offload_dir",
     "transport",
     "consolidate_grads",
     "save_deployment",

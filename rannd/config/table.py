@@ -136,6 +136,13 @@ class Config:
         group=_PLAN,
         plan_affecting=True,
     )
+    offload_optimizer: bool = item(
+        False,
+        "Between steps the optimizer's state is in pinned host memory (GPUs) or in a file below offload_dir (CPUs), "
+        "not in the device's memory.",
+        group=_PLAN,
+        plan_affecting=True,
+    )
     reduce_dtype: str = item(
         "auto",
         "Type in which gradients are accumulated over microbatches and reduced. auto: that of the parameter, float32 "
@@ -173,6 +180,13 @@ class Config:
         group=_MEMORY,
         plan_affecting=True,
         least=0,
+    )
+    offload_dir: str = item(
+        "",
+        "Folder on a disk for offload_optimizer on CPUs; empty: in that of the cache. Its files have no names, and go "
+        "with the process.",
+        group=_MEMORY,
+        plan_affecting=False,
     )
     # --- SAVED
     save_deployment: bool = item(False, "Write the deployment to deployment_file.", group=_SAVED, plan_affecting=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import psutil
 import torch
 
@@ -41,3 +43,10 @@ def release_unused(device: torch.device) -> None:
     """Give back what torch's allocator holds without using it."""
     if is_accelerator(device):
         torch.accelerator.empty_cache()
+
+
+def trim_heap() -> None:
+    """Give back what malloc holds without using it, which `rannc-run` lets it keep; of glibc alone."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -61,6 +61,16 @@ class SideStream:
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 
+    def join(self) -> None:
+        """Let the current stream wait for what this stream was given up to now."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._stream.record_event())
+
+    def synchronize(self) -> None:
+        """Wait until this stream has done everything it was given."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def lend(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that the current stream uses a tensor of this stream, which may be freed meanwhile."""
         if self._stream is not None:

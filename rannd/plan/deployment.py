@@ -57,6 +57,10 @@ class StageEstimate(msgspec.Struct, frozen=True):
     """Temporary memory of a backward, activations that are computed again included."""
     weight_bytes: int = 0
     """Of each microbatch, what stays until its delayed gradients of parameters are computed; 0 if none are delayed."""
+    offloaded_bytes: int = 0
+    """Optimizer state that is elsewhere between steps; `optimizer_bytes` is what of it is on the device at a time."""
+    offload_us: float = 0.0
+    """Time to copy it to the device and back."""
 
 
 class Stage(msgspec.Struct, frozen=True):

@@ -52,6 +52,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """ZeRO stage; 'auto': what is fastest of those that fit."""
     master_weights: bool = False
     """Half-precision parameters have float32 copies, which the optimizer steps."""
+    offload_optimizer: bool = False
+    """Between steps the optimizer's state is not in the device's memory."""
+    device: str = "auto"
+    """Type of the devices: to a GPU's memory state comes from the host's, to a CPU's from files."""
     reduce_dtype: str = "auto"
     """Type in which gradients are reduced; 'auto': that in which they are given to parameters."""
     sync_allreduce: bool = False

@@ -59,12 +59,17 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
     return "; ".join(
         (
             f"{_count(len(deployment.stages), 'stage')}{f', ZeRO {zero}' if (zero := deployment.zero) else ''}: "
-            f"{', '.join(stages)}",
+            f"{', '.join(stages)}{_offloaded(deployment)}",
             _count(deployment.microbatches, "microbatch"),
             f"step about {f'{seconds:.2f} s' if seconds >= _SHORT_S else f'{seconds * 1e3:.1f} ms'}",
             f"{math.ceil(most / _MIB):,}{allowed} MiB per device",
         )
     )
+
+
+def _offloaded(deployment: Deployment) -> str:
+    most = max(stage.estimate.offloaded_bytes for stage in deployment.stages)
+    return f", {math.ceil(most / _MIB):,} MiB of optimizer state offloaded" if most else ""
 
 
 def title(deployment: Deployment) -> str:

@@ -32,6 +32,8 @@ class ReplicaBytes(NamedTuple):
     grads: Table
     """Gradients, and as much again for those of a delayed step."""
     optimizer: Table
+    offloaded: Table
+    """Optimizer state that is elsewhere between steps; `optimizer` has what of it is here at a time."""
     working: Table
     """Temporary, for the largest block: its whole gradients, its parameters and those of the next block."""
 
@@ -49,6 +51,7 @@ def held(
     gradients: Trained,
     optimizer: Trained,
     unit: Table,
+    offload: float = 0.0,
 ) -> ReplicaBytes:
     """Return what a replica of a stage holds; all tables broadcast against `replicas`.
 
@@ -60,6 +63,7 @@ def held(
         gradients: Bytes of their gradients, with those of a delayed step.
         optimizer: Bytes of the optimizer's state of them.
         unit: Trainable bytes of the stage's largest block.
+        offload: Parameter bytes of a bucket whose state is on the device at a time; 0: all state is always there.
     """
     count = np.asarray(replicas, dtype=float)
 
@@ -67,13 +71,34 @@ def held(
         found: Table = each.shared + (each.whole - each.shared) / count
         return found
 
+    state = parts(optimizer) if zero >= 1 else optimizer.whole + 0.0 * count
+    here = state
+    if offload:
+        # Two buckets: one is stepped, the next one comes. A large parameter is a bucket of its own.
+        largest = np.maximum(offload, unit / count if zero else unit)
+        weight = np.divide(
+            optimizer.whole, trainable.whole, out=np.zeros_like(optimizer.whole), where=trainable.whole > 0
+        )
+        here = np.minimum(state, 2.0 * largest * weight)
     unit = unit * (count > 1)
     return ReplicaBytes(
         params - trainable.whole + parts(trainable) if zero >= 3 else params,
         parts(gradients) if zero >= 2 else gradients.whole,
-        parts(optimizer) if zero >= 1 else optimizer.whole,
+        here,
+        state if offload else np.zeros_like(state),
         unit * 3.0 if zero >= 3 else unit if zero == 2 else np.zeros_like(unit),
     )
+
+
+ASSUMED_RATES = {"cuda": 20e3}
+"""Bytes per microsecond between the device and where state is between steps: pinned memory over PCIe 4."""
+ASSUMED_FILE_RATE = 2e3
+"""The same for files, on a disk of NVMe. None is measured; the kernel may still have in memory what it wrote."""
+
+
+def offload_us(offloaded: Table, device: str) -> Table:
+    """Time to copy optimizer state to the device and back, beside which there is little to compute."""
+    return 2.0 * offloaded / ASSUMED_RATES.get(device, ASSUMED_FILE_RATE)
 
 
 def replica_counts(zero: int, world: int) -> list[npt.NDArray[np.bool_]]:

@@ -52,6 +52,21 @@ def test_a_checkpoint_goes_on_under_any_plan(job: Job, saved: Path, ranks: int, 
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
 
 
+@pytest.mark.parametrize(("ranks", "stages", "zero"), [(2, 1, 1), (2, 1, 3), (3, 2, 1)])
+def test_state_that_is_elsewhere_between_steps(
+    job: Job, saved: Path, tmp_path: Path, ranks: int, stages: int, zero: int
+) -> None:
+    plan = {**_plan(zero, stages), "RANNC_OFFLOAD_OPTIMIZER": "true", "RANNC_OFFLOAD_DIR": str(tmp_path / "state")}
+    output = job.train(ranks, PROGRAM, "train", str(tmp_path / "checkpoint"), **plan)
+    assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
+    assert "MiB of optimizer state offloaded" in output
+    assert list((tmp_path / "state").iterdir()) == []
+    if zero == 1:
+        for folder, other in ((tmp_path / "checkpoint", _plan(0, 1)), (saved, plan)):
+            output = job.train(ranks, PROGRAM, "resume", str(folder), **other)
+            assert output.count("is right under") == ranks
+
+
 def test_torch_reads_the_checkpoint(saved: Path, tmp_path: Path) -> None:
     dcp_to_torch_save(saved, tmp_path / "whole.pt")
     state = torch.load(tmp_path / "whole.pt", weights_only=True)["optimizer"]["state"]

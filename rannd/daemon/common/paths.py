@@ -9,6 +9,7 @@
 ``  <id>.log``                          log of the daemon
 ``$XDG_CACHE_HOME/rannd/<machine>/``    the store, else ``~/.cache/rannd/<machine>/``
 ``  compiled/``                         folders of compiled blocks
+``  offload/``                          files without names, of ranks that run (`offload_optimizer`)
 ======================================  =================================================
 
 ``<id>`` is ``v<series>`` for the account's own cache directory and ``v<series>-<hash>`` for any other: there is one
@@ -113,6 +114,17 @@ class DaemonPaths(msgspec.Struct, frozen=True):
         self.secure_cache()
         _secure(self.compiled, "compiled code", follow=False, forbidden=0o077)
         return self.compiled
+
+    def secure_offload(self) -> str:
+        """Create the folder of optimizers' state, or refuse one that others can enter.
+
+        Raises:
+            DaemonError: It is a symbolic link, belongs to another user, or does not have mode 0700.
+        """
+        self.secure_cache()
+        folder = f"{self.cache}/offload"
+        _secure(folder, "offload", follow=False, forbidden=0o077)
+        return folder
 
 
 def places(environ: Mapping[str, str] | None = None) -> DaemonPaths:

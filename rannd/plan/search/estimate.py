@@ -21,7 +21,7 @@ from rannd.plan.search.intervals import Intervals, at
 from rannd.plan.search.recompute import DividedStage, least_memory, segments
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.topology import Counts, Machine, Mask, Table, allreduce_us, p2p_us
-from rannd.plan.zero import ReplicaBytes, Trained, computing, held, reduced_part
+from rannd.plan.zero import ReplicaBytes, Trained, computing, held, offload_us, reduced_part
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -167,6 +167,8 @@ class StageTables:
         self.working = 2.0 * intervals.largest(rows)
         """Temporary bytes of a backward: gradients of the outputs and inputs of the largest operator."""
         sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
+        self.copies_us = offload_us(sharded.offloaded, options.device)
+        """``[start, end, replicas - 1]``, or one entry for all: time of copying optimizer state in and out."""
         self.fixed = sharded.state + sharded.working + self.working[:, :, None]
         """``[start, end, replicas - 1]``, or one entry for all replicas: bytes that do not depend on microbatches:
         parameters, gradients (also those of a delayed step), optimizer state and `working`."""
@@ -287,6 +289,7 @@ class StageTables:
         whole, tail = self.reductions.of(end, inside, zero)
         left: Table = whole if self.options.sync_allreduce else np.maximum(whole - backward, tail)
         # With ZeRO 1 and 2 parameters are gathered after the optimizer.
+        left = left + self.copies_us[:end, end]
         return left + self.reductions.gather(end, inside) if zero in (1, 2) else left
 
     # -- memory -----------------------------------------------------------------------------------------------
@@ -345,6 +348,7 @@ class StageTables:
             gradients=those(tables.gradients),
             optimizer=those(tables.optimizer),
             unit=tables.unit[starts, ends, ..., None],
+            offload=float(BUCKET) if self.options.offload_optimizer else 0.0,
         )
 
     def _forced(self, end: int) -> bool:
@@ -524,4 +528,6 @@ class StageTables:
             weight_us=float(weight),
             working_bytes=working,
             weight_bytes=math.ceil(self.delayed[start, end]) if waits else 0,
+            offloaded_bytes=math.ceil(own.offloaded[0]),
+            offload_us=float(offload_us(own.offloaded, self.options.device)[0]),
         )

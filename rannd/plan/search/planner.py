@@ -115,6 +115,7 @@ def plan(
         recompute: bool,
         stages: Sequence[int] | None = None,
         schedules: Sequence[str] = (chosen.schedule,),
+        options: PlanOptions = options,
     ) -> list[StageTables]:
         asked = options
         if recompute:
@@ -169,7 +170,9 @@ def plan(
         )
     rest = [zero for zero in runnable if zero not in zeros] if way is None else []
     sharded = smallest_memory(tables(allowed, limit, False, rest), stages=stages)
-    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, max(zeros), sharded)
+    elsewhere = msgspec.structs.replace(options, offload_optimizer=True)
+    away = smallest_memory(tables(allowed, limit, False, zeros, options=elsewhere), stages=stages)
+    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, max(zeros), sharded, away)
 
 
 def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool, why: str = "") -> list[int]:
@@ -355,8 +358,12 @@ def _does_not_fit(
     world: int,
     zero: int,
     sharded: Need | None,
+    away: Need | None,
 ) -> DoesNotFitError:
-    """Return the error with the memory that would suffice; `sharded`: with stages of ZeRO that may not be used."""
+    """Return the error with the memory that would suffice.
+
+    `sharded`: with stages of ZeRO that may not be used; `away`: with the optimizer's state outside of the device.
+    """
     least = math.ceil(need.bytes)
     block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
     # Rounded up, so that the number in the message suffices.
@@ -368,6 +375,8 @@ def _does_not_fit(
             f"With ZeRO (zero_stage=auto, an optimizer that updates each element by itself) about "
             f"{amount(sharded.bytes)} would do. "
         )
+    if away is not None and away.bytes < need.bytes:
+        more += f"With the optimizer's state elsewhere (offload_optimizer=true) about {amount(away.bytes)} would do. "
     included = f"recomputing {f'and ZeRO {zero} ' if zero else ''}included"
     return DoesNotFitError(
         f"no plan fits {world} device{'s' if world > 1 else ''}: the best one needs {needed} of a device, {included}; "

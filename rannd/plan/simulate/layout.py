@@ -114,7 +114,7 @@ def step_costs(
         backward_us=tuple(backwards),
         weight_us=tuple(each.weight_us / count for each, count in zip(estimates, pieces, strict=True)),
         agreeing_us=agreeing_us(far if len({slot.node for slot in deployment.slots}) > 1 else link, layout.world),
-        gather_us=tuple(gathers) if deployment.zero in (1, 2) else (),
+        after_us=_after(deployment, gathers),
         values_us=_times(sizes, rows, link),
         grads_us=_times(grads, rows, link),
         reduce_us=tuple(reduce([stage]) for stage in range(len(layout.stages))),
@@ -129,6 +129,14 @@ def step_costs(
         values_bytes={edge: math.ceil(size.at(rows)) for edge, size in sizes.items()},
         grads_bytes={edge: math.ceil(size.at(rows)) for edge, size in grads.items()},
     )
+
+
+def _after(deployment: Deployment, gathers: Sequence[float]) -> tuple[float, ...]:
+    """Time of what follows the reductions, by stage: copies of the optimizer's state, and gathering (ZeRO 1 and 2)."""
+    copies = [stage.estimate.offload_us for stage in deployment.stages]
+    if deployment.zero in (1, 2):
+        return tuple(copy + gather for copy, gather in zip(copies, gathers, strict=True))
+    return tuple(copies) if any(copies) else ()
 
 
 def _times(sizes: Mapping[Edge, Size], rows: int, link: LinkCost) -> dict[Edge, float]:

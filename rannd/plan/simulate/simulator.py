@@ -105,7 +105,7 @@ def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequenc
         if record:
             name = str(layout.reduction(stages))
             events += [Event(slot, REDUCE, begins, end - begins, name) for slot in slots]
-    for stage, us in enumerate(costs.gather_us):
+    for stage, us in enumerate(costs.after_us):
         slots = list(layout.stages[stage])
         begins = float(np.maximum(ends[slots], free[slots]).max())
         free[slots] = begins + us

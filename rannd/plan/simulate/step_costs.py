@@ -27,8 +27,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     grads_us: Mapping[Edge, float]
     reduce_us: tuple[tuple[float, ...], ...]
     """Time to reduce each bucket of a stage's own parameters over its replicas, in the order in which they start."""
-    gather_us: tuple[float, ...] = ()
-    """Time to gather a stage's parameters after its optimizer (ZeRO 1 and 2), by stage; empty without ZeRO."""
+    after_us: tuple[float, ...] = ()
+    """Time of what follows the reductions, by stage: gathering its parameters after the optimizer (ZeRO 1 and 2), and
+    copies of the optimizer's state that is elsewhere between steps; empty without both."""
     agreeing_us: float = 0.0
     """Time of the agreement between ranks at the start of a step."""
     tied_us: tuple[tuple[float, ...], ...] = ()

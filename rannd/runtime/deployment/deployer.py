@@ -41,6 +41,7 @@ from rannd.runtime.planning.plan_provider import Planner
 from rannd.runtime.traces.trace_provider import placed
 from rannd.runtime.zero.replica_exchange import ReplicaExchange
 from rannd.runtime.zero.sharded_parameters import ShardedParameters
+from rannd.runtime.zero.state_home import state_home
 
 
 class DryRunDone(SystemExit):
@@ -188,7 +189,7 @@ class Deployer:
     ) -> ShardedGradients | None:
         """Divide the optimizer's state, and gradients, among the replicas of each stage, if so planned (ZeRO).
 
-        Half-precision parameters get master weights, if so configured.
+        Half-precision parameters get master weights, and the state leaves the device's memory, if so configured.
         """
         world, masters = self._world, self._config.master_weights
         mine: tuple[int, ...] = (world.slot,)
@@ -197,9 +198,12 @@ class Deployer:
                 if len(stage.slots) > 1:
                     world.group_of(stage.slots)  # on every rank in the same order
             mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
-        if len(mine) == 1 and not masters:
+        config = self._config
+        offloads = config.offload_optimizer or any(stage.estimate.offloaded_bytes for stage in deployment.stages)
+        home = state_home(world.device, config.offload_dir) if offloads else None
+        if len(mine) == 1 and not masters and home is None:
             return None
-        buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {}, masters=masters)
+        buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {}, masters=masters, home=home)
         parameters.refresh()  # master weights have float32 gradients
         if deployment.zero <= 1 or not buckets:
             return None

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from rannd.errors import UsageError
 from rannd.runtime.zero.master_weights import HALF
@@ -50,6 +51,11 @@ NO_MASTERS = (
     "{} cannot step master weights: its update of an element depends on others, or that could not be tried; leave "
     "master_weights out, or use another optimizer"
 )
+NOT_OFFLOADED = (
+    "{} cannot step some parameters after others, as offload_optimizer needs: its update of an element depends on "
+    "others or on how often it steps, it changes its settings in a step, or that could not be tried; set "
+    "offload_optimizer=false (RANNC_OFFLOAD_OPTIMIZER=false), or use another optimizer"
+)
 ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
@@ -87,10 +93,48 @@ def check_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
         raise UsageError(NO_MASTERS.format(type(optimizer).__name__))
 
 
-def _moved(optimizer: Any, first: Any, others: list[Any], scale: float, *, part: bool = False) -> torch.Tensor:
+def check_offload(optimizer: torch.optim.Optimizer | None) -> None:
+    """UsageError if nobody can step the optimizer's parameters one after the other."""
+    if optimizer is None:
+        raise UsageError("offload_optimizer=true needs the optimizer: RaNNCModule(model, optimizer)")
+    if not steps_apart(optimizer):
+        raise UsageError(NOT_OFFLOADED.format(type(optimizer).__name__))
+
+
+def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps of the class with one parameter after the other are one with all, and move elements by themselves.
+
+    Tried as in `couples`; False also if that is not possible. A class that counts its steps, say, takes too many.
+    """
+    if not divides(optimizer):
+        return False
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return True
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    settings: list[str] = []
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alone = _moved(optimizer, trained[0], trained[1:], 1.0, settings)
+            after = _moved(optimizer, trained[0], trained[1:], 1.0, settings, apart=True)
+    except Untried:
+        return False
+    return torch.equal(alone, after) and settings[0] == settings[1]
+
+
+def _moved(
+    optimizer: Any,
+    first: Any,
+    others: list[Any],
+    scale: float,
+    settings: list[str] | None = None,
+    *,
+    part: bool = False,
+    apart: bool = False,
+) -> torch.Tensor:
     """How far two steps of a copy move the first parameter, with gradients of the others of this scale.
 
-    `part`: the copy has only the first half of its elements, flattened.
+    `part`: the copy has only the first half of its elements, flattened; `apart`: each step is one of the class for each
+    parameter. `settings` gets what the copy has beside parameters and state, as text.
     """
     torch.manual_seed(0)
     small: dict[int, Any] = {}
@@ -109,14 +153,36 @@ def _moved(optimizer: Any, first: Any, others: list[Any], scale: float, *, part:
     before = mine.detach().clone()
     try:
         made = _copy(optimizer, dict(small))
+        whole = [group["params"] for group in made.param_groups]
         for _ in range(2):
             for number, gradient in gradients.items():
                 small[number].grad = gradient.clone()
-            type(made).step(made)  # a scheduler wraps the object's own step
+            for groups in _one_by_one(made) if apart else [[group["params"] for group in made.param_groups]]:
+                for group, params in zip(made.param_groups, groups, strict=True):
+                    group["params"] = params
+                type(made).step(made)  # a scheduler wraps the object's own step
+            for group, params in zip(made.param_groups, whole, strict=True):
+                group["params"] = params
     except Exception as exc:  # whatever a user's class raises
         raise Untried(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__) from exc
+    if settings is not None:
+        settings.append(_settings(made))
     moved: torch.Tensor = mine.detach() - before
     return moved
+
+
+def _one_by_one(optimizer: Any) -> list[list[list[Any]]]:
+    """For each parameter, what the groups have if they have that one alone."""
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    return [[[p for p in params if p is one] for params in groups] for group in groups for one in group]
+
+
+def _settings(optimizer: Any) -> str:
+    """Its groups' settings, and numbers and tensors in its attributes."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    rest = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
+    leaves = pytree.tree_leaves((groups, rest))
+    return repr([each for each in leaves if isinstance(each, int | float | str | torch.Tensor)])
 
 
 def _copy(optimizer: Any, memo: dict[int, Any]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from rannd import log
 from rannd.errors import UsageError
 from rannd.runtime.comm.world import World
-from rannd.runtime.optim.coupling import NO_MASTERS, NOT_DIVIDED, Untried, couples, divides
+from rannd.runtime.optim.coupling import NO_MASTERS, NOT_DIVIDED, Untried, check_offload, couples, divides
 from rannd.runtime.optim.meta_state import check_settings, remake_state
 from rannd.runtime.optim.placeholder import add_placeholder, is_placeholder, trains, without_placeholder
 from rannd.runtime.optim.state_codec import Key, NamedState
@@ -22,6 +22,7 @@ from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.division import Bucket, Piece, divide
 from rannd.runtime.zero.master_weights import HALF
 from rannd.runtime.zero.sharded_step import ShardedStep
+from rannd.runtime.zero.state_home import StateHome
 from rannd.runtime.zero.state_pieces import cut
 
 _HOME = "_rannd_whole"
@@ -107,6 +108,7 @@ class WholeOptimizer:
         segments: Mapping[str, tuple[int, ...]],
         *,
         masters: bool,
+        home: StateHome | None = None,
     ) -> list[Bucket]:
         """Keep this rank's part alone of the state of parameters that `slots`, the replicas of its stage, hold.
 
@@ -115,6 +117,7 @@ class WholeOptimizer:
             slots: The replicas of its stage; this rank's slot alone if nothing is shared.
             segments: What keeps parameters apart: the segments of the stage that read each; {}: nothing does.
             masters: Half-precision parameters have master weights.
+            home: Where the state is between steps; None: where the optimizer puts it.
 
         Returns:
             The parameters that the replicas share.
@@ -122,6 +125,8 @@ class WholeOptimizer:
         Raises:
             UsageError: The optimizer cannot step a part of a parameter.
         """
+        if home is not None:
+            check_offload(self.optimizer)
         if not divides(self.optimizer):
             message = NOT_DIVIDED if len(slots) > 1 else NO_MASTERS
             raise UsageError(message.format(type(self.optimizer).__name__))
@@ -143,9 +148,9 @@ class WholeOptimizer:
         buckets = divide(kinds, len(slots))
         if not any(bucket.is_shared_by_all for bucket in buckets):
             names, buckets = [], []
-        if not buckets and not wide:
+        if not buckets and not wide and home is None:
             return []
-        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, buckets, wide)
+        sharded = ShardedStep(self.world, parameters, self.optimizer, slots, buckets, wide, home)
         self.shared.append((parameters, sharded))
         state = self.optimizer.state
         for name in names:
@@ -155,6 +160,7 @@ class WholeOptimizer:
                 whole = state.pop(tensor)
                 if piece is not None:
                     state[tensor] = cut(whole, tensor.shape, piece)
+        sharded.put_away()
         return buckets
 
     def _halves(self, parameters: Parameters, names: Sequence[str]) -> list[str]:

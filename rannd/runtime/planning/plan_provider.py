@@ -39,7 +39,7 @@ from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import check_planned_cut, planned_stages
-from rannd.runtime.optim.coupling import NOT_DIVIDED, check_masters, divides
+from rannd.runtime.optim.coupling import NOT_DIVIDED, check_masters, check_offload, divides
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.memory_fit import lower_limit, short
@@ -96,7 +96,11 @@ class Planner:
         )
         if config.master_weights:
             check_masters(context.model, context.optimizer)
-        self._options = msgspec.structs.replace(PlanOptions.of(config), zero_stage=_zero_stage(context))
+        if config.offload_optimizer:
+            check_offload(context.optimizer)
+        self._options = msgspec.structs.replace(
+            PlanOptions.of(config), zero_stage=_zero_stage(context), device=world.device.type
+        )
         self._interleaved = (
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )

@@ -8,23 +8,29 @@ clipping see nothing of it; its state of a parameter is that of this rank's piec
     before   groups: parameters  ──►  pieces of them, sharing their memory (or float32 copies), with pieces of gradients
     step     of the class, on the pieces
     after    groups: parameters again, with the copies' values; each replica's pieces go to the others
+
+With `offload_optimizer` a step is one of the class for each bucket of parameters, whose state is brought before it and
+put away after it. The script's hooks see one: all but the last bucket are stepped by the hook before it (or behind the
+closure), with the class's step as it is without hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from rannd.errors import UsageError
 from rannd.runtime.comm.world import World
 from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
-from rannd.runtime.zero.division import Bucket, Piece
+from rannd.runtime.zero.division import MOST, Bucket, Piece
 from rannd.runtime.zero.master_weights import MASTER, take_master, widen_gradient
 from rannd.runtime.zero.replica_exchange import all_gather
+from rannd.runtime.zero.state_home import StateHome
 from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
 
@@ -38,6 +44,7 @@ class ShardedStep:
         slots: The replicas of this rank's stage.
         buckets: Parameters to divide: of the optimizer, and held by these replicas alone.
         masters: Parameters of the optimizer that have master weights, divided or not.
+        home: Where the state is between steps; None: where the optimizer puts it.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class ShardedStep:
         slots: Sequence[int],
         buckets: Sequence[Bucket],
         masters: Sequence[str] = (),
+        home: StateHome | None = None,
     ) -> None:
         self._world = world
         self._optimizer = optimizer
@@ -66,12 +74,18 @@ class ShardedStep:
         self.masters = frozenset(masters)
         self._stepped = {**self._tensors, **{name: parameters.tensors[name] for name in masters}}
         """Parameters in whose place the optimizer steps a part."""
-        self._name = {id(tensor): name for name, tensor in self._stepped.items()}
+        self.home = home
+        names = self._stepped if home is None else {name: parameters.tensors[name] for name in parameters.own}
+        self._name = {id(tensor): name for name, tensor in names.items()}
         self._parts: dict[str, nn.Parameter] = {}
         self._before: list[list[Any]] = []
         """The groups' parameters while the optimizer steps."""
         self._swapped: dict[str, nn.Parameter] = {}
         """What it steps in place of parameters."""
+        self._bucket: list[torch.Tensor] = []
+        """Parameters whose state is here, where it is elsewhere between steps."""
+        self._inside = False
+        """All buckets but the last are being stepped."""
         for tensor in self._tensors.values():
             tensor.data = tensor.data.contiguous()
         for name in masters:
@@ -85,6 +99,13 @@ class ShardedStep:
         # The script's hooks behind a step see whole parameters.
         _reorder(optimizer._optimizer_step_post_hooks, self._handles[1].id, last=False)
 
+    def put_away(self) -> None:
+        """Put all state that there is where it is between steps."""
+        if self.home is not None:
+            for bucket in self._in_buckets():
+                self._keep(bucket)
+            self.home.finish()
+
     def divides(self, parameter: torch.Tensor) -> bool:
         """Whether the replicas share this parameter."""
         return self._name.get(id(parameter)) in self._tensors
@@ -94,8 +115,11 @@ class ShardedStep:
         return self.pieces.get(self._name[id(parameter)])
 
     def close(self) -> None:
-        """Step whole parameters again. The state of those that were shared is not touched."""
+        """Step whole parameters again; state is with them. That of those that were shared is not joined."""
         self.settle()
+        if self.home is not None:
+            for parameter in (each for bucket in self._in_buckets() for each in bucket):
+                self.home.restore(self._name[id(parameter)], self._optimizer.state.get(parameter, {}))
         for handle in self._handles:
             handle.remove()
 
@@ -107,22 +131,102 @@ class ShardedStep:
     # -- a step -----------------------------------------------------------------------------------------------
 
     def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._swap()
-        # A closure runs forward and backward inside of the step: it sees whole parameters, too.
-        return tuple(map(self._outside, args)), {key: self._outside(value) for key, value in kwargs.items()}
+        if self._inside:
+            raise UsageError(
+                f"offload_optimizer: the step of {type(self._optimizer).__name__} calls that of its base class, with "
+                "all hooks; set offload_optimizer=false, or use another optimizer"
+            )
+        plain = tuple(None if _is_closure(each) else each for each in args)
+        named = {key: None if _is_closure(value) else value for key, value in kwargs.items()}
+        if any(map(_is_closure, (*args, *kwargs.values()))):
+            # The closure puts whole parameters back, and goes on as below.
+            self._swap(None if self.home is None else [], others=self.home is None)
+        else:
+            self._begin(plain, named)
+        called: list[None] = []
 
-    def _outside(self, value: Any) -> Any:
-        if not callable(value) or isinstance(value, torch.optim.Optimizer):
-            return value
+        def outside(value: Any) -> Any:
+            if not _is_closure(value):
+                return value
 
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            self.settle()
-            try:
-                return value(*args, **kwargs)
-            finally:
-                self._swap()
+            def closure(*given: Any, **more: Any) -> Any:
+                # It runs forward and backward inside of the step, and sees whole parameters, too.
+                if called and self.home is not None:
+                    raise UsageError(
+                        f"offload_optimizer: {type(self._optimizer).__name__} calls its closure more than once in a "
+                        "step; set offload_optimizer=false, or use another optimizer"
+                    )
+                called.append(None)
+                self.settle()
+                found = value(*given, **more)
+                self._begin(plain, named)
+                return found
 
-        return closure
+            return closure
+
+        return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Step all buckets but the last, and swap that one's parameters for what is stepped; without buckets, all."""
+        self.settle()
+        if self.home is None:
+            self._swap()
+            return
+        step = type(self._optimizer).step
+        step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        buckets = self._in_buckets()
+        self._inside = True
+        try:
+            for number, bucket in enumerate(buckets[:-1]):
+                self._bring(bucket, buckets[number + 1])
+                self._swap(bucket, others=False)
+                step(*args, **kwargs)
+                self._put_back()
+            if buckets:
+                self._bring(buckets[-1], [])
+            self._swap([each for bucket in buckets[:-1] for each in bucket], others=True)
+        finally:
+            self._inside = False
+
+    def _in_buckets(self) -> list[list[torch.Tensor]]:
+        """The optimizer's parameters that are this model's: those whose state is here at a time."""
+        buckets: list[list[torch.Tensor]] = []
+        room = 0
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._name.get(id(parameter))
+                if name is None or (name in self._tensors and name not in self.pieces):
+                    continue
+                size = self._size(name, parameter) * parameter.element_size()
+                if not buckets or size > room:
+                    buckets.append([])
+                    room = MOST
+                buckets[-1].append(parameter)
+                room -= size
+        return buckets
+
+    def _size(self, name: str, parameter: torch.Tensor) -> int:
+        """Number of elements that are stepped of a parameter."""
+        return self.pieces[name].size if name in self.pieces else parameter.numel()
+
+    def _bring(self, bucket: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> None:
+        assert self.home is not None
+        self._bucket = list(bucket)
+        self.home.bring(*self._states(bucket))
+        self.home.ahead(*self._states(following))
+
+    def _states(self, bucket: Sequence[torch.Tensor]) -> tuple[list[str], list[dict[str, Any]]]:
+        there = [each for each in bucket if each in self._optimizer.state]
+        return [self._name[id(each)] for each in there], [self._optimizer.state[each] for each in there]
+
+    def _keep(self, bucket: Sequence[torch.Tensor]) -> None:
+        assert self.home is not None
+        names, states = self._states(bucket)
+        for name, state, parameter in zip(
+            names, states, (p for p in bucket if p in self._optimizer.state), strict=True
+        ):
+            self.home.keep(name, state, self._size(name, parameter))
+        self.home.leave(names)
 
     def _leave(self, *_: Any) -> None:
         if self._before:
@@ -132,19 +236,26 @@ class ShardedStep:
             for call in self.stepped:
                 call()
 
-    def _swap(self) -> None:
-        """Put this rank's pieces in the place of parameters, in the groups and in the state."""
-        self.settle()
+    def _swap(self, some: Collection[torch.Tensor] | None = None, *, others: bool = True) -> None:
+        """Put this rank's pieces in the place of parameters, in the groups and in the state.
+
+        `some`: the groups get these alone, or (`others`) all but these.
+        """
         state = self._optimizer.state
+        chosen = {id(each) for each in some or ()}
         for group in self._optimizer.param_groups:
             held = list(group["params"])
             self._before.append(held)
             swapped: list[Any] = []
             for parameter in held:
+                if (id(parameter) in chosen) == others:
+                    continue
                 if not parameter.is_contiguous():  # the script gave it other memory
                     parameter.data = parameter.data.contiguous()
                 name = self._name.get(id(parameter))
-                if name is None or (name in self.masters and parameter.grad is None and parameter not in state):
+                if name not in self._stepped or (
+                    name in self.masters and parameter.grad is None and parameter not in state
+                ):
                     swapped.append(parameter)  # the latter is not stepped, and needs no copy
                 elif name in self.pieces or name not in self._tensors:
                     kept = state.pop(parameter, None)
@@ -156,7 +267,13 @@ class ShardedStep:
             group["params"][:] = swapped
 
     def settle(self) -> None:
-        """Put whole parameters back, also after a step that has raised an error."""
+        """Put whole parameters back, also after a step that has raised an error; state goes where it is kept."""
+        if self._before:
+            self._put_back()
+            if self.home is not None:
+                self.home.finish()
+
+    def _put_back(self) -> None:
         before, self._before = self._before, []
         state = self._optimizer.state
         for group, held in zip(self._optimizer.param_groups, before, strict=False):
@@ -175,6 +292,11 @@ class ShardedStep:
         self._swapped = {}
         if masters:
             torch._foreach_copy_(rounded, masters)
+        if self.home is not None:
+            bucket, self._bucket = self._bucket, []
+            self._keep(bucket)
+            if not self.home.in_place:
+                self._parts.clear()  # of masters: the device's memory
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a parameter or its gradient, or all of one that is not divided; shares its memory."""
@@ -249,3 +371,7 @@ class ShardedStep:
 def _reorder(hooks: Any, number: int, *, last: bool) -> None:
     """Move one of an optimizer's hooks to the end, or to the begin; torch keeps them in an OrderedDict."""
     hooks.move_to_end(number, last=last)
+
+
+def _is_closure(value: Any) -> bool:
+    return callable(value) and not isinstance(value, torch.optim.Optimizer)

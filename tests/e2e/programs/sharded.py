@@ -8,6 +8,7 @@ usage: sharded.py {train|resume} FOLDER
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.runtime.zero import sharded_step
 from rannd.runtime.zero.tensor_piece import TensorPiece
 
 MODE, FOLDER = sys.argv[1], sys.argv[2]
+if "RANNC_OFFLOAD_OPTIMIZER" in os.environ:
+    sharded_step.MOST = 1 << 19  # bytes: several buckets
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
 ROWS = 12
 """Of the global batch."""

@@ -21,7 +21,10 @@ def made() -> tuple[nn.Linear, Any, ShardedParameters]:
     torch.manual_seed(2)
     layer = nn.Linear(3, 4).double()
     tensors = dict(layer.named_parameters())
-    parameters: Any = SimpleNamespace(tensors=tensors, aliases={}, sharded=frozenset())
+    dtypes = SimpleNamespace(accumulated=torch.float64)
+    parameters: Any = SimpleNamespace(
+        tensors=tensors, aliases={}, sharded=frozenset(), gradient_dtypes=lambda name: dtypes
+    )
     world: Any = SimpleNamespace(
         rank=0, rank_of_slot=(0,), group_of=lambda _: None, transport=SimpleNamespace(backend="gloo")
     )

@@ -1,0 +1,337 @@
+"""Where an optimizer's state lies between steps, if not in the device's memory (`offload_optimizer`).
+
+Ranks on CPUs have it in a file that is mapped into memory: its tensors can be read and stepped as any others, and the
+kernel writes them to the file and takes their memory whenever something else needs it. After a step of a bucket its
+pages are the first to go; those of the next one are read while a bucket is stepped. The file has no name, so that
+nobody else can open it, and nothing of it is left however the process ends.
+
+Ranks with a GPU have it in pinned host memory, and copy it to the device for a step, and back, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import IO, Any, NamedTuple
+
+import psutil
+import torch
+
+from rannd.daemon.common.paths import places
+from rannd.device.identity import is_accelerator
+from rannd.device.memory import trim_heap
+from rannd.device.streams import SideStream
+from rannd.errors import DaemonError, UsageError
+from rannd.units import amount
+
+ALIGNMENT = 64
+"""Bytes: a tensor begins at a multiple of this in the file."""
+CHUNK = 64 << 20
+"""Bytes by which the file grows at most, but for larger tensors."""
+_COLD = 20
+"""MADV_COLD of Linux 5.4, which Python's mmap has no name for: pages to be taken before others."""
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+
+class Place(NamedTuple):
+    """Which tensor of an optimizer's state it is."""
+
+    name: str
+    """Of the parameter."""
+    key: Any
+    """In its state."""
+    number: int
+    """Among the tensors below that key."""
+
+
+class StateHome(ABC):
+    """Tensors of an optimizer's state that are elsewhere between steps.
+
+    A tensor that goes there is one of as many elements as what the optimizer steps, at least two; others stay.
+    """
+
+    in_place: bool
+    """Whether it is stepped where it is."""
+
+    def __init__(self) -> None:
+        self._homes: dict[Place, torch.Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that are elsewhere between steps."""
+        return sum(home.nbytes for home in self._homes.values())
+
+    def keep(self, name: str, state: dict[str, Any], size: int) -> None:
+        """Put a parameter's state where it is between steps, in place of what is in `state`.
+
+        Args:
+            name: Of the parameter.
+            state: Its state, with the values to keep.
+            size: Number of elements of what is stepped.
+
+        Raises:
+            UsageError: There is no room.
+        """
+
+        def kept(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.numel() != size or size < 2 or tensor.layout is not torch.strided:
+                return tensor
+            home = self._homes.get(place)
+            if home is None or (home.shape, home.dtype) != (tensor.shape, tensor.dtype):
+                home = self._homes[place] = self._make(tensor)
+            if tensor.data_ptr() != home.data_ptr():
+                self._store(tensor.detach(), home)
+            return home
+
+        self._each(name, state, kept)
+
+    def restore(self, name: str, state: dict[str, Any]) -> None:
+        """Put copies in the device's memory in the place of what was kept of a parameter's state."""
+        self._each(name, state, lambda place, tensor: self._back(tensor) if self._is_home(place, tensor) else tensor)
+
+    def _is_home(self, place: Place, tensor: torch.Tensor) -> bool:
+        home = self._homes.get(place)
+        return home is not None and home.data_ptr() == tensor.data_ptr()
+
+    def _each(self, name: str, state: dict[str, Any], new: Callable[[Place, torch.Tensor], torch.Tensor]) -> None:
+        for key, value in state.items():
+            state[key] = _replaced(value, name, key, new, [])
+
+    @abstractmethod
+    def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
+        """Begin to bring the state of some parameters, which are stepped next."""
+
+    @abstractmethod
+    def bring(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
+        """Put what can be stepped into the state of some parameters."""
+
+    @abstractmethod
+    def leave(self, names: Sequence[str]) -> None:
+        """Some parameters were stepped, and their state kept: it is not needed before the next step."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After a step: all that was kept can be read."""
+
+    @abstractmethod
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for the values of a tensor."""
+
+    @abstractmethod
+    def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
+        """Copy a tensor's values to its home."""
+
+    @abstractmethod
+    def _back(self, home: torch.Tensor) -> torch.Tensor:
+        """A copy in the device's memory."""
+
+
+class MappedFile(StateHome):
+    """State in a file below `folder` ('': in the cache's directory), mapped into memory.
+
+    UsageError where no file can be made there, or where it would be in memory.
+    """
+
+    in_place = True
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = _folder(folder)
+        self._file = _open(self._folder)
+        weakref.finalize(self, self._file.close)
+        self._end = self._used = self._room = 0
+        """Bytes of the file; of its last chunk, used and all."""
+        self._chunk: mmap.mmap | None = None
+        self._pages: dict[str, list[tuple[mmap.mmap, int, int]]] = {}
+        """Of each parameter: the chunks, and what of them (bytes), that its state has been given."""
+        self._making = ""
+        self._trims = True
+        """Whether malloc has memory of tensors that went to the file; at first, of tracing and profiling."""
+
+    def keep(self, name: str, state: dict[str, Any], size: int) -> None:
+        self._making = name
+        super().keep(name, state, size)
+
+    def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
+        self._advise(names, mmap.MADV_WILLNEED)
+
+    def bring(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
+        pass
+
+    def leave(self, names: Sequence[str]) -> None:
+        self._advise(names, _COLD)
+
+    def finish(self) -> None:
+        if self._trims:
+            self._trims = False
+            trim_heap()
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        need = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if self._chunk is None or self._used + need > self._room:
+            self._grow(need)
+        assert self._chunk is not None
+        count, start = tensor.numel(), self._used
+        flat = torch.frombuffer(self._chunk, dtype=tensor.dtype, count=count, offset=start)
+        self._used += need
+        first = start - start % mmap.PAGESIZE
+        self._pages.setdefault(self._making, []).append((self._chunk, first, start + need - first))
+        return flat.view(tensor.shape)
+
+    def _grow(self, need: int) -> None:
+        size = max(need, min(CHUNK, max(self._end, 1 << 20)))
+        size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            # A page that the disk has no room for when it is written would be a SIGBUS.
+            os.posix_fallocate(self._file.fileno(), self._end, size)
+            self._chunk = mmap.mmap(self._file.fileno(), size, offset=self._end)
+        except OSError as exc:
+            free = shutil.disk_usage(self._folder).free
+            raise UsageError(
+                f"offload_dir={self._folder}: no room for {amount(size)} more of the optimizer's state, beside "
+                f"{amount(self._end)} that are there ({exc.strerror}; {amount(free)} are free); choose a folder with "
+                "more space, or set offload_optimizer=false"
+            ) from exc
+        self._end, self._used, self._room = self._end + size, 0, size
+
+    def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
+        home.copy_(tensor)
+        self._trims = True
+
+    def _back(self, home: torch.Tensor) -> torch.Tensor:
+        return home.clone()
+
+    def _advise(self, names: Sequence[str], advice: int) -> None:
+        for name in names:
+            for chunk, start, length in self._pages.get(name, ()):
+                try:
+                    chunk.madvise(advice, start, length)
+                except OSError:  # an older kernel, which decides by itself
+                    return
+
+
+class HostMemory(StateHome):
+    """State in the host's memory, copied to a device for a step, and back.
+
+    `pinned`: the copies go on beside computations.
+    """
+
+    in_place = False
+
+    def __init__(self, device: torch.device, *, pinned: bool) -> None:
+        super().__init__()
+        self._device, self._pinned = device, pinned
+        self._stream = SideStream(device)
+        self._coming: dict[Place, torch.Tensor] = {}
+
+    def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
+        def come(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+            if place not in self._coming and self._is_home(place, tensor):
+                self._coming[place] = tensor.to(self._device, non_blocking=self._pinned, copy=True)
+            return tensor
+
+        with self._stream.inside():
+            for name, state in zip(names, states, strict=True):
+                self._each(name, state, come)
+
+    def bring(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
+        self.ahead(names, states)
+        self._stream.join()
+        for name, state in zip(names, states, strict=True):
+            self._each(name, state, lambda place, tensor: self._coming.pop(place, tensor))
+            for value in state.values():
+                for tensor in _tensors(value):
+                    if tensor.device == self._device:
+                        self._stream.lend(tensor)
+
+    def leave(self, names: Sequence[str]) -> None:
+        pass
+
+    def finish(self) -> None:
+        self._coming.clear()
+        self._stream.synchronize()
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+
+    def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
+        self._stream.wait_for(self._stream.mark())  # until it was stepped
+        with self._stream.inside():
+            home.copy_(tensor, non_blocking=self._pinned)
+            self._stream.lend(tensor)
+
+    def _back(self, home: torch.Tensor) -> torch.Tensor:
+        return home.to(self._device, copy=True)
+
+
+def state_home(device: torch.device, folder: str) -> StateHome:
+    """Where a rank with this device keeps its optimizer's state; `folder` as of `MappedFile`."""
+    return HostMemory(device, pinned=True) if is_accelerator(device) else MappedFile(folder)
+
+
+def _folder(given: str) -> str:
+    if not given:
+        try:
+            return places().secure_offload()
+        except DaemonError as exc:
+            raise UsageError(f"{exc}; or name a folder on a disk with offload_dir (RANNC_OFFLOAD_DIR)") from exc
+    folder = os.path.abspath(given)
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as exc:
+        raise UsageError(f"offload_dir={given} cannot be made: {exc.strerror} ({exc.filename})") from exc
+    return folder
+
+
+def _open(folder: str) -> IO[bytes]:
+    """A new file without a name, that this user alone can read."""
+    kind = _filesystem(folder)
+    if kind in _IN_MEMORY:
+        raise UsageError(
+            f"offload_dir={folder} is a {kind}, which is in memory: nothing would be saved; name a folder on a disk "
+            "with offload_dir (RANNC_OFFLOAD_DIR)"
+        )
+    try:
+        return tempfile.TemporaryFile(dir=folder)
+    except OSError as exc:
+        raise UsageError(f"offload_dir={folder}: no file can be made there: {exc.strerror}") from exc
+
+
+def _filesystem(folder: str) -> str:
+    """Its type, as in /proc/mounts; '' if not known."""
+    device = os.stat(folder).st_dev
+    for part in psutil.disk_partitions(all=True):
+        try:
+            if os.stat(part.mountpoint).st_dev == device:
+                return part.fstype
+        except OSError:
+            continue
+    return ""
+
+
+def _replaced(
+    value: Any, name: str, key: Any, new: Callable[[Place, torch.Tensor], torch.Tensor], seen: list[torch.Tensor]
+) -> Any:
+    """A nested value with `new(its place, tensor)` in place of each tensor; dicts and lists are changed themselves."""
+    if isinstance(value, torch.Tensor):
+        seen.append(value)
+        return new(Place(name, key, len(seen) - 1), value)
+    if isinstance(value, dict):
+        for each in value:
+            value[each] = _replaced(value[each], name, key, new, seen)
+    elif isinstance(value, list):
+        value[:] = [_replaced(each, name, key, new, seen) for each in value]
+    elif type(value) is tuple:
+        return tuple(_replaced(each, name, key, new, seen) for each in value)
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _replaced(value, "", None, lambda _, tensor: tensor, found)
+    return found
