@@ -74,7 +74,7 @@ class ShardedGradients:
     @property
     def waits(self) -> bool:
         """Whether there are sums that were not delivered yet."""
-        return bool(self._sums or self._pending)
+        return len(self._sums) + len(self._pending) > 0
 
     # -- during a backward ------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rannd.device.reads import moved
 from rannd.runtime.comm.world import World
 from rannd.runtime.transport.transport import finish
 
@@ -19,6 +20,7 @@ from rannd.runtime.transport.transport import finish
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_CPU = torch.device("cpu")
 _SUM, _GATHER = 11, 12
 """Tags of gloo's messages."""
 
@@ -88,7 +90,7 @@ class ReplicaExchange:
             return PendingSum(
                 [_reduce_scatter(mine, flat, group=self._group, async_op=True)], [mine], flat.device, flat
             )
-        host = flat if flat.device.type == "cpu" else flat.cpu()
+        host = flat if flat.device.type == "cpu" else moved(flat, _CPU)
         parts = list(host.split(length))
         works: list[object] = []
         for number, rank in self._others():
@@ -103,7 +105,7 @@ class ReplicaExchange:
         if not self._direct:
             mine = flat.split(length)[self.replica]
             return PendingGather([all_gather(flat, mine, group=self._group, async_op=True)], flat, None)
-        host = None if flat.device.type == "cpu" else flat.cpu()
+        host = None if flat.device.type == "cpu" else moved(flat, _CPU)
         parts = (flat if host is None else host).split(length)
         works: list[object] = []
         for number, rank in self._others():
