@@ -15,10 +15,6 @@ from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
 __all__ = ["RUNS", "SCHEDULES", "RunMode", "check_known"]
 
 
-MOST_ZERO = 3
-"""The highest ZeRO stage that the runtime can run."""
-
-
 class RunMode(msgspec.Struct, frozen=True, order=True):
     """A schedule and a ZeRO stage.
 
@@ -38,11 +34,7 @@ class RunMode(msgspec.Struct, frozen=True, order=True):
 
 RUNS: Mapping[RunMode, bool] = {
     **{RunMode(each.name): each.runs for each in ALL_SCHEDULES.values()},
-    **{
-        RunMode(each.name, zero): each.runs and zero <= MOST_ZERO
-        for each in ALL_SCHEDULES.values()
-        for zero in each.zero
-    },
+    **{RunMode(each.name, zero): each.runs for each in ALL_SCHEDULES.values() for zero in each.zero},
 }
 """Every run mode, and whether the runtime can run it."""
 

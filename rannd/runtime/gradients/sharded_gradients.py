@@ -203,11 +203,13 @@ class ShardedGradients:
         buffer = flat.new_zeros(largest * self.exchange.replicas)
         parts = [part[:size] for part, size in zip(buffer.split(largest), sizes, strict=True)]
         parts[self.exchange.replica].copy_(flat)
-        self.exchange.gather(buffer).wait()
+        self.exchange.gather(buffer, largest).wait()
         return torch.cat(parts).view(self._parameters.tensors[name].shape)
 
     def _made(self, name: str, flat: torch.Tensor) -> TensorPiece:
-        return TensorPiece(flat, self._pieces[name], self._parameters.tensors[name].shape)
+        made = TensorPiece(flat, self._pieces[name], self._parameters.tensors[name].shape)
+        made.agree = self.exchange.largest_
+        return made
 
     def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         piece = self._pieces[name]

@@ -17,7 +17,7 @@ from rannd.runtime.comm.world import World
 from rannd.runtime.transport.transport import finish
 
 # torch 2.13 has renamed them, and warns of the old names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _CPU = torch.device("cpu")
@@ -77,7 +77,8 @@ class ReplicaExchange:
         """This rank's number among the replicas."""
         self.replicas = len(self._ranks)
         self._group = world.group_of(tuple(slots))
-        self._direct = world.transport.backend == "gloo"
+        self.uneven = world.transport.backend == "gloo"
+        """Whether the last ranges of what is gathered may be shorter, or empty: replicas send each other theirs."""
 
     def sum(self, flat: torch.Tensor) -> PendingSum:
         """Begin to sum up buffers of the same size, a multiple of `replicas`; each replica gets its range of the sum.
@@ -85,7 +86,7 @@ class ReplicaExchange:
         The buffer belongs to the exchange until `wait` returns.
         """
         length = flat.numel() // self.replicas
-        if not self._direct:
+        if not self.uneven:
             mine = flat.new_empty(length)
             return PendingSum(
                 [_reduce_scatter(mine, flat, group=self._group, async_op=True)], [mine], flat.device, flat
@@ -99,19 +100,27 @@ class ReplicaExchange:
             works.append(dist.irecv(parts[number], rank, group=self._group, tag=_SUM))
         return PendingSum(works, parts, flat.device, host)
 
-    def gather(self, flat: torch.Tensor) -> PendingGather:
-        """Begin to fill a buffer, of which each replica has its range, with the others' ranges."""
-        length = flat.numel() // self.replicas
-        if not self._direct:
+    def gather(self, flat: torch.Tensor, length: int) -> PendingGather:
+        """Begin to fill a buffer, of which each replica has its range of `length` elements, with the others' ranges.
+
+        Its size is `replicas` times `length`, or less where ranges may be `uneven`.
+        """
+        if not self.uneven:
             mine = flat.split(length)[self.replica]
-            return PendingGather([all_gather(flat, mine, group=self._group, async_op=True)], flat, None)
+            return PendingGather([_all_gather(flat, mine, group=self._group, async_op=True)], flat, None)
         host = None if flat.device.type == "cpu" else moved(flat, _CPU)
         parts = (flat if host is None else host).split(length)
         works: list[object] = []
         for number, rank in self._others():
-            works.append(dist.isend(parts[self.replica], rank, group=self._group, tag=_GATHER))
-            works.append(dist.irecv(parts[number], rank, group=self._group, tag=_GATHER))
+            if self.replica < len(parts):
+                works.append(dist.isend(parts[self.replica], rank, group=self._group, tag=_GATHER))
+            if number < len(parts):
+                works.append(dist.irecv(parts[number], rank, group=self._group, tag=_GATHER))
         return PendingGather(works, flat, host)
+
+    def largest_(self, numbers: torch.Tensor) -> None:
+        """Replace numbers by the largest of all replicas."""
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
 
     def _others(self) -> list[tuple[int, int]]:
         """(number, rank) of the other replicas, the next one first, so that not all send to the same."""

@@ -139,7 +139,7 @@ class ShardedParameters:
                 buffer.allocate()
                 buffer.full = True
                 self._range(buffer.raw).copy_(self._own[number])
-                buffer.pending = self._exchange.gather(buffer.raw)
+                buffer.pending = self._exchange.gather(buffer.raw, len(self._own[number]))
 
     def _keep(self, numbers: Collection[int]) -> None:
         for number, buffer in enumerate(self._buffers):

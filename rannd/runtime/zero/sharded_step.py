@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rannd.errors import UsageError
@@ -29,7 +28,7 @@ from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.zero.division import MOST, Bucket, Piece
 from rannd.runtime.zero.master_weights import MASTER, take_master, widen_gradient
-from rannd.runtime.zero.replica_exchange import all_gather
+from rannd.runtime.zero.replica_exchange import ReplicaExchange
 from rannd.runtime.zero.state_home import StateHome
 from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
@@ -59,18 +58,13 @@ class ShardedStep:
     ) -> None:
         self._world = world
         self._optimizer = optimizer
-        self._slots = tuple(slots)
-        self._broadcasts = (
-            world.transport.backend == "gloo"
-        )  # half as long as its all-gather, and also of GPUs' tensors
+        self._gathering = ReplicaExchange(world, slots)
         self._buckets = buckets
         self._tensors = {name: parameters.tensors[name] for bucket in buckets for name in bucket.names}
-        self._ranks = sorted(world.rank_of_slot[slot] for slot in slots)
-        self._replica = self._ranks.index(world.rank)
         self.pieces: dict[str, Piece] = {}
         """What this rank owns, by name; a parameter of which it owns nothing is left out."""
         for bucket in self._buckets:
-            self.pieces |= bucket.pieces(self._replica)
+            self.pieces |= bucket.pieces(self._gathering.replica)
         self.masters = frozenset(masters)
         self._stepped = {**self._tensors, **{name: parameters.tensors[name] for name in masters}}
         """Parameters in whose place the optimizer steps a part."""
@@ -328,32 +322,23 @@ class ShardedStep:
             self._exchange()
 
     def _exchange(self) -> None:
-        group = self._world.group_of(self._slots)
         works = []
         for bucket in self._buckets:
-            if part_of(self._tensors[bucket.names[0]]) is not None:
+            first = self._tensors[bucket.names[0]]
+            if part_of(first) is not None:
                 continue  # whole parameters are gathered where they are needed
-            size, first = sum(bucket.sizes), self._tensors[bucket.names[0]]
-            total = size if self._broadcasts else bucket.length * bucket.replicas
+            size = sum(bucket.sizes)
+            total = size if self._gathering.uneven else bucket.length * bucket.replicas
             inside = len(bucket.names) == 1 and total == size
             flat = first.detach().view(-1) if inside else first.new_empty(total, requires_grad=False)
             if not inside:
-                self._copy(bucket, flat, self._replica, out=True)
-            ranges = flat.split(bucket.length)  # fewer than replicas where the last ones own nothing
-            if self._broadcasts:
-                work = [
-                    dist.broadcast(part, rank, group=group, async_op=True)
-                    for part, rank in zip(ranges, self._ranks, strict=False)
-                ]
-            else:
-                work = [all_gather(flat, ranges[self._replica], group=group, async_op=True)]
-            works.append((bucket, flat, inside, work))
+                self._copy(bucket, flat, self._gathering.replica, out=True)
+            works.append((bucket, flat, inside, self._gathering.gather(flat, bucket.length)))
         for bucket, flat, inside, work in works:
-            for each in work:
-                each.wait()
+            work.wait()
             if not inside:
                 for replica in range(bucket.replicas):
-                    if replica != self._replica:
+                    if replica != self._gathering.replica:
                         self._copy(bucket, flat, replica, out=False)
 
     def _copy(self, bucket: Bucket, flat: torch.Tensor, replica: int, *, out: bool) -> None:

@@ -7,7 +7,7 @@ an error that names the functions of rannd which have them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,9 +15,11 @@ import torch
 from rannd.errors import UsageError
 from rannd.runtime.zero.division import Piece
 
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+"""What GradScaler does: its second argument becomes 1 if there is an infinity or NaN."""
 _ELEMENTWISE = frozenset(
     {
-        "_amp_foreach_non_finite_check_and_unscale_",
+        _UNSCALE,
         "_to_copy",
         "copy_",
         "detach",
@@ -50,6 +52,8 @@ class TensorPiece(torch.Tensor):
 
     flat: torch.Tensor
     piece: Piece
+    agree: Callable[[torch.Tensor], None] | None = None
+    """Makes the flag with which GradScaler remembers an infinity that of all replicas; None: it is this rank's."""
 
     @staticmethod
     def __new__(cls, flat: torch.Tensor, piece: Piece, shape: Sequence[int]) -> TensorPiece:
@@ -88,11 +92,15 @@ class TensorPiece(torch.Tensor):
         fits = foreach or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags
         if not fits or "out" in kwargs:
             _refuse(name, args, kwargs)
+        if func._schema.is_mutable and not _takes_pieces(args):
+            _refuse(name, args, kwargs)
         flat_args = [_cut(name, each, args, kwargs) for each in _aligned(args)]
         found = func(*flat_args, **{key: _cut(name, each, args, kwargs) for key, each in kwargs.items()})
+        if name == _UNSCALE:
+            agree = next((each.agree for each in _sharded(args) if each.agree is not None), None)
+            if agree is not None:
+                agree(args[1])
         if func._schema.is_mutable:
-            if isinstance(args[0], torch.Tensor) and not isinstance(args[0], cls):
-                _refuse(name, args, kwargs)  # a whole tensor that takes elements of a piece
             return args[0] if isinstance(found, torch.Tensor) else found
         return _wrapped(found, args)
 
@@ -157,6 +165,14 @@ def _at(values: Sequence[Any], place: int) -> Any:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, torch.Tensor) for each in value)
+
+
+def _takes_pieces(args: Sequence[Any]) -> bool:
+    """Whether what an operator changes, its first argument, are pieces wherever pieces are among its arguments."""
+    changed = next(_aligned(args))
+    if isinstance(changed, _Pairs):
+        return all(model is None or isinstance(tensor, TensorPiece) for tensor, model in changed)
+    return isinstance(changed, TensorPiece)
 
 
 def _wrapped(found: Any, args: Sequence[Any]) -> Any:

@@ -143,6 +143,22 @@ def main() -> None:
     model.allreduce_grads()
     check("reduced later")
 
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plain_optimizer.zero_grad()
+    optimizer.zero_grad()
+    scaler.scale(model(batch(10).tensor_split(WORLD)[RANK])).backward()
+    infinity = torch.zeros(301, 5, dtype=torch.float64)
+    infinity[0, 0] = float("inf")
+    gradient = inner.first.weight.grad
+    if gradient is not None and len(model.deployment.stages) == 1:  # stages do not know of what a script adds
+        gradient.add_(infinity)  # in the piece of one replica
+        before = model.get_param("first.weight")
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0, scaler.get_scale()
+        assert torch.equal(model.get_param("first.weight"), before)
+    optimizer.zero_grad()
+
     if all(stage.estimate.param_bytes for stage in model.deployment.stages):  # on all ranks alike
         by_own_parameters()
 

@@ -91,6 +91,24 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+INTO: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "add_": lambda whole, g: whole.add_(g),
+    "copy_": lambda whole, g: whole.copy_(g),
+    "foreach": lambda whole, g: torch._foreach_add_([whole], [g]),
+    "foreach of several": lambda whole, g: torch._foreach_mul_([g, whole], [torch.ones_like(g), g]),
+}
+
+
+@pytest.mark.parametrize("name", INTO)
+def test_a_whole_tensor_takes_nothing_of_a_piece(name: str) -> None:
+    whole, (_, sharded) = torch.ones(4, 3, dtype=torch.float64), pair()
+    before = sharded.flat.clone()
+    with pytest.raises(UsageError, match=r"ZeRO stages 2 and 3"):
+        INTO[name](whole, sharded)
+    assert torch.equal(whole, torch.ones(4, 3, dtype=torch.float64))
+    assert torch.equal(sharded.flat, before)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     with pytest.raises(UsageError, match=r"ZeRO stages 2 and 3"):
