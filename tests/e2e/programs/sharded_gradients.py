@@ -143,6 +143,9 @@ def main() -> None:
     model.allreduce_grads()
     check("reduced later")
 
+    if all(stage.estimate.param_bytes for stage in model.deployment.stages):  # on all ranks alike
+        by_own_parameters()
+
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     plain_optimizer.zero_grad()
     optimizer.zero_grad()
@@ -158,9 +161,6 @@ def main() -> None:
         assert scaler.get_scale() == 4.0, scaler.get_scale()
         assert torch.equal(model.get_param("first.weight"), before)
     optimizer.zero_grad()
-
-    if all(stage.estimate.param_bytes for stage in model.deployment.stages):  # on all ranks alike
-        by_own_parameters()
 
     plain_optimizer.zero_grad()
     optimizer.zero_grad()
