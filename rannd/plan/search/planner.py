@@ -20,9 +20,10 @@ from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import RUNS, RunMode, check_known, runnable_zero
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
 from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
-from rannd.plan.search.estimate import Reductions, StageTables, Variant
+from rannd.plan.search.estimate import StageTables, Variant
 from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import rank
+from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.stage_modules import stage_modules
@@ -33,9 +34,6 @@ from rannd.units import amount, amounts_apart
 
 __all__ = [
     "PlanOptions",
-    "alternative_lines",
-    "assignment_lines",
-    "estimate_lines",
     "microbatch_counts",
     "plan",
     "stage_name",
@@ -386,44 +384,3 @@ def _does_not_fit(
         f"batch, or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})" + _opaque(graph),
         needed=least,
     )
-
-
-def estimate_lines(deployment: Deployment) -> list[str]:
-    """Format the estimate as log lines, as in RaNNC's tutorial: times in microseconds, sizes in bytes."""
-    lines = [
-        f"Estimated profiles of subgraphs: batch_size={deployment.batch_rows} np={len(deployment.slots)} "
-        f"pipeline={deployment.microbatches} use_amp=0 zero={deployment.zero}"
-    ]
-    for stage in deployment.stages:
-        each = stage.estimate
-        computing = each.param_bytes + each.grad_bytes + each.activation_bytes + each.working_bytes
-        lines.append(
-            f"  graph={stage.name} repl={len(stage.slots)} fwd_time={round(each.forward_us)} "
-            f"bwd_time={round(each.backward_us)} ar_time={round(each.allreduce_us)} in_size={each.input_bytes} "
-            f"out_size={each.output_bytes} fp32param_size={each.param_bytes} fp16param_size=0 "
-            f"total_mem={each.total_bytes} (fwd+bwd={computing} "
-            f"opt={each.optimizer_bytes} comm={each.comm_bytes})"
-        )
-    return lines
-
-
-def alternative_lines(deployment: Deployment) -> list[str]:
-    """Format the plans that were not chosen, and the distance from the optimum, as log lines."""
-    lines = []
-    if deployment.bound_us > 0 and not deployment.searched_all:
-        gap = deployment.e_us / deployment.bound_us - 1
-        lines.append(f"The search was cut off: a plan whose closed form E is {gap:.1%} smaller may exist")
-    for other in deployment.alternatives:
-        if other.over_bytes:
-            lines.append(f"Not chosen: {other.name}: {other.over_bytes / _GIB:.3g} GiB too much on each device")
-        elif deployment.step_us > 0:
-            lines.append(f"Not chosen: {other.name}: {max(other.step_us / deployment.step_us - 1, 0.0):.1%} slower")
-    return lines
-
-
-def assignment_lines(deployment: Deployment, ranks: Sequence[int]) -> list[str]:
-    """Format which ranks run which stage as log lines; `ranks` is the rank that is bound to each slot."""
-    return [
-        f"Assigned subgraph {stage.name} to rank[{','.join(str(ranks[slot]) for slot in stage.slots)}]"
-        for stage in deployment.stages
-    ]

@@ -29,9 +29,10 @@ from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.compatibility import check_belongs, differences
 from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
+from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_lines
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.plan_text import plan_line
-from rannd.plan.search.planner import alternative_lines, assignment_lines, estimate_lines, plan
+from rannd.plan.search.planner import plan
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT

@@ -15,18 +15,12 @@ from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.compatibility import check_belongs
 from rannd.plan.deployment import Deployment, Slot, decode, encode
+from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_lines
 from rannd.plan.run_modes import RUNS, RunMode
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.schedules import gpipe
 from rannd.plan.search.candidates import even_starts
-from rannd.plan.search.planner import (
-    PlanOptions,
-    alternative_lines,
-    assignment_lines,
-    estimate_lines,
-    microbatch_counts,
-    plan,
-)
+from rannd.plan.search.planner import PlanOptions, microbatch_counts, plan
 from rannd.plan.search.ranking import simulated_us
 from rannd.plan.simulate.layout import layout_of
 from rannd.plan.topology import place
