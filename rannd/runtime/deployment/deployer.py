@@ -191,19 +191,19 @@ class Deployer:
 
         Half-precision parameters get master weights, and the state leaves the device's memory, if so configured.
         """
-        world, masters = self._world, self._config.master_weights
+        world, config = self._world, self._config
         mine: tuple[int, ...] = (world.slot,)
         if deployment.zero:
             for stage in deployment.stages:
                 if len(stage.slots) > 1:
                     world.group_of(stage.slots)  # on every rank in the same order
             mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
-        config = self._config
         offloads = config.offload_optimizer or any(stage.estimate.offloaded_bytes for stage in deployment.stages)
         home = state_home(world.device, config.offload_dir) if offloads else None
-        if len(mine) == 1 and not masters and home is None:
+        if len(mine) == 1 and not config.master_weights and home is None:
             return None
-        buckets = whole.share(parameters, mine, segments if deployment.zero >= 2 else {}, masters=masters, home=home)
+        apart = segments if deployment.zero >= 2 else {}
+        buckets = whole.share(parameters, mine, apart, masters=config.master_weights, home=home)
         parameters.refresh()  # master weights have float32 gradients
         if deployment.zero <= 1 or not buckets:
             return None

@@ -53,14 +53,6 @@ def undeploy(world: World, parameters: Parameters, origin: Origin, optimizer: to
         whole.give({parameters.tensors[name]: state for name, state in states.items()})
 
 
-def _holder(world: World, parameters: Parameters, name: str) -> int:
-    return world.rank_of_slot[parameters.slots[name][0]]
-
-
-def _holders(world: World, parameters: Parameters, name: str) -> list[int]:
-    return [world.rank_of_slot[slot] for slot in parameters.slots[name]]
-
-
 def _restore(world: World, parameters: Parameters, origin: Origin, name: str, tensor: torch.Tensor) -> None:
     """Restore the value and device of one tensor on all ranks."""
     value = gather_tensor(world, parameters, name, everywhere=True)
@@ -83,9 +75,10 @@ def gather_gradient(world: World, parameters: Parameters, name: str) -> torch.Te
     It has the parameter's dtype, or float32 (master weights).
     """
     tensor = parameters.tensors[name]
-    holder = _holder(world, parameters, name)
+    holders = [world.rank_of_slot[slot] for slot in parameters.slots[name]]
+    holder = holders[0]
     # of a parameter that replicas share, all of them have a piece
-    gradient = parameters.gradient(name) if world.rank in _holders(world, parameters, name) else None
+    gradient = parameters.gradient(name) if world.rank in holders else None
     if world.rank != holder:
         gradient = None
     if world.size == 1:
