@@ -263,7 +263,7 @@ def cells(deployment: Deployment, plans: Plans) -> tuple[str, ...]:
             alone = f"needs {exc.needed / GIB:.1f} GiB"
     best = next((each for each in deployment.alternatives if not each.over_bytes), None)
     return (
-        shape(replicas),
+        shape(replicas) + (f", ZeRO {deployment.zero}" if deployment.zero else ""),
         f"{deployment.microbatches} x {-(-plans.rows // deployment.microbatches)}",
         "all" if len(again) == len(replicas) else spans(again) if again else "none",
         f"{deployment.schedule}, {deployment.placement}",

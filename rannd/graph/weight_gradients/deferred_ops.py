@@ -97,7 +97,10 @@ class _Read:
     bias: Tensor | None
 
     def delay(self, gradients: Callable[[Sequence[Tensor | None]], Sequence[Tensor]]) -> None:
-        """Queue the gradients of the parameters that need one, in the order of weight and bias."""
+        """Queue the gradients of the parameters that need one, in the order of weight and bias.
+
+        `gradients` must not hold this: with its queue it would be a cycle, whose tensors live until they are collected.
+        """
         wanted = [each for each in (self.weight, self.bias) if each is not None and each.requires_grad]
         self.queue.add(Delayed(self.group, wanted, gradients))
 
@@ -158,7 +161,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         upstream = flat(upstream)  # copied at most once
-        ctx.read.delay(partial(_product_gradients, x, upstream, ctx.read, ctx.transposed))
+        ctx.read.delay(partial(_product_gradients, x, upstream, ctx.read.weight, ctx.read.bias, ctx.transposed))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         weight = ctx.read.weight
@@ -166,13 +169,13 @@ class _Product(torch.autograd.Function):
 
 
 def _product_gradients(
-    x: Tensor, upstream: Tensor, read: _Read, transposed: bool, given: Sequence[Tensor | None]
+    x: Tensor, upstream: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, given: Sequence[Tensor | None]
 ) -> list[Tensor]:
     found = []
-    if read.weight.requires_grad:
+    if weight.requires_grad:
         found.append(product_weight(x, upstream, given[0], transposed=transposed))
-    if read.bias is not None and read.bias.requires_grad:
-        found.append(added(upstream.sum_to_size(read.bias.shape), given[-1]))
+    if bias is not None and bias.requires_grad:
+        found.append(added(upstream.sum_to_size(bias.shape), given[-1]))
     return found
 
 
@@ -189,17 +192,22 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        ctx.read.delay(partial(_convolution_gradients, x, upstream, ctx.read, ctx.plain))
+        ctx.read.delay(partial(_convolution_gradients, x, upstream, ctx.read.weight, ctx.read.bias, ctx.plain))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         return ctx.plain.gradients(upstream, x, ctx.read.weight, (True, False, False))[0], None, None, None
 
 
 def _convolution_gradients(
-    x: Tensor, upstream: Tensor, read: _Read, plain: Convolution, given: Sequence[Tensor | None]
+    x: Tensor,
+    upstream: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plain: Convolution,
+    given: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    wanted = (False, read.weight.requires_grad, read.bias is not None and read.bias.requires_grad)
-    made = [each for each in plain.gradients(upstream, x, read.weight, wanted) if each is not None]
+    wanted = (False, weight.requires_grad, bias is not None and bias.requires_grad)
+    made = [each for each in plain.gradients(upstream, x, weight, wanted) if each is not None]
     return [added(gradient, before) for gradient, before in zip(made, given, strict=True)]
 
 
@@ -219,12 +227,11 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, ...]:
         (indices,) = ctx.saved_tensors
-        ctx.read.delay(partial(_lookup_gradients, upstream, indices, ctx.read, *ctx.plain))
+        ctx.read.delay(partial(_lookup_gradients, upstream, indices, ctx.read.weight.shape[0], *ctx.plain))
         return None, None, None, None, None
 
 
 def _lookup_gradients(
-    upstream: Tensor, indices: Tensor, read: _Read, padding_idx: int, by_frequency: bool, given: Sequence[Tensor | None]
+    upstream: Tensor, indices: Tensor, rows: int, padding_idx: int, by_frequency: bool, given: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    rows = read.weight.shape[0]
     return [lookup_weight(upstream, indices, given[0], rows, padding_idx, by_frequency=by_frequency)]

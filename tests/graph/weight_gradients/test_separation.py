@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +160,31 @@ def test_a_parameter_arrives_once_for_all_its_operators(function: Callable[[Any,
     names = {id(parameter): name for name, parameter in found.model.named_parameters()}
     assert sorted([*ran.told, *(names[id(each)] for each in calls)]) == sorted(ran.whole)
     assert bool(calls) is not told
+
+
+@pytest.mark.parametrize(
+    "which", [(lambda m, a: m.one(a), x), (lambda m, a: m.conv(a), img), (lambda m, a: m.table(a), words)]
+)
+def test_a_queue_that_is_never_played_lets_its_tensors_go(which: Any) -> None:
+    """At once, not when cycles are collected: they are as large as the model."""
+    found = halves(which[0], which[1]())
+    state = dict(found.model.named_parameters())
+    queue = WeightQueue()
+    assert found.separated is not None
+    made = found.separated.module(found.tensors[0], *(state[name] for name in found.part.tensors), queue)[0]
+    upstream = torch.randn_like(made)
+    held = weakref.ref(upstream)
+    gc.collect()
+    gc.disable()
+    try:
+        made.backward(upstream)
+        del made, upstream
+        assert len(queue) == 1
+        assert held() is not None
+        del queue
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_gradients_of_several_pieces_add_up() -> None:

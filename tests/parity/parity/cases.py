@@ -246,11 +246,11 @@ def _full() -> list[Case]:
             if both and source.random() < 0.25:
                 schedule = "asked"
             for pattern in (rows, "uneven"):
-                zero = source.choice(FACTORS["zero"]) if shape[0] > shape[1] else 0
                 recompute = source.choice(FACTORS["recompute"])
-                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern, zero, recompute)
-                if possible(attempt):
-                    case = _case(attempt)
+                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern, 0, recompute)
+                attempts = [again for zero in FACTORS["zero"] if possible(again := attempt._replace(zero=zero))]
+                if attempts:
+                    case = _case(source.choice(attempts))
                     cases[case.name] = case
                     break
     cases.update({case.name: case for case in _single(1)})
