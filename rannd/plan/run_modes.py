@@ -12,7 +12,12 @@ import msgspec
 from rannd.errors import PlanError
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
 
-__all__ = ["RUNS", "SCHEDULES", "RunMode", "check_known"]
+__all__ = ["LEAST_GAIN", "RUNS", "SCHEDULES", "RunMode", "check_known", "preference_us", "runnable_zero"]
+
+LEAST_GAIN = 0.05
+"""Part of a step that a plan with ZeRO, or under a schedule that delays weight gradients, has to save to be preferred
+to one without: no cost counts gathers that hide less than assumed, and halves of a backward that take 1.01 to 1.17
+times as much as all of it (docs/benchmarks.md); and with ZeRO 2 and 3 a script sees pieces of its tensors."""
 
 
 class RunMode(msgspec.Struct, frozen=True, order=True):
@@ -37,6 +42,11 @@ RUNS: Mapping[RunMode, bool] = {
     **{RunMode(each.name, zero): each.runs for each in ALL_SCHEDULES.values() for zero in each.zero},
 }
 """Every run mode, and whether the runtime can run it."""
+
+
+def preference_us(zero: int, step_us: float) -> float:
+    """The time by which plans with different ZeRO stages are compared; the smallest is preferred."""
+    return step_us / (1 - LEAST_GAIN) if zero else step_us
 
 
 def runnable_zero(schedule: str) -> list[int]:

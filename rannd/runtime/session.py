@@ -357,11 +357,11 @@ class Session:
     def gradient(self, name: str) -> torch.Tensor | None:
         """Copy a parameter's reduced gradient to the CPU, by its first name.
 
-        Collective, unless every rank holds the parameter.
+        Collective, unless every rank holds the parameter and its whole gradient.
         """
         assert self._deployed is not None
         parameters = self._deployed.parameters
-        if parameters.everywhere(name) and parameters.shared is None:
+        if parameters.everywhere(name) and (parameters.shared is None or name not in parameters.shared):
             gradient = parameters.tensors[name].grad
             return None if gradient is None else gradient.detach().to_dense().to("cpu", copy=True)
         meet(self.world, Phase.GET_PARAM_GRAD, name)

@@ -37,6 +37,15 @@ def test_training_equals_masters_kept_by_hand(job: Job, tmp_path: Path, ranks: i
     assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
 
 
+@pytest.mark.parametrize(("ranks", "stages", "zero"), [(2, 2, 0), (3, 2, 1)])
+def test_so_it_does_where_weight_gradients_are_delayed(
+    job: Job, tmp_path: Path, ranks: int, stages: int, zero: int
+) -> None:
+    plan = {**_plan(stages, zero), "RANNC_SCHEDULE": "zb_h1", "RANNC_PIPELINE_NUM": "2"}
+    output = job.train(ranks, MASTERS, "train", str(tmp_path / "checkpoint"), **plan)
+    assert output.count(f"is right under {stages} stages, ZeRO {zero}") == ranks
+
+
 @pytest.mark.parametrize(("ranks", "stages", "zero"), [(1, 1, 0), (3, 2, 1), (2, 1, 3)])
 def test_a_checkpoint_goes_on_under_any_plan(job: Job, saved: Path, ranks: int, stages: int, zero: int) -> None:
     output = job.train(ranks, MASTERS, "resume", str(saved), **_plan(stages, zero))

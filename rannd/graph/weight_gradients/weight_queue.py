@@ -37,16 +37,16 @@ class WeightQueue:
     def accumulate(self, arrived: Callable[[Tensor], None]) -> None:
         """Compute all gradients and accumulate them, group by group; what they were computed from is let go at once.
 
-        Products add directly to what is there, which saves a pass over the gradient. For views and casts of parameters
-        autograd's engine does the rest, and calls the parameters' post-accumulate hooks; of all others `arrived` is
-        told, once.
+        Products add directly to what is there, which saves a pass over the gradient. For views and casts of parameters,
+        and for parameters whose gradients have another type (master weights), autograd's engine does the rest, and
+        calls the parameters' post-accumulate hooks; of all others `arrived` is told, once.
         """
         groups: dict[int, list[Delayed]] = {}
         for each in self._waiting:
             groups.setdefault(each.group, []).append(each)
         self._waiting.clear()
         for same in groups.values():
-            if all(tensor.is_leaf for each in same for tensor in each.read):
+            if all(tensor.is_leaf and tensor.grad_dtype == tensor.dtype for each in same for tensor in each.read):
                 _accumulate(same, arrived)
             else:
                 _differentiate(same)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from rannd.plan.run_modes import RunMode
 from rannd.plan.search.estimate import StageTables
-from rannd.plan.search.stages import Choice, best_choice, e_of
+from rannd.plan.search.stages import Choice, e_of, preferred_choice
 from rannd.plan.topology import Mask
 
 EFFORT = 20_000
@@ -86,7 +86,7 @@ def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[in
         replicas = world // count
         only = allowed & (np.arange(1, world + 1) == replicas)
         tables = make(only, limit, False)
-        choice = best_choice(tables, stages=count, effort=EFFORT).choice
+        choice = preferred_choice(tables, stages=count, effort=EFFORT)
         if choice is not None:
             yield candidate(choice, tables)
             even = even_starts(sizes, count)
@@ -94,7 +94,7 @@ def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[in
             yield from (candidate(split, tables) for split in splits if split is not None)
             continue
         tables = make(only, math.inf, True)
-        choice = best_choice(tables, stages=count, effort=EFFORT).choice
+        choice = preferred_choice(tables, stages=count, effort=EFFORT)
         if choice is not None:
             yield candidate(choice, tables, over=limit)
 

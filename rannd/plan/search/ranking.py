@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.deployment import Alternative, Deployment
 from rannd.plan.plan_options import PlanOptions
+from rannd.plan.run_modes import LEAST_GAIN, preference_us
 from rannd.plan.search.candidates import Candidate
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate.simulator import predict
@@ -22,9 +23,6 @@ MOST_WORK = 50_000
 """Maximum of microbatches times stages that are simulated in total, beyond the first few plans: a second or two."""
 MOST_ALIKE = 4
 """Maximum number of these, the fastest, that are simulated under other schedules, too."""
-LEAST_GAIN = 0.05
-"""Part of a step that another schedule has to save to be taken: halves of a backward were measured to take 1.01 to 1.17
-times as much as all of it (docs/benchmarks.md), which no cost counts."""
 MOST_TOLD = 8
 """Maximum number of alternatives that a deployment lists."""
 
@@ -52,10 +50,12 @@ def rank(
 ) -> Deployment:
     """Return the fastest plan, in simulated time, that fits; of equal ones the first. The others are alternatives.
 
+    Of plans with and without ZeRO, and under other schedules, see LEAST_GAIN.
+
     `others`: returns a plan under other schedules.
     """
     work = MOST_WORK
-    fits = sorted((plan for plan in plans if not plan.over_bytes), key=lambda plan: plan.choice.step_us)
+    fits = sorted((plan for plan in plans if not plan.over_bytes), key=lambda plan: plan.choice.preference_us)
     played: list[tuple[float, int, Candidate, Deployment]] = []
     seen = set()
     for plan in fits:
@@ -67,7 +67,7 @@ def rank(
         deployment = make(plan)
         step_us = simulated_us(graph, costs, deployment, options)
         played.append((step_us, len(played), plan, deployment))
-    played.sort(key=lambda each: each[:2])
+    played.sort(key=lambda each: (preference_us(each[2].choice.variant.zero, each[0]), each[1]))
     several = [plan for _, _, plan, _ in played if len(plan.choice.replicas) > 1][:MOST_ALIKE]
     for other in [each for plan in several for each in others(plan)]:
         deployment = make(other)

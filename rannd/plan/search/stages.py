@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from rannd.plan.run_modes import preference_us
 from rannd.plan.search.bounds import COARSE, FINE, Bounds
 from rannd.plan.search.estimate import StageTables, Variant
 from rannd.plan.topology import Table
@@ -39,6 +40,11 @@ class Choice(msgspec.Struct, frozen=True):
     replicas: tuple[int, ...]
     step_us: float
     """E."""
+
+    @property
+    def preference_us(self) -> float:
+        """E as it is compared with plans that have another ZeRO stage."""
+        return preference_us(self.variant.zero, self.step_us)
 
     def spans(self, blocks: int) -> list[tuple[int, int, int, int]]:
         """Return (first block, end, replicas, devices of later stages) of each stage, for `blocks` blocks."""
@@ -62,16 +68,13 @@ class Found(msgspec.Struct, frozen=True):
     """Complete plans found during the search, best first."""
 
     def or_better(self, other: Found) -> Found:
-        """The result of a search of both; of equal plans the one of this."""
-        if self.choice is None or (other.choice is not None and other.choice.step_us < self.choice.step_us):
-            choice = other.choice
-        else:
-            choice = self.choice
+        """The result of a search of both; of equally good plans the one of this."""
+        found = [each for each in (self.choice, other.choice) if each is not None]
         return Found(
-            choice,
+            min(found, key=lambda each: each.preference_us, default=None),
             min(self.bound_us, other.bound_us),
             self.searched_all and other.searched_all,
-            tuple(sorted((*self.passed, *other.passed), key=lambda each: each.step_us)),
+            tuple(sorted((*self.passed, *other.passed), key=lambda each: each.preference_us)),
         )
 
 
@@ -124,6 +127,15 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
                 best = found
                 passed.append(found)
     return _Frontier(searches, best, passed, effort // (8 + max(table.world for table in tables))).run()
+
+
+def preferred_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT) -> Choice | None:
+    """Return the preferred one of the plans with the smallest E without and with ZeRO; None if no plan fits."""
+    plain = [table for table in tables if not table.variant.zero]
+    sharded = [table for table in tables if table.variant.zero]
+    searched = [best_choice(each, stages=stages, effort=effort) for each in (plain, sharded) if each]
+    found = [each.choice for each in searched if each.choice is not None]
+    return min(found, key=lambda each: each.preference_us, default=None)
 
 
 def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...]) -> Choice | None:

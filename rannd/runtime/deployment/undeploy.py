@@ -107,6 +107,6 @@ def _gradients(world: World, parameters: Parameters) -> None:
         gradient = gather_gradient(world, parameters, name)
         if name not in own or isinstance(tensor.grad, TensorPiece):
             tensor.grad = None
-            if gradient is not None:
+            if gradient is not None and gradient.dtype != tensor.grad_dtype:
                 tensor.grad_dtype = gradient.dtype
             tensor.grad = None if gradient is None else gradient.to(tensor.device)

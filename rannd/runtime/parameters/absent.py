@@ -237,7 +237,8 @@ def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str, part: tor
         device=tensor.device,
         requires_grad=tensor.requires_grad,
     )
-    if tensor.is_leaf and tensor.is_floating_point():
+    # Once set it no longer follows the dtype, which a script may change after undeploying.
+    if tensor.is_leaf and tensor.is_floating_point() and tensor.grad_dtype != tensor.dtype:
         impl.grad_dtype = tensor.grad_dtype
     tensor.grad = None
     tensor.data = kept

@@ -38,6 +38,9 @@ class GradientDtypes(NamedTuple):
 class Shared(Protocol):
     """What replicas of a stage share of their parameters."""
 
+    def __contains__(self, name: str) -> bool:
+        """Whether each replica has a piece of a parameter's gradient; not of one that other stages read as well."""
+
     @property
     def waits(self) -> bool:
         """Whether there are gradients that were not delivered yet."""

@@ -29,7 +29,7 @@ model.float()
 plain.model.float()
 for each in (optimizer, plain.optimizer):
     each.load_state_dict(each.state_dict())
-assert {p.dtype for p in model.parameters()} == {torch.float32}
+assert {p.dtype for p in model.parameters()} == {p.grad_dtype for p in model.parameters()} == {torch.float32}
 x = torch.ones(3, 8)
 optimizer.zero_grad()
 plain.optimizer.zero_grad()

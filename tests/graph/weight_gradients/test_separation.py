@@ -218,3 +218,15 @@ def test_under_autocast_the_casts_are_differentiated_too(name: str, dtype: torch
         found = halves(function, make())
     gradients = found.check(*names, tolerance=2e-3 if dtype == torch.float16 else 2e-2).whole
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("name", ["linear", "matmul", "conv", "embedding", "tied"])
+def test_gradients_may_have_another_type_than_their_parameters(name: str) -> None:
+    """As with master weights."""
+    function, make, names = SEPARATE[name]
+    torch.set_default_dtype(torch.bfloat16)
+    found = halves(function, make())
+    for parameter in found.model.parameters():
+        parameter.grad_dtype = torch.float32
+    gradients = found.check(*names, tolerance=2e-2).whole
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())

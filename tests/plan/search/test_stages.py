@@ -60,14 +60,15 @@ def test_it_has_in_every_run_mode(way: RunMode, share: float | None) -> None:
     assert seen[True] > 20, seen
 
 
-def test_among_zero_stages_it_has_the_least_e_too() -> None:
+def test_a_plan_with_zero_has_to_save_a_twentieth() -> None:
     seen = Counter[int]()
     for seed in range(150):
         instances = [Instance(seed, way=RunMode("1f1b", zero)) for zero in runnable_zero("1f1b")]
         first = instances[0]
         limit = math.ceil(first.reference.smallest_memory() * Random(seed).choice([0.8, 1.0, 1.1, 1.3, 2.0]))
         found = [each.reference.best(limit) for each in instances]
-        wanted = min((each for each in found if each is not None), default=None)
+        fits = [(us / 0.95 if zero else us, us) for zero, us in enumerate(found) if us is not None]
+        _, wanted = min(fits, default=(0.0, None))
         first.way = None
         first.interleaved = True
         if wanted is None:
@@ -76,7 +77,7 @@ def test_among_zero_stages_it_has_the_least_e_too() -> None:
             continue
         deployment = first.plan(limit)
         assert same(first, deployment, wanted), seed
-        if found[0] is not None and found[0] <= wanted:
+        if found[0] is not None and found[0] * 0.95 <= wanted:
             assert deployment.zero == 0, seed
         seen[deployment.zero] += 1
     assert min(seen[0], seen.total() - seen[0]) > 5, seen
