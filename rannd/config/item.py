@@ -66,6 +66,11 @@ class Item:
         return f"RANNC_{self.name.upper()}"
 
     @property
+    def switch(self) -> bool:
+        """Whether "true" and "false" are among the allowed strings, for which true and false may be written."""
+        return self.choices is not None and {"true", "false"} <= set(self.choices)
+
+    @property
     def wanted(self) -> str:
         """The allowed values in words."""
         if self.choices is not None:
@@ -84,7 +89,7 @@ class Item:
         """
         word = text.strip()
         if self.type is str:
-            return text
+            return _BOOLS.get(word.lower(), text) if self.switch else text
         if self.type is bool and word.lower() in _BOOLS:
             return _BOOLS[word.lower()]
         if self.type is int and _INT.fullmatch(word):
@@ -104,6 +109,8 @@ class Item:
         """
         if self.type is float and type(value) is int:
             value = float(value)
+        if self.switch and type(value) is bool:
+            value = toml_text(value)
         # type() instead of isinstance(): to Python a bool is an int, to the user it is not.
         if type(value) is not self.type:
             raise self.wrong(value, where)

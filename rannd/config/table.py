@@ -136,12 +136,13 @@ class Config:
         group=_PLAN,
         plan_affecting=True,
     )
-    offload_optimizer: bool = item(
-        False,
+    offload_optimizer: str = item(
+        "auto",
         "Between steps the optimizer's state is in pinned host memory (GPUs) or in a file below offload_dir (CPUs), "
-        "not in the device's memory.",
+        "not in the device's memory; auto: only if no other plan fits memory.",
         group=_PLAN,
         plan_affecting=True,
+        choices=("auto", "true", "false"),
     )
     reduce_dtype: str = item(
         "auto",

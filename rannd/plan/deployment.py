@@ -102,6 +102,21 @@ class Alternative(msgspec.Struct, frozen=True):
     """Bytes above what a device may use; 0 if the plan fits."""
 
 
+OFFLOAD = "offload"
+"""What of a plan a `Reason` for offloading is about."""
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Why a plan has what it has; for display."""
+
+    what: str
+    """Such as 'ZeRO' or 'microbatches'."""
+    chosen: str
+    """Such as '2' or 'no'."""
+    why: str
+    """What was compared, and by how much it lost or what memory it lacked."""
+
+
 class Provenance(msgspec.Struct, frozen=True):
     """Devices, costs and versions that a deployment was planned with, so that differences can be reported."""
 
@@ -149,6 +164,10 @@ class Deployment(msgspec.Struct, frozen=True):
     """ZeRO stage."""
     model: str = ""
     """Class of the model and its number of parameters, such as 'GPT2LMHeadModel 11.1M', for display; '': not known."""
+    offload: bool = False
+    """Between steps the optimizer's state is not in the device's memory."""
+    reasons: tuple[Reason, ...] = ()
+    """Why it was chosen; empty: nothing was compared."""
 
 
 class _Header(msgspec.Struct):
@@ -218,6 +237,8 @@ def _wrong(deployment: Deployment) -> str:
         return f"its stages use {len(used)} slots, not each of {world} once"
     ops: set[str] = set()
     for place, stage in enumerate(stages):
+        if stage.estimate.offloaded_bytes and not deployment.offload:
+            return f"stages[{place}] offloads {stage.estimate.offloaded_bytes} bytes of a plan that offloads nothing"
         if not stage.slots or not stage.ops:
             return f"stages[{place}] has {len(stage.slots)} slots and {len(stage.ops)} operators"
         if len(ops) + len(stage.ops) != len(ops.union(stage.ops)):

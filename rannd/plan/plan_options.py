@@ -52,8 +52,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """ZeRO stage; 'auto': what is fastest of those that fit."""
     master_weights: bool = False
     """Half-precision parameters have float32 copies, which the optimizer steps."""
-    offload_optimizer: bool = False
-    """Between steps the optimizer's state is not in the device's memory."""
+    offload_optimizer: str = AUTO
+    """'true': between steps the optimizer's state is not in the device's memory; 'auto': if nothing else fits."""
     device: str = "auto"
     """Type of the devices: to a GPU's memory state comes from the host's, to a CPU's from files."""
     reduce_dtype: str = "auto"
@@ -65,10 +65,15 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     mem_margin: float = 0.1
     """Fraction of a device's memory that is already taken off the planner's limit; only used in messages."""
 
+    divides: bool = True
+    """Whether the optimizer can step parts of parameters, as ZeRO needs; only used in messages."""
+    steps_apart: bool = True
+    """Whether it can step some parameters after others, as `offload_optimizer` needs; only used in messages."""
+
     @staticmethod
     def of(config: Config) -> PlanOptions:
         """Take the options from the configuration."""
-        return PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__})
+        return PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__ if name in ITEMS})
 
     def __post_init__(self) -> None:
         for low, item in ((0, "partition_num"), (0, "replica_num"), (0, "pipeline_num"), (1, "min_pipeline")):
@@ -79,6 +84,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         schedules = ITEMS["schedule"].choices or ()
         if self.schedule not in schedules:
             raise PlanError(f"schedule={self.schedule!r} is not known; use one of {', '.join(schedules)}")
+        offloads = ITEMS["offload_optimizer"].choices or ()
+        if self.offload_optimizer not in offloads:
+            raise PlanError(f"offload_optimizer={self.offload_optimizer!r}; use one of {', '.join(offloads)}")
         if self.opt_param_factor < 0:
             raise PlanError(f"opt_param_factor={self.opt_param_factor} is negative; use 2 for Adam, 0 for plain SGD")
         if not 0 <= self.mem_margin < 1:

@@ -17,6 +17,9 @@ _SHORT_S = 0.1
 """Step time below which the plan line has milliseconds."""
 _MOST_STAGES = 8
 """Maximum number of stages that the plan line names."""
+_MOST_REASONS = 16
+_MOST_WHY = 240
+"""Maximum number of characters of a reason."""
 
 
 def show(deployment: Deployment, batch_size: int | None = None) -> str:
@@ -33,6 +36,8 @@ def show(deployment: Deployment, batch_size: int | None = None) -> str:
     planned = deployment.batch_rows
     shown = deployment if batch_size in (None, planned) else scaled(deployment, batch_size or planned)
     parts = [_head(shown, planned), _stages(shown), _memory(shown)]
+    if deployment.reasons:
+        parts.append(_why(deployment))
     if deployment.alternatives:
         parts.append(_alternatives(deployment))
     return "\n\n".join(parts)
@@ -201,7 +206,11 @@ def _memory(deployment: Deployment) -> str:
         "total_bytes",
     )
     rows = [
-        (str(number), *(_bytes(getattr(stage.estimate, kind)) for kind in kinds))
+        (
+            str(number),
+            *(_bytes(getattr(stage.estimate, kind)) for kind in kinds),
+            _bytes(stage.estimate.offloaded_bytes) if deployment.offload else "",
+        )
         for number, stage in enumerate(deployment.stages)
     ]
     heads = (
@@ -213,8 +222,15 @@ def _memory(deployment: Deployment) -> str:
         "transfers",
         "temporary",
         "total per device",
+        "offloaded",
     )
     return _table(heads, rows)
+
+
+def _why(deployment: Deployment) -> str:
+    reasons = deployment.reasons[:_MOST_REASONS]
+    rows = [(plain(each.what), plain(each.chosen), plain(each.why, _MOST_WHY)) for each in reasons]
+    return _table(("chosen", "", "why"), rows)
 
 
 def _alternatives(deployment: Deployment) -> str:

@@ -82,6 +82,8 @@ class StageTables:
         """Whether forward and backward take turns."""
         self.splits = schedule.delays_weights
         """Whether parameter gradients are delayed until a slot would be idle."""
+        self.offload = options.offload_optimizer == "true"
+        """Whether the optimizer's state is elsewhere between steps."""
         self.waiting = -(-world // self.replicas)
         """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""
 
@@ -299,7 +301,7 @@ class StageTables:
             gradients=those(tables.gradients),
             optimizer=those(tables.optimizer),
             unit=tables.unit[starts, ends, ..., None],
-            offload=float(BUCKET) if self.options.offload_optimizer else 0.0,
+            offload=float(BUCKET) if self.offload else 0.0,
         )
 
     def _forced(self, end: int) -> bool:
@@ -401,6 +403,10 @@ class StageTables:
     def bytes_needed(self, start: int, end: int, replicas: int, *, used: int) -> float:
         """Return the minimum bytes of one stage, with recomputing if that is less."""
         return float(self._least(end, used)[start, replicas - 1])
+
+    def bytes_kept(self, start: int, end: int, replicas: int, *, used: int) -> float:
+        """Return the bytes of one stage that keeps all activations."""
+        return float(self._plain(end, used)[start, replicas - 1])
 
     def recomputes(self, start: int, end: int, replicas: int, *, used: int) -> bool:
         """Whether a stage recomputes its activations."""

@@ -23,14 +23,15 @@ from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
 from rannd.plan.search.estimate import StageTables, Variant
 from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import rank
+from rannd.plan.search.reasons import Searched, reasons
 from rannd.plan.search.reduction_times import Reductions
+from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies, stage_name
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.stage_modules import stage_modules
 from rannd.plan.topology import Machine, Mask, place
 from rannd.plan.zero import replica_counts
 from rannd.profile.costs import CostTable
-from rannd.units import amount, amounts_apart
 
 __all__ = [
     "PlanOptions",
@@ -39,11 +40,8 @@ __all__ = [
     "stage_name",
 ]
 
-_GIB = 1024**3
 _MOST_PASSED = 8
 """Maximum number of plans from the search that are simulated."""
-_MOST_NAMED = 3
-"""Maximum number of opaque parts of the model that an error names."""
 
 
 def plan(
@@ -97,11 +95,11 @@ def plan(
     machine = Machine(slots, costs.link, costs.between)
     places = np.array(cut_places(graph, [block.ops for block in blocks]))
     stages, replicas = _demands(
-        options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=_opaque(graph)
+        options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=opaque_code(graph)
     )
     allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
     rows_per_rank = math.ceil(batch_rows / world)
-    counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=_opaque(graph))
+    counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=opaque_code(graph))
     counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
     intervals = Intervals(graph, blocks, costs.blocks, options)
@@ -111,13 +109,14 @@ def plan(
         allowed: Mask,
         limit: float,
         recompute: bool,
-        stages: Sequence[int] | None = None,
+        *,
+        zeros: Sequence[int],
+        offload: bool,
         schedules: Sequence[str] = (chosen.schedule,),
-        options: PlanOptions = options,
     ) -> list[StageTables]:
-        asked = options
+        asked = msgspec.structs.replace(options, offload_optimizer="true" if offload else "false")
         if recompute:
-            asked = msgspec.structs.replace(options, checkpointing=True, checkpointing_no_last=False)
+            asked = msgspec.structs.replace(asked, checkpointing=True, checkpointing_no_last=False)
         return [
             StageTables(
                 intervals,
@@ -130,7 +129,7 @@ def plan(
                 reductions=reductions,
             )
             for schedule in schedules
-            for zero in (zeros if stages is None else stages)
+            for zero in zeros
             for replicas in replica_counts(zero, world)
             for placement in machine.placements
             for count in counts
@@ -138,24 +137,35 @@ def plan(
         ]
 
     limit = float(memory_bytes)
-    every = tables(allowed, limit, False)
-    found = best_choice(every, stages=stages)
-    if way is None and options.zero_stage == AUTO and world > 1 and any(each.tight for each in every):
-        zeros = runnable  # memory asks for it
-        more = tables(allowed, limit, False, runnable[1:])
-        found = found.or_better(best_choice(more, stages=stages))
-        every += more
-    if found.choice is not None:
+    needs: list[Need | None] = []
+    """What is configured needs at least: without and with the optimizer's state elsewhere."""
+    for offload in [False, True] if options.offload_optimizer == AUTO else [options.offload_optimizer == "true"]:
+        used = zeros
+        every = tables(allowed, limit, False, zeros=used, offload=offload)
+        found = plain = best_choice(every, stages=stages)
+        if way is None and options.zero_stage == AUTO and world > 1 and any(each.tight for each in every):
+            used = runnable  # memory asks for it
+            more = tables(allowed, limit, False, zeros=runnable[1:], offload=offload)
+            found = found.or_better(best_choice(more, stages=stages))
+            every += more
+        if found.choice is None:
+            needs.append(smallest_memory(every, stages=stages))
+            continue
         make = partial(_deployment, graph, blocks, found=found, slots=slots, batch_rows=batch_rows)
         if not ranked:
             return make(candidate(found.choice, every))
         best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
         sizes = [len(block.ops) for block in blocks]
-        among = candidates(tables, allowed, limit, sizes, stages)
-        others = tables(allowed, limit, False, schedules=DELAYING) if free else []
-        return rank([*best, *among], make, graph, costs, options, partial(alike, others))
-    need = smallest_memory(every, stages=stages)
-    if need is None and min(zeros) >= 2:
+        alone = partial(tables, zeros=used, offload=offload)
+        among = candidates(alone, allowed, limit, sizes, stages)
+        others = alone(allowed, limit, False, schedules=DELAYING) if free else []
+        ranking = rank([*best, *among], make, graph, costs, options, partial(alike, others))
+        search = Searched(every, plain.choice, others, needs, stages=stages, counts=counts, coupled=graph.rows_coupled)
+        return msgspec.structs.replace(
+            ranking.deployment, reasons=reasons(ranking, search, options, way=way, interleaved=interleaved)
+        )
+    need = _least(*needs)
+    if need is None and min(used) >= 2:
         raise PlanError(
             f"ZeRO stages 2 and 3 (zero_stage={options.zero_stage}) need equally many replicas of all stages, which "
             f"{stages or 'no allowed number of'} stages (partition_num={options.partition_num}) of {world} devices "
@@ -166,11 +176,25 @@ def plan(
             f"no {stages or 'number of'} stages of 1, 2, 4, 8 .. replicas add up to {world} devices "
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
-    rest = [zero for zero in runnable if zero not in zeros] if way is None else []
-    sharded = smallest_memory(tables(allowed, limit, False, rest), stages=stages)
-    elsewhere = msgspec.structs.replace(options, offload_optimizer=True)
-    away = smallest_memory(tables(allowed, limit, False, zeros, options=elsewhere), stages=stages)
-    raise _does_not_fit(graph, blocks, need, memory_bytes, options, world, max(zeros), sharded, away)
+
+    def least(zeros: Sequence[int], offloads: Sequence[bool]) -> Need | None:
+        found = [tables(allowed, limit, False, zeros=zeros, offload=offload) for offload in offloads]
+        return _least(*(smallest_memory(each, stages=stages) for each in found))
+
+    rest = [zero for zero in runnable if zero not in used] if way is None and options.divides else []
+    away = not offload and options.steps_apart
+    others = remedies(
+        need,
+        least(rest, [False, True] if options.offload_optimizer == AUTO else [offload]),
+        least(used, [True]) if away else None,
+        least(rest, [True]) if away else None,
+    )
+    raise does_not_fit(graph, blocks, need, memory_bytes, options, world, others)
+
+
+def _least(*needs: Need | None) -> Need | None:
+    """The smallest of them; of equal ones the first; None if there is none."""
+    return min((need for need in needs if need is not None), key=lambda need: need.bytes, default=None)
 
 
 def microbatch_counts(options: PlanOptions, *, rows_per_rank: int, coupled: bool, why: str = "") -> list[int]:
@@ -217,30 +241,12 @@ def _measurable(
     if not found:
         rows = piece_rows(batch_rows, world, max(counts))
         raise DoesNotFitError(
-            f"no plan fits: block {stage_name(block, block + 1)} ({_modules(graph, blocks[block])}) ran out of memory "
+            f"no plan fits: block {stage_name(block, block + 1)} ({modules_of(graph, blocks[block])}) ran out of memory "
             f"with {most + 1} rows when it was measured alone, and {max(counts)} microbatches still have {rows} rows "
             "each. Use smaller mini-batches, more microbatches (max_pipeline, pipeline_num) if the model's rows are "
             "independent, or devices with more memory"
         )
     return found
-
-
-def _modules(graph: TaskGraph, block: Block) -> str:
-    """Return the first modules of a block, for messages."""
-    modules = list(dict.fromkeys(graph.ops[op].module or graph.ops[op].name for op in block.ops))
-    return ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
-
-
-def _opaque(graph: TaskGraph) -> str:
-    """Return a sentence for errors that names code which cannot be cut because it runs as one operator, or ''."""
-    code = list(dict.fromkeys(op.opaque for op in graph.ops if op.opaque))
-    if not code:
-        return ""
-    some = ", ".join(code[:_MOST_NAMED]) + (f" and {len(code) - _MOST_NAMED} more" if len(code) > _MOST_NAMED else "")
-    return (
-        f". Nothing inside {some} can be split over stages: that code cannot be traced and runs as one operator (the "
-        "log lines 'Tracing:' say why)"
-    )
 
 
 def _demands(
@@ -288,11 +294,6 @@ def _demands(
     elif options.limit_dev_num_pot:
         allowed &= ((counts & (counts - 1)) == 0) | (counts == world)
     return stages, allowed
-
-
-def stage_name(start: int, end: int) -> str:
-    """Return the name of the stage of blocks `start` to `end` - 1, as in the estimate's log lines."""
-    return f"MERGE_{start}_{end - 1}"
 
 
 def _deployment(
@@ -344,43 +345,5 @@ def _deployment(
         memory_bytes=int(table.limit),
         e_us=choice.step_us,
         zero=choice.variant.zero if max(choice.replicas) > 1 else 0,
-    )
-
-
-def _does_not_fit(
-    graph: TaskGraph,
-    blocks: Sequence[Block],
-    need: Need,
-    memory_bytes: int,
-    options: PlanOptions,
-    world: int,
-    zero: int,
-    sharded: Need | None,
-    away: Need | None,
-) -> DoesNotFitError:
-    """Return the error with the memory that would suffice.
-
-    `sharded`: with stages of ZeRO that may not be used; `away`: with the optimizer's state outside of the device.
-    """
-    least = math.ceil(need.bytes)
-    block = max(range(need.start, need.end), key=lambda at: need.of_block[at - need.start])
-    # Rounded up, so that the number in the message suffices.
-    limit_gb = math.ceil(least / (1 - options.mem_margin) / _GIB * 1000 + 1e-6) / 1000
-    needed, limit = amounts_apart(least, memory_bytes)
-    more = ""
-    if sharded is not None and sharded.bytes < need.bytes:
-        more = (
-            f"With ZeRO (zero_stage=auto, an optimizer that updates each element by itself) about "
-            f"{amount(sharded.bytes)} would do. "
-        )
-    if away is not None and away.bytes < need.bytes:
-        more += f"With the optimizer's state elsewhere (offload_optimizer=true) about {amount(away.bytes)} would do. "
-    included = f"recomputing {f'and ZeRO {zero} ' if zero else ''}included"
-    return DoesNotFitError(
-        f"no plan fits {world} device{'s' if world > 1 else ''}: the best one needs {needed} of a device, {included}; "
-        f"the limit is {limit}. mem_limit_gb={limit_gb:g} (with mem_margin={options.mem_margin:g}) would allow it. Its "
-        f"largest stage is {stage_name(need.start, need.end)}; in it block {stage_name(block, block + 1)} "
-        f"({_modules(graph, blocks[block])}) needs most. {more}Use devices with more memory, more ranks, a smaller "
-        f"batch, or an optimizer with less state (opt_param_factor={options.opt_param_factor:g})" + _opaque(graph),
-        needed=least,
+        offload=table.offload,
     )

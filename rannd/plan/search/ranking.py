@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 from msgspec.structs import replace
 
 from rannd.graph.fx.ir import TaskGraph
@@ -27,6 +28,24 @@ MOST_TOLD = 8
 """Maximum number of alternatives that a deployment lists."""
 
 
+class Played(msgspec.Struct, frozen=True):
+    """A plan with its simulated step time in microseconds."""
+
+    step_us: float
+    plan: Candidate
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """What was compared."""
+
+    deployment: Deployment
+    chosen: Candidate
+    played: tuple[Played, ...]
+    """All that were simulated, the chosen one included, in the order of preference."""
+    over: tuple[Candidate, ...]
+    """Those that do not fit, the smallest first."""
+
+
 def simulated_us(graph: TaskGraph, costs: CostTable, deployment: Deployment, options: PlanOptions) -> float:
     """Return the simulated step time of a deployment. The options say when and in which type gradients are reduced."""
     overlap = not options.sync_allreduce
@@ -47,7 +66,7 @@ def rank(
     costs: CostTable,
     options: PlanOptions,
     others: Callable[[Candidate], Iterable[Candidate]] = lambda plan: (),
-) -> Deployment:
+) -> Ranking:
     """Return the fastest plan, in simulated time, that fits; of equal ones the first. The others are alternatives.
 
     Of plans with and without ZeRO, and under other schedules, see LEAST_GAIN.
@@ -69,9 +88,11 @@ def rank(
         played.append((step_us, len(played), plan, deployment))
     played.sort(key=lambda each: (preference_us(each[2].choice.variant.zero, each[0]), each[1]))
     several = [plan for _, _, plan, _ in played if len(plan.choice.replicas) > 1][:MOST_ALIKE]
+    alike: list[Played] = []
     for other in [each for plan in several for each in others(plan)]:
         deployment = make(other)
         step_us = simulated_us(graph, costs, deployment, options)
+        alike.append(Played(step_us, other))
         if step_us < (1 - LEAST_GAIN) * played[0][0]:
             played.insert(0, (step_us, len(played), other, deployment))
     step_us, _, chosen, deployment = played[0]
@@ -80,6 +101,9 @@ def rank(
     for other_us, _, plan, _ in played[1:]:
         if plan.choice.replicas != chosen.choice.replicas:
             told.setdefault(plan.choice.replicas, Alternative(plan.name, other_us, plan.most_bytes, 0))
-    for plan in sorted((plan for plan in plans if plan.over_bytes), key=lambda plan: plan.over_bytes):
+    over = sorted((plan for plan in plans if plan.over_bytes), key=lambda plan: plan.over_bytes)
+    for plan in over:
         told.setdefault(plan.choice.replicas, Alternative(plan.name, 0.0, plan.most_bytes, plan.over_bytes))
-    return replace(deployment, step_us=step_us, alternatives=tuple(told.values())[:MOST_TOLD])
+    deployment = replace(deployment, step_us=step_us, alternatives=tuple(told.values())[:MOST_TOLD])
+    simulated = [Played(step_us, plan) for step_us, _, plan, _ in played]
+    return Ranking(deployment, chosen, (*simulated, *(each for each in alike if each.plan is not chosen)), tuple(over))

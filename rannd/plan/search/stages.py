@@ -89,6 +89,10 @@ class Need(msgspec.Struct, frozen=True):
     """Devices of the later stages."""
     of_block: tuple[float, ...]
     """Memory of each of its blocks as a stage of its own."""
+    zero: int = 0
+    """ZeRO stage of the plan."""
+    offload: bool = False
+    """Whether the plan has the optimizer's state elsewhere."""
 
 
 class _Partial(msgspec.Struct, frozen=True):
@@ -308,4 +312,4 @@ def _smallest(table: StageTables, stages: int) -> Need | None:
     before = came[place]
     start, end, used, replicas = place[1], before[1], before[2], place[2] - before[2]
     alone = tuple(float(table.bytes_needed(at, at + 1, replicas, used=used)) for at in range(start, end))
-    return Need(size, start, end, replicas, used, alone)
+    return Need(size, start, end, replicas, used, alone, table.variant.zero, table.offload)

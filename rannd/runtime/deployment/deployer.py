@@ -189,7 +189,7 @@ class Deployer:
     ) -> ShardedGradients | None:
         """Divide the optimizer's state, and gradients, among the replicas of each stage, if so planned (ZeRO).
 
-        Half-precision parameters get master weights, and the state leaves the device's memory, if so configured.
+        Half-precision parameters get master weights, and the state leaves the device's memory, if so planned.
         """
         world, config = self._world, self._config
         mine: tuple[int, ...] = (world.slot,)
@@ -198,8 +198,7 @@ class Deployer:
                 if len(stage.slots) > 1:
                     world.group_of(stage.slots)  # on every rank in the same order
             mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
-        offloads = config.offload_optimizer or any(stage.estimate.offloaded_bytes for stage in deployment.stages)
-        home = state_home(world.device, config.offload_dir) if offloads else None
+        home = state_home(world.device, config.offload_dir) if deployment.offload else None
         if len(mine) == 1 and not config.master_weights and home is None:
             return None
         apart = segments if deployment.zero >= 2 else {}

@@ -101,6 +101,17 @@ def check_offload(optimizer: torch.optim.Optimizer | None) -> None:
         raise UsageError(NOT_OFFLOADED.format(type(optimizer).__name__))
 
 
+def may_offload(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a plan may have the state of this optimizer elsewhere without being asked to (offload_optimizer=auto).
+
+    False where its class may call the step of a base class with all hooks, which would be refused in the step.
+    """
+    if optimizer is None or not steps_apart(optimizer):
+        return False
+    bases = () if type(optimizer).__module__.startswith("torch.optim.") else type(optimizer).__mro__[1:]
+    return not any(getattr(vars(base).get("step"), "hooked", False) for base in bases)
+
+
 def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps of the class with one parameter after the other are one with all, and move elements by themselves.
 

@@ -27,10 +27,10 @@ from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError,
 from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.repeated_layers import parts_of
-from rannd.plan.compatibility import check_belongs, differences
-from rannd.plan.deployment import Deployment, Provenance, Slot, decode, encode
+from rannd.plan.compatibility import check_belongs, differences, plain
+from rannd.plan.deployment import OFFLOAD, Deployment, Provenance, Slot, decode, encode
 from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_lines
-from rannd.plan.plan_options import PlanOptions
+from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
 from rannd.profile.analytic import analytic_costs
@@ -40,7 +40,7 @@ from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
 from rannd.runtime.execution.bound_graph import check_planned_cut, planned_stages
-from rannd.runtime.optim.coupling import NOT_DIVIDED, check_masters, check_offload, divides
+from rannd.runtime.optim.coupling import NOT_DIVIDED, check_masters, check_offload, divides, may_offload
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
 from rannd.runtime.planning.memory_fit import lower_limit, short
@@ -97,10 +97,14 @@ class Planner:
         )
         if config.master_weights:
             check_masters(context.model, context.optimizer)
-        if config.offload_optimizer:
-            check_offload(context.optimizer)
+        zero, offload = _zero_stage(context), _offload_optimizer(context)
         self._options = msgspec.structs.replace(
-            PlanOptions.of(config), zero_stage=_zero_stage(context), device=world.device.type
+            PlanOptions.of(config),
+            zero_stage=zero,
+            offload_optimizer=offload,
+            device=world.device.type,
+            divides=(zero, config.zero_stage) != ("0", AUTO),
+            steps_apart=(offload, config.offload_optimizer) != ("false", AUTO),
         )
         self._interleaved = (
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
@@ -192,6 +196,10 @@ class Planner:
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
             other.append(_shortage(*lacking))
+        asked = self._config.offload_optimizer
+        if asked != AUTO and (asked == "true") != deployment.offload:
+            does = "offloads" if deployment.offload else "does not offload"
+            other.append(f"it {does} the optimizer's state (offload_optimizer={asked})")
         for each in other if self._world.rank == 0 else ():
             logger.warning("The deployment in %s is used although %s", file, each)
         return deployment
@@ -325,6 +333,7 @@ class Planner:
             plan_items={
                 **self._config.plan_items(),
                 "zero_stage": self._options.zero_stage,
+                "offload_optimizer": self._options.offload_optimizer,
                 "interleaved": self._interleaved,
                 "graph_profile": self._file.digest,
             },
@@ -477,6 +486,9 @@ class Planner:
         if self._world.rank == 0:
             line = plan_line(deployment, self._world.rank_of_slot)
             log.get("RaNNCModule").info("Plan%s: %s", self._source, line)
+            offload = next((each for each in deployment.reasons if each.what == OFFLOAD), None)
+            if deployment.offload and offload is not None:
+                log.get("RaNNCModule").info("The optimizer's state is offloaded: %s", plain(offload.why))
 
 
 def _zero_stage(context: Context) -> str:
@@ -496,6 +508,17 @@ def _zero_stage(context: Context) -> str:
             raise UsageError(NOT_DIVIDED.format(type(optimizer).__name__))
         return "0"
     return asked
+
+
+def _offload_optimizer(context: Context) -> str:
+    """The item `offload_optimizer`; 'false' in place of 'auto' where the optimizer cannot step its parameters apart.
+
+    UsageError where it would have to.
+    """
+    asked, optimizer = context.config.offload_optimizer, context.optimizer
+    if asked == "true":
+        check_offload(optimizer)
+    return "false" if asked == AUTO and not may_offload(optimizer) else asked
 
 
 def _titled(model: torch.nn.Module) -> str:
