@@ -231,6 +231,18 @@ def test_false_in_a_variable(conf: Path, text: str) -> None:
     assert load(env(conf, RANNC_CHECKPOINTING=text)).checkpointing is False
 
 
+@pytest.mark.parametrize(("text", "value"), [("1", "true"), ("Yes", "true"), ("off", "false"), ("auto", "auto")])
+def test_choices_with_true_and_false_take_the_words_of_a_switch(conf: Path, text: str, value: str) -> None:
+    assert load(env(conf, RANNC_OFFLOAD_OPTIMIZER=text)).offload_optimizer == value
+    with pytest.raises(ConfigError, match=r'RANNC_OFFLOAD_OPTIMIZER: .* must be one of "auto", "true", "false"'):
+        load(env(conf, RANNC_OFFLOAD_OPTIMIZER="2"))
+    conf.write_text("offload_optimizer = true\n")
+    assert load(env(conf)).offload_optimizer == "true"
+    assert Config().replace(offload_optimizer=False).offload_optimizer == "false"
+    with pytest.raises(ConfigError, match="zero_stage = true, but"):
+        Config().replace(zero_stage=True)
+
+
 def test_whole_number_is_fine_where_a_number_is_wanted(conf: Path) -> None:
     conf.write_text("mem_limit_gb = 40\n")
     limit = load(env(conf)).mem_limit_gb

@@ -80,6 +80,10 @@ def test_a_plan_with_more_microbatches_than_rows_wanted_is_one() -> None:
         (lambda d: d["stages"][0]["estimate"].update(forward_us=-1.0), r"stages\[0\].estimate.forward_us is -1"),
         (lambda d: d["alternatives"][1].update(over_bytes=-7), r"alternatives\[1\].over_bytes is -7"),
         (lambda d: d["stages"][0].update(ops=[3]), "not a deployment .*Expected `str`"),
+        (
+            lambda d: d["stages"][1]["estimate"].update(offloaded_bytes=5),
+            r"stages\[1\] offloads 5 bytes of a plan that",
+        ),
     ],
 )
 def test_what_cannot_be_is_named(change: Callable[[dict[str, Any]], None], message: str) -> None:

@@ -9,9 +9,9 @@ import pytest
 from plan_graphs import chain
 from plan_instances import deploy
 
-from rannd.errors import DoesNotFitError
+from rannd.errors import DoesNotFitError, PlanError
 from rannd.plan.plan_text import plan_line
-from rannd.plan.search.planner import PlanOptions
+from rannd.plan.search.estimate import StageTables
 from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, Trained, held, offload_us
 
 
@@ -46,18 +46,56 @@ def test_two_buckets_of_state_are_on_the_device(
     assert (found.optimizer[0], found.offloaded[0]) == (here, elsewhere)
 
 
+LARGE: dict[str, Any] = {"opt_param_factor": 100.0, "zero_stage": "0", "partition_num": 1, "pipeline_num": 1}
+"""One stage whose optimizer has 60 GB of state."""
+
+
 def test_a_model_whose_state_does_not_fit_is_planned_with_it_elsewhere() -> None:
-    given: dict[str, Any] = {"opt_param_factor": 100.0, "zero_stage": "0", "partition_num": 1, "pipeline_num": 1}
     graph = chain(10, param=60_000_000)  # 600 MB, in blocks of less than a bucket each or more
     memory = 40_000_000_000
-    with pytest.raises(DoesNotFitError, match=r"\(offload_optimizer=true\) about \d"):
-        deploy(graph, 1, memory=memory, **given)
-    found = deploy(graph, 1, memory=memory, offload_optimizer=True, **given)
+    with pytest.raises(DoesNotFitError, match=r"With offload_optimizer=true, \d"):
+        deploy(graph, 1, memory=memory, offload_optimizer="false", **LARGE)
+    found = deploy(graph, 1, memory=memory, ranked=True, **LARGE)
+    assert found.offload
     each = found.stages[0].estimate
     assert each.offloaded_bytes == 100 * 600_000_000
     assert each.optimizer_bytes < each.offloaded_bytes / 4
     assert each.total_bytes <= memory
     assert "57,221 MiB of optimizer state offloaded" in plan_line(found)
+    forced = deploy(graph, 1, memory=memory, offload_optimizer="true", ranked=True, **LARGE)
+    assert (forced.stages, forced.step_us) == (found.stages, found.step_us)
+    with pytest.raises(PlanError, match="offload_optimizer=True; use one of auto, true, false"):
+        deploy(graph, 1, offload_optimizer=True)
+
+
+def test_state_is_elsewhere_only_if_nothing_else_fits() -> None:
+    graph = chain(10, param=60_000_000)
+    with pytest.raises(DoesNotFitError) as caught:
+        deploy(graph, 1, memory=1, offload_optimizer="false", **LARGE)
+    least = caught.value.needed
+    assert not deploy(graph, 1, memory=least, **LARGE).offload
+    assert deploy(graph, 1, memory=least - 1, **LARGE).offload
+    # two devices can share the state instead
+    shared = deploy(graph, 2, memory=least * 3 // 5, **{**LARGE, "zero_stage": "auto"})
+    assert (shared.zero > 0, shared.offload) == (True, False)
+    alone = deploy(graph, 2, memory=least * 3 // 5, **LARGE)
+    assert (alone.zero, alone.offload) == (0, True)
+
+
+def test_tables_with_state_elsewhere_are_made_only_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    init = StageTables.__init__
+
+    def noted(self: StageTables, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.append(self.offload)
+
+    monkeypatch.setattr(StageTables, "__init__", noted)
+    deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True)
+    assert made
+    assert not any(made)
+    deploy(chain(10, param=60_000_000), 1, memory=40_000_000_000, ranked=True, **LARGE)
+    assert any(made)
 
 
 def test_copies_are_in_the_step_as_the_simulator_has_them() -> None:
@@ -65,7 +103,7 @@ def test_copies_are_in_the_step_as_the_simulator_has_them() -> None:
     graph = chain(10, param=1_000_000)
     plain = deploy(graph, 2, **given)
     for device, rate in (("cpu", ASSUMED_FILE_RATE), *ASSUMED_RATES.items()):
-        found = deploy(graph, 2, offload_optimizer=True, device=device, ranked=True, **given)
+        found = deploy(graph, 2, offload_optimizer="true", device=device, ranked=True, **given)
         copies = max(stage.estimate.offload_us for stage in found.stages)
         assert copies == pytest.approx(2 * max(stage.estimate.offloaded_bytes for stage in found.stages) / rate)
         assert copies == pytest.approx(float(offload_us(np.array(2.0 * 5_000_000), device)))
@@ -73,6 +111,5 @@ def test_copies_are_in_the_step_as_the_simulator_has_them() -> None:
         assert found.e_us == pytest.approx(found.step_us, rel=0.02)
 
 
-def test_it_is_off() -> None:
-    assert not PlanOptions().offload_optimizer
+def test_nothing_is_offloaded_where_memory_is_plenty() -> None:
     assert deploy(chain(4, param=1000), 1).stages[0].estimate.offloaded_bytes == 0

@@ -348,20 +348,32 @@ class StageTables:
 
         ``[start, end]``; NEVER if the stage is not possible, or is a plan of its own.
         """
-        pieces = np.ones(1) if self.steady else self.pieces
-        border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
-        kept = self.kept[:, :, None]
-        again = np.minimum(kept, (self.between + self.kept_apart)[:, :, None])
-        plain = np.less_equal(border + kept * pieces, self.limit)
+        kept, less = self._at_least()
+        plain = np.less_equal(kept, self.limit)
         if self.options.checkpointing:  # all but the last stage
             plain[:, : self.blocks] = False
             plain[:, self.blocks] &= self.options.checkpointing_no_last
         found = []
-        for fits in (plain, np.less_equal(border + again, self.limit)):
+        for fits in (plain, np.less_equal(less, self.limit)):
             possible = np.logical_and(fits, self.allowed)
             possible[0, self.blocks, self.world - 1] = False
             found.append(np.where(possible.any(axis=2), possible.argmax(axis=2) + 1, NEVER))
         return found[0], found[1]
+
+    def _at_least(self) -> tuple[Table, Table]:
+        """Return lower bounds of the bytes of a replica without and with recomputing, for any later stages."""
+        pieces = np.ones(1) if self.steady else self.pieces
+        border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
+        kept = self.kept[:, :, None]
+        again = np.minimum(kept, (self.between + self.kept_apart)[:, :, None])
+        return border + kept * pieces, border + again
+
+    def memory_at_least(self) -> float:
+        """Return a lower bound of the memory of any plan: what some block needs in the stage that suits it best."""
+        kept, less = self._at_least()
+        least = np.where(self.allowed, np.minimum(kept, less), np.inf).min(axis=2)
+        holding = np.minimum.accumulate(least, axis=0)  # [block, end]: of stages that begin at the block or before it
+        return float(max(holding[block, block + 1 :].min() for block in range(self.blocks)))
 
     def next_allowed(self) -> Counts:
         """For each number of replicas, the next number that is allowed for some stage; NEVER after the last."""

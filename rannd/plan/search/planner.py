@@ -178,18 +178,18 @@ def plan(
         )
 
     def least(zeros: Sequence[int], offloads: Sequence[bool]) -> Need | None:
-        found = [tables(allowed, limit, False, zeros=zeros, offload=offload) for offload in offloads]
-        return _least(*(smallest_memory(each, stages=stages) for each in found))
+        tried = [each for offload in offloads for each in tables(allowed, limit, False, zeros=zeros, offload=offload)]
+        return smallest_memory(tried, stages=stages, below=need.bytes)
 
     rest = [zero for zero in runnable if zero not in used] if way is None and options.divides else []
     away = not offload and options.steps_apart
-    others = remedies(
+    helps = remedies(
         need,
         least(rest, [False, True] if options.offload_optimizer == AUTO else [offload]),
         least(used, [True]) if away else None,
         least(rest, [True]) if away else None,
     )
-    raise does_not_fit(graph, blocks, need, memory_bytes, options, world, others)
+    raise does_not_fit(graph, blocks, need, memory_bytes, options, world, helps)
 
 
 def _least(*needs: Need | None) -> Need | None:
@@ -241,8 +241,8 @@ def _measurable(
     if not found:
         rows = piece_rows(batch_rows, world, max(counts))
         raise DoesNotFitError(
-            f"no plan fits: block {stage_name(block, block + 1)} ({modules_of(graph, blocks[block])}) ran out of memory "
-            f"with {most + 1} rows when it was measured alone, and {max(counts)} microbatches still have {rows} rows "
+            f"no plan fits: block {stage_name(block, block + 1)} ({modules_of(graph, blocks[block])}) ran out of "
+            f"memory with {most + 1} rows when it was measured alone, and {max(counts)} microbatches still have {rows} rows "
             "each. Use smaller mini-batches, more microbatches (max_pipeline, pipeline_num) if the model's rows are "
             "independent, or devices with more memory"
         )

@@ -28,7 +28,7 @@ MOST_TOLD = 8
 """Maximum number of alternatives that a deployment lists."""
 
 
-class Played(msgspec.Struct, frozen=True):
+class Simulated(msgspec.Struct, frozen=True):
     """A plan with its simulated step time in microseconds."""
 
     step_us: float
@@ -40,7 +40,7 @@ class Ranking(msgspec.Struct, frozen=True):
 
     deployment: Deployment
     chosen: Candidate
-    played: tuple[Played, ...]
+    played: tuple[Simulated, ...]
     """All that were simulated, the chosen one included, in the order of preference."""
     over: tuple[Candidate, ...]
     """Those that do not fit, the smallest first."""
@@ -88,11 +88,11 @@ def rank(
         played.append((step_us, len(played), plan, deployment))
     played.sort(key=lambda each: (preference_us(each[2].choice.variant.zero, each[0]), each[1]))
     several = [plan for _, _, plan, _ in played if len(plan.choice.replicas) > 1][:MOST_ALIKE]
-    alike: list[Played] = []
+    alike: list[Simulated] = []
     for other in [each for plan in several for each in others(plan)]:
         deployment = make(other)
         step_us = simulated_us(graph, costs, deployment, options)
-        alike.append(Played(step_us, other))
+        alike.append(Simulated(step_us, other))
         if step_us < (1 - LEAST_GAIN) * played[0][0]:
             played.insert(0, (step_us, len(played), other, deployment))
     step_us, _, chosen, deployment = played[0]
@@ -105,5 +105,5 @@ def rank(
     for plan in over:
         told.setdefault(plan.choice.replicas, Alternative(plan.name, 0.0, plan.most_bytes, plan.over_bytes))
     deployment = replace(deployment, step_us=step_us, alternatives=tuple(told.values())[:MOST_TOLD])
-    simulated = [Played(step_us, plan) for step_us, _, plan, _ in played]
+    simulated = [Simulated(step_us, plan) for step_us, _, plan, _ in played]
     return Ranking(deployment, chosen, (*simulated, *(each for each in alike if each.plan is not chosen)), tuple(over))

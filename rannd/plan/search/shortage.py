@@ -70,8 +70,8 @@ def does_not_fit(
         f"no plan fits {world} device{'s' if world > 1 else ''}: the best one needs {needed} of a device, "
         f"{' and '.join(included)} included; the limit is {limit}. mem_limit_gb={_limit_gb(least, options):g} (with "
         f"mem_margin={options.mem_margin:g}) would allow it. Its largest stage is {stage_name(need.start, need.end)}; "
-        f"in it block {stage_name(block, block + 1)} ({modules_of(graph, blocks[block])}) needs most.{more} Use devices "
-        "with more memory, more ranks, a smaller batch, or an optimizer with less state "
+        f"in it block {stage_name(block, block + 1)} ({modules_of(graph, blocks[block])}) needs most.{more} Use "
+        "devices with more memory, more ranks, a smaller batch, or an optimizer with less state "
         f"(opt_param_factor={options.opt_param_factor:g}){opaque_code(graph)}",
         needed=least,
     )

@@ -90,7 +90,7 @@ class Need(msgspec.Struct, frozen=True):
     of_block: tuple[float, ...]
     """Memory of each of its blocks as a stage of its own."""
     zero: int = 0
-    """ZeRO stage of the plan."""
+    """ZeRO stage of the plan; 0 if no stage has replicas."""
     offload: bool = False
     """Whether the plan has the optimizer's state elsewhere."""
 
@@ -269,21 +269,31 @@ class _Frontier:
         return False
 
 
-def smallest_memory(tables: Sequence[StageTables], *, stages: int) -> Need | None:
+def smallest_memory(tables: Sequence[StageTables], *, stages: int, below: float = np.inf) -> Need | None:
     """Return the smallest memory per device with which some plan fits, with or without recomputing.
 
-    None if no plan exists at any memory: the requested numbers contradict each other.
+    None if no plan exists at any memory, because the requested numbers contradict each other, or none below `below`.
     """
     best: Need | None = None
-    for table in tables:
-        need = _smallest(table, stages)
-        if need is not None and (best is None or need.bytes < best.bytes):
-            best = need
+    seen = set()
+    for bound, table in sorted(((table.memory_at_least(), table) for table in tables), key=lambda each: each[0]):
+        if bound >= below:
+            break
+        what = (msgspec.structs.replace(table.variant, placement=""), table.offload, table.allowed.tobytes())
+        if what in seen:
+            continue  # where the slots are makes no difference to memory
+        seen.add(what)
+        need = _smallest(table, stages, below)
+        if need is not None:
+            best, below = need, need.bytes
     return best
 
 
-def _smallest(table: StageTables, stages: int) -> Need | None:
-    """Minimise the memory of the largest stage by dynamic programming, placing blocks from the last one on."""
+def _smallest(table: StageTables, stages: int, below: float) -> Need | None:
+    """Minimise the memory of the largest stage by dynamic programming, placing blocks from the last one on.
+
+    None if it is not below `below`.
+    """
     count, world = table.blocks, table.world
     # [stages placed, first block placed, devices used]; if the number of stages is free, only index 0 is used
     least = np.full((stages + 1, count + 1, world + 1), np.inf)
@@ -297,7 +307,7 @@ def _smallest(table: StageTables, stages: int) -> Need | None:
                 memory = table.least_memory(end, used)
                 largest = np.maximum(memory, least[placed, end, used])
                 there = least[after, :end, used + 1 :]
-                better = largest < there
+                better = (largest < there) & (largest < below)
                 for start, step in zip(*np.nonzero(better), strict=True):
                     place = (after, int(start), used + 1 + int(step))
                     came[place] = (placed, end, used)
@@ -307,9 +317,14 @@ def _smallest(table: StageTables, stages: int) -> Need | None:
     size = float(least[place])
     if not np.isfinite(size):
         return None
+    shared = False
+    at = place
+    while at in came:
+        shared |= at[2] - came[at][2] > 1
+        at = came[at]
     while sizes[place] < size:
         place = came[place]
     before = came[place]
     start, end, used, replicas = place[1], before[1], before[2], place[2] - before[2]
     alone = tuple(float(table.bytes_needed(at, at + 1, replicas, used=used)) for at in range(start, end))
-    return Need(size, start, end, replicas, used, alone, table.variant.zero, table.offload)
+    return Need(size, start, end, replicas, used, alone, table.variant.zero if shared else 0, table.offload)

@@ -315,11 +315,9 @@ def test_zero_is_chosen_where_memory_asks_for_it() -> None:
     assert (tight.zero, len(tight.stages)) == (1, 1)
     assert tight.step_us >= deploy(chain(1, param=1_000_000), 2, memory=4_900_000, **given).step_us
     assert tight.stages[0].estimate.optimizer_bytes * 2 == plenty.stages[0].estimate.optimizer_bytes
-    with pytest.raises(DoesNotFitError, match=r"With ZeRO \(zero_stage=auto, .*\) about (2|3|4)\.\d+ MiB would do"):
-        deploy(chain(1, param=1_000_000), 2, memory=4_900_000, zero_stage="0", **given)
-    with pytest.raises(DoesNotFitError, match="recomputing and ZeRO 3 included") as caught:
+    with pytest.raises(DoesNotFitError, match="recomputing and ZeRO 1 included") as caught:
         deploy(chain(1, param=1_000_000), 2, memory=900_000, **given)
-    assert "With ZeRO" not in str(caught.value)
+    assert "would do" not in str(caught.value)
     forced = deploy(chain(1, param=1_000_000), 2, zero_stage="1", **given)
     assert forced.zero == 1
     assert forced.step_us > plenty.step_us
