@@ -165,11 +165,12 @@ class MappedFile(StateHome):
 
     def leave(self, names: Sequence[str]) -> None:
         self._advise(names, _COLD)
-
-    def finish(self) -> None:
-        if self._trims:
+        if self._trims:  # else malloc keeps the state of all buckets of a first step
             self._trims = False
             trim_heap()
+
+    def finish(self) -> None:
+        pass
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         need = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
