@@ -12,7 +12,7 @@ import msgspec
 from rannd.errors import PlanError
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
 
-__all__ = ["LEAST_GAIN", "RUNS", "SCHEDULES", "RunMode", "check_known", "preference_us", "runnable_zero"]
+__all__ = ["LEAST_GAIN", "OFFLOADS", "RUNS", "SCHEDULES", "RunMode", "check_known", "preference_us", "runnable_zero"]
 
 LEAST_GAIN = 0.05
 """Part of a step that a plan with ZeRO, or under a schedule that delays weight gradients, has to save to be preferred
@@ -42,6 +42,10 @@ RUNS: Mapping[RunMode, bool] = {
     **{RunMode(each.name, zero): each.runs for each in ALL_SCHEDULES.values() for zero in each.zero},
 }
 """Every run mode, and whether the runtime can run it."""
+
+
+OFFLOADS = (False, True)
+"""Whether the optimizer's state is elsewhere between steps: what `offload_optimizer=auto` tries, in this order."""
 
 
 def preference_us(zero: int, step_us: float) -> float:

@@ -14,7 +14,7 @@ from parity.zoo import ZOO
 def test_compact_covers_every_possible_pair() -> None:
     """What `possible` does not ask for takes every value with every choice: it is varied by one or two at once."""
     covered = set().union(*map(pairs_of, _cover()))
-    free = ("optimizer", "script", "recompute")
+    free = ("optimizer", "script", "recompute", "offload")
     choices = [
         choice
         for values in itertools.product(*(values[:1] if name in free else values for name, values in FACTORS.items()))
@@ -27,6 +27,9 @@ def test_compact_covers_every_possible_pair() -> None:
             wanted.update(*varied)
     for script, recompute in itertools.product(FACTORS["script"], FACTORS["recompute"]):
         wanted |= pairs_of(choices[0]._replace(script=script, recompute=recompute))
+    for name, offload in itertools.product(("optimizer", "script"), FACTORS["offload"]):
+        for value in FACTORS[name]:
+            wanted |= pairs_of(choices[0]._replace(**{name: value, "offload": offload}))
     assert wanted <= covered
 
 

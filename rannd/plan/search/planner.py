@@ -17,7 +17,7 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
 from rannd.plan.plan_options import AUTO, PlanOptions
-from rannd.plan.run_modes import RUNS, RunMode, check_known, runnable_zero
+from rannd.plan.run_modes import OFFLOADS, RUNS, RunMode, check_known, runnable_zero
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
 from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
 from rannd.plan.search.estimate import StageTables, Variant
@@ -139,7 +139,7 @@ def plan(
     limit = float(memory_bytes)
     needs: list[Need | None] = []
     """What is configured needs at least: without and with the optimizer's state elsewhere."""
-    for offload in [False, True] if options.offload_optimizer == AUTO else [options.offload_optimizer == "true"]:
+    for offload in OFFLOADS if options.offload_optimizer == AUTO else [options.offload_optimizer == "true"]:
         used = zeros
         every = tables(allowed, limit, False, zeros=used, offload=offload)
         found = plain = best_choice(every, stages=stages)
@@ -185,7 +185,7 @@ def plan(
     away = not offload and options.steps_apart
     helps = remedies(
         need,
-        least(rest, [False, True] if options.offload_optimizer == AUTO else [offload]),
+        least(rest, OFFLOADS if options.offload_optimizer == AUTO else [offload]),
         least(used, [True]) if away else None,
         least(rest, [True]) if away else None,
     )

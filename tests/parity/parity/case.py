@@ -30,6 +30,8 @@ class Case(msgspec.Struct, frozen=True):
     """ZeRO stage; -1 leaves it to the planner."""
     recompute: bool = False
     """Activations are recomputed in backward."""
+    offload: bool = False
+    """The optimizer's state is elsewhere between steps; False leaves it to the planner, and memory is plentiful."""
     script: str = "plain"
     """Name in `script.SCRIPTS`."""
     rows: tuple[int, ...] = (8,)
@@ -54,6 +56,7 @@ class Case(msgspec.Struct, frozen=True):
         )
         parts += [f"zero{self.zero}"] if self.zero > 0 else []
         parts += ["recompute"] if self.recompute else []
+        parts += ["offload"] if self.offload else []
         parts += [self.precision] if self.precision != "float64" else []
         parts += [f"{key.removeprefix('RANNC_').lower()}={value}" for key, value in self.env]
         return "-".join(parts)
@@ -76,6 +79,8 @@ class Case(msgspec.Struct, frozen=True):
             forced["RANNC_ZERO_STAGE"] = str(self.zero)
         if self.recompute:
             forced["RANNC_CHECKPOINTING"] = "true"
+        if self.offload:
+            forced["RANNC_OFFLOAD_OPTIMIZER"] = "true"
         if self.schedule == "asked":
             forced["RANNC_INTERLEAVE_LOSS"] = "false"
         else:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from parity.case import Case
 from parity.script import SCRIPTS
 from parity.zoo import OPTIMIZERS, ZOO
-from rannd.plan.run_modes import RUNS, runnable_zero
+from rannd.plan.run_modes import OFFLOADS, RUNS, runnable_zero
 
 
 class Choice(NamedTuple):
@@ -32,6 +32,7 @@ class Choice(NamedTuple):
     rows: str
     zero: int
     recompute: bool
+    offload: bool
 
 
 def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -74,6 +75,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "rows": ROWS,
     "zero": sorted({way.zero for way, runs in RUNS.items() if runs}),
     "recompute": [False, True],
+    "offload": OFFLOADS,
 }
 
 PAIRS = [
@@ -100,6 +102,9 @@ PAIRS = [
     ("recompute", "stages"),
     ("recompute", "schedule"),
     ("recompute", "script"),
+    ("zero", "offload"),
+    ("optimizer", "offload"),
+    ("script", "offload"),
 ]
 """Pairs of factors, or of traits that follow from them, of which `COMPACT` covers all possible values."""
 
@@ -145,6 +150,7 @@ def _case(choice: Choice) -> Case:
         late_rows=late,
         zero=choice.zero,
         recompute=choice.recompute,
+        offload=choice.offload,
     )
 
 
@@ -246,8 +252,8 @@ def _full() -> list[Case]:
             if both and source.random() < 0.25:
                 schedule = "asked"
             for pattern in (rows, "uneven"):
-                recompute = source.choice(FACTORS["recompute"])
-                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern, 0, recompute)
+                recompute, offload = source.choice(FACTORS["recompute"]), source.choice(FACTORS["offload"])
+                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern, 0, recompute, offload)
                 attempts = [again for zero in FACTORS["zero"] if possible(again := attempt._replace(zero=zero))]
                 if attempts:
                     case = _case(source.choice(attempts))

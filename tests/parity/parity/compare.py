@@ -119,6 +119,8 @@ def plan_differences(case: Case, got: list[Record]) -> list[str]:
         wanted = min(case.micro, case.total_rows(0))  # more would be without rows
         if case.micro and micro != wanted:
             found.append(f"rank {rank}: {micro} microbatches ran instead of {wanted}")
+        if case.offload and not record["plan/offload"]:
+            found.append(f"rank {rank}: the optimizer's state was in memory between steps")
         if min(replicas) < 1 or sum(replicas) > case.ranks:
             found.append(f"rank {rank}: stages have {replicas} replicas on {case.ranks} ranks")
     return found

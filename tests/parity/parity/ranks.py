@@ -21,6 +21,7 @@ from rannd.runtime.comm.world import made
 from rannd.runtime.parameters.state_elsewhere import TensorElsewhere
 from rannd.runtime.transport.gloo_transport import GlooTransport
 from rannd.runtime.transport.strict_transport import StrictTransport
+from rannd.runtime.zero import sharded_step
 
 Found = TypeVar("Found")
 
@@ -62,6 +63,7 @@ class Rannc:
         import pyrannc  # the yardstick must not need it
 
         self._pyrannc = pyrannc
+        sharded_step.MOST = 4 << 10  # bytes: state that is elsewhere comes in several buckets
         self.rank = pyrannc.get_rank()
         self._strict: StrictTransport | None = None
 
@@ -100,6 +102,7 @@ class Rannc:
         deployment = cast(Any, model).deployment
         record["plan/replicas"] = array(torch.tensor([len(stage.slots) for stage in deployment.stages]))
         record["plan/micro"] = array(torch.tensor(deployment.microbatches))
+        record["plan/offload"] = array(torch.tensor(deployment.offload))
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
