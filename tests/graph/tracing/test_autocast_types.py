@@ -42,6 +42,26 @@ def resized(m: Small, x: Tensor) -> Tensor:
     return interpolate((x @ m.w).unsqueeze(1), scale_factor=2.0, mode="linear")
 
 
+def in_half(model: nn.Module, x: Tensor) -> bool:
+    """Whether a module of the model itself returns bfloat16; skips the test where this CPU cannot run the model."""
+    found: list[torch.dtype] = []
+
+    def note(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        found.append((output if isinstance(output, Tensor) else output[0]).dtype)
+
+    handles = [module.register_forward_hook(note) for module in model.modules()]
+    try:
+        model(x)
+    except RuntimeError as exc:  # oneDNN has no LSTM in bfloat16 for some CPUs, and torch nothing in its place
+        if "primitive descriptor" not in str(exc):
+            raise
+        pytest.skip(f"torch itself cannot run this model on this CPU: {exc}")
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.bfloat16 in found
+
+
 @pytest.mark.parametrize(
     ("model", "amp", "shape"),
     [(Recurrent, True, (5, 3, 4)), (Inside, False, (5, 3, 4)), (lambda: Small(resized), True, (5, 6))],
@@ -51,6 +71,7 @@ def test_a_graph_has_the_types_of_its_run(model: Callable[[], nn.Module], amp: b
     made, x = model(), torch.randn(shape)
     found: dict[str, torch.dtype] = {}
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        half = in_half(made, x)
         signature, tensors = signature_of(made, x)
         graph = build(made, signature, tensors, CPU)
         values = {**dict(made.named_parameters()), **dict(made.named_buffers())}
@@ -68,7 +89,7 @@ def test_a_graph_has_the_types_of_its_run(model: Callable[[], nn.Module], amp: b
             if isinstance(value, TensorValue) and isinstance(run, Tensor):
                 found[node.name] = run.dtype
                 assert value.dtype == run.dtype, node.name
-    assert torch.bfloat16 in found.values()
+    assert (torch.bfloat16 in found.values()) >= half
 
 
 def test_an_operator_without_a_kernel_for_it_leaves_types_as_they_are() -> None:
