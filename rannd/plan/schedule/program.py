@@ -154,9 +154,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def _replica_of(self) -> dict[tuple[int, int], int]:
         """Index of the replica of each (stage, slot)."""
-        return {
-            (stage, slot): replica for stage, slots in enumerate(self.stages) for replica, slot in enumerate(slots)
-        }
+        return {(stage, slot): replica for stage, slots in enumerate(self.stages) for replica, slot in enumerate(slots)}
 
     def pieces(self, stage: int, slot: int) -> tuple[int, ...]:
         """Return the microbatches that `slot` runs in `stage`, ascending; a slot always runs them in this order."""

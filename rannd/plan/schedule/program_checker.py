@@ -83,7 +83,9 @@ def _check_complete(program: Program) -> None:
         wanted.append(set())
         for stage in layout.stages_of(slot):
             kinds = (ActionKind.FORWARD, ActionKind.BACKWARD, *((ActionKind.WEIGHT,) if stage in split else ()))
-            wanted[slot] |= {layout.computation(kind, piece, stage) for kind in kinds for piece in layout.pieces(stage, slot)}
+            wanted[slot] |= {
+                layout.computation(kind, piece, stage) for kind in kinds for piece in layout.pieces(stage, slot)
+            }
     for edges, send, receive in (
         (layout.edges, ActionKind.SEND_VALUES, ActionKind.RECV_VALUES),
         (layout.grad_edges, ActionKind.RECV_GRADS, ActionKind.SEND_GRADS),

@@ -105,9 +105,7 @@ class _Around:
             else:
                 actions.append(action)
 
-    def _receive(
-        self, actions: list[Action], kind: ActionKind, ways: Sequence[_Way], piece: int, slot: int
-    ) -> None:
+    def _receive(self, actions: list[Action], kind: ActionKind, ways: Sequence[_Way], piece: int, slot: int) -> None:
         """Receive a microbatch's messages, and before them those that their senders sent earlier."""
         for edge, others in ways:
             sender = others[piece]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from rannd.errors import PlanError
-from rannd.plan.schedule.program import Action, ActionKind, Layout, Program
+from rannd.plan.schedule.program import ActionKind, Layout, Program
 from rannd.plan.schedule.transfers import with_transfers
 
 Slots = tuple[tuple[int, ...], ...]

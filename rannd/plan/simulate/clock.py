@@ -120,9 +120,7 @@ class _Clock:
         alone = stages[0] if stages else NOWHERE
         forward = {stage: costs.forward_us[stage] for stage in stages}
         backward = {stage: costs.backward_us[stage] for stage in stages}
-        for stage in {
-            self.layout.stage_at(slot, action) for action in actions if action.kind is ActionKind.WEIGHT
-        }:
+        for stage in {self.layout.stage_at(slot, action) for action in actions if action.kind is ActionKind.WEIGHT}:
             backward[stage] -= costs.weight_us[stage]
         sends: list[_Send] = []
         steps: list[_Step] = [(0.0, (), sends, None, 0)]
