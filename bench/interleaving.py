@@ -4,18 +4,20 @@
 
 paper   BERT and a widened ResNet152 on 4 nodes with 8 V100 (bench/paper.py)
 gpt2    GPT-2 of 774 million and 1.5 billion parameters on 4 and 8 of these devices, with small and large batches
-zoo     the models of tests/zoo with one loss that do not couple rows, on 4 and 8 devices of cluster cpu on two nodes, with
-        70 % of the memory that one stage would need (as bench/planner.py value)
+zoo     the models of tests/zoo with one loss that do not couple rows, on 4 and 8 devices of cluster cpu on two nodes,
+        with 70 % of the memory that one stage would need (as bench/planner.py value)
 
 All plans of a model are made from the same blocks and costs, for the same batch and the same memory; each action, sends
 and receives too, takes --host-us of its slot's host (docs/benchmarks.md). Compared are simulated steps. "Plan" is what
-a job would get today. The other columns are the fastest of all numbers of positions (slots of a pipeline) with equally many
-replicas, microbatches, orders of slots and ZeRO stages, each without the part that the planner demands of ZeRO and
-zero-bubble before it takes them; for 1F1B and zb_h1 the planner's plans count, too. Of interleaved 1F1B v is the number
-of stages per slot; with 0, 1 and 2 forwards more than in the paper. Nothing is run.
+a job would get today. The other columns are the fastest of all numbers of positions (slots of a pipeline) with equally
+many replicas, microbatches, orders of slots and ZeRO stages, whatever the gain (a job gets ZeRO and zero-bubble only
+if they save a twentieth); for 1F1B and zb_h1 the planner's plans count, too. Of interleaved 1F1B v is the number of
+stages per slot; it is tried with 0, 1 and 2 forwards more than in the paper. Nothing is run.
 
 Columns: step of the plan; step of each schedule relative to the plan (below 1: faster), GiB on the fullest device, the
-shape; 'none' if nothing fits that could be faster than --far times the plan.
+shape, and how uneven the cuts are (computing of the slot with most of it / mean); 'none' if nothing fits that could be
+faster than --far times the plan. Bold: a schedule that cannot be run is faster by 3 % or more than the fastest of those
+that can, 1F1B and zb_h1 whatever the gain.
 
 --blocks   max_partition_num, for all plans
 --draw     draw the timeline of one pipeline of the fastest plan of each schedule
@@ -55,7 +57,7 @@ from rannd.profile.analytic import analytic_costs
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 GIB = 2**30
 WIN = 0.97
-"""Step relative to the plan of today from which on interleaving is worth building."""
+"""Step relative to the fastest of today from which on interleaving is worth building."""
 
 
 def main() -> None:
@@ -209,8 +211,9 @@ def line(model: str, workshop: Workshop, options: argparse.Namespace) -> None:
         priced = workshop.best(kind, below)
         if priced is not None:
             found[kind.name].append(priced)
+    today_us = min([step, *(_step(each) for kind in TODAY for each in found[kind.name])])
     cells = []
-    for each in found.values():
+    for name, each in found.items():
         fastest = min(each, key=_step, default=None)
         if fastest is None:
             cells.append("none")
@@ -219,8 +222,8 @@ def line(model: str, workshop: Workshop, options: argparse.Namespace) -> None:
             text = f"{fastest.most_bytes / GIB:.1f} GiB, {fastest.name}, uneven {fastest.uneven:.2f}"
         else:
             text = f"{fastest[1] / GIB:.1f} GiB, {fastest[2]}"
-        ratio = _step(fastest) / step
-        cells.append(f"{'**' if ratio <= WIN else ''}{ratio:.3f}{'**' if ratio <= WIN else ''} ({text})")
+        mark = "**" if _step(fastest) <= WIN * today_us and name not in {kind.name for kind in TODAY} else ""
+        cells.append(f"{mark}{_step(fastest) / step:.3f}{mark} ({text})")
     took = time.process_time() - begin
     plan_text = f"{today.schedule}, {shape(today)}, {max(reference.peak_bytes) / GIB:.1f} GiB"
     print(f"| {model} | {plan_text} | {_seconds(step)} | {' | '.join(cells)} | {took:.0f} s |", flush=True)

@@ -107,8 +107,8 @@ def _check_complete(program: Program) -> None:
         missing = sorted(map(str, wanted[slot] - found))
         if missing or extra:
             raise PlanError(
-                f"slot {slot} of stage {', '.join(map(str, layout.stages_of(slot)))}: missing {missing[:5]}, too much or "
-                f"wrong {sorted(extra)[:5]}"
+                f"slot {slot} of stage {', '.join(map(str, layout.stages_of(slot)))}: missing {missing[:5]}, "
+                f"too much or wrong {sorted(extra)[:5]}"
             )
 
 

@@ -12,8 +12,8 @@ Two stages on two slots, two microbatches, GPipe::
 send its activations of edge 0>1 to slot 2, ``RV`` receive them, ``SG``/``RG`` the same for gradients, which flow from
 dst to src (the edge is written as in the forward), ``R`` reduce the gradients over the stage's replicas, ``R0`` those
 of the first set of stages in the line ``tied 0+2 | 0+1+2``, which exists if stages share parameters. Where slots have
-several stages, ``F3.1`` and ``R.1`` are those of stage 1. ``|`` ends the forward phase. An *interleaved* Program has all actions before it: its backward starts from losses, and needs no
-gradients from the ranks.
+several stages, ``F3.1`` and ``R.1`` are those of stage 1. ``|`` ends the forward phase. An *interleaved* Program has
+all actions before it: its backward starts from losses, and needs no gradients from the ranks.
 """
 
 from __future__ import annotations

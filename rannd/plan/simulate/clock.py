@@ -43,8 +43,9 @@ def play(program: Program, costs: StepCosts, *, record: bool = False) -> Played:
 _Send = tuple[int, int, float]
 """(message, receiver, microseconds on the link)"""
 _Step = tuple[float, Sequence[int], list[_Send], Action | None, int]
-"""(microseconds, messages it waits for, messages sent afterwards, computation, number of its stage among the slot's); no
-computation: only a wait."""
+"""(microseconds, messages it waits for, messages sent afterwards, computation, number of its stage among the slot's)
+
+No computation: only a wait."""
 
 
 class _Clock:
