@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from plan_costs import virtual
+from plan_layouts import Make, interleaved
 
 from rannd.errors import PlanError
 from rannd.plan.schedule.program import Action, ActionKind, Layout, Program
@@ -17,8 +15,6 @@ from rannd.plan.schedule.schedules import gpipe, one_forward_one_backward
 from rannd.plan.schedule.virtual_stages import interleaved_1f1b, round_robin, v_shape, zero_bubble_v
 from rannd.plan.simulate.simulator import Simulation, predict_order, simulate
 from rannd.plan.simulate.timeline import COMPUTE
-
-Make = Callable[[Layout], Program]
 
 
 def chain(positions: int, passes: int, microbatches: int, *, v: bool = False) -> Layout:
@@ -39,41 +35,17 @@ def played(make: Make, layout: Layout) -> Simulation:
     return simulate(program, virtual(layout), record=True)
 
 
-@st.composite
-def placed(draw: st.DrawFn) -> tuple[Layout, Make]:
-    """Layouts with skip edges, inputs and outputs anywhere, tied stages, several pipelines; and a schedule for them."""
-    positions, replicas = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    slots = draw(st.permutations(range(positions * replicas)))
-    homes = tuple(tuple(slots[at * replicas : (at + 1) * replicas]) for at in range(positions))
-    v = draw(st.booleans())
-    stages = v_shape(homes) if v else round_robin(homes, draw(st.integers(2, 3)))
-    last = len(stages)
-    possible = [(src, dst) for src in range(-1, last) for dst in range(src + 1, last + 1)]
-    possible.remove((-1, last))
-    edges = sorted(draw(st.lists(st.sampled_from(possible), unique=True)))
-    inner = [edge for edge in edges if edge[1] < last]
-    grads = sorted(draw(st.lists(st.sampled_from(inner), unique=True))) if inner else []
-    sets = st.sets(st.integers(0, last - 1), min_size=2).map(lambda found: tuple(sorted(found)))
-    tied = tuple(sorted(draw(st.lists(sets, max_size=2, unique=True))))
-    layout = Layout(len(slots), draw(st.integers(1, 3)), stages, tuple(edges), tuple(grads), tied)
-    if v:
-        split = draw(st.sets(st.integers(0, last - 1)))
-        return layout, lambda part: zero_bubble_v(part, split)
-    ahead = draw(st.integers(0, 3))
-    return layout, lambda part: interleaved_1f1b(part, ahead=ahead)
-
-
-@given(placed())
-def test_a_program_computes_and_moves_everything_once_and_ends(given_: tuple[Layout, Make]) -> None:
-    layout, make = given_
+@given(interleaved())
+def test_a_program_computes_and_moves_everything_once_and_ends(case: tuple[Layout, Make]) -> None:
+    layout, make = case
     program = make(layout)
     check(program)
     assert from_text(to_text(program)) == program
 
 
-@given(placed())
-def test_equal_parts_are_predicted_as_the_whole_is_simulated(given_: tuple[Layout, Make]) -> None:
-    layout, make = given_
+@given(interleaved())
+def test_equal_parts_are_predicted_as_the_whole_is_simulated(case: tuple[Layout, Make]) -> None:
+    layout, make = case
     costs = virtual(layout, transfer=0.25)
     assert predict_order(make, layout, costs) == simulate(make(layout), costs)
 
