@@ -22,7 +22,7 @@ from rannd.plan.blocks.cut_places import cut_places
 from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.program import NOWHERE, ActionKind, Layout, Program
-from rannd.plan.schedule.schedules import planned_program
+from rannd.plan.schedule.schedules import ALL_SCHEDULES, planned_program
 from rannd.plan.schedule.virtual_stages import Slots, interleaved_1f1b, round_robin, v_shape, zero_bubble_v
 from rannd.plan.search.candidates import even_starts
 from rannd.plan.search.estimate import StageTables, Variant
@@ -140,6 +140,8 @@ class Workshop:
     options: PlanOptions
     host_us: float
     """Time of each action, beside what it computes or sends."""
+    halves: float = 1.0
+    """What the two halves of a backward take together, relative to the whole."""
     _machines: dict[int, tuple[Machine, Reductions]] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], list[tuple[int, ...]]] = field(default_factory=dict)
     _tables: dict[Variant, StageTables] = field(default_factory=dict)
@@ -164,7 +166,15 @@ class Workshop:
         state = list(found.state_bytes)
         for stage, more in self._held_twice(deployment).items():
             state[stage] -= more
-        return msgspec.structs.replace(found, host_us=self.host_us, state_bytes=tuple(state))
+        found = msgspec.structs.replace(found, host_us=self.host_us, state_bytes=tuple(state))
+        if not ALL_SCHEDULES[deployment.schedule].delays_weights:
+            return found
+        longer = [self.halves if us > 0 else 1.0 for us in found.weight_us]
+        return msgspec.structs.replace(
+            found,
+            backward_us=tuple(us * more for us, more in zip(found.backward_us, longer, strict=True)),
+            weight_us=tuple(us * more for us, more in zip(found.weight_us, longer, strict=True)),
+        )
 
     def simulated(self, deployment: Deployment) -> Simulation:
         """Simulate a deployment of the planner's."""

@@ -1,8 +1,9 @@
 """Interleaved stages priced in simulation: the best plan that can be run today beside interleaved 1F1B and ZB-V.
 
-    python bench/interleaving.py [paper gpt2 zoo] [--models NAME ..] [--blocks 32] [--host-us 30] [--draw]
+    python bench/interleaving.py [paper half gpt2 zoo] [--models NAME ..] [--blocks 32] [--host-us 30] [--halves 1] [--draw]
 
 paper   BERT and a widened ResNet152 on 4 nodes with 8 V100 (bench/paper.py)
+half    BERT there with autocast to float16
 gpt2    GPT-2 of 774 million and 1.5 billion parameters on 4 and 8 of these devices, with small and large batches
 zoo     the models of tests/zoo with one loss that do not couple rows, on 4 and 8 devices of cluster cpu on two nodes,
         with 70 % of the memory that one stage would need (as bench/planner.py value)
@@ -20,6 +21,8 @@ faster than --far times the plan. Bold: a schedule that cannot be run is faster 
 that can, 1F1B and zb_h1 whatever the gain.
 
 --blocks   max_partition_num, for all plans
+--halves   what B and W take together under zb_h1 and ZB-V, relative to a whole backward (measured: 1.01 to 1.17,
+           docs/benchmarks.md); the planner knows nothing of it
 --draw     draw the timeline of one pipeline of the fastest plan of each schedule
 """
 
@@ -35,8 +38,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import msgspec
 from _virtual_plans import INTERLEAVED, TODAY, Priced, Workshop
+from msgspec.structs import replace
 
 from rannd.config import Config
 from rannd.config.cluster import load_cluster
@@ -70,6 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--far", type=float, default=1.1, help="plans that take longer, relative to today's, are left out"
     )
+    parser.add_argument("--halves", type=float, default=1.0)
     parser.add_argument("--draw", action="store_true")
     options = parser.parse_args()
     print("| model | plan today | step | 1F1B | zb_h1 | interleaved 1F1B, v = 2 | v = 4 | ZB-V | time |")
@@ -95,6 +99,16 @@ def paper(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
         if _wanted(case.name, options):
             rows = len(next(iter(case.batch.values())))
             yield case.name, _on_v100(traced_graph(case, half=False).task, 32, rows, options)
+
+
+def half(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
+    """The paper's BERT with autocast to float16, where computing is fast and links are not."""
+    from paper import berts, traced_graph
+
+    sizes = argparse.Namespace(hidden=[1024, 2048], layers=[24, 96, 192], sequence=512, attention="sdpa")
+    for case in berts(sizes, 8):
+        if _wanted(case.name, options):
+            yield f"{case.name}, float16", _on_v100(traced_graph(case, half=True).task, 32, 8, options)
 
 
 def gpt2(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
@@ -127,7 +141,7 @@ def _on_v100(graph: TaskGraph, devices: int, rows: int, options: argparse.Namesp
 def _workshop(
     graph: TaskGraph, name: str, slots: tuple[Slot, ...], rows: int, memory: int, options: argparse.Namespace
 ) -> Workshop:
-    asked = msgspec.structs.replace(PlanOptions.of(Config()), max_partition_num=options.blocks)
+    asked = replace(PlanOptions.of(Config()), max_partition_num=options.blocks)
     blocks = make_blocks(Partitioning.of(graph), asked, world=len(slots))
     costs = analytic_costs(
         graph,
@@ -137,7 +151,7 @@ def _workshop(
         most=rows,
         nodes=len({slot.node for slot in slots}),
     )
-    return Workshop(graph, blocks, costs, slots, rows, memory, asked, options.host_us)
+    return Workshop(graph, blocks, costs, slots, rows, memory, asked, options.host_us, options.halves)
 
 
 def zoo(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
@@ -161,6 +175,7 @@ def zoo(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
 
 SETTINGS: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Workshop]]]] = {
     "paper": paper,
+    "half": half,
     "gpt2": gpt2,
     "zoo": zoo,
 }
@@ -255,11 +270,12 @@ def shape(deployment: Deployment) -> str:
 
 
 def _draw(workshop: Workshop, priced: Priced) -> None:
+    """Draw one of the pipelines side by side, its slots in the order of the positions."""
     layout = loss_layout(layout_of(workshop.graph, priced.deployment))
     program = priced.kind.program(layout, priced.costs.split)
     played = simulate(program, priced.costs, record=True)
-    first = set(range(layout.world // layout.pipelines))
-    events = [event for event in played.events if event.slot in first]
+    first = list(dict.fromkeys(slots[0] for slots in layout.stages))
+    events = [replace(event, slot=first.index(event.slot)) for event in played.events if event.slot in first]
     print(f"{priced.kind.name}: {priced.name}, {_seconds(played.step_us)}, bubble {played.bubble:.3f}")
     print(draw(events, len(first), priced.costs.forward_us[0]))
 
