@@ -1,6 +1,7 @@
 """Interleaved stages priced in simulation: the best plan that can be run today beside interleaved 1F1B and ZB-V.
 
-    python bench/interleaving.py [paper half gpt2 zoo] [--models NAME ..] [--blocks 32] [--host-us 30] [--halves 1] [--draw]
+    python bench/interleaving.py [paper half gpt2 zoo] [--models NAME ..] [--blocks 32] [--host-us 30] [--halves 1]
+                                 [--draw]
 
 paper   BERT and a widened ResNet152 on 4 nodes with 8 V100 (bench/paper.py)
 half    BERT there with autocast to float16
