@@ -169,13 +169,23 @@ class Target:
     steps: bool
 
 
-def line(case: Case, target: Target) -> tuple[str, ...]:
-    """Trace and plan a model; returns its row of the table."""
+@dataclass(frozen=True)
+class Traced:
+    """A model's graph, its number of parameters, and CPU time of tracing and of making the graph."""
+
+    task: TaskGraph
+    parameters: int
+    trace_s: float
+    graph_s: float
+
+
+def traced_graph(case: Case, *, half: bool) -> Traced:
+    """Trace a model on the meta device; `half`: under autocast to float16."""
     begin = time.process_time()
     with torch.device("meta"):
         model = Loss(case.build()).train()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    with torch.autocast("cpu", torch.float16) if target.half else contextlib.nullcontext():
+    with torch.autocast("cpu", torch.float16) if half else contextlib.nullcontext():
         call = flatten_call((), case.batch)
         signature = classify(call, Mode.current(True), [call.shapes()])
         with others([*model.parameters(), *model.buffers()], unwritten):  # as a job traces a model on the meta device
@@ -183,10 +193,16 @@ def line(case: Case, target: Target) -> tuple[str, ...]:
         middle = time.process_time()
         graph = build(model, signature, list(call.tensors), torch.device("cpu"), traced)
     assert graph.sole_loss is not None
+    return Traced(graph.task, parameters, middle - begin, time.process_time() - middle)
+
+
+def line(case: Case, target: Target) -> tuple[str, ...]:
+    """Trace and plan a model; returns its row of the table."""
+    found = traced_graph(case, half=target.half)
     built = time.process_time()
     rows = len(next(iter(case.batch.values())))
-    planned = Plans(graph.task, rows, target)
-    head = case.name, f"{parameters / 1e9:.2f}"
+    planned = Plans(found.task, rows, target)
+    head = case.name, f"{found.parameters / 1e9:.2f}"
     try:
         deployment = planned.best()
         text = cells(deployment, planned)
@@ -195,12 +211,12 @@ def line(case: Case, target: Target) -> tuple[str, ...]:
     end = time.process_time()
     if target.steps:
         print(
-            f"{case.name}: {len(graph.task.ops)} operators; trace {middle - begin:.1f} s, graph {built - middle:.1f} "
+            f"{case.name}: {len(found.task.ops)} operators; trace {found.trace_s:.1f} s, graph {found.graph_s:.1f} "
             f"s, blocks and costs {planned.costs_s:.1f} s, search and ranking {planned.best_s:.1f} s; peak memory of "
             f"the process so far {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB",
             file=sys.stderr,
         )
-    return *head, *text, f"{middle - begin:.0f} s, {end - middle:.1f} s"
+    return *head, *text, f"{found.trace_s:.0f} s, {found.graph_s + end - built:.1f} s"
 
 
 class Plans:

@@ -34,7 +34,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     microbatches: int
     """Microbatches per rank."""
     stages: tuple[tuple[int, ...], ...]
-    """Slot of each replica of each stage; every slot is in exactly one stage."""
+    """Slot of each replica of each stage; every slot is in one stage, or all are in equally many."""
     edges: tuple[Edge, ...]
     """(src stage, dst stage) pairs that carry activations, sorted; -1: inputs, number of stages: outputs."""
     grad_edges: tuple[Edge, ...]
@@ -48,8 +48,15 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             raise PlanError(
                 f"a layout of {self.world} slots and {self.microbatches} microbatches; both must be 1 or more"
             )
-        if sorted(slot for stage in self.stages for slot in stage) != list(range(self.world)):
-            raise PlanError(f"stages {self.stages} do not use each of {self.world} slots once")
+        used = sorted(slot for stage in self.stages for slot in stage)
+        often = len(used) // self.world
+        if used != [slot for slot in range(self.world) for _ in range(often)] or any(
+            len(set(stage)) < len(stage) for stage in self.stages
+        ):
+            raise PlanError(
+                f"stages {self.stages} do not use each of {self.world} slots once; only if all slots are in equally "
+                "many stages, and no stage names one twice, may there be more than one stage a slot"
+            )
         if not all(self.stages):
             raise PlanError(f"a stage without a slot in {self.stages}")
         wrong = [edge for edge in self.edges if not (-1 <= edge[0] < edge[1] <= last and edge != (-1, last))]
@@ -65,6 +72,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def slot_count(self) -> int:
         """Number of slots."""
         return self.world
+
+    @cached_property
+    def virtual_stages(self) -> int:
+        """Number of stages of every slot: 1, or more where stages are interleaved."""
+        return sum(map(len, self.stages)) // self.world
 
     @property
     def pieces_total(self) -> int:
@@ -117,24 +129,39 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return [*found, ranks.tolist()]
 
     def stage_of(self, slot: int) -> int:
-        """Return the stage that `slot` belongs to."""
-        return self._place_of[slot][0]
+        """Return the stage that `slot` belongs to.
+
+        Raises:
+            PlanError: The slot has several.
+        """
+        found = self._stages_of[slot]
+        if len(found) > 1:
+            raise PlanError(f"slot {slot} has the stages {found}, where one is expected; interleaved stages cannot run")
+        return found[0]
+
+    def stages_of(self, slot: int) -> tuple[int, ...]:
+        """Return the stages that `slot` runs, ascending."""
+        return self._stages_of[slot]
 
     @cached_property
-    def _place_of(self) -> list[tuple[int, int]]:
-        """(stage, index of the replica) of each slot."""
-        found = [(0, 0)] * self.world
+    def _stages_of(self) -> list[tuple[int, ...]]:
+        found: list[list[int]] = [[] for _ in range(self.world)]
         for stage, slots in enumerate(self.stages):
-            for replica, slot in enumerate(slots):
-                found[slot] = stage, replica
-        return found
+            for slot in slots:
+                found[slot].append(stage)
+        return [tuple(each) for each in found]
+
+    @cached_property
+    def _replica_of(self) -> dict[tuple[int, int], int]:
+        """Index of the replica of each (stage, slot)."""
+        return {(stage, slot): replica for stage, slots in enumerate(self.stages) for replica, slot in enumerate(slots)}
 
     def pieces(self, stage: int, slot: int) -> tuple[int, ...]:
         """Return the microbatches that `slot` runs in `stage`, ascending; a slot always runs them in this order."""
         if stage in (-1, len(self.stages)):
             return tuple(range(slot, self.pieces_total, self.world))
-        own, replica = self._place_of[slot]
-        if own != stage:
+        replica = self._replica_of.get((stage, slot))
+        if replica is None:
             return ()
         turns = len(self.stages[stage]) // self.pipelines
         pipeline, turn = divmod(replica, turns)
@@ -146,12 +173,26 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reductions(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of stages whose slots reduce gradients together: each stage alone, and tied stages; sorted."""
-        return tuple(sorted([*((stage,) for stage in range(len(self.stages))), *self.tied]))
+        """Sets of stages whose slots reduce gradients together: each stage alone, and tied stages.
+
+        Sorted; descending if slots have several stages, because the gradients of the later ones are complete first.
+        """
+        sets = [*((stage,) for stage in range(len(self.stages))), *self.tied]
+        return tuple(sorted(sets, reverse=self.virtual_stages > 1))
 
     def reduction(self, stages: tuple[int, ...]) -> Action:
         """Return the action that reduces over `stages`, one of `reductions`."""
-        return Action(ActionKind.REDUCE, self.tied.index(stages) if len(stages) > 1 else NOWHERE)
+        if len(stages) > 1:
+            return Action(ActionKind.REDUCE, self.tied.index(stages))
+        return Action(ActionKind.REDUCE, stage=stages[0] if self.virtual_stages > 1 else NOWHERE)
+
+    def computation(self, kind: ActionKind, piece: int, stage: int) -> Action:
+        """Return the forward, backward or second half of it of a microbatch in a stage."""
+        return Action(kind, piece, stage=stage if self.virtual_stages > 1 else NOWHERE)
+
+    def stage_at(self, slot: int, action: Action) -> int:
+        """Return the stage of a computation of `slot`."""
+        return action.stage if action.stage != NOWHERE else self.stage_of(slot)
 
 
 class ActionKind(enum.Enum):
@@ -172,7 +213,8 @@ class ActionKind(enum.Enum):
 TRANSFERS = frozenset({ActionKind.SEND_VALUES, ActionKind.RECV_VALUES, ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 SENDS = frozenset({ActionKind.SEND_VALUES, ActionKind.SEND_GRADS})
 NOWHERE = -2
-"""`src`, `dst` and `peer` of an action that is no transfer, and `piece` of a reduction over one stage."""
+"""`src`, `dst` and `peer` of an action that is no transfer, `piece` of a reduction over one stage, `stage` of actions
+of a slot that has one."""
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -186,13 +228,16 @@ class Action(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dst: int = NOWHERE
     peer: int = NOWHERE
     """The other slot of a transfer."""
+    stage: int = NOWHERE
+    """The stage of a computation, or of a reduction over one stage, if its slot has several."""
 
     def __str__(self) -> str:
+        own = "" if self.stage == NOWHERE else f".{self.stage}"
         if self.kind is ActionKind.REDUCE:
-            return "R" if self.piece == NOWHERE else f"R{self.piece}"
+            return f"R{own}" if self.piece == NOWHERE else f"R{self.piece}"
         if self.kind in TRANSFERS:
             return f"{self.kind.value}{self.piece}:{self.src}>{self.dst}@{self.peer}"
-        return f"{self.kind.value}{self.piece}"
+        return f"{self.kind.value}{self.piece}{own}"
 
 
 class Program(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from rannd.errors import PlanError
-from rannd.plan.schedule.program import SENDS, TRANSFERS, Action, ActionKind, Edge, Layout, Program
+from rannd.plan.schedule.program import NOWHERE, SENDS, TRANSFERS, Action, ActionKind, Edge, Layout, Program
 
 _FORWARD_KINDS = frozenset({ActionKind.FORWARD, ActionKind.SEND_VALUES, ActionKind.RECV_VALUES})
 _Move = tuple[int, int, bool, Edge, int]
@@ -30,7 +30,8 @@ def check(program: Program) -> None:
     - After all gradients each slot reduces once with the replicas of its stage and once with each set of stages that it
       shares parameters with, in one order on all slots.
     - The transfers of a pair of slots come in the same order on both sides, within the forward and within the backward
-      group (NCCL requires it).
+      group (NCCL requires it). Where slots have several stages, a pair sends values both ways: then within each
+      direction of a group, so that whoever runs such a Program needs a process group for each.
     - The program terminates if each slot runs its list in order, sends do not block, and receives wait for the oldest
       unread message of that sender and group (gloo and NCCL deliver in that order).
 
@@ -58,7 +59,8 @@ def _check_phases(program: Program, slot: int, *, interleaved: bool) -> None:
 
 def _check_reductions(layout: Layout, slot: int, actions: tuple[Action, ...]) -> None:
     """Check that reductions are the slot's last actions, and the same on all slots that take part."""
-    wanted = [layout.reduction(stages) for stages in layout.reductions if layout.stage_of(slot) in stages]
+    own = set(layout.stages_of(slot))
+    wanted = [layout.reduction(stages) for stages in layout.reductions if own & set(stages)]
     found = [action for action in actions if action.kind is ActionKind.REDUCE]
     if found != wanted or list(actions[-len(wanted) :]) != wanted:
         raise PlanError(
@@ -71,15 +73,19 @@ def _check_complete(program: Program) -> None:
     """Check that each slot has all its actions and no others, each once."""
     layout = program.layout
     split = {
-        layout.stage_of(slot)
+        layout.stage_at(slot, action)
         for slot, actions in enumerate(program.slots)
-        if any(action.kind is ActionKind.WEIGHT for action in actions)
+        for action in actions
+        if action.kind is ActionKind.WEIGHT
     }
     wanted: list[set[Action]] = []
     for slot in range(layout.world):
-        stage = layout.stage_of(slot)
-        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD, *((ActionKind.WEIGHT,) if stage in split else ()))
-        wanted.append({Action(kind, piece) for kind in kinds for piece in layout.pieces(stage, slot)})
+        wanted.append(set())
+        for stage in layout.stages_of(slot):
+            kinds = (ActionKind.FORWARD, ActionKind.BACKWARD, *((ActionKind.WEIGHT,) if stage in split else ()))
+            wanted[slot] |= {
+                layout.computation(kind, piece, stage) for kind in kinds for piece in layout.pieces(stage, slot)
+            }
     for edges, send, receive in (
         (layout.edges, ActionKind.SEND_VALUES, ActionKind.RECV_VALUES),
         (layout.grad_edges, ActionKind.RECV_GRADS, ActionKind.SEND_GRADS),
@@ -101,21 +107,22 @@ def _check_complete(program: Program) -> None:
         missing = sorted(map(str, wanted[slot] - found))
         if missing or extra:
             raise PlanError(
-                f"slot {slot} of stage {layout.stage_of(slot)}: missing {missing[:5]}, too much or wrong "
-                f"{sorted(extra)[:5]}"
+                f"slot {slot} of stage {', '.join(map(str, layout.stages_of(slot)))}: missing {missing[:5]}, "
+                f"too much or wrong {sorted(extra)[:5]}"
             )
 
 
 def _check_pair_orders(program: Program) -> None:
     """Check that both slots of a pair list the same transfers, of both directions, in the same order."""
-    seen: dict[tuple[int, int, bool], list[_Move]] = defaultdict(list)
+    seen: dict[tuple[int, int, bool, int], list[_Move]] = defaultdict(list)
+    apart = program.layout.virtual_stages > 1
     for slot, actions in enumerate(program.slots):
         for action in actions:
             if action.kind in TRANSFERS:
                 move = _move(slot, action)
-                seen[slot, action.peer, move[2]].append(move)
-    for (slot, peer, gradient), moves in seen.items():
-        others = seen.get((peer, slot, gradient), [])
+                seen[slot, action.peer, move[2], move[0] if apart else NOWHERE].append(move)
+    for (slot, peer, gradient, sender), moves in seen.items():
+        others = seen.get((peer, slot, gradient, sender), [])
         if moves != others:
             place = next((at for at, (a, b) in enumerate(zip(moves, others, strict=False)) if a != b), 0)
             group = "backward" if gradient else "forward"
@@ -138,7 +145,7 @@ class _Run:
         self.program = program
         self.layout = layout = program.layout
         self.done: set[tuple[ActionKind, int, int]] = set()
-        """(kind of computation, slot, microbatch)"""
+        """(kind of computation, stage, microbatch)"""
         self.received: set[tuple[int, bool, Edge, int]] = set()
         self.wires: dict[tuple[int, int, bool], deque[tuple[Edge, int]]] = defaultdict(deque)
         """Messages sent and not yet received, by sender, receiver, gradient."""
@@ -188,24 +195,25 @@ class _Run:
         if self.layout.slot_of(other, piece) != slot:
             return (slot, gradient, edge, piece) in self.received
         virtual = other in (-1, len(self.layout.stages))
-        return virtual or (ActionKind.BACKWARD if gradient else ActionKind.FORWARD, slot, piece) in self.done
+        return virtual or (ActionKind.BACKWARD if gradient else ActionKind.FORWARD, other, piece) in self.done
 
     def _compute(self, slot: int, action: Action) -> None:
-        stage, piece = self.layout.stage_of(slot), action.piece
+        stage, piece = self.layout.stage_at(slot, action), action.piece
         if action.kind is ActionKind.FORWARD:
             needed = all(self._has(slot, piece, edge, gradient=False) for edge in self.values_of[stage])
         elif action.kind is ActionKind.BACKWARD:
-            needed = (ActionKind.FORWARD, slot, piece) in self.done and all(
+            needed = (ActionKind.FORWARD, stage, piece) in self.done and all(
                 self._has(slot, piece, edge, gradient=True) for edge in self.grads_of[stage]
             )
         else:
-            needed = (ActionKind.BACKWARD, slot, piece) in self.done
+            needed = (ActionKind.BACKWARD, stage, piece) in self.done
         self._expect(needed, slot, action)
-        self.done.add((action.kind, slot, piece))
+        self.done.add((action.kind, stage, piece))
 
     def _send(self, slot: int, action: Action, *, gradient: bool) -> None:
         at_rank = action.dst == len(self.layout.stages) if gradient else action.src == -1
-        made = (ActionKind.BACKWARD if gradient else ActionKind.FORWARD, slot, action.piece)
+        maker = action.dst if gradient else action.src
+        made = (ActionKind.BACKWARD if gradient else ActionKind.FORWARD, maker, action.piece)
         self._expect(at_rank or made in self.done, slot, action)
         self.wires[slot, action.peer, gradient].append(((action.src, action.dst), action.piece))
 

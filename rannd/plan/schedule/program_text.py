@@ -11,9 +11,9 @@ Two stages on two slots, two microbatches, GPipe::
 ``F3`` forward of microbatch (piece) 3, ``B3`` its backward, ``W3`` the delayed part of its backward, ``SV3:0>1@2``
 send its activations of edge 0>1 to slot 2, ``RV`` receive them, ``SG``/``RG`` the same for gradients, which flow from
 dst to src (the edge is written as in the forward), ``R`` reduce the gradients over the stage's replicas, ``R0`` those
-of the first set of stages in the line ``tied 0+2 | 0+1+2``, which exists if stages share parameters. ``|`` ends the
-forward phase. An *interleaved* Program has all actions before it: its backward starts from losses, and needs no
-gradients from the ranks.
+of the first set of stages in the line ``tied 0+2 | 0+1+2``, which exists if stages share parameters. Where slots have
+several stages, ``F3.1`` and ``R.1`` are those of stage 1. ``|`` ends the forward phase. An *interleaved* Program has
+all actions before it: its backward starts from losses, and needs no gradients from the ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def to_text(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-_ACTION = re.compile(r"R(\d*)|([FBW])(\d+)|(SV|RV|SG|RG)(\d+):(-?\d+)>(\d+)@(\d+)")
+_ACTION = re.compile(r"R(?:(\d*)|\.(\d+))|([FBW])(\d+)(?:\.(\d+))?|(SV|RV|SG|RG)(\d+):(-?\d+)>(\d+)@(\d+)")
 _EDGE = re.compile(r"(-?\d+)>(\d+)(\*?)")
 _TIED = re.compile(r"tied (\d+(?:\+\d+)+(?: \| \d+(?:\+\d+)+)*)")
 
@@ -100,9 +100,9 @@ def _action(word: str) -> Action:
     found = _ACTION.fullmatch(word)
     if found is None:
         raise PlanError(f"{word!r} is not an action; expected: F3, B3, W3, SV3:0>1@2, RV.., SG.., RG.., R or R0")
-    reduce, compute, piece, move, moved, src, dst, peer = found.groups()
+    reduce, reduced, compute, piece, stage, move, moved, src, dst, peer = found.groups()
     if compute:
-        return Action(ActionKind(compute), int(piece))
+        return Action(ActionKind(compute), int(piece), stage=int(stage) if stage else NOWHERE)
     if move:
         return Action(ActionKind(move), int(moved), int(src), int(dst), int(peer))
-    return Action(ActionKind.REDUCE, int(reduce) if reduce else NOWHERE)
+    return Action(ActionKind.REDUCE, int(reduce) if reduce else NOWHERE, stage=int(reduced) if reduced else NOWHERE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from rannd.errors import PlanError
@@ -16,7 +17,8 @@ def with_transfers(layout: Layout, orders: Sequence[Sequence[Action]], *, interl
     outputs;
     computations as before; gradients of inputs. Then one reduction for each set of stages that includes the slot's
     stage.
-    Transfers at the ends of a phase come in the order of microbatches, which all slots share.
+    Transfers at the ends of a phase come in the order of microbatches, which all slots share. Where slots have several
+    stages, a slot receives what another one sends in the order in which that one sends it.
 
     Args:
         layout: Stages, slots and edges.
@@ -31,7 +33,7 @@ def with_transfers(layout: Layout, orders: Sequence[Sequence[Action]], *, interl
     if interleaved and any(edge[1] == last for edge in layout.grad_edges):
         raise PlanError(f"gradients of outputs are sent over {layout.grad_edges}; an interleaved step has none")
     slots: list[list[Action]] = [[] for _ in range(layout.slot_count)]
-    around = _Around(layout)
+    around = _Around(layout, orders)
     around.at_ranks(slots, [edge for edge in layout.edges if edge[0] < 0], gradient=False)
     for slot, order in enumerate(orders):
         around.compute(
@@ -46,9 +48,8 @@ def with_transfers(layout: Layout, orders: Sequence[Sequence[Action]], *, interl
     around.at_ranks(slots, [edge for edge in layout.grad_edges if edge[0] < 0], gradient=True)
     for stages in layout.reductions:
         action = layout.reduction(stages)
-        for stage in stages:
-            for slot in layout.stages[stage]:
-                slots[slot].append(action)
+        for slot in dict.fromkeys(slot for stage in stages for slot in layout.stages[stage]):
+            slots[slot].append(action)
     if interleaved:
         forward_length = [len(actions) for actions in slots]
     return Program(layout, tuple(tuple(actions) for actions in slots), tuple(forward_length))
@@ -61,7 +62,7 @@ _Way = tuple[Edge, list[int]]
 class _Around:
     """Inserts transfers before and after the computations of a layout."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, orders: Sequence[Sequence[Action]]) -> None:
         self._layout = layout
         last = len(layout.stages)
 
@@ -75,24 +76,43 @@ class _Around:
 
         self._values_in, self._values_out = ways(layout.edges, 1), ways(layout.edges, 0)
         self._grads_in, self._grads_out = ways(layout.grad_edges, 0), ways(layout.grad_edges, 1)
+        self._unread: dict[tuple[int, int, bool], deque[tuple[Edge, int]]] = {}
+        """Messages that are not received yet, by sender, receiver and whether they are gradients; filled only if slots
+        have several stages. Otherwise a pair has one edge in each direction, and the same order on both sides."""
+        for slot, order in enumerate(orders if layout.virtual_stages > 1 else ()):
+            for action in order:
+                if action.kind is not ActionKind.WEIGHT:
+                    gradient = action.kind is ActionKind.BACKWARD
+                    ways_out = (self._grads_out if gradient else self._values_out)[layout.stage_at(slot, action)]
+                    for edge, others in ways_out:
+                        wire = (slot, others[action.piece], gradient)
+                        self._unread.setdefault(wire, deque()).append((edge, action.piece))
 
     def compute(self, slots: list[list[Action]], slot: int, order: Sequence[Action]) -> None:
         """Append the computations of `slot`, each with its transfers to and from other stages."""
-        stage, actions = self._layout.stage_of(slot), slots[slot]
-        values_in, values_out = self._values_in[stage], self._values_out[stage]
-        grads_in, grads_out = self._grads_in[stage], self._grads_out[stage]
+        actions = slots[slot]
+        receive = self._receive if self._layout.virtual_stages > 1 else _move
         for action in order:
-            piece = action.piece
+            piece, stage = action.piece, self._layout.stage_at(slot, action)
             if action.kind is ActionKind.FORWARD:
-                _move(actions, ActionKind.RECV_VALUES, values_in, piece, slot)
+                receive(actions, ActionKind.RECV_VALUES, self._values_in[stage], piece, slot)
                 actions.append(action)
-                _move(actions, ActionKind.SEND_VALUES, values_out, piece, slot)
+                _move(actions, ActionKind.SEND_VALUES, self._values_out[stage], piece, slot)
             elif action.kind is ActionKind.BACKWARD:
-                _move(actions, ActionKind.RECV_GRADS, grads_in, piece, slot)
+                receive(actions, ActionKind.RECV_GRADS, self._grads_in[stage], piece, slot)
                 actions.append(action)
-                _move(actions, ActionKind.SEND_GRADS, grads_out, piece, slot)
+                _move(actions, ActionKind.SEND_GRADS, self._grads_out[stage], piece, slot)
             else:
                 actions.append(action)
+
+    def _receive(self, actions: list[Action], kind: ActionKind, ways: Sequence[_Way], piece: int, slot: int) -> None:
+        """Receive a microbatch's messages, and before them those that their senders sent earlier."""
+        for edge, others in ways:
+            sender = others[piece]
+            unread = self._unread.get((sender, slot, kind is ActionKind.RECV_GRADS))
+            while sender != slot and unread and (edge, piece) in unread:
+                (src, dst), earlier = unread.popleft()
+                actions.append(Action(kind, earlier, src, dst, sender))
 
     def at_ranks(self, slots: list[list[Action]], edges: Sequence[Edge], *, gradient: bool) -> None:
         """Append the transfers of all microbatches over edges from or to the ranks."""

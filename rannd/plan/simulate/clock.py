@@ -27,8 +27,8 @@ class Played(msgspec.Struct):
     """End of the last computation and the last receive."""
     busy: list[float]
     """Time spent in computations."""
-    last: list[tuple[float, float]]
-    """Start and end of the last computation of parameter gradients."""
+    last: list[list[tuple[float, float]]]
+    """Start and end of the last computation of parameter gradients, for each of the slot's stages."""
     links: list[dict[int, float]]
     """End of the last message to each receiver."""
     events: list[Event]
@@ -42,8 +42,10 @@ def play(program: Program, costs: StepCosts, *, record: bool = False) -> Played:
 
 _Send = tuple[int, int, float]
 """(message, receiver, microseconds on the link)"""
-_Step = tuple[float, Sequence[int], list[_Send], Action | None]
-"""(microseconds, messages it waits for, messages sent afterwards, computation); no computation: only a wait."""
+_Step = tuple[float, Sequence[int], list[_Send], Action | None, int]
+"""(microseconds, messages it waits for, messages sent afterwards, computation, number of its stage among the slot's)
+
+No computation: only a wait."""
 
 
 class _Clock:
@@ -64,7 +66,7 @@ class _Clock:
         steps = [self._steps(slot) for slot in range(world)]
         places = [0] * world
         clocks, busy = [0.0] * world, [0.0] * world
-        last = [(0.0, 0.0)] * world
+        last = [[(0.0, 0.0)] * self.layout.virtual_stages for _ in range(world)]
         arrivals = [-1.0] * (2 * len(self.numbers) * self.total)
         links: list[dict[int, float]] = [{} for _ in range(world)]
         waiting: dict[int, int] = {}
@@ -74,7 +76,7 @@ class _Clock:
             slot = ready.pop()
             own, place, clock, link = steps[slot], places[slot], clocks[slot], links[slot]
             while place < len(own):
-                us, needs, sends, action = own[place]
+                us, needs, sends, action, number = own[place]
                 start = clock
                 for message in needs:
                     arrival = arrivals[message]
@@ -88,7 +90,7 @@ class _Clock:
                     if action is not None:
                         busy[slot] += us
                         if action.kind is not ActionKind.FORWARD:
-                            last[slot] = start, clock
+                            last[slot][number] = start, clock
                         if record:
                             events.append(Event(slot, COMPUTE, start, us, str(action)))
                     for message, receiver, takes in sends:
@@ -115,47 +117,54 @@ class _Clock:
         actions, border = program.slots[slot], program.forward_length[slot]
         nodes = self.nodes
         # A slot that only stands for a rank (`LayoutPart.ranks`) computes nothing.
-        stage = self.layout.stage_of(slot) if slot < self.layout.world else NOWHERE
-        forward = backward = weight = 0.0
-        if stage != NOWHERE:
-            forward, backward, weight = costs.forward_us[stage], costs.backward_us[stage], costs.weight_us[stage]
-        if any(action.kind is ActionKind.WEIGHT for action in actions):
-            backward -= weight
+        stages = self.layout.stages_of(slot) if slot < self.layout.world else ()
+        alone = stages[0] if stages else NOWHERE
+        forward = {stage: costs.forward_us[stage] for stage in stages}
+        backward = {stage: costs.backward_us[stage] for stage in stages}
+        for stage in {self.layout.stage_at(slot, action) for action in actions if action.kind is ActionKind.WEIGHT}:
+            backward[stage] -= costs.weight_us[stage]
         sends: list[_Send] = []
-        steps: list[_Step] = [(0.0, (), sends, None)]
-        values: dict[int, list[int]] = {}
-        grads: dict[int, list[int]] = {}
+        steps: list[_Step] = [(0.0, (), sends, None, 0)]
+        values: dict[tuple[int, int], list[int]] = {}
+        """Messages that were received for a stage and microbatch."""
+        grads: dict[tuple[int, int], list[int]] = {}
         late: list[int] = []
         """Messages for the rank: waited for at the end of the phase."""
         for place, action in enumerate(actions):
             if place == border:
                 sends = []
-                steps.append((0.0, late, sends, None))
+                steps.append((0.0, late, sends, None, 0))
                 late = []
             kind, piece = action.kind, action.piece
+            stage = action.stage if action.stage != NOWHERE else alone
             if kind is ActionKind.FORWARD:
                 sends = []
-                steps.append((forward, values.pop(piece, ()), sends, action))
+                steps.append((forward[stage], values.pop((stage, piece), ()), sends, action, stages.index(stage)))
             elif kind is ActionKind.BACKWARD:
                 sends = []
-                steps.append((backward, grads.pop(piece, ()), sends, action))
+                steps.append((backward[stage], grads.pop((stage, piece), ()), sends, action, stages.index(stage)))
             elif kind is ActionKind.SEND_VALUES or kind is ActionKind.SEND_GRADS:
                 number = numbers[action.src, action.dst] + (kind is ActionKind.SEND_GRADS)
                 prices = self.near if nodes[slot] == nodes[action.peer] else self.far
                 sends.append((number * total + piece, action.peer, prices[number]))
             elif kind is ActionKind.RECV_VALUES:
                 message = numbers[action.src, action.dst] * total + piece
-                (values.setdefault(piece, []) if action.dst == stage else late).append(message)
+                (values.setdefault((action.dst, piece), []) if action.dst in stages else late).append(message)
             elif kind is ActionKind.RECV_GRADS:
                 message = (numbers[action.src, action.dst] + 1) * total + piece
-                (grads.setdefault(piece, []) if action.src == stage else late).append(message)
+                (grads.setdefault((action.src, piece), []) if action.src in stages else late).append(message)
             elif kind is ActionKind.WEIGHT:
                 sends = []
-                steps.append((weight, (), sends, action))
+                steps.append((costs.weight_us[stage], (), sends, action, stages.index(stage)))
         for left in (*values.values(), *grads.values()):
             late += left
-        steps.append((0.0, late, [], None))
-        return steps
+        steps.append((0.0, late, [], None, 0))
+        if not costs.host_us:
+            return steps
+        return [
+            (us + costs.host_us * ((action is not None) + len(needs) + len(sent)), needs, sent, action, number)
+            for us, needs, sent, action, number in steps
+        ]
 
     def _name(self, message: int, sender: int | None = None) -> str:
         """Return the text of the action that receives a message."""

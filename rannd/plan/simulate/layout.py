@@ -92,7 +92,7 @@ def step_costs(
     far = between or link
 
     def allreduce(stages: Sequence[int], nbytes: int) -> float:
-        slots = [slot for stage in stages for slot in layout.stages[stage]]
+        slots = {slot for stage in stages for slot in layout.stages[stage]}
         chosen = link if len({deployment.slots[slot].node for slot in slots}) == 1 else far
         return chosen.allreduce_us(nbytes, len(slots))
 

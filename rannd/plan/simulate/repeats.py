@@ -59,7 +59,7 @@ def repeats(layout: Layout, nodes: Sequence[int]) -> list[Repeat]:
     found: dict[tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]] = {}
     for number in range(count):
         own = [slots[number * part : (number + 1) * part] for slots, part in zip(layout.stages, parts, strict=True)]
-        local = {slot: index for index, slot in enumerate(sorted(slot for slots in own for slot in slots))}
+        local = {slot: index for index, slot in enumerate(sorted({slot for slots in own for slot in slots}))}
         ranks = tuple(local.setdefault(rank, len(local)) for rank in range(number * size, (number + 1) * size))
         known: dict[int, int] = {}
         where = tuple(known.setdefault(nodes[slot], len(known)) for slot in local) if nodes else ()

@@ -6,7 +6,7 @@ nothing else waits for them. Large jobs consist of identical blocks (`repeats`):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -52,8 +52,14 @@ def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
     Raises:
         PlanError: The schedule is not known.
     """
+    return predict_order(lambda part: planned_program(schedule, part, costs.split), layout, costs)
+
+
+def predict_order(make: Callable[[Layout], Program], layout: Layout, costs: StepCosts) -> Simulation:
+    """Return what `simulate` predicts for the Program that `make` returns for `layout`, or for an equal part of it."""
     world = layout.world
-    ends, busy, last = [0.0] * world, [0.0] * world, [(0.0, 0.0)] * world
+    ends, busy = [0.0] * world, [0.0] * world
+    last = [[(0.0, 0.0)] * layout.virtual_stages] * world
     given, late = [0.0] * world, [0] * world
     """For ranks whose slots are in other blocks: end of the sends of their inputs, and bytes that they receive."""
     programs: list[tuple[Program, StepCosts]] = []
@@ -61,7 +67,7 @@ def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
     """Index in `programs` and slot number of each slot's block."""
     for repeat in repeats(layout, costs.nodes):
         part = msgspec.structs.replace(costs, nodes=repeat.nodes)
-        program = planned_program(schedule, repeat.block, costs.split)
+        program = make(repeat.block)
         played = play(program, part)
         for own in range(repeat.block.slot_count):
             inside = own < repeat.block.world
@@ -76,9 +82,9 @@ def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
                 else:
                     given[slot], late[slot] = sends, gets
         programs.append((program, part))
-    if any(until > end for until, (_, end) in zip(given, last, strict=True)):
+    if any(until > max(end for _, end in own) for until, own in zip(given, last, strict=True)):
         # Sending inputs may delay what a slot sends in its own block: blocks are not independent.
-        return simulate(planned_program(schedule, layout, costs.split), costs)
+        return simulate(make(layout), costs)
     known: dict[tuple[int, int, int], int] = {}
     peaks = []
     for (number, own), more in zip(home, late, strict=True):
@@ -91,7 +97,7 @@ def predict(schedule: str, layout: Layout, costs: StepCosts) -> Simulation:
 def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequence[int], *, record: bool) -> Simulation:
     """Add the reductions, and the gathering of parameters after them (ZeRO)."""
     ends = np.array(played.ends)
-    starts, stops = np.array(played.last).T
+    starts, stops = np.moveaxis(np.array(played.last), 2, 0)
     free = np.zeros(layout.world)
     """When each slot ends its last reduction: a slot runs one at a time."""
     events = list(played.events)
@@ -100,11 +106,12 @@ def _simulation(layout: Layout, costs: StepCosts, played: Played, peaks: Sequenc
         if not sum(buckets):
             continue
         slots = [slot for stage in stages for slot in layout.stages[stage]]
-        begins, end = _reduce(buckets, starts[slots], stops[slots], float(free[slots].max()))
+        numbers = [layout.stages_of(slot).index(stage) for stage in stages for slot in layout.stages[stage]]
+        begins, end = _reduce(buckets, starts[slots, numbers], stops[slots, numbers], float(free[slots].max()))
         free[slots] = end
         if record:
             name = str(layout.reduction(stages))
-            events += [Event(slot, REDUCE, begins, end - begins, name) for slot in slots]
+            events += [Event(slot, REDUCE, begins, end - begins, name) for slot in dict.fromkeys(slots)]
     for stage, us in enumerate(costs.after_us):
         slots = list(layout.stages[stage])
         begins = float(np.maximum(ends[slots], free[slots]).max())

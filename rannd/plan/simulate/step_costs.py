@@ -30,6 +30,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     after_us: tuple[float, ...] = ()
     """Time of what follows the reductions, by stage: gathering its parameters after the optimizer (ZeRO 1 and 2), and
     copies of the optimizer's state that is elsewhere between steps; empty without both."""
+    host_us: float = 0.0
+    """Time that each action, transfers too, takes of its slot's host, during which the slot computes nothing; the
+    planner counts none."""
     agreeing_us: float = 0.0
     """Time of the agreement between ranks at the start of a step."""
     tied_us: tuple[tuple[float, ...], ...] = ()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_costs import chain, virtual
 from plan_instances import Instance
-from plan_layouts import layouts
+from plan_layouts import Make, interleaved, layouts
 
 from rannd.errors import PlanError
 from rannd.plan.schedule.program import ActionKind, Layout, Program
@@ -50,6 +50,20 @@ def test_transfers_overlap_with_computing() -> None:
     # gradients at 53..57 and 73..77; slot 0: B1 57..77, B0 ..97.
     result = simulate(gpipe(PIPELINE), costs(values_us={(0, 1): 3.0}, grads_us={(0, 1): 4.0}))
     assert result.step_us == 97
+
+
+def test_every_action_may_take_the_host_s_time() -> None:
+    # slot 0: F0 and its send 0..20, F1 ..40; slot 1: a receive, F0 20..40, B0 and its send ..70, F1 ..90, B1 ..120;
+    # slot 0: a receive, B0 70..100, B1 120..150.
+    program = from_text(
+        "world 2 microbatches 1\nstages 0 | 1\nedges 0>1*\n"
+        "slot 0: F0 SV0:0>1@1 F1 SV1:0>1@1 RG0:0>1@1 B0 RG1:0>1@1 B1 R |\n"
+        "slot 1: RV0:0>1@0 F0 B0 SG0:0>1@0 RV1:0>1@0 F1 B1 SG1:0>1@0 R |\n"
+    )
+    assert simulate(program, costs()).step_us == 90
+    result = simulate(program, costs(host_us=5.0))
+    assert result.step_us == 150
+    assert result.busy_us == (100, 100)
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
@@ -217,6 +231,14 @@ def test_timelines_keep_to_what_a_machine_can_do(layout: Layout, schedule: str, 
     check_timeline(program, costs, result)
 
 
+@given(interleaved(), st.randoms(use_true_random=False))
+def test_timelines_of_interleaved_stages_keep_to_it_too(case: tuple[Layout, Make], random: Random) -> None:
+    layout, make = case
+    costs = random_step_costs(layout, random)
+    program = make(layout)
+    check_timeline(program, costs, simulate(program, costs, record=True))
+
+
 def random_step_costs(layout: Layout, random: Random) -> StepCosts:
     def numbers(count: int) -> tuple[float, ...]:
         return tuple(float(random.choice([0, 1, 3, 10])) for _ in range(count))
@@ -255,12 +277,14 @@ def check_timeline(program: Program, costs: StepCosts, result: Simulation) -> No
             if event is None:
                 continue
             forward = action.kind is ActionKind.RECV_VALUES
-            maker = computed.get((action.peer, f"{'F' if forward else 'B'}{action.piece}"))
+            kind = ActionKind.FORWARD if forward else ActionKind.BACKWARD
+            home, reader = (action.src, action.dst) if forward else (action.dst, action.src)
+            maker = computed.get((action.peer, str(layout.computation(kind, action.piece, home))))
             if (action.src >= 0) if forward else (action.dst < len(layout.stages)):
                 assert maker is not None
                 assert event.start_us >= maker.start_us + maker.us
-            user = computed.get((slot, f"{'F' if forward else 'B'}{action.piece}"))
-            if (action.dst if forward else action.src) == layout.stage_of(slot):
+            user = computed.get((slot, str(layout.computation(kind, action.piece, reader))))
+            if reader in layout.stages_of(slot):
                 assert user is not None
                 assert user.start_us >= event.start_us + event.us
             assert event.start_us + event.us <= result.step_us
