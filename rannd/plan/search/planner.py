@@ -243,8 +243,8 @@ def _measurable(
         raise DoesNotFitError(
             f"no plan fits: block {stage_name(block, block + 1)} ({modules_of(graph, blocks[block])}) ran out of "
             f"memory with {most + 1} rows when it was measured alone, and {max(counts)} microbatches still have {rows} "
-            "rows each. Use smaller mini-batches, more microbatches (max_pipeline, pipeline_num) if the model's rows are "
-            "independent, or devices with more memory"
+            "rows each. Use smaller mini-batches, more microbatches (max_pipeline, pipeline_num) if the model's rows "
+            "are independent, or devices with more memory"
         )
     return found
 
