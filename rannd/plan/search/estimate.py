@@ -122,9 +122,13 @@ class StageTables:
         sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
         self.copies_us = offload_us(sharded.offloaded, options.device)
         """``[start, end, replicas - 1]``, or one entry for all: time of copying optimizer state in and out."""
-        self.fixed = sharded.state + sharded.working + self.working[:, :, None]
-        """``[start, end, replicas - 1]``, or one entry for all replicas: bytes that do not depend on microbatches:
-        parameters, gradients (also those of a delayed step), optimizer state and `working`."""
+        self.state = sharded.state
+        """``[start, end, replicas - 1]``, or one entry for all: bytes of parameters, gradients (also those of a
+        delayed step) and optimizer state."""
+        self.temporary = sharded.working + self.working[:, :, None]
+        """Likewise, bytes that are needed while something is computed."""
+        self.fixed = self.state + self.temporary
+        """Likewise, bytes that do not depend on microbatches."""
         ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
         self.ranks_us = ranks
         """Time of the first input from a rank and of the first gradient of an output from it."""
@@ -285,6 +289,19 @@ class StageTables:
         grads = self.sent_grad[starts, end, None] * np.minimum(self.pieces, AHEAD + 1)
         result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
         return result
+
+    def held_with(self, replicas: int, flight: tuple[int, int]) -> Table:
+        """Return the bytes of all stages, but what is temporary, with a given `Flight`: ``[start, end]``.
+
+        Nothing is recomputed. What a rank gets at the end of a step (`late`) is not included.
+        """
+        first, most = flight
+        place = min(replicas, self.state.shape[2]) - 1
+        kept = np.maximum(self.kept, self.delayed) * first + self.delayed * (most - first)
+        pieces = int(self.pieces[replicas - 1])
+        posted = self.given * pieces + self.sent_grad * min(pieces, AHEAD + 1)
+        result: Table = self.state[:, :, place] + posted + self.crossing * most + kept
+        return result + self.received if most < pieces else result
 
     def _held(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> ReplicaBytes:
         """Return the memory of stages for parameters, gradients and optimizer state."""
@@ -454,31 +471,58 @@ class StageTables:
 
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
-        intervals = self.intervals
-        chosen = self.segments(start, end, replicas, used=used)
         # Where a stage cannot keep everything, its backward is not split: that alone may make it fit.
-        recompute = self.recomputes(start, end, replicas, used=used)
-        pieces = int(self.pieces[replicas - 1])
-        flights = self.in_flight(end, used, split=not recompute)
-        flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
-        forward = self.forward_us[start, end] * pieces
-        backward = (self.backward_us[start, end] + chosen.forward_us) * pieces
-        backward += self.add_us[start, end] * (pieces - 1)
-        weight = 0.0 if recompute else at(intervals.weight, self.rows)[start, end] * pieces
+        split = not self.recomputes(start, end, replicas, used=used)
+        first, most = (
+            int(each[start if len(each) > 1 else 0, replicas - 1])
+            for each in (self.in_flight(end, used, split=delays) for delays in (False, split))
+        )
         inside = self._links(used)[2] if self._apart else None
+        divided = self.segments(start, end, replicas, used=used)
+        return self.estimate_of(start, end, replicas, divided, (first, most), split=split, inside=inside)
+
+    def estimate_of(
+        self,
+        start: int,
+        end: int,
+        replicas: int,
+        divided: DividedStage,
+        flight: tuple[int, int],
+        *,
+        split: bool,
+        inside: Mask | None = None,
+    ) -> StageEstimate:
+        """Return the estimate of a stage with given segments and microbatches in flight.
+
+        Args:
+            start: First block.
+            end: Block after the last one.
+            replicas: Number of replicas.
+            divided: Its segments.
+            flight: Maximum number of microbatches between forward and backward, and between forward and the second half
+                of it.
+            split: Whether gradients of parameters may be delayed, if the schedule does so.
+            inside: By number of replicas, whether they are on one node; None: they count as on different nodes.
+        """
+        pieces = int(self.pieces[replicas - 1])
+        first, flying = flight
+        forward = self.forward_us[start, end] * pieces
+        backward = (self.backward_us[start, end] + divided.forward_us) * pieces
+        backward += self.add_us[start, end] * (pieces - 1)
+        weight = at(self.intervals.weight, self.rows)[start, end] * pieces if split else 0.0
         zero = self.variant.zero
         reduce = self.reductions.of(end, inside, zero)[0][start, replicas - 1]
         if zero in (1, 2):
             reduce += self.reductions.gather(end, inside)[start, replicas - 1]
         own = self._held(start, end, replicas)
         param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
-        waits = self.delayed[start, end] > 0 and not recompute
-        activation = math.ceil(chosen.kept * flying)
+        later = float(self.delayed[start, end])
+        waits = later > 0 and split
+        activation = math.ceil(divided.kept * flying)
         if waits:
-            kept = self._activations(end, used)
-            activation = math.ceil(kept[start if len(kept) > 1 else 0, replicas - 1])
-        working = math.ceil(self.working[start, end] + own.working[0] + chosen.working)
-        posted = self._posted(slice(0, end), end, flights)[start, replicas - 1]
+            activation = math.ceil(max(divided.kept, later) * first + later * (flying - first))
+        working = math.ceil(self.working[start, end] + own.working[0] + divided.working)
+        posted = self._posted(slice(0, end), end, np.full((1, self.world), flying))[start, replicas - 1]
         comm = math.ceil(self.crossing[start, end] * flying + posted)
         return StageEstimate(
             forward_us=float(forward),
@@ -496,7 +540,7 @@ class StageTables:
             in_flight=flying,
             weight_us=float(weight),
             working_bytes=working,
-            weight_bytes=math.ceil(self.delayed[start, end]) if waits else 0,
+            weight_bytes=math.ceil(later) if waits else 0,
             offloaded_bytes=math.ceil(own.offloaded[0]),
             offload_us=float(offload_us(own.offloaded, self.options.device)[0]),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +14,7 @@ from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
-from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
+from rannd.plan.deployment import FORMAT, Deployment, Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import OFFLOADS, RUNS, RunMode, check_known, runnable_zero
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
@@ -26,9 +25,9 @@ from rannd.plan.search.ranking import rank
 from rannd.plan.search.reasons import Searched, reasons
 from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies, stage_name
+from rannd.plan.search.stage_parts import StagePart, stages_of
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
 from rannd.plan.simulate.layout import piece_rows
-from rannd.plan.stage_modules import stage_modules
 from rannd.plan.topology import Machine, Mask, place
 from rannd.plan.zero import replica_counts
 from rannd.profile.costs import CostTable
@@ -307,33 +306,23 @@ def _deployment(
 ) -> Deployment:
     choice, table = chosen.choice, chosen.table
     searched = found.choice is not None and found.choice.variant.schedule == choice.variant.schedule
-    stages = []
-    spans = list(choice.spans(len(blocks)))
-    used = place(choice.replicas, choice.variant.placement)
-    ops = [sorted(op for block in blocks[start:end] for op in block.ops) for start, end, _, _ in spans]
-    modules = stage_modules(graph, ops)
-    for number, ((start, end, replicas, later), home) in enumerate(zip(spans, used, strict=True)):
-        divided = table.segments(start, end, replicas, used=later)
-        segment_of = {
-            op: bisect_right(divided.ends, place) for place, block in enumerate(blocks[start:end]) for op in block.ops
-        }
-        stages.append(
-            Stage(
-                name=stage_name(start, end),
-                ops=tuple(graph.ops[op].name for op in ops[number]),
-                slots=home,
-                recompute=any(divided.again),
-                estimate=table.estimate(start, end, replicas, used=later),
-                modules=modules[number],
-                segment_of=tuple(segment_of[op] for op in ops[number]) if len(divided.ends) > 1 else (),
-                recomputed=divided.again if len(divided.ends) > 1 else (),
-            )
+    parts = [
+        StagePart(
+            start,
+            end,
+            home,
+            table.segments(start, end, replicas, used=later),
+            table.estimate(start, end, replicas, used=later),
         )
+        for (start, end, replicas, later), home in zip(
+            choice.spans(len(blocks)), place(choice.replicas, choice.variant.placement), strict=True
+        )
+    ]
     return Deployment(
         format=FORMAT,
         graph_hash=graph.graph_hash,
         slots=slots,
-        stages=tuple(stages),
+        stages=stages_of(graph, blocks, parts),
         microbatches=choice.variant.microbatches,
         schedule=choice.variant.schedule,
         batch_rows=batch_rows,

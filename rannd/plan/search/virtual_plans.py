@@ -1,0 +1,265 @@
+"""Plans with several stages per slot: cut, fitted into memory and simulated.
+
+All stages have equally many replicas. Cuts are those of `slot_cuts`; a slot that does not fit recomputes, each of its
+stages in proportion to what it keeps. `virtual_search` chooses which of these plans are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from rannd.graph.fx.ir import TaskGraph
+from rannd.plan.blocks.blocks import Block
+from rannd.plan.blocks.cut_places import cut_places
+from rannd.plan.deployment import FORMAT, Deployment, Slot, StageEstimate
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.precision import state_weights
+from rannd.plan.schedule.in_flight import Flight, flights
+from rannd.plan.schedule.program import Layout
+from rannd.plan.search.estimate import StageTables
+from rannd.plan.search.intervals import Intervals
+from rannd.plan.search.recompute import DividedStage, least_memory, segments
+from rannd.plan.search.reduction_times import Reductions
+from rannd.plan.search.slot_cuts import SlotCosts, SlotCuts, best_cuts
+from rannd.plan.search.stage_parts import StagePart, stages_of
+from rannd.plan.search.virtual_shapes import Shape
+from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
+from rannd.plan.simulate.simulator import Simulation, predict
+from rannd.plan.simulate.step_costs import StepCosts
+from rannd.plan.slot_memory import fullest_bytes, together
+from rannd.plan.topology import Machine, Table
+from rannd.plan.zero import computing
+from rannd.profile.costs import CostTable
+
+
+class VirtualPlans:
+    """Makes plans of one model for some devices."""
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        blocks: Sequence[Block],
+        costs: CostTable,
+        slots: tuple[Slot, ...],
+        *,
+        batch_rows: int,
+        memory_bytes: int,
+        options: PlanOptions,
+        intervals: Intervals | None = None,
+    ) -> None:
+        """`intervals`: those of the graph, if they were made before."""
+        self.graph, self.blocks, self.costs, self.slots = graph, blocks, costs, slots
+        self.batch_rows, self.memory_bytes, self.options = batch_rows, memory_bytes, options
+        self.intervals = intervals or Intervals(graph, blocks, costs.blocks, options)
+        self.machine = Machine(slots, costs.link, costs.between)
+        self.may_begin = np.array(cut_places(graph, [block.ops for block in blocks]))
+        self._reductions = Reductions(self.intervals, self.machine)
+        self._tables: dict[object, StageTables] = {}
+        self._reads = {op.name: op.params for op in graph.ops}
+
+    @property
+    def world(self) -> int:
+        return len(self.slots)
+
+    def rows(self, microbatches: int) -> int:
+        """Rows of the largest microbatch."""
+        return piece_rows(self.batch_rows, self.world, microbatches)
+
+    def table(self, shape: Shape) -> StageTables:
+        """Return the costs of all runs of blocks as stages of a plan."""
+        variant = msgspec.structs.replace(shape.variant, placement=self.machine.placements[0])
+        if variant not in self._tables:
+            count = len(self.blocks) + 1
+            self._tables[variant] = StageTables(
+                self.intervals,
+                self.machine,
+                self.options,
+                variant,
+                rows=self.rows(shape.microbatches),
+                limit=math.inf,
+                allowed=np.ones((count, count, self.world), dtype=bool),
+                reductions=self._reductions,
+            )
+        return self._tables[variant]
+
+    # -- cuts -------------------------------------------------------------------------------------------------
+
+    def costs_of(self, shape: Shape, limit: float) -> SlotCosts:
+        """Return what cuts are compared by, if devices have `limit` bytes."""
+        table, replicas = self.table(shape), shape.replicas
+        forward, backward = table.forward_us, table.backward_us + table.add_us
+        if shape.mode.zero >= 2:
+            gather = np.zeros_like(forward)
+            for end in range(1, table.blocks + 1):
+                gather[:end, end] = self._reductions.gather(end, None)[:, replicas - 1]
+            forward, backward = computing(shape.mode.zero, forward, backward, gather)
+        each: dict[Flight, Table] = {}
+        homes, flown = shape.homes, self.flights(shape, frozenset(range(shape.stages)))
+        for flight in flown:
+            if flight not in each:
+                each[flight] = table.held_with(replicas, flight)
+        return SlotCosts(
+            homes=homes,
+            pieces=int(table.pieces[replicas - 1]),
+            rounds=forward + backward,
+            fill=forward if shape.delays else forward + backward,
+            held=[each[flight] for flight in flown],
+            working=table.temporary[:, :, min(replicas, table.temporary.shape[2]) - 1],
+            limit=limit - table.late,
+            may_begin=self.may_begin,
+        )
+
+    def cuts(self, shape: Shape, limit: float) -> SlotCuts | None:
+        """Return the best cuts of a plan whose stages keep all activations; None if none fit `limit` bytes."""
+        return best_cuts(self.costs_of(shape, limit))
+
+    def flights(self, shape: Shape, split: frozenset[int]) -> tuple[Flight, ...]:
+        """Return how many microbatches each stage keeps; `split`: the stages whose backward is split."""
+        homes = shape.homes
+        layout = Layout(shape.positions, shape.microbatches, tuple((home,) for home in homes), (), ())
+        return flights(shape.schedule, layout, split if shape.delays else frozenset())
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def deployment(self, shape: Shape, starts: Sequence[int]) -> Deployment:
+        """Return the deployment with given cuts; slots that would not fit recompute, as little as does, or all."""
+        table, homes = self.table(shape), shape.homes
+        spans = list(zip(starts, (*starts[1:], len(self.blocks)), strict=True))
+        apart = shape.mode.zero >= 2
+        chosen = [self._whole(table, *span, apart=apart) for span in spans]
+        split = {stage for stage, span in enumerate(spans) if table.weight_us[span] > 0}
+        asked = [self._asked(stage, shape.stages) for stage in range(shape.stages)]
+        for stage in np.flatnonzero(asked).tolist():
+            split.discard(stage)
+            chosen[stage] = self._divided(table, spans[stage], 1, 0.0, apart=apart)
+        parts = self._parts(shape, spans, chosen, split)
+        for home in range(shape.positions):
+            own = [stage for stage, at in enumerate(homes) if at == home]
+            if together([parts[stage].estimate for stage in own]) <= self.memory_bytes:
+                continue
+            # That nothing of its backwards is delayed may be enough.
+            split -= set(own)
+            parts = self._parts(shape, spans, chosen, split)
+            estimates = [parts[stage].estimate for stage in own]
+            needs = [each.activation_bytes for each in estimates]
+            most = together(estimates)
+            if most <= self.memory_bytes:
+                continue
+            room = max(self.memory_bytes - (most - sum(needs)), 0)
+            for stage, need, estimate in zip(own, needs, estimates, strict=True):
+                if not asked[stage]:
+                    budget = room * need / max(sum(needs), 1)
+                    chosen[stage] = self._divided(table, spans[stage], estimate.in_flight, budget, apart=apart)
+        parts = self._parts(shape, spans, chosen, split)
+        return Deployment(
+            format=FORMAT,
+            graph_hash=self.graph.graph_hash,
+            slots=self.slots,
+            stages=stages_of(self.graph, self.blocks, parts),
+            microbatches=shape.microbatches,
+            schedule=shape.schedule,
+            batch_rows=self.batch_rows,
+            step_us=0.0,
+            unused_params=tuple(self.graph.params[index].name for index in self.graph.unused_params),
+            placement=shape.placement,
+            memory_bytes=self.memory_bytes,
+            zero=shape.mode.zero,
+            offload=table.offload,
+        )
+
+    def _asked(self, stage: int, stages: int) -> bool:
+        """Whether a stage recomputes because the configuration says so."""
+        last = stage == stages - 1 and self.options.checkpointing_no_last
+        return self.options.checkpointing and not last
+
+    @staticmethod
+    def _whole(table: StageTables, start: int, end: int, *, apart: bool) -> DividedStage:
+        """A stage that recomputes nothing; `apart`: its blocks are segments."""
+        ends = tuple(range(1, end - start + 1)) if apart else (end - start,)
+        return DividedStage(ends, (False,) * len(ends), float(table.kept[start, end]), 0.0, 0.0)
+
+    def _divided(
+        self, table: StageTables, span: tuple[int, int], flying: int, budget: float, *, apart: bool
+    ) -> DividedStage:
+        """The segments of a stage that keep at most `budget` bytes, or the least."""
+        start, end = span
+        forward = np.diagonal(table.forward_us, 1)[start:end]
+        activation = table.kept[start : end + 1, start : end + 1]
+        handed = self.intervals.handed(start, end, table.rows)
+        found = segments(forward, activation, handed, flying, budget, apart=apart) if budget > 0 else None
+        return found or least_memory(forward, activation, handed, flying, apart=apart)
+
+    def _parts(
+        self, shape: Shape, spans: Sequence[tuple[int, int]], chosen: Sequence[DividedStage], split: set[int]
+    ) -> list[StagePart]:
+        table = self.table(shape)
+        flown = self.flights(shape, frozenset(split))
+        found = []
+        seen: dict[int, set[int]] = defaultdict(set)
+        for stage, (start, end) in enumerate(spans):
+            slots, home = shape.slots[stage], shape.homes[stage]
+            inside = np.full(self.world, len({self.slots[slot].node for slot in slots}) == 1)
+            first, most = flown[stage] if stage in split else (flown[stage][0],) * 2
+            estimate = table.estimate_of(
+                start, end, shape.replicas, chosen[stage], (first, most), split=stage in split, inside=inside
+            )
+            params = {read for block in self.blocks[start:end] for op in block.ops for read in self._params(op)}
+            before = seen[home]
+            if before:
+                estimate = self._less(estimate, params & before, late=math.floor(table.late))
+            before |= params
+            found.append(StagePart(start, end, slots, chosen[stage], estimate))
+        return found
+
+    def _params(self, op: int) -> tuple[int, ...]:
+        return tuple(self.graph.ops[op].params)
+
+    def _less(self, estimate: StageEstimate, shared: set[int], *, late: int) -> StageEstimate:
+        """Leave out what an earlier stage of the same slot counts: what ranks get, and shared parameters.
+
+        These are whole under ZeRO, too. Optimizer state that is elsewhere is not divided by parameters.
+        """
+        param = grad = state = 0
+        for index in shared:
+            each = self.graph.params[index]
+            param += each.bytes
+            if each.trainable:
+                weights = state_weights(each.itemsize, self.options)
+                grad += math.floor(each.bytes * weights.gradients)
+                state += 0 if estimate.offloaded_bytes else math.floor(each.bytes * weights.optimizer)
+        return msgspec.structs.replace(
+            estimate,
+            param_bytes=estimate.param_bytes - param,
+            grad_bytes=estimate.grad_bytes - grad,
+            optimizer_bytes=estimate.optimizer_bytes - state,
+            comm_bytes=estimate.comm_bytes - late,
+            total_bytes=estimate.total_bytes - param - grad - state - late,
+        )
+
+    # -- time -------------------------------------------------------------------------------------------------
+
+    def step_costs(self, deployment: Deployment, *, host_us: float = 0.0) -> StepCosts:
+        """Return the costs of the actions of a deployment, each of which takes `host_us` of its host."""
+        costs = step_costs(
+            self.graph,
+            deployment,
+            self.costs.link,
+            self.costs.between,
+            overlap=not self.options.sync_allreduce,
+            options=self.options,
+        )
+        return msgspec.structs.replace(costs, host_us=host_us)
+
+    def simulated(self, deployment: Deployment, *, host_us: float = 0.0) -> Simulation:
+        """Simulate a step of a deployment, also of one with one stage per slot."""
+        layout = loss_layout(layout_of(self.graph, deployment))
+        return predict(deployment.schedule, layout, self.step_costs(deployment, host_us=host_us))
+
+    def fits(self, deployment: Deployment) -> bool:
+        """Whether a deployment fits into the devices' memory, as planned."""
+        return fullest_bytes(deployment) <= self.memory_bytes
