@@ -11,6 +11,7 @@ import msgspec
 
 from rannd.errors import PlanError
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
 __all__ = ["LEAST_GAIN", "OFFLOADS", "RUNS", "SCHEDULES", "RunMode", "check_known", "preference_us", "runnable_zero"]
 
@@ -55,6 +56,8 @@ def preference_us(zero: int, step_us: float) -> float:
 
 def runnable_zero(schedule: str) -> list[int]:
     """The ZeRO stages with which the runtime can run a schedule, 0 first."""
+    if schedule in VIRTUAL_SCHEDULES:
+        return [0, *VIRTUAL_SCHEDULES[schedule].zero]
     return sorted(way.zero for way, runs in RUNS.items() if runs and way.schedule == schedule)
 
 

@@ -1,23 +1,27 @@
 """The schedules: the order of computations of each slot, and the one table of what the planner has to know of each.
 
-All of them support any layout: stages with unequal numbers of replicas, values that skip stages, tied weights. To add
-one, add a line to `ALL_SCHEDULES`; nothing else in rannd compares a schedule's name.
+All of them support any layout with one stage per slot: unequal numbers of replicas, values that skip stages, tied
+weights. To add one, add a line to `ALL_SCHEDULES`; nothing else in rannd compares a schedule's name. Those with several
+stages per slot have a table of their own, `VIRTUAL_SCHEDULES` in `virtual_stages.py`; programs are made here for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
 from rannd.errors import PlanError
 from rannd.plan.schedule.greedy import greedy_orders
-from rannd.plan.schedule.program import Action, ActionKind, Layout, Program
+from rannd.plan.schedule.program import ActionKind, Layout, Program
 from rannd.plan.schedule.transfers import with_transfers
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES, VirtualSchedule
 
 
 def gpipe(layout: Layout, *, interleaved: bool = False) -> Program:
     """All forwards in ascending order of microbatches, then all backwards in descending order (GPipe's schedule).
+
+    A slot with several stages runs all microbatches through the first of them, then through the next; and backwards.
 
     `interleaved`: backward belongs to the forward phase, see :func:`rannd.plan.schedule.transfers.with_transfers`.
 
@@ -25,9 +29,10 @@ def gpipe(layout: Layout, *, interleaved: bool = False) -> Program:
     """
     orders = []
     for slot in range(layout.world):
-        pieces = layout.pieces(layout.stage_of(slot), slot)
-        forwards = [Action(ActionKind.FORWARD, piece) for piece in pieces]
-        orders.append([*forwards, *(Action(ActionKind.BACKWARD, piece) for piece in reversed(pieces))])
+        work = [(stage, piece) for stage in layout.stages_of(slot) for piece in layout.pieces(stage, slot)]
+        forwards = [layout.computation(ActionKind.FORWARD, piece, stage) for stage, piece in work]
+        backwards = [layout.computation(ActionKind.BACKWARD, piece, stage) for stage, piece in reversed(work)]
+        orders.append([*forwards, *backwards])
     return with_transfers(layout, orders, interleaved=interleaved)
 
 
@@ -125,7 +130,7 @@ DELAYING = tuple(each.name for each in _TABLE if each.runs and each.delays_weigh
 """Names of those that the best of these plans are compared with: the same order of work, but for what is delayed."""
 
 SCHEDULES = tuple(each.name for each in _TABLE if each.runs)
-"""Names of the schedules that the runtime can run."""
+"""Names of the schedules with one stage per slot that the runtime can run; it runs all `VIRTUAL_SCHEDULES`, too."""
 
 ASKED_SCHEDULE = "gpipe"
 """Name of the schedule of calls whose backward the script asks for, so that it cannot begin inside the call."""
@@ -137,22 +142,28 @@ def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) 
     `split`: the stages whose backward may be split (see StepCosts.split).
 
     Raises:
-        PlanError: The schedule is not known.
+        PlanError: The schedule is not known, or the stages are not placed as it needs them.
     """
-    if schedule not in ALL_SCHEDULES:
-        raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(ALL_SCHEDULES)}")
-    return ALL_SCHEDULES[schedule].program(layout, split)
+    return _found(schedule, (*ALL_SCHEDULES, *VIRTUAL_SCHEDULES)).program(layout, split)
 
 
 def interleaved_program(schedule: str, layout: Layout, split: Collection[int] = ()) -> Program:
-    """Return the Program of a step to run; PlanError if the schedule is not known or cannot be run.
+    """Return the Program of a step to run.
 
     `split`: the stages whose backward is planned in two halves.
+
+    Raises:
+        PlanError: The schedule is not known or cannot be run, or the stages are not placed as it needs them.
     """
-    if schedule in ALL_SCHEDULES and schedule not in SCHEDULES:
+    names = (*SCHEDULES, *VIRTUAL_SCHEDULES)
+    if schedule in ALL_SCHEDULES and schedule not in names:
         raise PlanError(
-            f"schedule {schedule!r} can be planned and simulated, but not be run yet; use one of {', '.join(SCHEDULES)}"
+            f"schedule {schedule!r} can be planned and simulated, but not be run yet; use one of {', '.join(names)}"
         )
-    if schedule not in SCHEDULES:
-        raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(SCHEDULES)}")
-    return planned_program(schedule, layout, split)
+    return _found(schedule, names).program(layout, split)
+
+
+def _found(schedule: str, names: Sequence[str]) -> Schedule | VirtualSchedule:
+    if schedule not in names:
+        raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(names)}")
+    return ALL_SCHEDULES.get(schedule) or VIRTUAL_SCHEDULES[schedule]
