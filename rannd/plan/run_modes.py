@@ -10,15 +10,31 @@ from collections.abc import Mapping
 import msgspec
 
 from rannd.errors import PlanError
-from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
+from rannd.plan.schedule.schedules import ALL_SCHEDULES, DELAYING, SCHEDULES
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
-__all__ = ["LEAST_GAIN", "OFFLOADS", "RUNS", "SCHEDULES", "RunMode", "check_known", "preference_us", "runnable_zero"]
+__all__ = [
+    "LEAST_GAIN",
+    "OFFLOADS",
+    "RUNS",
+    "SCHEDULES",
+    "VIRTUAL_GAIN",
+    "RunMode",
+    "check_known",
+    "preference_us",
+    "runnable_zero",
+    "virtual_gain",
+]
 
 LEAST_GAIN = 0.05
 """Part of a step that a plan with ZeRO, or under a schedule that delays weight gradients, has to save to be preferred
 to one without: no cost counts gathers that hide less than assumed, and halves of a backward that take 1.01 to 1.17
 times as much as all of it (docs/benchmarks.md); and with ZeRO 2 and 3 a script sees pieces of its tensors."""
+
+
+VIRTUAL_GAIN = 0.03
+"""Part of a step that a plan with several stages per slot has to save to be preferred to one with one: it sends more
+and smaller messages, which costs count as if links had nothing else to do."""
 
 
 class RunMode(msgspec.Struct, frozen=True, order=True):
@@ -52,6 +68,15 @@ OFFLOADS = (False, True)
 def preference_us(zero: int, step_us: float) -> float:
     """The time by which plans with different ZeRO stages are compared; the smallest is preferred."""
     return step_us / (1 - LEAST_GAIN) if zero else step_us
+
+
+def virtual_gain(way: RunMode, than: RunMode) -> float:
+    """Part of a step that a plan with several stages per slot has to save to be preferred to another one.
+
+    If it also has ZeRO, or delays weight gradients, and the other one does neither of these, see `LEAST_GAIN`.
+    """
+    delays = VIRTUAL_SCHEDULES[way.schedule].delays_weights and than.schedule not in DELAYING
+    return LEAST_GAIN if delays or (way.zero and not than.zero) else VIRTUAL_GAIN
 
 
 def runnable_zero(schedule: str) -> list[int]:

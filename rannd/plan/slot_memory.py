@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rannd.plan.deployment import Deployment, StageEstimate
+from rannd.plan.schedule.in_flight import Flight, Flights, flights
+from rannd.plan.schedule.program import Layout
 
 
 def stages_by_slots(deployment: Deployment) -> dict[tuple[int, ...], list[int]]:
@@ -15,20 +18,38 @@ def stages_by_slots(deployment: Deployment) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-def together(estimates: Sequence[StageEstimate]) -> int:
-    """Return the bytes of a device that has all of these stages."""
-    working = [each.working_bytes for each in estimates]
-    return sum(each.total_bytes for each in estimates) - sum(working) + max(working)
-
-
 def device_bytes(deployment: Deployment) -> dict[tuple[int, ...], int]:
     """Return the planned bytes of each device, by the slots that have the same stages."""
-    return {
-        slots: together([deployment.stages[number].estimate for number in numbers])
-        for slots, numbers in stages_by_slots(deployment).items()
-    }
+    estimates = [stage.estimate for stage in deployment.stages]
+    groups = stages_by_slots(deployment)
+    if len(groups) == len(estimates):
+        return {slots: estimates[number].total_bytes for slots, (number,) in groups.items()}
+    slots = tuple(stage.slots for stage in deployment.stages)
+    split = frozenset(number for number, each in enumerate(estimates) if each.weight_us > 0)
+    flown = flights(deployment.schedule, Layout(len(deployment.slots), deployment.microbatches, slots, (), ()), split)
+    return {slots: together(estimates, flown, numbers) for slots, numbers in groups.items()}
 
 
 def fullest_bytes(deployment: Deployment) -> int:
     """Return the planned bytes of the fullest device."""
     return max(device_bytes(deployment).values())
+
+
+def together(estimates: Sequence[StageEstimate], flown: Flights, numbers: Sequence[int]) -> int:
+    """Return the bytes of a device that has several stages, those of the given numbers.
+
+    Each counts with what it keeps at the moment that is the worst for all together, and with its messages as if it
+    were alone; temporary memory counts once.
+    """
+    own = [(estimates[number], flown.most[number], flown.moments[number]) for number in numbers]
+    always = sum(each.total_bytes - each.working_bytes - each.activation_bytes for each, _, _ in own)
+    kept = max(sum(_kept(each, most, moments[place]) for each, most, moments in own) for place in range(len(own[0][2])))
+    return always + kept + max(each.working_bytes for each, _, _ in own)
+
+
+def _kept(estimate: StageEstimate, most: Flight, moment: Flight) -> int:
+    """Activations of a stage at a moment."""
+    (first, all_), (now, waiting) = most, moment
+    later = estimate.weight_bytes
+    alone = (estimate.activation_bytes - later * (all_ - first) * (later > 0)) / first
+    return math.ceil(alone * now + later * (waiting - now) * (later > 0))

@@ -290,14 +290,19 @@ class StageTables:
         result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
         return result
 
-    def held_with(self, replicas: int, flight: tuple[int, int]) -> Table:
-        """Return the bytes of all stages, but what is temporary, with a given `Flight`: ``[start, end]``.
+    def held_with(self, replicas: int, most: int, moment: tuple[int, int]) -> Table:
+        """Return the bytes of all stages, but what is temporary, at a moment: ``[start, end]``.
 
         Nothing is recomputed. What a rank gets at the end of a step (`late`) is not included.
+
+        Args:
+            replicas: Number of replicas.
+            most: Maximum number of microbatches in flight.
+            moment: Those that are between forward and backward, and between forward and the second half of it.
         """
-        first, most = flight
+        now, waiting = moment
         place = min(replicas, self.state.shape[2]) - 1
-        kept = np.maximum(self.kept, self.delayed) * first + self.delayed * (most - first)
+        kept = np.maximum(self.kept, self.delayed) * now + self.delayed * (waiting - now)
         pieces = int(self.pieces[replicas - 1])
         posted = self.given * pieces + self.sent_grad * min(pieces, AHEAD + 1)
         result: Table = self.state[:, :, place] + posted + self.crossing * most + kept

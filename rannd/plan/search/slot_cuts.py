@@ -37,8 +37,8 @@ class SlotCosts(msgspec.Struct, frozen=True):
     """Time of a microbatch, forward and backward."""
     fill: Table
     """Of it, what is paid once for each position but one."""
-    held: Sequence[Table]
-    """Bytes of each stage, beside `working`."""
+    held: Sequence[Sequence[Table]]
+    """Bytes of each stage, beside `working`, at each moment that counts for its slot."""
     working: Table
     """Temporary bytes, of one stage of a slot at a time."""
     limit: float
@@ -72,11 +72,12 @@ def e_of_cuts(costs: SlotCosts, starts: Sequence[int]) -> tuple[float, float]:
     """Return E and the bytes of the fullest slot of given cuts."""
     homes, ends = np.array(costs.homes), [*starts[1:], len(costs.rounds) - 1]
     rounds, fill = (each[list(starts), ends] for each in (costs.rounds, costs.fill))
-    held = np.array([each[a, b] for each, a, b in zip(costs.held, starts, ends, strict=True)])
-    working = np.zeros(homes.max() + 1)
+    held, working = np.zeros((homes.max() + 1, max(map(len, costs.held)))), np.zeros(homes.max() + 1)
+    for home, each, start, end in zip(homes, costs.held, starts, ends, strict=True):
+        held[home, : len(each)] += [table[start, end] for table in each]
     np.maximum.at(working, homes, costs.working[list(starts), ends])
     e_us = costs.pieces * np.bincount(homes, rounds).max() + homes.max() * fill.max()
-    return float(e_us), float((np.bincount(homes, held) + working).max())
+    return float(e_us), float((held.max(axis=1) + working).max())
 
 
 def _search(costs: SlotCosts, width: int, known: SlotCuts | None) -> SlotCuts | None:
@@ -89,7 +90,8 @@ def _search(costs: SlotCosts, width: int, known: SlotCuts | None) -> SlotCuts | 
     places = np.flatnonzero(costs.may_begin)
     left_stages = np.bincount(homes, minlength=positions)
     ends = np.zeros(1, dtype=np.intp)
-    loads, held, working = (np.zeros((1, positions)) for _ in range(3))
+    loads, working = np.zeros((1, positions)), np.zeros((1, positions))
+    held = np.zeros((1, positions, max(map(len, costs.held))))
     longest = np.zeros(1)
     starts = np.zeros((1, 0), dtype=np.intp)
     exact = True
@@ -99,9 +101,10 @@ def _search(costs: SlotCosts, width: int, known: SlotCuts | None) -> SlotCuts | 
         later = places[(places <= blocks - rest) & (places > 0)] if rest else np.array([blocks])
         origin, way = np.nonzero(later[None, :] > ends[:, None])
         start, end = ends[origin], later[way]
-        loads, held, working = (each[origin] for each in (loads, held, working))
+        loads, working, held = loads[origin], working[origin], held[origin]
         loads[:, home] += costs.rounds[start, end]
-        held[:, home] += costs.held[number][start, end]
+        for place, table in enumerate(costs.held[number]):
+            held[:, home, place] += table[start, end]
         working[:, home] = np.maximum(working[:, home], costs.working[start, end])
         longest = np.maximum(longest[origin], costs.fill[start, end])
         starts = np.concatenate([starts[origin], start[:, None]], axis=1)
@@ -109,7 +112,8 @@ def _search(costs: SlotCosts, width: int, known: SlotCuts | None) -> SlotCuts | 
         mean = (loads.sum(axis=1) + left_us[end]) / positions
         bound = costs.pieces * np.maximum(loads.max(axis=1), mean)
         bound += (positions - 1) * np.maximum(longest, evenest[rest, end])
-        keep = np.flatnonzero((held[:, home] + working[:, home] <= costs.limit) & (bound < most * (1 - 1e-12)))
+        fits = held[:, home].max(axis=1) + working[:, home] <= costs.limit
+        keep = np.flatnonzero(fits & (bound < most * (1 - 1e-12)))
         if len(keep) > width:
             exact = False
             # What the busiest slot will have, if the stages that are left are equal.
@@ -123,7 +127,8 @@ def _search(costs: SlotCosts, width: int, known: SlotCuts | None) -> SlotCuts | 
             return msgspec.structs.replace(known, exact=exact) if known is not None and exact else None
     found = costs.pieces * loads.max(axis=1) + (positions - 1) * longest
     place = int(found.argmin())
-    return SlotCuts(tuple(starts[place].tolist()), float(found[place]), float((held + working)[place].max()), exact)
+    needed = float((held.max(axis=2) + working)[place].max())
+    return SlotCuts(tuple(starts[place].tolist()), float(found[place]), needed, exact)
 
 
 def _evenest(fill: Table, stages: int, may_begin: Mask) -> Table:

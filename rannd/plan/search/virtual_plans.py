@@ -19,7 +19,7 @@ from rannd.plan.blocks.cut_places import cut_places
 from rannd.plan.deployment import FORMAT, Deployment, Slot, StageEstimate
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
-from rannd.plan.schedule.in_flight import Flight, flights
+from rannd.plan.schedule.in_flight import Flight, Flights, flights
 from rannd.plan.schedule.program import Layout
 from rannd.plan.search.estimate import StageTables
 from rannd.plan.search.intervals import Intervals
@@ -35,6 +35,10 @@ from rannd.plan.slot_memory import fullest_bytes, together
 from rannd.plan.topology import Machine, Table
 from rannd.plan.zero import computing
 from rannd.profile.costs import CostTable
+
+
+ROUNDED = 8
+"""Bytes of a stage by which its estimate may exceed the tables: its parts are rounded up."""
 
 
 class VirtualPlans:
@@ -60,7 +64,6 @@ class VirtualPlans:
         self.may_begin = np.array(cut_places(graph, [block.ops for block in blocks]))
         self._reductions = Reductions(self.intervals, self.machine)
         self._tables: dict[object, StageTables] = {}
-        self._reads = {op.name: op.params for op in graph.ops}
 
     @property
     def world(self) -> int:
@@ -94,23 +97,28 @@ class VirtualPlans:
         table, replicas = self.table(shape), shape.replicas
         forward, backward = table.forward_us, table.backward_us + table.add_us
         if shape.mode.zero >= 2:
+            inside = np.full(self.world, all(self._inside(slots) for slots in shape.slots))
             gather = np.zeros_like(forward)
             for end in range(1, table.blocks + 1):
-                gather[:end, end] = self._reductions.gather(end, None)[:, replicas - 1]
+                gather[:end, end] = self._reductions.gather(end, inside)[:, replicas - 1]
             forward, backward = computing(shape.mode.zero, forward, backward, gather)
-        each: dict[Flight, Table] = {}
-        homes, flown = shape.homes, self.flights(shape, frozenset(range(shape.stages)))
-        for flight in flown:
-            if flight not in each:
-                each[flight] = table.held_with(replicas, flight)
+        flown = self.flights(shape, frozenset(range(shape.stages)))
+        held: dict[tuple[int, Flight], Table] = {}
+        for (_, most), moments in zip(flown.most, flown.moments, strict=True):
+            for moment in moments:
+                if (most, moment) not in held:
+                    held[most, moment] = table.held_with(replicas, most, moment)
         return SlotCosts(
-            homes=homes,
+            homes=shape.homes,
             pieces=int(table.pieces[replicas - 1]),
             rounds=forward + backward,
             fill=forward if shape.delays else forward + backward,
-            held=[each[flight] for flight in flown],
+            held=[
+                [held[most, moment] for moment in moments]
+                for (_, most), moments in zip(flown.most, flown.moments, strict=True)
+            ],
             working=table.temporary[:, :, min(replicas, table.temporary.shape[2]) - 1],
-            limit=limit - table.late,
+            limit=limit - table.late - ROUNDED * shape.passes,
             may_begin=self.may_begin,
         )
 
@@ -118,8 +126,8 @@ class VirtualPlans:
         """Return the best cuts of a plan whose stages keep all activations; None if none fit `limit` bytes."""
         return best_cuts(self.costs_of(shape, limit))
 
-    def flights(self, shape: Shape, split: frozenset[int]) -> tuple[Flight, ...]:
-        """Return how many microbatches each stage keeps; `split`: the stages whose backward is split."""
+    def flights(self, shape: Shape, split: frozenset[int]) -> Flights:
+        """Return what each stage keeps; `split`: the stages whose backward is split."""
         homes = shape.homes
         layout = Layout(shape.positions, shape.microbatches, tuple((home,) for home in homes), (), ())
         return flights(shape.schedule, layout, split if shape.delays else frozenset())
@@ -137,25 +145,26 @@ class VirtualPlans:
         for stage in np.flatnonzero(asked).tolist():
             split.discard(stage)
             chosen[stage] = self._divided(table, spans[stage], 1, 0.0, apart=apart)
-        parts = self._parts(shape, spans, chosen, split)
+        parts, flown = self._parts(shape, spans, chosen, split)
         for home in range(shape.positions):
             own = [stage for stage, at in enumerate(homes) if at == home]
-            if together([parts[stage].estimate for stage in own]) <= self.memory_bytes:
+            if together([part.estimate for part in parts], flown, own) <= self.memory_bytes:
                 continue
             # That nothing of its backwards is delayed may be enough.
             split -= set(own)
-            parts = self._parts(shape, spans, chosen, split)
-            estimates = [parts[stage].estimate for stage in own]
-            needs = [each.activation_bytes for each in estimates]
-            most = together(estimates)
-            if most <= self.memory_bytes:
+            parts, flown = self._parts(shape, spans, chosen, split)
+            estimates = [part.estimate for part in parts]
+            if together(estimates, flown, own) <= self.memory_bytes:
                 continue
-            room = max(self.memory_bytes - (most - sum(needs)), 0)
-            for stage, need, estimate in zip(own, needs, estimates, strict=True):
+            needs = [estimates[stage].activation_bytes for stage in own]
+            others = sum(estimates[stage].total_bytes - estimates[stage].working_bytes for stage in own) - sum(needs)
+            room = self.memory_bytes - others - max(estimates[stage].working_bytes for stage in own)
+            for stage, need in zip(own, needs, strict=True):
                 if not asked[stage]:
-                    budget = room * need / max(sum(needs), 1)
-                    chosen[stage] = self._divided(table, spans[stage], estimate.in_flight, budget, apart=apart)
-        parts = self._parts(shape, spans, chosen, split)
+                    budget = max(room, 0) * need / max(sum(needs), 1)
+                    flying = estimates[stage].in_flight
+                    chosen[stage] = self._divided(table, spans[stage], flying, budget, apart=apart)
+        parts, _ = self._parts(shape, spans, chosen, split)
         return Deployment(
             format=FORMAT,
             graph_hash=self.graph.graph_hash,
@@ -196,28 +205,31 @@ class VirtualPlans:
 
     def _parts(
         self, shape: Shape, spans: Sequence[tuple[int, int]], chosen: Sequence[DividedStage], split: set[int]
-    ) -> list[StagePart]:
+    ) -> tuple[list[StagePart], Flights]:
         table = self.table(shape)
         flown = self.flights(shape, frozenset(split))
+        every, homes = shape.slots, shape.homes
         found = []
         seen: dict[int, set[int]] = defaultdict(set)
         for stage, (start, end) in enumerate(spans):
-            slots, home = shape.slots[stage], shape.homes[stage]
-            inside = np.full(self.world, len({self.slots[slot].node for slot in slots}) == 1)
-            first, most = flown[stage] if stage in split else (flown[stage][0],) * 2
+            slots, home = every[stage], homes[stage]
+            inside = np.full(self.world, self._inside(slots))
             estimate = table.estimate_of(
-                start, end, shape.replicas, chosen[stage], (first, most), split=stage in split, inside=inside
+                start, end, shape.replicas, chosen[stage], flown.most[stage], split=stage in split, inside=inside
             )
-            params = {read for block in self.blocks[start:end] for op in block.ops for read in self._params(op)}
+            params = {
+                read for block in self.blocks[start:end] for op in block.ops for read in self.graph.ops[op].params
+            }
             before = seen[home]
             if before:
                 estimate = self._less(estimate, params & before, late=math.floor(table.late))
             before |= params
             found.append(StagePart(start, end, slots, chosen[stage], estimate))
-        return found
+        return found, flown
 
-    def _params(self, op: int) -> tuple[int, ...]:
-        return tuple(self.graph.ops[op].params)
+    def _inside(self, slots: Sequence[int]) -> bool:
+        """Whether slots are on one node."""
+        return len({self.slots[slot].node for slot in slots}) == 1
 
     def _less(self, estimate: StageEstimate, shared: set[int], *, late: int) -> StageEstimate:
         """Leave out what an earlier stage of the same slot counts: what ranks get, and shared parameters.

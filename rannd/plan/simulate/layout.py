@@ -84,7 +84,7 @@ def step_costs(
     kept, later, working = [], [], []
     virtual = layout.virtual_stages > 1
     split = frozenset(number for number, each in enumerate(estimates) if each.weight_us > 0)
-    flown = flights(deployment.schedule, layout, split) if virtual else ()
+    flown = flights(deployment.schedule, layout, split).most if virtual else ()
     for number, (each, count) in enumerate(zip(estimates, pieces, strict=True)):
         # An estimate without a number of microbatches in flight was made for GPipe, which keeps all of them.
         flying = each.in_flight if each.pieces == count else count
