@@ -42,6 +42,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Move the boundaries of coarsened blocks to cheaper positions nearby."""
     schedule: str = AUTO
     """Name of the schedule, one of those that the runtime can run; 'auto': the one whose plan is simulated fastest."""
+    virtual_stages: str = AUTO
+    """Stages per slot; 'auto': one, or more where that is simulated to be faster."""
     opt_param_factor: float = 2.0
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
@@ -75,6 +77,11 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Take the options from the configuration."""
         return PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__ if name in ITEMS})
 
+    @property
+    def passes(self) -> int:
+        """Stages per slot that are asked for; 1 if that is left to the planner."""
+        return 1 if self.virtual_stages == AUTO else int(self.virtual_stages)
+
     def __post_init__(self) -> None:
         for low, item in ((0, "partition_num"), (0, "replica_num"), (0, "pipeline_num"), (1, "min_pipeline")):
             _at_least(low, item, getattr(self, item))
@@ -84,6 +91,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         schedules = ITEMS["schedule"].choices or ()
         if self.schedule not in schedules:
             raise PlanError(f"schedule={self.schedule!r} is not known; use one of {', '.join(schedules)}")
+        virtual = ITEMS["virtual_stages"].choices or ()
+        if self.virtual_stages not in virtual:
+            raise PlanError(f"virtual_stages={self.virtual_stages!r}; use one of {', '.join(virtual)}")
         offloads = ITEMS["offload_optimizer"].choices or ()
         if self.offload_optimizer not in offloads:
             raise PlanError(f"offload_optimizer={self.offload_optimizer!r}; use one of {', '.join(offloads)}")

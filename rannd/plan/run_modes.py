@@ -14,6 +14,7 @@ from rannd.plan.schedule.schedules import ALL_SCHEDULES, DELAYING, SCHEDULES
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
 __all__ = [
+    "CHOOSES_VIRTUAL",
     "LEAST_GAIN",
     "OFFLOADS",
     "RUNS",
@@ -31,10 +32,12 @@ LEAST_GAIN = 0.05
 to one without: no cost counts gathers that hide less than assumed, and halves of a backward that take 1.01 to 1.17
 times as much as all of it (docs/benchmarks.md); and with ZeRO 2 and 3 a script sees pieces of its tensors."""
 
-
 VIRTUAL_GAIN = 0.03
 """Part of a step that a plan with several stages per slot has to save to be preferred to one with one: it sends more
 and smaller messages, which costs count as if links had nothing else to do."""
+
+CHOOSES_VIRTUAL = False
+"""Whether `virtual_stages=auto` may choose several stages per slot."""
 
 
 class RunMode(msgspec.Struct, frozen=True, order=True):

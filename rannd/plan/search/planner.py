@@ -8,7 +8,6 @@ from functools import partial
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.fx.ir import TaskGraph
@@ -27,6 +26,8 @@ from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies, stage_name
 from rannd.plan.search.stage_parts import StagePart, stages_of
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
+from rannd.plan.search.virtual_asked import Asked, asked_for
+from rannd.plan.search.virtual_planner import Job, challenged, forced
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.topology import Machine, Mask, place
 from rannd.plan.zero import replica_counts
@@ -78,7 +79,8 @@ def plan(
         PlanError: Constraints contradict each other.
         DoesNotFitError: No plan fits; the message has the smallest memory that would suffice.
     """
-    free = way is None and interleaved and options.schedule == AUTO
+    asked = asked_for(options, interleaved=interleaved) if way is None else Asked((), (), False, "asked for")
+    free = way is None and interleaved and (options.schedule == AUTO or asked.forced)
     chosen = way or RunMode((DEFAULT_SCHEDULE if free else options.schedule) if interleaved else ASKED_SCHEDULE)
     check_known(chosen)
     runnable = runnable_zero(chosen.schedule)
@@ -92,17 +94,23 @@ def plan(
     if batch_rows < 1:
         raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
     machine = Machine(slots, costs.link, costs.between)
-    places = np.array(cut_places(graph, [block.ops for block in blocks]))
-    stages, replicas = _demands(
-        options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=opaque_code(graph)
-    )
-    allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
     rows_per_rank = math.ceil(batch_rows / world)
     counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=opaque_code(graph))
     counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
     intervals = Intervals(graph, blocks, costs.blocks, options)
     reductions = Reductions(intervals, machine)
+    replicas = _replicas(options, world)
+    job = Job(
+        graph, blocks, costs, slots, batch_rows, memory_bytes, options, intervals, reductions, counts, replicas.tolist()
+    )
+    if asked.forced:
+        return forced(job, asked)
+    places = np.array(cut_places(graph, [block.ops for block in blocks]))
+    stages = _demanded(
+        options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=opaque_code(graph)
+    )
+    allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
 
     def tables(
         allowed: Mask,
@@ -160,9 +168,9 @@ def plan(
         others = alone(allowed, limit, False, schedules=DELAYING) if free else []
         ranking = rank([*best, *among], make, graph, costs, options, partial(alike, others))
         search = Searched(every, plain.choice, others, needs, stages=stages, counts=counts, coupled=graph.rows_coupled)
-        return msgspec.structs.replace(
-            ranking.deployment, reasons=reasons(ranking, search, options, way=way, interleaved=interleaved)
-        )
+        told = reasons(ranking, search, options, way=way, interleaved=interleaved)
+        deployment = msgspec.structs.replace(ranking.deployment, reasons=told)
+        return challenged(job, asked, msgspec.structs.replace(ranking, deployment=deployment), used)
     need = _least(*needs)
     if need is None and min(used) >= 2:
         raise PlanError(
@@ -248,10 +256,19 @@ def _measurable(
     return found
 
 
-def _demands(
-    options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str
-) -> tuple[int, npt.NDArray[np.bool_]]:
-    """Return the number of stages (0: free), and by number of replicas (from 1) whether a stage may have so many.
+def _replicas(options: PlanOptions, world: int) -> Mask:
+    """Return by number of replicas (from 1) whether a stage may have so many."""
+    counts = np.arange(1, world + 1)
+    found: Mask = counts > 0
+    if options.replica_num:
+        found &= counts == options.replica_num
+    elif options.limit_dev_num_pot:
+        found &= ((counts & (counts - 1)) == 0) | (counts == world)
+    return found
+
+
+def _demanded(options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str) -> int:
+    """Return the number of stages; 0: free.
 
     Args:
         options: Constraints of the configuration.
@@ -286,13 +303,7 @@ def _demands(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "
             f"into {blocks} blocks only; use at most {blocks} stages{why}"
         )
-    counts = np.arange(1, world + 1)
-    allowed = counts > 0
-    if replicas:
-        allowed &= counts == replicas
-    elif options.limit_dev_num_pot:
-        allowed &= ((counts & (counts - 1)) == 0) | (counts == world)
-    return stages, allowed
+    return stages
 
 
 def _deployment(

@@ -36,7 +36,6 @@ from rannd.plan.topology import Machine, Table
 from rannd.plan.zero import computing
 from rannd.profile.costs import CostTable
 
-
 ROUNDED = 8
 """Bytes of a stage by which its estimate may exceed the tables: its parts are rounded up."""
 
@@ -55,14 +54,15 @@ class VirtualPlans:
         memory_bytes: int,
         options: PlanOptions,
         intervals: Intervals | None = None,
+        reductions: Reductions | None = None,
     ) -> None:
-        """`intervals`: those of the graph, if they were made before."""
+        """`intervals`, `reductions`: those of the graph on these devices, if they were made before."""
         self.graph, self.blocks, self.costs, self.slots = graph, blocks, costs, slots
         self.batch_rows, self.memory_bytes, self.options = batch_rows, memory_bytes, options
         self.intervals = intervals or Intervals(graph, blocks, costs.blocks, options)
         self.machine = Machine(slots, costs.link, costs.between)
         self.may_begin = np.array(cut_places(graph, [block.ops for block in blocks]))
-        self._reductions = Reductions(self.intervals, self.machine)
+        self._reductions = reductions or Reductions(self.intervals, self.machine)
         self._tables: dict[object, StageTables] = {}
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import msgspec
 
@@ -64,14 +65,6 @@ class Shape(msgspec.Struct, frozen=True, order=True):
         costs_of = DELAYING[0] if self.delays else DEFAULT_SCHEDULE
         return Variant(costs_of, self.microbatches, self.placement, self.zero)
 
-    @property
-    def name(self) -> str:
-        """Such as 'interleaved_1f1b, 4 x 2 stages x 8, 4 microbatches, ZeRO 1'."""
-        each = f" x {self.replicas}" if self.replicas > 1 else ""
-        pieces = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
-        zero = f", ZeRO {self.mode.zero}" if self.mode.zero else ""
-        return f"{self.schedule}, {self.passes} stages on each of {self.positions} slots{each}, {pieces}{zero}"
-
     def _placed(self, positions: Slots) -> Slots:
         return VIRTUAL_SCHEDULES[self.schedule].placed(positions, self.passes)
 
@@ -92,14 +85,9 @@ def shapes(
     zeros: Sequence[int],
 ) -> Iterator[Shape]:
     """Yield all shapes: of each schedule with each of the given numbers, if these are possible together."""
-    for schedule in schedules:
-        for each in passes:
-            if not has_passes(schedule, each):
-                continue
-            for count in positions:
-                for zero in zeros:
-                    if zero and (zero not in VIRTUAL_SCHEDULES[schedule].zero):
-                        continue
-                    for microbatches in counts:
-                        for placement in placements:
-                            yield Shape(schedule, each, count, world // count, microbatches, placement, zero)
+    for schedule, each, count, zero in product(schedules, passes, positions, zeros):
+        replicas = world // count
+        runs = not zero or zero in VIRTUAL_SCHEDULES[schedule].zero
+        if has_passes(schedule, each) and runs and (replicas > 1 or zero == min(zeros)):
+            for microbatches, placement in product(counts, placements):
+                yield Shape(schedule, each, count, replicas, microbatches, placement, zero)

@@ -1,0 +1,89 @@
+"""Why a plan has several stages per slot, or one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rannd.plan.deployment import OFFLOAD, Reason
+from rannd.plan.plan_options import AUTO, PlanOptions
+from rannd.plan.run_modes import VIRTUAL_GAIN
+from rannd.plan.search.virtual_asked import Asked
+from rannd.plan.search.virtual_search import Against, VirtualFound, VirtualPlan
+
+VIRTUAL = "virtual stages"
+MOST_COMPARED = 3
+"""Maximum number of other values that a reason names: the best of them."""
+
+
+def why_one(asked: Asked, found: VirtualFound | None, against: Against | None) -> Reason:
+    """Why there is one stage per slot."""
+    why = asked.why_not
+    if not why:
+        least = f"{VIRTUAL_GAIN:.0%}"
+        why = f"by the closed form, none saves the {least} that are asked for" if found else "there are too few blocks"
+    if not why or found is None or against is None or not found.played:
+        return Reason(VIRTUAL, "no", why)
+    best = min(found.played, key=lambda each: each.preference_us)
+    ratio = best.step_us / against.step_us
+    told = f"{1 - ratio:.1%} faster ({best.gain:.0%} are asked for)" if ratio < 1 else f"{ratio - 1:.1%} slower"
+    return Reason(VIRTUAL, "no", f"{best.shape.passes} per slot ({best.shape.mode.schedule}) {told}")
+
+
+def won_reasons(
+    found: VirtualFound, plan: VirtualPlan, against: Against, others: tuple[Reason, ...]
+) -> tuple[Reason, ...]:
+    """Reasons of a plan with several stages per slot that was faster than the best with one, which had `others`."""
+    offload = tuple(each for each in others if each.what == OFFLOAD)
+    why = f"1 per slot ({against.name}) {against.step_us / plan.step_us - 1:.1%} slower"
+    return (*_common(found, plan), *offload, _recompute(plan, None), Reason(VIRTUAL, str(plan.shape.passes), why))
+
+
+def forced_reasons(found: VirtualFound, plan: VirtualPlan, options: PlanOptions) -> tuple[Reason, ...]:
+    """Reasons of a plan where several stages per slot were asked for."""
+    offload = plan.deployment.offload
+    why = f"set by offload_optimizer={options.offload_optimizer}"
+    if options.offload_optimizer == AUTO:
+        why = "no plan fits without it" if offload else "a plan without it fits"
+    asked = f"schedule={options.schedule}"
+    if options.virtual_stages != AUTO:
+        asked = f"virtual_stages={options.virtual_stages}"
+    return (
+        *_common(found, plan),
+        Reason(OFFLOAD, "yes" if offload else "no", why),
+        _recompute(plan, options),
+        Reason(VIRTUAL, str(plan.shape.passes), f"set by {asked}"),
+    )
+
+
+def _common(found: VirtualFound, plan: VirtualPlan) -> tuple[Reason, ...]:
+    """What the simulated plans with several stages per slot say of each choice."""
+    shape = plan.shape
+
+    def compared(value: Callable[[VirtualPlan], str]) -> str:
+        best: dict[str, str] = {}
+        for each in sorted(found.played, key=lambda each: each.step_us):
+            ratio = each.step_us / plan.step_us - 1
+            relative = f"{ratio:.1%} slower" if ratio >= 0 else f"{-ratio:.1%} faster (not by enough)"
+            best.setdefault(value(each), f"{value(each)} {relative}")
+        told = [text for other, text in best.items() if other != value(plan)]
+        return "of the simulated plans with several per slot: " + (", ".join(told[:MOST_COMPARED]) or "all have it")
+
+    return (
+        Reason("stages", str(shape.stages), compared(lambda each: f"{each.shape.stages} stages")),
+        Reason("microbatches", str(shape.microbatches), compared(lambda each: f"{each.shape.microbatches}")),
+        Reason("schedule", shape.schedule, compared(lambda each: each.shape.schedule)),
+        Reason(
+            "ZeRO",
+            str(shape.mode.zero or "no"),
+            compared(lambda each: f"ZeRO {each.shape.mode.zero}" if each.shape.mode.zero else "without"),
+        ),
+    )
+
+
+def _recompute(plan: VirtualPlan, options: PlanOptions | None) -> Reason:
+    again = sum(stage.recompute for stage in plan.deployment.stages)
+    if options is not None and options.checkpointing:
+        return Reason("recompute", "yes", "set by checkpointing=true")
+    if not again:
+        return Reason("recompute", "no", "all activations fit")
+    return Reason("recompute", f"{again} of {plan.shape.stages} stages", "their slots would need too much memory")

@@ -1,0 +1,197 @@
+"""Chooses a plan with several stages per slot: tries the few that the closed form promises to be fast.
+
+What such a plan can save is the bubble of the best plan with one stage per slot, so that most models need nothing but
+a look at the closed form: see `least_us`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from rannd.errors import DoesNotFitError, PlanError
+from rannd.plan.deployment import Deployment
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.run_modes import RunMode, virtual_gain
+from rannd.plan.schedule.schedules import DEFAULT_SCHEDULE
+from rannd.plan.search.intervals import at
+from rannd.plan.search.virtual_asked import Asked
+from rannd.plan.search.virtual_plans import VirtualPlans
+from rannd.plan.search.virtual_shapes import Shape
+from rannd.plan.slot_memory import fullest_bytes
+from rannd.units import amounts_apart
+
+HOST_US = 32.0
+"""Time that each action takes of its slot's host (docs/benchmarks.md): several stages per slot have more actions."""
+MOST_CUT = 12
+"""Maximum number of plans that are cut, those with the smallest closed form."""
+MOST_PLAYED = 12
+"""Maximum number of simulated plans."""
+MOST_WORK = 12_000
+"""Maximum of microbatches times stages, of one pipeline each, that are simulated in total."""
+SLACK = 0.03
+"""Part of a step by which the closed form may be larger than the simulated time."""
+
+
+class VirtualPlan(msgspec.Struct, frozen=True):
+    """A plan with several stages per slot."""
+
+    shape: Shape
+    deployment: Deployment
+    step_us: float
+    """Simulated time of a step, with `HOST_US`."""
+    gain: float
+    """What it has to save to be preferred (`virtual_gain`)."""
+
+    @property
+    def preference_us(self) -> float:
+        return self.step_us / (1 - self.gain)
+
+
+class VirtualFound(msgspec.Struct, frozen=True):
+    """Result of a search."""
+
+    best: VirtualPlan | None
+    """The preferred one of those that fit and beat what they had to."""
+    played: tuple[VirtualPlan, ...]
+    """All that were simulated."""
+    least_bytes: int
+    """Bytes of the fullest device of the smallest plan that was made; 0: none was made."""
+
+
+class Against(msgspec.Struct, frozen=True):
+    """What plans with several stages per slot have to beat."""
+
+    mode: RunMode
+    step_us: float
+    """With `HOST_US`."""
+    name: str
+
+
+def least_us(plans: VirtualPlans, shape: Shape) -> float:
+    """Return the closed form of a step (`slot_cuts`) whose slots and stages all take equally long.
+
+    With the host's time for computations, but not for transfers.
+    """
+    rows = plans.rows(shape.microbatches)
+    forward, backward = (float(at(table, rows)[0, -1]) for table in (plans.intervals.forward, plans.intervals.backward))
+    whole = forward + backward
+    fill = (forward if shape.delays else whole) / shape.stages
+    actions = shape.pieces * shape.passes * (3 if shape.delays else 2)
+    return shape.pieces * whole / shape.positions + (shape.positions - 1) * fill + actions * HOST_US
+
+
+def search(plans: VirtualPlans, tried: Iterable[Shape], against: Against | None) -> VirtualFound:
+    """Return the preferred plan of these shapes that beats `against`.
+
+    Of shapes that differ only in their ZeRO stage, the first that fits is simulated, with all orders of slots; the
+    others only of the best one.
+    """
+    return _Search(plans, against).run(list(tried))
+
+
+class _Search:
+    def __init__(self, plans: VirtualPlans, against: Against | None) -> None:
+        self.plans = plans
+        self.than = against.mode if against is not None else RunMode(DEFAULT_SCHEDULE)
+        self.below = against.step_us if against is not None else math.inf
+        """Preference that has to be beaten."""
+        self.best: VirtualPlan | None = None
+        self.least = 0
+        self.played: list[VirtualPlan] = []
+        self.work = MOST_WORK
+
+    def run(self, tried: Sequence[Shape]) -> VirtualFound:
+        promising = sorted((self._least(shape), shape) for shape in tried)
+        groups: dict[tuple[str, int, int, int], list[Shape]] = {}
+        for least, shape in promising:
+            if least < self.below * (1 + SLACK):
+                groups.setdefault((shape.schedule, shape.passes, shape.positions, shape.microbatches), []).append(shape)
+        for members in list(groups.values())[:MOST_CUT]:
+            if self._least(members[0]) >= self.below * (1 + SLACK):
+                break
+            self._try(members)
+        if self.best is not None:
+            own = self.best.shape
+            key = own.schedule, own.passes, own.positions, own.microbatches
+            for other in groups[key]:
+                if other.placement == own.placement and other.zero > own.zero:
+                    self._play([other])
+        return VirtualFound(self.best, tuple(self.played), self.least)
+
+    def _gain(self, shape: Shape) -> float:
+        return virtual_gain(shape.mode, self.than)
+
+    def _least(self, shape: Shape) -> float:
+        return least_us(self.plans, shape) / (1 - self._gain(shape))
+
+    def _try(self, members: Sequence[Shape]) -> None:
+        """Simulate the first ZeRO stage that fits, in all orders of slots; without recomputing, if one does."""
+        stages = [
+            list(each) for _, each in groupby(sorted(members, key=lambda each: each.zero), lambda each: each.zero)
+        ]
+        for limited in (True, False):
+            for same in stages:
+                if self._play(same, limited=limited):
+                    return
+
+    def _play(self, same: Sequence[Shape], *, limited: bool = True) -> bool:
+        """Cut and simulate shapes that differ in the order of slots; False if they do not fit.
+
+        `limited`: nothing is recomputed.
+        """
+        plans, shape = self.plans, same[0]
+        cuts = plans.cuts(shape, float(plans.memory_bytes) if limited else math.inf)
+        if cuts is None:
+            return False
+        if cuts.e_us / (1 - self._gain(shape)) >= self.below * (1 + SLACK):
+            return True
+        for each in same:
+            work = each.pieces * each.stages
+            if self.played and (len(self.played) >= MOST_PLAYED or work > self.work):
+                return True
+            deployment = plans.deployment(each, cuts.starts)
+            size = fullest_bytes(deployment)
+            self.least = min(self.least or size, size)
+            if size > plans.memory_bytes:
+                return False
+            self.work -= work
+            step_us = plans.simulated(deployment, host_us=HOST_US).step_us
+            found = VirtualPlan(each, replace(deployment, e_us=cuts.e_us), step_us, self._gain(each))
+            self.played.append(found)
+            if found.preference_us < self.below:
+                self.best, self.below = found, found.preference_us
+        return True
+
+
+def forced_plan(plans: VirtualPlans, asked: Asked, tried: Sequence[Shape], options: PlanOptions) -> VirtualFound:
+    """Return the preferred plan of these shapes.
+
+    Raises:
+        PlanError: There are no shapes.
+        DoesNotFitError: None that was tried fits.
+    """
+    world, numbers = plans.world, " or ".join(map(str, asked.passes))
+    what = f"{numbers} stages per slot (virtual_stages={options.virtual_stages}, schedule={options.schedule})"
+    if not tried:
+        parts = int(plans.may_begin.sum()) - 1
+        raise PlanError(
+            f"no plan with {what} for {world} device{'s' if world > 1 else ''}: it needs 2 devices at least; as many "
+            f"of them in each pipeline as divide all (partition_num={options.partition_num} counts all stages, "
+            f"replica_num={options.replica_num}); not more stages than the {parts} parts that the model may be cut "
+            f"into; and a schedule that runs with zero_stage={options.zero_stage}. Set virtual_stages=auto and "
+            "schedule=auto"
+        )
+    found = search(plans, tried, None)
+    if found.best is not None:
+        return found
+    needed, limit = amounts_apart(found.least_bytes, plans.memory_bytes)
+    raise DoesNotFitError(
+        f"no plan with {what} fits {world} devices: the smallest one that was tried needs {needed} of a device, "
+        f"recomputing included; the limit is {limit}. Set virtual_stages=auto and schedule=auto, or use devices with "
+        "more memory, more ranks or a smaller batch",
+        needed=found.least_bytes,
+    )
