@@ -130,11 +130,9 @@ class _Search:
 
     def _try(self, members: Sequence[Shape]) -> None:
         """Simulate the first ZeRO stage that fits, in all orders of slots; without recomputing, if one does."""
-        stages = [
-            list(each) for _, each in groupby(sorted(members, key=lambda each: each.zero), lambda each: each.zero)
-        ]
+        zeros = sorted({each.zero for each in members})
         for limited in (True, False):
-            for same in stages:
+            for same in [[each for each in members if each.zero == zero] for zero in zeros]:
                 if self._play(same, limited=limited):
                     return
 
