@@ -115,7 +115,8 @@ class Deployer:
         promise = planner.promise(deployment)
         world.watch.promises[promise.digest] = promise
         world.watch.stages = {
-            world.rank_of_slot[slot]: number for number, each in enumerate(deployment.stages) for slot in each.slots
+            rank: tuple(number for number, each in enumerate(deployment.stages) if slot in each.slots)
+            for slot, rank in enumerate(world.rank_of_slot)
         }
         return self._distribute(graph, deployment, promise)
 

@@ -137,15 +137,15 @@ class ProgramPlayer:
         last: bool,
         halves: bool,
     ) -> None:
-        """Backward of a microbatch in a stage, or its second half. `last`: see `_last_of`."""
+        """Backward of a microbatch in a stage, or its second half, if it comes in `halves`. `last`: see `_last_of`."""
         arrivals = computing.late_arrivals if halves else computing.arrivals
         with self._reducer.completing(arrivals) if last else contextlib.nullcontext():
-            if action.kind is ActionKind.WEIGHT:
+            if _is_half(action):
                 computing.weights(step, action.piece, self._reducer.arrived)
             else:
                 assert live is not None
                 computing.backward(step, action.piece, live)
-        if not step.keep and halves == (action.kind is ActionKind.WEIGHT):
+        if not step.keep and halves == _is_half(action):
             self._give_back(step, action.piece, self._stage_at(action))
 
     def _stage_at(self, action: Action) -> int:
@@ -197,6 +197,10 @@ class ProgramPlayer:
     def _give_back(self, step: Step, piece: int, stage: int) -> None:
         for buffer in step.borrowed.pop((piece, stage), ()):
             self._buffers.give(buffer)
+
+
+def _is_half(action: Action) -> bool:
+    return action.kind is ActionKind.WEIGHT
 
 
 def _computed(listed: Sequence[Instruction]) -> list[Action]:
