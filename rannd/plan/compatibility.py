@@ -2,7 +2,7 @@
 
 | difference | result |
 | --- | --- |
-| the graph, the number of ranks, an unknown schedule, or slots of stages that are not as it needs them | DeploymentError |
+| the graph, the number of ranks, an unknown schedule, slots of stages that are not as it needs them | DeploymentError |
 | more microbatches than the batch has rows | DeploymentError |
 | distribution of ranks over nodes, device model, rows of the batch, versions, costs that were not measured | warning |
 

@@ -13,9 +13,10 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ class _Bucket:
     slots: tuple[int, ...]
     names: list[str]
     waiting: int = 0
-    """How often gradients have to be accumulated until all are computed."""
+    """How often gradients have to be accumulated until all are computed; until the last backward of a stage, one for
+    each parameter that it reads."""
     work: dist.Work | None = None
     flat: torch.Tensor | None = None
     """Flags that say which parameters have a gradient, followed by the flattened gradients."""
@@ -101,7 +103,7 @@ class Reducer:
         self._place = {name: place for place, name in enumerate(_shared(parameters))}
         """Numbers of the parameters with several holders, the same on all ranks."""
         self._hooked: dict[str, torch.Tensor] = {}
-        self._armed = self._early = False
+        self._armed = self._early = self._counts = False
         self._started = 0
         """Number of buckets whose all-reduce has started in this backward."""
         self._aside: dict[str, torch.Tensor] = {}
@@ -188,29 +190,46 @@ class Reducer:
                 alias = self._parameters.aliases[name]
                 alias.grad = gradient if alias.grad is None else alias.grad + gradient
 
-    def arm(self, *, early: bool = False, arrivals: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Called before the last microbatch's backward, or before its second half if backwards come in two.
+    def arm(self, *, early: bool = False, readers: Sequence[Collection[str]] = ()) -> None:
+        """Called before the first of the computations that complete gradients, see `completing`.
 
         Args:
             early: Buckets are reduced as soon as they are complete.
-            arrivals: How often a gradient is accumulated in it, for parameters that several segments read.
+            readers: The parameters that each stage of this rank reads.
         """
         for name, bucket in self._bucket_of.items():
             alias = self._parameters.aliases[name]
             if len(bucket.slots) > 1 and alias.requires_grad and self._hooked.get(name) is not alias:
                 alias.register_post_accumulate_grad_hook(lambda _, name=name: self.arrived(name))
                 self._hooked[name] = alias
+        stages = Counter(name for read in readers for name in read)
         for bucket in self._buckets:
             bucket.active = [name for name in bucket.names if self._parameters.tensors[name].requires_grad]
-            bucket.waiting = sum(arrivals.get(name, 1) for name in bucket.active)
+            bucket.waiting = sum(max(stages[name], 1) for name in bucket.active)
         self._started = 0
         self._armed = True
         self._early = early
 
+    @contextlib.contextmanager
+    def completing(self, arrivals: Mapping[str, int]) -> Iterator[None]:
+        """Around the last backward of a stage, or its second half where backwards come in two.
+
+        `arrivals`: how often the gradient of each parameter that the stage reads is accumulated in it.
+        """
+        for name, number in arrivals.items():
+            bucket = self._bucket_of.get(name)
+            if bucket is not None and self._parameters.tensors[name].requires_grad:
+                bucket.waiting += number - 1
+        self._counts = True
+        try:
+            yield
+        finally:
+            self._counts = False
+
     def arrived(self, name: str) -> None:
         """Called when a gradient was accumulated: by autograd, or by what computes it otherwise."""
         bucket = self._bucket_of.get(name)
-        if bucket is not None and self._armed and self._early and self._overlap:
+        if bucket is not None and self._counts and self._early and self._overlap:
             bucket.waiting -= 1
             if not bucket.waiting:
                 self._start_complete()

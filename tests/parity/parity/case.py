@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
+
 STEPS = 5
 """Optimizer steps of a case."""
 
@@ -22,8 +24,10 @@ class Case(msgspec.Struct, frozen=True):
     micro: int = 0
     """Forced number of microbatches; 0 leaves it to the planner."""
     schedule: str = "1f1b"
-    """How backward runs: inside the call that computes a loss ("1f1b", "gpipe"), or "asked": when it is asked for,
-    whatever the model computes."""
+    """How backward runs: inside the call that computes a loss (the name of a schedule), or "asked": when it is asked
+    for, whatever the model computes."""
+    passes: int = 1
+    """Stages per slot; more than 1 with the schedules that have several, see `placing`."""
     optimizer: str = "sgd"
     """Name in `zoo.OPTIMIZERS`."""
     zero: int = -1
@@ -54,6 +58,7 @@ class Case(msgspec.Struct, frozen=True):
         parts.append(
             ".".join(map(str, self.rows)) + ("to" + ".".join(map(str, self.late_rows)) if self.late_rows else "")
         )
+        parts += [f"v{self.passes}"] if self.passes > 1 else []
         parts += [f"zero{self.zero}"] if self.zero > 0 else []
         parts += ["recompute"] if self.recompute else []
         parts += ["offload"] if self.offload else []
@@ -75,7 +80,10 @@ class Case(msgspec.Struct, frozen=True):
     def environment(self) -> dict[str, str]:
         """The variables that force this case's plan."""
         forced = {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.micro)}
-        if self.zero >= 0:
+        if self.passes > 1:
+            forced["RANNC_CACHE"] = "off"  # plans that are placed anew have the keys of others
+            forced["RANNC_ZERO_STAGE"] = "0"  # they are made for stages without replicas
+        elif self.zero >= 0:
             forced["RANNC_ZERO_STAGE"] = str(self.zero)
         if self.recompute:
             forced["RANNC_CHECKPOINTING"] = "true"
@@ -83,8 +91,10 @@ class Case(msgspec.Struct, frozen=True):
             forced["RANNC_OFFLOAD_OPTIMIZER"] = "true"
         if self.schedule == "asked":
             forced["RANNC_INTERLEAVE_LOSS"] = "false"
-        else:
+        elif self.passes == 1:
             forced["RANNC_SCHEDULE"] = self.schedule
+        else:  # what is planned has to have the halves of backwards that may wait
+            forced["RANNC_SCHEDULE"] = "zb_h1" if VIRTUAL_SCHEDULES[self.schedule].delays_weights else "1f1b"
         return {**forced, **dict(self.env)}
 
 

@@ -121,6 +121,8 @@ def plan_differences(case: Case, got: list[Record]) -> list[str]:
             found.append(f"rank {rank}: {micro} microbatches ran instead of {wanted}")
         if case.offload and not record["plan/offload"]:
             found.append(f"rank {rank}: the optimizer's state was in memory between steps")
-        if min(replicas) < 1 or sum(replicas) > case.ranks:
+        if min(replicas) < 1 or sum(replicas) > case.ranks * case.passes:
             found.append(f"rank {rank}: stages have {replicas} replicas on {case.ranks} ranks")
+        if case.passes > 1 and sum(replicas) != case.ranks * case.passes:
+            found.append(f"rank {rank}: {sum(replicas)} replicas of stages ran, not {case.passes} on each rank")
     return found

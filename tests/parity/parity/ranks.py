@@ -48,6 +48,10 @@ class Backend(Protocol):
         """The whole values of these parameters."""
         ...
 
+    def placing(self, case: Case) -> contextlib.AbstractContextManager[None]:
+        """Plans are as the case wants them."""
+        ...
+
     def plan(self, model: nn.Module, record: Record) -> None: ...
     def reset(self) -> None: ...
     def barrier(self) -> None: ...
@@ -97,6 +101,11 @@ class Rannc:
             found = copy(name)  # collective
             if name in own:
                 yield name, found
+
+    def placing(self, case: Case) -> contextlib.AbstractContextManager[None]:
+        from parity.placing import placing  # the yardstick must not need it
+
+        return placing(case)
 
     def plan(self, model: nn.Module, record: Record) -> None:
         deployment = cast(Any, model).deployment
@@ -162,6 +171,9 @@ class Ddp:
 
     def values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         return model.named_parameters()
+
+    def placing(self, case: Case) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def plan(self, model: nn.Module, record: Record) -> None:
         record["plan/replicas"] = array(torch.tensor([dist.get_world_size()]))
@@ -273,7 +285,8 @@ def train(case: Case, backend: Backend) -> Record:
     os.environ.update(variables)
     try:
         rank = Rank(case, backend)
-        play(case, rank)
+        with backend.placing(case):
+            play(case, rank)
         rank.finish()
         backend.reset()
         return rank.record

@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import pipeline
-from plan_layouts import layouts
+from plan_layouts import Make, interleaved, layouts
 
 from rannd.errors import PlanError
 from rannd.plan.run_modes import SCHEDULES
@@ -36,6 +37,24 @@ def test_no_step_hangs(layout: Layout, schedule: str | None, split: set[int], st
     """Whatever synchronises: receives of all slots are posted in one order with all sends."""
     program = gpipe(layout) if schedule is None else interleaved_program(schedule, loss_layout(layout), split)
     check_streams(program, Posting.MATCHED, StreamRules(streams, overlap=False))
+
+
+@given(interleaved(), interleaved(asked=True), st.sampled_from(Streams))
+def test_no_step_hangs_in_which_slots_have_several_stages(
+    inside: tuple[Layout, Make], asked: tuple[Layout, Make], streams: Streams
+) -> None:
+    """Also where replicas meet: they have the same stages, and run them in the same order."""
+    for program in (inside[1](inside[0]), gpipe(asked[0])):
+        rules = StreamRules(streams, overlap=False)
+        check_streams(program, Posting.MATCHED, rules)
+        check_streams(program, Posting.MATCHED, dataclasses.replace(rules, meets=True))
+        check_streams(program, Posting.AHEAD, StreamRules(synchronises=False, overlap=False, meets=True))
+
+
+@given(interleaved())
+def test_reductions_of_later_stages_may_begin_before_the_slot_s_last_backward(case: tuple[Layout, Make]) -> None:
+    layout, make = case
+    check_streams(make(msgspec.structs.replace(layout, tied=())), Posting.MATCHED, StreamRules(Streams.PAIR))
 
 
 MEETING = StreamRules(overlap=False, meets=True)
