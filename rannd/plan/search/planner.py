@@ -26,8 +26,8 @@ from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies, stage_name
 from rannd.plan.search.stage_parts import StagePart, stages_of
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
-from rannd.plan.search.virtual_asked import Asked, asked_for
-from rannd.plan.search.virtual_planner import Job, challenged, forced
+from rannd.plan.search.virtual.virtual_asked import Asked, asked_for
+from rannd.plan.search.virtual.virtual_planner import Job, challenged, forced
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.topology import Machine, Mask, place
 from rannd.plan.zero import replica_counts

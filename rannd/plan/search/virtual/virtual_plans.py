@@ -25,13 +25,13 @@ from rannd.plan.search.estimate import StageTables
 from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.recompute import DividedStage, least_memory, segments
 from rannd.plan.search.reduction_times import Reductions
-from rannd.plan.search.slot_cuts import SlotCosts, SlotCuts, best_cuts
 from rannd.plan.search.stage_parts import StagePart, stages_of
-from rannd.plan.search.virtual_shapes import Shape
+from rannd.plan.search.virtual.slot_cuts import SlotCosts, SlotCuts, best_cuts
+from rannd.plan.search.virtual.virtual_shapes import Shape
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
 from rannd.plan.simulate.simulator import Simulation, predict
+from rannd.plan.simulate.slot_memory import fullest_bytes, together
 from rannd.plan.simulate.step_costs import StepCosts
-from rannd.plan.slot_memory import fullest_bytes, together
 from rannd.plan.topology import Machine, Table
 from rannd.plan.zero import computing
 from rannd.profile.costs import CostTable

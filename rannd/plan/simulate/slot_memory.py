@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from rannd.plan.deployment import Deployment, StageEstimate
 from rannd.plan.schedule.in_flight import Flight, Flights, flights
 from rannd.plan.schedule.program import Layout
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
+
+MOST_POSITIONS = 64
+"""Slots of a pipeline up to which it is looked up what its stages keep at a time."""
 
 
 def stages_by_slots(deployment: Deployment) -> dict[tuple[int, ...], list[int]]:
@@ -19,15 +23,24 @@ def stages_by_slots(deployment: Deployment) -> dict[tuple[int, ...], list[int]]:
 
 
 def device_bytes(deployment: Deployment) -> dict[tuple[int, ...], int]:
-    """Return the planned bytes of each device, by the slots that have the same stages."""
+    """Return the planned bytes of each device, by the slots that have the same stages.
+
+    Of deployments that cannot be run, and of very long pipelines, each stage counts with the most that it needs.
+    """
     estimates = [stage.estimate for stage in deployment.stages]
     groups = stages_by_slots(deployment)
-    if len(groups) == len(estimates):
-        return {slots: estimates[number].total_bytes for slots, (number,) in groups.items()}
     slots = tuple(stage.slots for stage in deployment.stages)
+    virtual = VIRTUAL_SCHEDULES.get(deployment.schedule)
+    if virtual is None or len(groups) > MOST_POSITIONS or virtual.problem(slots):
+        return {slots: sum(estimates[number].total_bytes for number in numbers) for slots, numbers in groups.items()}
     split = frozenset(number for number, each in enumerate(estimates) if each.weight_us > 0)
     flown = flights(deployment.schedule, Layout(len(deployment.slots), deployment.microbatches, slots, (), ()), split)
     return {slots: together(estimates, flown, numbers) for slots, numbers in groups.items()}
+
+
+def slot_bytes(deployment: Deployment, slot: int) -> int:
+    """Return the planned bytes of one device."""
+    return next(size for slots, size in device_bytes(deployment).items() if slot in slots)
 
 
 def fullest_bytes(deployment: Deployment) -> int:

@@ -18,10 +18,10 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import RunMode, virtual_gain
 from rannd.plan.schedule.schedules import DEFAULT_SCHEDULE
 from rannd.plan.search.intervals import at
-from rannd.plan.search.virtual_asked import Asked
-from rannd.plan.search.virtual_plans import VirtualPlans
-from rannd.plan.search.virtual_shapes import Shape
-from rannd.plan.slot_memory import fullest_bytes
+from rannd.plan.search.virtual.virtual_asked import Asked
+from rannd.plan.search.virtual.virtual_plans import VirtualPlans
+from rannd.plan.search.virtual.virtual_shapes import Shape
+from rannd.plan.simulate.slot_memory import fullest_bytes
 from rannd.units import amounts_apart
 
 HOST_US = 32.0

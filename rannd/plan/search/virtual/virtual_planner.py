@@ -16,11 +16,11 @@ from rannd.plan.run_modes import OFFLOADS, RunMode
 from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import MOST_TOLD, Ranking
 from rannd.plan.search.reduction_times import Reductions
-from rannd.plan.search.virtual_asked import Asked, shapes_of
-from rannd.plan.search.virtual_plans import VirtualPlans
-from rannd.plan.search.virtual_reasons import forced_reasons, why_one, won_reasons
-from rannd.plan.search.virtual_search import HOST_US, Against, VirtualPlan, forced_plan, search
-from rannd.plan.slot_memory import fullest_bytes
+from rannd.plan.search.virtual.virtual_asked import Asked, shapes_of
+from rannd.plan.search.virtual.virtual_plans import VirtualPlans
+from rannd.plan.search.virtual.virtual_reasons import forced_reasons, why_one, won_reasons
+from rannd.plan.search.virtual.virtual_search import HOST_US, Against, VirtualPlan, forced_plan, search
+from rannd.plan.simulate.slot_memory import fullest_bytes
 from rannd.profile.costs import CostTable
 
 ZEROS = (0, 1, 2, 3)

@@ -10,8 +10,8 @@ from rannd.errors import PlanError
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import CHOOSES_VIRTUAL
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
-from rannd.plan.search.virtual_plans import VirtualPlans
-from rannd.plan.search.virtual_shapes import PASSES, Shape, has_passes, shapes
+from rannd.plan.search.virtual.virtual_plans import VirtualPlans
+from rannd.plan.search.virtual.virtual_shapes import PASSES, Shape, has_passes, shapes
 
 
 class Asked(msgspec.Struct, frozen=True):

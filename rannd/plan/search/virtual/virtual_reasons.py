@@ -7,8 +7,8 @@ from collections.abc import Callable
 from rannd.plan.deployment import OFFLOAD, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import VIRTUAL_GAIN
-from rannd.plan.search.virtual_asked import Asked
-from rannd.plan.search.virtual_search import Against, VirtualFound, VirtualPlan
+from rannd.plan.search.virtual.virtual_asked import Asked
+from rannd.plan.search.virtual.virtual_search import Against, VirtualFound, VirtualPlan
 
 VIRTUAL = "virtual stages"
 MOST_COMPARED = 3
