@@ -290,23 +290,24 @@ class StageTables:
         result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
         return result
 
-    def held_with(self, replicas: int, most: int, moment: tuple[int, int]) -> Table:
+    def held_with(self, replicas: int, flight: tuple[int, int], moment: tuple[int, int]) -> Table:
         """Return the bytes of all stages, but what is temporary, at a moment: ``[start, end]``.
 
         Nothing is recomputed. What a rank gets at the end of a step (`late`) is not included.
 
         Args:
             replicas: Number of replicas.
-            most: Maximum number of microbatches in flight.
-            moment: Those that are between forward and backward, and between forward and the second half of it.
+            flight: Maximum number of microbatches between forward and backward, and between forward and the second half
+                of it.
+            moment: Those at the moment.
         """
-        now, waiting = moment
+        (first, most), (now, waiting) = flight, moment
         place = min(replicas, self.state.shape[2]) - 1
         kept = np.maximum(self.kept, self.delayed) * now + self.delayed * (waiting - now)
         pieces = int(self.pieces[replicas - 1])
         posted = self.given * pieces + self.sent_grad * min(pieces, AHEAD + 1)
         result: Table = self.state[:, :, place] + posted + self.crossing * most + kept
-        return result + self.received if most < pieces else result
+        return result + self.received if first < pieces else result
 
     def _held(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> ReplicaBytes:
         """Return the memory of stages for parameters, gradients and optimizer state."""

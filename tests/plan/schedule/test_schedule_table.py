@@ -19,6 +19,7 @@ from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import RunMode, check_known
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES, Schedule
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 from rannd.plan.search import estimate
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
@@ -94,7 +95,7 @@ def test_nothing_but_the_table_knows_a_schedule_by_its_name() -> None:
 
 def test_the_configuration_has_the_schedules_that_can_be_run() -> None:
     item = ITEMS["schedule"]
-    assert item.choices == (AUTO, *SCHEDULES)
+    assert item.choices == (AUTO, *SCHEDULES, *VIRTUAL_SCHEDULES)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rannd.errors import DoesNotFitError
 from rannd.plan.deployment import Deployment, Reason, decode, encode
 from rannd.plan.plan_text import show
 
-WHAT = ["stages", "microbatches", "schedule", "ZeRO", "offload", "recompute"]
+WHAT = ["stages", "microbatches", "schedule", "ZeRO", "offload", "recompute", "virtual stages"]
 
 
 def _why(found: Deployment) -> dict[str, tuple[str, str]]:

@@ -103,19 +103,19 @@ class VirtualPlans:
                 gather[:end, end] = self._reductions.gather(end, inside)[:, replicas - 1]
             forward, backward = computing(shape.mode.zero, forward, backward, gather)
         flown = self.flights(shape, frozenset(range(shape.stages)))
-        held: dict[tuple[int, Flight], Table] = {}
-        for (_, most), moments in zip(flown.most, flown.moments, strict=True):
+        held: dict[tuple[Flight, Flight], Table] = {}
+        for flight, moments in zip(flown.most, flown.moments, strict=True):
             for moment in moments:
-                if (most, moment) not in held:
-                    held[most, moment] = table.held_with(replicas, most, moment)
+                if (flight, moment) not in held:
+                    held[flight, moment] = table.held_with(replicas, flight, moment)
         return SlotCosts(
             homes=shape.homes,
             pieces=int(table.pieces[replicas - 1]),
             rounds=forward + backward,
             fill=forward if shape.delays else forward + backward,
             held=[
-                [held[most, moment] for moment in moments]
-                for (_, most), moments in zip(flown.most, flown.moments, strict=True)
+                [held[flight, moment] for moment in moments]
+                for flight, moments in zip(flown.most, flown.moments, strict=True)
             ],
             working=table.temporary[:, :, min(replicas, table.temporary.shape[2]) - 1],
             limit=limit - table.late - ROUNDED * shape.passes,
