@@ -7,7 +7,6 @@ stages in proportion to what it keeps. `virtual_search` chooses which of these p
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -210,7 +209,7 @@ class VirtualPlans:
         flown = self.flights(shape, frozenset(split))
         every, homes = shape.slots, shape.homes
         found = []
-        seen: dict[int, set[int]] = defaultdict(set)
+        seen: dict[int, set[int]] = {}
         for stage, (start, end) in enumerate(spans):
             slots, home = every[stage], homes[stage]
             inside = np.full(self.world, self._inside(slots))
@@ -220,10 +219,9 @@ class VirtualPlans:
             params = {
                 read for block in self.blocks[start:end] for op in block.ops for read in self.graph.ops[op].params
             }
-            before = seen[home]
-            if before:
-                estimate = self._less(estimate, params & before, late=math.floor(table.late))
-            before |= params
+            if home in seen:
+                estimate = self._less(estimate, params & seen[home], late=math.floor(table.late))
+            seen[home] = seen.get(home, set()) | params
             found.append(StagePart(start, end, slots, chosen[stage], estimate))
         return found, flown
 
