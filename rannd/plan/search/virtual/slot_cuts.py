@@ -58,12 +58,17 @@ class SlotCuts(msgspec.Struct, frozen=True):
     """Whether no other cuts can have a smaller E; False if some were given up."""
 
 
-def best_cuts(costs: SlotCosts, widths: Sequence[int] = WIDTHS) -> SlotCuts | None:
-    """Return the cuts with the smallest E that fit memory; None if none were found."""
+def best_cuts(costs: SlotCosts, widths: Sequence[int] = WIDTHS, *, enough: float = 0.0) -> SlotCuts | None:
+    """Return the cuts with the smallest E that fit memory; None if none were found.
+
+    `enough`: how much longer than with even slots and stages a step may be without looking on.
+    """
+    positions, stages = max(costs.homes) + 1, len(costs.homes)
+    least = costs.pieces * costs.rounds[0, -1] / positions + (positions - 1) * costs.fill[0, -1] / stages
     best: SlotCuts | None = None
     for width in widths:
         best = _search(costs, width, best) or best
-        if best is not None and best.exact:
+        if best is not None and (best.exact or best.e_us <= least * (1 + enough)):
             break
     return best
 

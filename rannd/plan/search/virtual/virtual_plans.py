@@ -21,7 +21,7 @@ from rannd.plan.precision import state_weights
 from rannd.plan.schedule.in_flight import Flight, Flights, flights
 from rannd.plan.schedule.program import Layout
 from rannd.plan.search.estimate import StageTables
-from rannd.plan.search.intervals import Intervals
+from rannd.plan.search.intervals import Intervals, at
 from rannd.plan.search.recompute import DividedStage, least_memory, segments
 from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.search.stage_parts import StagePart, stages_of
@@ -31,10 +31,12 @@ from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_
 from rannd.plan.simulate.simulator import Simulation, predict
 from rannd.plan.simulate.slot_memory import fullest_bytes, together
 from rannd.plan.simulate.step_costs import StepCosts
-from rannd.plan.topology import Machine, Table
+from rannd.plan.topology import Machine, Table, p2p_us
 from rannd.plan.zero import computing
 from rannd.profile.costs import CostTable
 
+ENOUGH = 0.005
+"""How much longer a step may be, by the closed form, than with cuts that are perfectly even."""
 ROUNDED = 8
 """Bytes of a stage by which its estimate may exceed the tables: its parts are rounded up."""
 
@@ -63,6 +65,7 @@ class VirtualPlans:
         self.may_begin = np.array(cut_places(graph, [block.ops for block in blocks]))
         self._reductions = reductions or Reductions(self.intervals, self.machine)
         self._tables: dict[object, StageTables] = {}
+        self._cuts: dict[object, SlotCuts | None] = {}
 
     @property
     def world(self) -> int:
@@ -88,6 +91,13 @@ class VirtualPlans:
                 reductions=self._reductions,
             )
         return self._tables[variant]
+
+    def hop_us(self, shape: Shape) -> float:
+        """Return the time of the smallest message between stages, inside a node."""
+        rows = self.rows(shape.microbatches)
+        places = np.flatnonzero(self.may_begin)[1:-1]
+        sent = at(self.intervals.sent, rows)[0, places] if len(places) else np.zeros(1)
+        return float(p2p_us(self.machine.link, sent).min())
 
     # -- cuts -------------------------------------------------------------------------------------------------
 
@@ -123,7 +133,10 @@ class VirtualPlans:
 
     def cuts(self, shape: Shape, limit: float) -> SlotCuts | None:
         """Return the best cuts of a plan whose stages keep all activations; None if none fit `limit` bytes."""
-        return best_cuts(self.costs_of(shape, limit))
+        key = shape.costs_key, limit
+        if key not in self._cuts:
+            self._cuts[key] = best_cuts(self.costs_of(shape, limit), enough=ENOUGH)
+        return self._cuts[key]
 
     def flights(self, shape: Shape, split: frozenset[int]) -> Flights:
         """Return what each stage keeps; `split`: the stages whose backward is split."""

@@ -18,6 +18,7 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import RunMode, virtual_gain
 from rannd.plan.schedule.schedules import DEFAULT_SCHEDULE
 from rannd.plan.search.intervals import at
+from rannd.plan.search.virtual.slot_cuts import SlotCuts
 from rannd.plan.search.virtual.virtual_asked import Asked
 from rannd.plan.search.virtual.virtual_plans import VirtualPlans
 from rannd.plan.search.virtual.virtual_shapes import Shape
@@ -72,16 +73,26 @@ class Against(msgspec.Struct, frozen=True):
 
 
 def least_us(plans: VirtualPlans, shape: Shape) -> float:
-    """Return the closed form of a step (`slot_cuts`) whose slots and stages all take equally long.
-
-    With the host's time for computations, but not for transfers.
-    """
+    """Return the closed form of a step (`slot_cuts`) whose slots and stages all take equally long."""
     rows = plans.rows(shape.microbatches)
     forward, backward = (float(at(table, rows)[0, -1]) for table in (plans.intervals.forward, plans.intervals.backward))
     whole = forward + backward
     fill = (forward if shape.delays else whole) / shape.stages
-    actions = shape.pieces * shape.passes * (3 if shape.delays else 2)
-    return shape.pieces * whole / shape.positions + (shape.positions - 1) * fill + actions * HOST_US
+    return with_transfers(plans, shape, shape.pieces * whole / shape.positions) + (shape.positions - 1) * fill
+
+
+def with_transfers(plans: VirtualPlans, shape: Shape, e_us: float) -> float:
+    """Add to a closed form what transfers and the host take at least.
+
+    A pair of slots sends a microbatch's values once for each of their stages, its gradients likewise; the first and the
+    last microbatch are sent through the pipeline while slots wait. The host's time is that of a slot in the middle.
+    """
+    hop = plans.hop_us(shape)
+    between = 4 * shape.passes - (4 if shape.positions == 2 else 0)
+    actions = shape.passes * (3 if shape.delays else 2) + between
+    return max(e_us + shape.pieces * actions * HOST_US, shape.pieces * shape.passes * hop) + (
+        2 * (shape.positions - 1) * hop
+    )
 
 
 def search(plans: VirtualPlans, tried: Iterable[Shape], against: Against | None) -> VirtualFound:
@@ -122,6 +133,10 @@ class _Search:
                     self._play([other])
         return VirtualFound(self.best, tuple(self.played), self.least)
 
+    def _too_slow(self, shape: Shape, cuts: SlotCuts) -> bool:
+        least = with_transfers(self.plans, shape, cuts.e_us)
+        return least / (1 - self._gain(shape)) >= self.below * (1 + SLACK)
+
     def _gain(self, shape: Shape) -> float:
         return virtual_gain(shape.mode, self.than)
 
@@ -131,6 +146,9 @@ class _Search:
     def _try(self, members: Sequence[Shape]) -> None:
         """Simulate the first ZeRO stage that fits, in all orders of slots; without recomputing, if one does."""
         zeros = sorted({each.zero for each in members})
+        free = self.plans.cuts(members[0], math.inf)
+        if free is None or self._too_slow(members[0], free):
+            return  # memory only makes them slower
         for limited in (True, False):
             for same in [[each for each in members if each.zero == zero] for zero in zeros]:
                 if self._play(same, limited=limited):
@@ -145,7 +163,7 @@ class _Search:
         cuts = plans.cuts(shape, float(plans.memory_bytes) if limited else math.inf)
         if cuts is None:
             return False
-        if cuts.e_us / (1 - self._gain(shape)) >= self.below * (1 + SLACK):
+        if self._too_slow(shape, cuts):
             return True
         for each in same:
             work = each.pieces * each.stages

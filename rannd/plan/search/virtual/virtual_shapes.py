@@ -65,6 +65,11 @@ class Shape(msgspec.Struct, frozen=True, order=True):
         costs_of = DELAYING[0] if self.delays else DEFAULT_SCHEDULE
         return Variant(costs_of, self.microbatches, self.placement, self.zero)
 
+    @property
+    def costs_key(self) -> Shape:
+        """The same but for what makes no difference to cuts: the order of slots, if no parameters are gathered."""
+        return self if self.mode.zero >= 2 else msgspec.structs.replace(self, placement="")
+
     def _placed(self, positions: Slots) -> Slots:
         return VIRTUAL_SCHEDULES[self.schedule].placed(positions, self.passes)
 
