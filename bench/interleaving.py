@@ -273,8 +273,11 @@ class Workshop:
                     break
             if cuts is None:
                 continue
-            found = self.plans.deployment(shape, cuts.starts)
-            step_us = self.step_us(found) if self.plans.fits(found) else math.inf
+            parts, size = self.plans.fitted(shape, cuts.starts)
+            if size > self.memory:
+                continue
+            found = self.plans.deployment(shape, parts)
+            step_us = self.step_us(found)
             if step_us < below:
                 best, below = (step_us, found), step_us
         return best

@@ -29,7 +29,7 @@ from rannd.plan.search.virtual.slot_cuts import SlotCosts, SlotCuts, best_cuts
 from rannd.plan.search.virtual.virtual_shapes import Shape
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
 from rannd.plan.simulate.simulator import Simulation, predict
-from rannd.plan.simulate.slot_memory import fullest_bytes, together
+from rannd.plan.simulate.slot_memory import together
 from rannd.plan.simulate.step_costs import StepCosts
 from rannd.plan.topology import Machine, Table, p2p_us
 from rannd.plan.zero import computing
@@ -146,8 +146,16 @@ class VirtualPlans:
 
     # -- memory -----------------------------------------------------------------------------------------------
 
-    def deployment(self, shape: Shape, starts: Sequence[int]) -> Deployment:
-        """Return the deployment with given cuts; slots that would not fit recompute, as little as does, or all."""
+    def least_bytes(self, shape: Shape) -> float:
+        """Return a lower bound of the memory of the fullest device: what all stages of a replica always hold."""
+        state = self.table(shape).state
+        return float(state[0, -1, min(shape.replicas, state.shape[2]) - 1]) / shape.positions
+
+    def fitted(self, shape: Shape, starts: Sequence[int]) -> tuple[list[StagePart], int]:
+        """Return the stages with given cuts, and the bytes of the fullest device.
+
+        Slots that would not fit recompute, as little as does, or all.
+        """
         table, homes = self.table(shape), shape.homes
         spans = list(zip(starts, (*starts[1:], len(self.blocks)), strict=True))
         apart = shape.mode.zero >= 2
@@ -176,7 +184,13 @@ class VirtualPlans:
                     budget = max(room, 0) * need / max(sum(needs), 1)
                     flying = estimates[stage].in_flight
                     chosen[stage] = self._divided(table, spans[stage], flying, budget, apart=apart)
-        parts, _ = self._parts(shape, spans, chosen, split)
+        parts, flown = self._parts(shape, spans, chosen, split)
+        estimates = [part.estimate for part in parts]
+        slots = [[stage for stage, at in enumerate(homes) if at == home] for home in range(shape.positions)]
+        return parts, max(together(estimates, flown, own) for own in slots)
+
+    def deployment(self, shape: Shape, parts: Sequence[StagePart]) -> Deployment:
+        """Return the deployment with these stages."""
         return Deployment(
             format=FORMAT,
             graph_hash=self.graph.graph_hash,
@@ -190,7 +204,7 @@ class VirtualPlans:
             placement=shape.placement,
             memory_bytes=self.memory_bytes,
             zero=shape.mode.zero,
-            offload=table.offload,
+            offload=self.table(shape).offload,
         )
 
     def _asked(self, stage: int, stages: int) -> bool:
@@ -282,7 +296,3 @@ class VirtualPlans:
         """Simulate a step of a deployment, also of one with one stage per slot."""
         layout = loss_layout(layout_of(self.graph, deployment))
         return predict(deployment.schedule, layout, self.step_costs(deployment, host_us=host_us))
-
-    def fits(self, deployment: Deployment) -> bool:
-        """Whether a deployment fits into the devices' memory, as planned."""
-        return fullest_bytes(deployment) <= self.memory_bytes

@@ -22,7 +22,6 @@ from rannd.plan.search.virtual.slot_cuts import SlotCuts
 from rannd.plan.search.virtual.virtual_asked import Asked
 from rannd.plan.search.virtual.virtual_plans import VirtualPlans
 from rannd.plan.search.virtual.virtual_shapes import Shape
-from rannd.plan.simulate.slot_memory import fullest_bytes
 from rannd.units import amounts_apart
 
 HOST_US = 32.0
@@ -108,6 +107,7 @@ class _Search:
     def __init__(self, plans: VirtualPlans, against: Against | None) -> None:
         self.plans = plans
         self.than = against.mode if against is not None else RunMode(DEFAULT_SCHEDULE)
+        self.forced = against is None
         self.below = against.step_us if against is not None else math.inf
         """Preference that has to be beaten."""
         self.best: VirtualPlan | None = None
@@ -130,7 +130,7 @@ class _Search:
             key = own.schedule, own.passes, own.positions, own.microbatches
             for other in groups[key]:
                 if other.placement == own.placement and other.zero > own.zero:
-                    self._play([other])
+                    self._play([other], limited=True)
         return VirtualFound(self.best, tuple(self.played), self.least)
 
     def _too_slow(self, shape: Shape, cuts: SlotCuts) -> bool:
@@ -144,17 +144,25 @@ class _Search:
         return least_us(self.plans, shape) / (1 - self._gain(shape))
 
     def _try(self, members: Sequence[Shape]) -> None:
-        """Simulate the first ZeRO stage that fits, in all orders of slots; without recomputing, if one does."""
-        zeros = sorted({each.zero for each in members})
-        free = self.plans.cuts(members[0], math.inf)
+        """Simulate the first ZeRO stage that fits, in all orders of slots; without recomputing, if one does.
+
+        Plans that nothing forces recompute only with the last ZeRO stage.
+        """
+        plans = self.plans
+        free = plans.cuts(members[0], math.inf)
         if free is None or self._too_slow(members[0], free):
             return  # memory only makes them slower
-        for limited in (True, False):
-            for same in [[each for each in members if each.zero == zero] for zero in zeros]:
-                if self._play(same, limited=limited):
-                    return
+        zeros = sorted({each.zero for each in members})
+        every = [[each for each in members if each.zero == zero] for zero in zeros]
+        small = [same for same in every if plans.least_bytes(same[0]) <= plans.memory_bytes]
+        for same in small:
+            if self._play(same, limited=True):
+                return
+        for same in every if self.forced else small[-1:]:
+            if self._play(same, limited=False):
+                return
 
-    def _play(self, same: Sequence[Shape], *, limited: bool = True) -> bool:
+    def _play(self, same: Sequence[Shape], *, limited: bool) -> bool:
         """Cut and simulate shapes that differ in the order of slots; False if they do not fit.
 
         `limited`: nothing is recomputed.
@@ -169,14 +177,15 @@ class _Search:
             work = each.pieces * each.stages
             if self.played and (len(self.played) >= MOST_PLAYED or work > self.work):
                 return True
-            deployment = plans.deployment(each, cuts.starts)
-            size = fullest_bytes(deployment)
+            parts, size = plans.fitted(each, cuts.starts)
             self.least = min(self.least or size, size)
             if size > plans.memory_bytes:
                 return False
             self.work -= work
-            step_us = plans.simulated(deployment, host_us=HOST_US).step_us
-            found = VirtualPlan(each, replace(deployment, e_us=cuts.e_us), step_us, self._gain(each))
+            deployment = replace(plans.deployment(each, parts), e_us=cuts.e_us)
+            found = VirtualPlan(
+                each, deployment, plans.simulated(deployment, host_us=HOST_US).step_us, self._gain(each)
+            )
             self.played.append(found)
             if found.preference_us < self.below:
                 self.best, self.below = found, found.preference_us

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from random import Random
 
@@ -11,7 +12,7 @@ from plan_graphs import chain, costs_for, random_costs, random_graph, transforme
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
-from rannd.plan.deployment import Slot, decode, encode
+from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.in_flight import STEADY, flights
 from rannd.plan.schedule.program import Layout
@@ -46,6 +47,14 @@ def _random(seed: int, *, stages: int) -> VirtualPlans:
     return _plans(graph, costs=random_costs(random, len(blocks)), min_partition_num=stages)
 
 
+def _made(plans: VirtualPlans, shape: Shape, starts: Sequence[int]) -> Deployment:
+    parts, size = plans.fitted(shape, starts)
+    found = plans.deployment(shape, parts)
+    assert fullest_bytes(found) == size
+    assert plans.least_bytes(shape) <= size
+    return found
+
+
 def _cuts(plans: VirtualPlans, shape: Shape) -> list[tuple[int, ...]]:
     return [(0, *cuts) for cuts in combinations(range(1, len(plans.blocks)), shape.stages - 1)]
 
@@ -73,7 +82,7 @@ def test_planned_memory_is_the_simulators(schedule: str, passes: int) -> None:
             shape = Shape(schedule, passes, 4, 2, 4, "stages", zero)
             cuts = plans.cuts(shape, PLENTY)
             assert cuts is not None
-            found = plans.deployment(shape, cuts.starts)
+            found = _made(plans, shape, cuts.starts)
             assert decode(encode(found)) == found
             peaks, planned = plans.simulated(found).peak_bytes, device_bytes(found)
             for slots, size in planned.items():
@@ -91,7 +100,7 @@ def test_the_best_of_all_cuts_that_fit_is_found(schedule: str, passes: int) -> N
         plans = _random(seed, stages=2 * passes)
         for zero in (0, 1) if passes == 2 else (0,):
             shape = Shape(schedule, passes, 2, 1, 2, "stages", zero)
-            every = {starts: plans.deployment(shape, starts) for starts in _cuts(plans, shape)}
+            every = {starts: _made(plans, shape, starts) for starts in _cuts(plans, shape)}
             costs = plans.costs_of(shape, PLENTY)
             for part in (1.0, 0.5, 0.1):
                 sizes = {starts: e_of_cuts(costs, starts)[1] for starts in every}
@@ -117,24 +126,25 @@ def test_what_does_not_fit_recomputes_as_little_as_does() -> None:
     ample = _plans(graph, costs=costs)
     cuts = ample.cuts(shape, PLENTY)
     assert cuts is not None
-    whole = ample.deployment(shape, cuts.starts)
+    whole = _made(ample, shape, cuts.starts)
     assert not any(stage.recompute for stage in whole.stages)
     steps, least = [ample.simulated(whole).step_us], fullest_bytes(whole)
     for part in (0.95, 0.8, 0.6):
         memory = int(fullest_bytes(whole) * part)
         tight = _plans(graph, memory=memory, costs=costs)
-        found = tight.deployment(shape, cuts.starts)
+        found = _made(tight, shape, cuts.starts)
         assert fullest_bytes(found) <= memory
         assert any(stage.recompute for stage in found.stages)
         steps.append(tight.simulated(found).step_us)
         least = fullest_bytes(found)
     assert steps == sorted(steps), "less memory takes more time"
-    asked = _plans(graph, costs=costs, checkpointing=True).deployment(shape, cuts.starts)
+    asked = _made(_plans(graph, costs=costs, checkpointing=True), shape, cuts.starts)
     assert all(stage.recompute for stage in asked.stages)
     assert fullest_bytes(asked) <= least
-    but_last = _plans(graph, costs=costs, checkpointing=True, checkpointing_no_last=True).deployment(shape, cuts.starts)
+    but_last = _made(_plans(graph, costs=costs, checkpointing=True, checkpointing_no_last=True), shape, cuts.starts)
     assert [stage.recompute for stage in but_last.stages] == [True, True, True, False]
-    assert fullest_bytes(_plans(graph, costs=costs, memory=1).deployment(shape, cuts.starts)) == fullest_bytes(asked)
+    least = _made(_plans(graph, costs=costs, memory=1), shape, cuts.starts)
+    assert fullest_bytes(least) == fullest_bytes(asked)
 
 
 def test_a_slot_that_does_not_fit_delays_nothing_before_it_recomputes() -> None:
@@ -143,9 +153,9 @@ def test_a_slot_that_does_not_fit_delays_nothing_before_it_recomputes() -> None:
     plans = _random_chain(graph)
     cuts = plans.cuts(shape, PLENTY)
     assert cuts is not None
-    whole = plans.deployment(shape, cuts.starts)
+    whole = _made(plans, shape, cuts.starts)
     assert all(stage.estimate.weight_us > 0 for stage in whole.stages)
-    tight = _random_chain(graph, memory=fullest_bytes(whole) - 1).deployment(shape, cuts.starts)
+    tight = _made(_random_chain(graph, memory=fullest_bytes(whole) - 1), shape, cuts.starts)
     assert fullest_bytes(tight) < fullest_bytes(whole)
     assert any(stage.estimate.weight_us == 0 for stage in tight.stages)
 
