@@ -92,12 +92,17 @@ class VirtualPlans:
             )
         return self._tables[variant]
 
-    def hop_us(self, shape: Shape) -> float:
-        """Return the time of the smallest message between stages, inside a node."""
-        rows = self.rows(shape.microbatches)
+    def hops_us(self, shape: Shape) -> tuple[float, float]:
+        """Return the time of a usual message between stages: of most, and of the slowest.
+
+        That is one between nodes, if pipelines do not fit into one.
+        """
         places = np.flatnonzero(self.may_begin)[1:-1]
-        sent = at(self.intervals.sent, rows)[0, places] if len(places) else np.zeros(1)
-        return float(p2p_us(self.machine.link, sent).min())
+        sent = at(self.intervals.sent, self.rows(shape.microbatches))[0, places] if len(places) else np.zeros(1)
+        machine = self.machine
+        across = machine.several and not machine.pipelines_inside[shape.replicas - 1]
+        most, slowest = (p2p_us(link, sent) for link in (machine.link, machine.between if across else machine.link))
+        return float(np.median(most)), float(np.median(slowest))
 
     # -- cuts -------------------------------------------------------------------------------------------------
 

@@ -81,17 +81,16 @@ def least_us(plans: VirtualPlans, shape: Shape) -> float:
 
 
 def with_transfers(plans: VirtualPlans, shape: Shape, e_us: float) -> float:
-    """Add to a closed form what transfers and the host take at least.
+    """Add to a closed form what transfers and the host take.
 
     A pair of slots sends a microbatch's values once for each of their stages, its gradients likewise; the first and the
     last microbatch are sent through the pipeline while slots wait. The host's time is that of a slot in the middle.
     """
-    hop = plans.hop_us(shape)
+    hop, slowest = plans.hops_us(shape)
     between = 4 * shape.passes - (4 if shape.positions == 2 else 0)
     actions = shape.passes * (3 if shape.delays else 2) + between
-    return max(e_us + shape.pieces * actions * HOST_US, shape.pieces * shape.passes * hop) + (
-        2 * (shape.positions - 1) * hop
-    )
+    busy = max(e_us + shape.pieces * actions * HOST_US, shape.pieces * shape.passes * slowest)
+    return busy + 2 * ((shape.positions - 2) * hop + slowest)
 
 
 def search(plans: VirtualPlans, tried: Iterable[Shape], against: Against | None) -> VirtualFound:
