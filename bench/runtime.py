@@ -370,6 +370,7 @@ def memory(rounds: int, steps: int) -> None:
     import torch.distributed as dist
 
     import pyrannc
+    from rannd.plan.simulate.slot_memory import slot_bytes
 
     rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
     generator = torch.Generator().manual_seed(rank)
@@ -387,8 +388,7 @@ def memory(rounds: int, steps: int) -> None:
     for _ in range(3):
         step()
     base, most = lying_and_peak(step, wrapped, optimizer)
-    stage = next(each for each in wrapped.deployment.stages if wrapped._session.world.slot in each.slots)
-    numbers = torch.tensor([base, most, stage.estimate.total_bytes])
+    numbers = torch.tensor([base, most, slot_bytes(wrapped.deployment, wrapped._session.world.slot)])
     told = [torch.empty_like(numbers) for _ in range(world)]
     dist.all_gather(told, numbers)
     if rank == 0:
