@@ -55,7 +55,7 @@ class Configuration:
 
     def memory(self) -> float:
         """Peak bytes of tensors in a step of this rank / planned bytes."""
-        from rannd.plan.simulate.slot_memory import slot_bytes
+        from rannd.plan.slot_memory import slot_bytes
 
         _, most = lying_and_peak(self.step, self.wrapped, self.optimizer)
         slot = self.wrapped._session.world.slot

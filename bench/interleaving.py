@@ -54,15 +54,15 @@ from rannd.plan.run_modes import VIRTUAL_GAIN
 from rannd.plan.schedule.schedules import DEFAULT_SCHEDULE, DELAYING, planned_program
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES, ZB_V
 from rannd.plan.search.planner import microbatch_counts, plan
-from rannd.plan.search.virtual.virtual_asked import Asked, shapes_of
-from rannd.plan.search.virtual.virtual_plans import VirtualPlans
-from rannd.plan.search.virtual.virtual_search import HOST_US, SLACK, least_us
-from rannd.plan.search.virtual.virtual_shapes import PASSES, has_passes
 from rannd.plan.simulate.layout import layout_of, loss_layout
 from rannd.plan.simulate.simulator import predict, simulate
-from rannd.plan.simulate.slot_memory import fullest_bytes, stages_by_slots
 from rannd.plan.simulate.step_costs import StepCosts
 from rannd.plan.simulate.timeline_drawing import draw
+from rannd.plan.slot_memory import fullest_bytes, stages_by_slots
+from rannd.plan.virtual.virtual_asked import VirtualAsked, shapes_of
+from rannd.plan.virtual.virtual_plans import VirtualPlans
+from rannd.plan.virtual.virtual_search import HOST_US, SLACK, least_us
+from rannd.plan.virtual.virtual_shapes import PASSES, has_passes
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
 
@@ -168,7 +168,7 @@ def zoo(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
     """The zoo's models, where memory is scarce."""
     from planner import PART, ROWS, Case, zoo_graphs
 
-    from rannd.plan.search.estimate import Variant
+    from rannd.plan.stage_costs.estimate import Variant
 
     for name, graph in zoo_graphs():
         if graph.rows_coupled:
@@ -260,7 +260,7 @@ class Workshop:
     def best(self, schedule: str, passes: int, below: float) -> tuple[float, Deployment] | None:
         """The fastest of all plans under a schedule that take less than `below` microseconds."""
         counts = microbatch_counts(self.options, rows_per_rank=self.rows, coupled=self.graph.rows_coupled)
-        asked = Asked((schedule,), (passes,), True)
+        asked = VirtualAsked((schedule,), (passes,), True)
         every = [True] * len(self.slots)
         shapes = shapes_of(self.plans, asked, counts=counts, zeros=ZEROS, allowed=every)
         best = None

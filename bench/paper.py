@@ -51,7 +51,7 @@ from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
-from rannd.plan.simulate.slot_memory import fullest_bytes
+from rannd.plan.slot_memory import fullest_bytes
 from rannd.profile.analytic import analytic_costs
 from rannd.runtime.parameters.tensor_swap import others, unwritten
 

@@ -370,7 +370,7 @@ def memory(rounds: int, steps: int) -> None:
     import torch.distributed as dist
 
     import pyrannc
-    from rannd.plan.simulate.slot_memory import slot_bytes
+    from rannd.plan.slot_memory import slot_bytes
 
     rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
     generator = torch.Generator().manual_seed(rank)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rannd.errors import UsageError
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment, Slot, Stage
-from rannd.plan.simulate.slot_memory import device_bytes, fullest_bytes, stages_by_slots
+from rannd.plan.slot_memory import device_bytes, fullest_bytes, stages_by_slots
 
 _MIB = 2**20
 _SHORT_S = 0.1

@@ -11,7 +11,7 @@ from plan_instances import deploy
 
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.plan.plan_text import plan_line
-from rannd.plan.search.estimate import StageTables
+from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, Trained, held, offload_us
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from rannd.plan.run_modes import RunMode
-from rannd.plan.search.estimate import StageTables
 from rannd.plan.search.stages import Choice, e_of, preferred_choice
+from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.topology import Mask
 
 EFFORT = 20_000

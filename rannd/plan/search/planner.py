@@ -18,18 +18,18 @@ from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import OFFLOADS, RUNS, RunMode, check_known, runnable_zero
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
 from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
-from rannd.plan.search.estimate import StageTables, Variant
-from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import rank
 from rannd.plan.search.reasons import Searched, reasons
-from rannd.plan.search.reduction_times import Reductions
-from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies, stage_name
-from rannd.plan.search.stage_parts import StagePart, stages_of
+from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
-from rannd.plan.search.virtual.virtual_asked import Asked, asked_for
-from rannd.plan.search.virtual.virtual_planner import Job, challenged, forced
+from rannd.plan.search.virtual_planner import VirtualJob, challenged, forced
 from rannd.plan.simulate.layout import piece_rows
+from rannd.plan.stage_costs.estimate import StageTables, Variant
+from rannd.plan.stage_costs.intervals import Intervals
+from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.stage_parts import StagePart, stage_name, stages_of
 from rannd.plan.topology import Machine, Mask, place
+from rannd.plan.virtual.virtual_asked import VirtualAsked, asked_for
 from rannd.plan.zero import replica_counts
 from rannd.profile.costs import CostTable
 
@@ -79,7 +79,7 @@ def plan(
         PlanError: Constraints contradict each other.
         DoesNotFitError: No plan fits; the message has the smallest memory that would suffice.
     """
-    asked = asked_for(options, interleaved=interleaved) if way is None else Asked((), (), False, "asked for")
+    asked = asked_for(options, interleaved=interleaved) if way is None else VirtualAsked((), (), False, "asked for")
     free = way is None and interleaved and (options.schedule == AUTO or asked.forced)
     chosen = way or RunMode((DEFAULT_SCHEDULE if free else options.schedule) if interleaved else ASKED_SCHEDULE)
     check_known(chosen)
@@ -101,7 +101,7 @@ def plan(
     intervals = Intervals(graph, blocks, costs.blocks, options)
     reductions = Reductions(intervals, machine)
     replicas = _replicas(options, world)
-    job = Job(
+    job = VirtualJob(
         graph, blocks, costs, slots, batch_rows, memory_bytes, options, intervals, reductions, counts, replicas.tolist()
     )
     if asked.forced:

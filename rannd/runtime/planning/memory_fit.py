@@ -9,7 +9,7 @@ from torch import nn
 
 from rannd.device.memory import free_memory
 from rannd.plan.deployment import Deployment
-from rannd.plan.simulate.slot_memory import slot_bytes
+from rannd.plan.slot_memory import slot_bytes
 from rannd.runtime.comm.world import World
 
 BITS = 4

@@ -15,7 +15,7 @@ from rannd.device.memory import free_memory
 from rannd.device.memory_beside import bytes_beside
 from rannd.errors import text_of
 from rannd.plan.deployment import Deployment
-from rannd.plan.simulate.slot_memory import device_bytes, stages_by_slots
+from rannd.plan.slot_memory import device_bytes, stages_by_slots
 from rannd.runtime.comm.cache_client import Cache
 from rannd.runtime.comm.world import World
 from rannd.runtime.failure.failure_report import Failure

@@ -20,10 +20,10 @@ from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import RunMode, check_known
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES, Schedule
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
-from rannd.plan.search import estimate
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate.simulator import predict
+from rannd.plan.stage_costs import estimate
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
 SOURCES = Path(estimate.__file__).parents[2]

@@ -11,7 +11,7 @@ from plan_graphs import random_costs, random_graph
 
 from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.blocks.blocks import Block
-from rannd.plan.search.intervals import Intervals
+from rannd.plan.stage_costs.intervals import Intervals
 from rannd.profile.costs import BlockCost
 
 

@@ -11,7 +11,7 @@ from plan_instances import deploy
 
 from rannd.config import Config
 from rannd.plan.deployment import Deployment
-from rannd.plan.simulate.slot_memory import device_bytes, fullest_bytes
+from rannd.plan.slot_memory import device_bytes, fullest_bytes
 from rannd.runtime.comm.world import World
 from rannd.runtime.planning import memory_fit
 from rannd.runtime.planning.memory_promise import LOWER, MemoryPromise

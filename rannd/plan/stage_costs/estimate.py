@@ -17,10 +17,10 @@ from rannd.plan.deployment import StageEstimate
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.program import AHEAD
 from rannd.plan.schedule.schedules import ALL_SCHEDULES
-from rannd.plan.search.intervals import Intervals, at
-from rannd.plan.search.recompute import DividedStage, least_memory, segments
-from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.simulate.step_costs import BUCKET
+from rannd.plan.stage_costs.intervals import Intervals, at
+from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
+from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
 from rannd.plan.zero import ReplicaBytes, Trained, computing, held, offload_us
 

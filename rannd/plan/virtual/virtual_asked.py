@@ -10,11 +10,11 @@ from rannd.errors import PlanError
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import CHOOSES_VIRTUAL
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
-from rannd.plan.search.virtual.virtual_plans import VirtualPlans
-from rannd.plan.search.virtual.virtual_shapes import PASSES, Shape, has_passes, shapes
+from rannd.plan.virtual.virtual_plans import VirtualPlans
+from rannd.plan.virtual.virtual_shapes import PASSES, Shape, has_passes, shapes
 
 
-class Asked(msgspec.Struct, frozen=True):
+class VirtualAsked(msgspec.Struct, frozen=True):
     """What the configuration says of several stages per slot."""
 
     schedules: tuple[str, ...]
@@ -25,7 +25,7 @@ class Asked(msgspec.Struct, frozen=True):
     """Why there is one, if that is known before any plan is made; schedules are empty then."""
 
 
-def asked_for(options: PlanOptions, *, interleaved: bool) -> Asked:
+def asked_for(options: PlanOptions, *, interleaved: bool) -> VirtualAsked:
     """Return what is asked for.
 
     Args:
@@ -43,16 +43,16 @@ def asked_for(options: PlanOptions, *, interleaved: bool) -> Asked:
         raise PlanError(f"schedule={given} has several stages per slot, but virtual_stages=1; set virtual_stages=auto")
     if not forced:
         if virtual == "1":
-            return Asked((), (), False, "set by virtual_stages=1")
+            return VirtualAsked((), (), False, "set by virtual_stages=1")
         if not CHOOSES_VIRTUAL:
-            return Asked((), (), False, "only if asked for")
+            return VirtualAsked((), (), False, "only if asked for")
         if not interleaved:
-            return Asked((), (), False, "backward runs after the call")
+            return VirtualAsked((), (), False, "backward runs after the call")
         if given != AUTO:
-            return Asked((), (), False, f"schedule={given} has one stage per slot")
+            return VirtualAsked((), (), False, f"schedule={given} has one stage per slot")
         if options.partition_num:
-            return Asked((), (), False, f"set by partition_num={options.partition_num}")
-        return Asked(names, passes, False)
+            return VirtualAsked((), (), False, f"set by partition_num={options.partition_num}")
+        return VirtualAsked(names, passes, False)
     asked = f"schedule={given}" if given in names else f"virtual_stages={virtual}"
     if not interleaved:
         raise PlanError(
@@ -70,11 +70,11 @@ def asked_for(options: PlanOptions, *, interleaved: bool) -> Asked:
         raise PlanError(
             f"schedule={given} cannot have virtual_stages={virtual} stages per slot; set virtual_stages=auto"
         )
-    return Asked(schedules, passes, True)
+    return VirtualAsked(schedules, passes, True)
 
 
 def shapes_of(
-    plans: VirtualPlans, asked: Asked, *, counts: Sequence[int], zeros: Sequence[int], allowed: Sequence[bool]
+    plans: VirtualPlans, asked: VirtualAsked, *, counts: Sequence[int], zeros: Sequence[int], allowed: Sequence[bool]
 ) -> list[Shape]:
     """Return the shapes to try.
 

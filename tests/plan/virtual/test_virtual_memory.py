@@ -18,10 +18,10 @@ from rannd.plan.schedule.in_flight import STEADY, flights
 from rannd.plan.schedule.program import Layout
 from rannd.plan.schedule.schedules import planned_program
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
-from rannd.plan.search.virtual.slot_cuts import best_cuts, e_of_cuts
-from rannd.plan.search.virtual.virtual_plans import VirtualPlans
-from rannd.plan.search.virtual.virtual_shapes import Shape, has_passes
-from rannd.plan.simulate.slot_memory import device_bytes, fullest_bytes, slot_bytes
+from rannd.plan.slot_memory import device_bytes, fullest_bytes, slot_bytes
+from rannd.plan.virtual.slot_cuts import best_cuts, e_of_cuts
+from rannd.plan.virtual.virtual_plans import VirtualPlans
+from rannd.plan.virtual.virtual_shapes import Shape, has_passes
 from rannd.profile.costs import CostTable
 
 PLENTY = 10**15

@@ -17,11 +17,11 @@ from rannd.plan.deployment import Deployment
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import RunMode, virtual_gain
 from rannd.plan.schedule.schedules import DEFAULT_SCHEDULE
-from rannd.plan.search.intervals import at
-from rannd.plan.search.virtual.slot_cuts import SlotCuts
-from rannd.plan.search.virtual.virtual_asked import Asked
-from rannd.plan.search.virtual.virtual_plans import VirtualPlans
-from rannd.plan.search.virtual.virtual_shapes import Shape
+from rannd.plan.stage_costs.intervals import at
+from rannd.plan.virtual.slot_cuts import SlotCuts
+from rannd.plan.virtual.virtual_asked import VirtualAsked
+from rannd.plan.virtual.virtual_plans import VirtualPlans
+from rannd.plan.virtual.virtual_shapes import Shape
 from rannd.units import amounts_apart
 
 HOST_US = 32.0
@@ -191,7 +191,7 @@ class _Search:
         return True
 
 
-def forced_plan(plans: VirtualPlans, asked: Asked, tried: Sequence[Shape], options: PlanOptions) -> VirtualFound:
+def forced_plan(plans: VirtualPlans, asked: VirtualAsked, tried: Sequence[Shape], options: PlanOptions) -> VirtualFound:
     """Return the preferred plan of these shapes.
 
     Raises:

@@ -20,11 +20,12 @@ from rannd.plan.schedule.instructions import Posting
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.schedules import interleaved_program
 from rannd.plan.schedule.stream_checker import StreamRules, check_streams
+from rannd.plan.search import virtual_planner
 from rannd.plan.search.planner import plan
-from rannd.plan.search.virtual import virtual_asked, virtual_planner, virtual_search
-from rannd.plan.search.virtual.virtual_plans import VirtualPlans
 from rannd.plan.simulate.layout import layout_of, loss_layout
-from rannd.plan.simulate.slot_memory import device_bytes, fullest_bytes
+from rannd.plan.slot_memory import device_bytes, fullest_bytes
+from rannd.plan.virtual import virtual_asked, virtual_search
+from rannd.plan.virtual.virtual_plans import VirtualPlans
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
 PLENTY = 10**15

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rannd.plan.search.virtual.slot_cuts import SlotCosts, best_cuts, e_of_cuts
+from rannd.plan.virtual.slot_cuts import SlotCosts, best_cuts, e_of_cuts
 
 V, INTERLEAVED = (0, 1, 1, 0), (0, 1, 0, 1)
 

@@ -20,18 +20,18 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
 from rannd.plan.schedule.in_flight import Flight, Flights, flights
 from rannd.plan.schedule.program import Layout
-from rannd.plan.search.estimate import StageTables
-from rannd.plan.search.intervals import Intervals, at
-from rannd.plan.search.recompute import DividedStage, least_memory, segments
-from rannd.plan.search.reduction_times import Reductions
-from rannd.plan.search.stage_parts import StagePart, stages_of
-from rannd.plan.search.virtual.slot_cuts import SlotCosts, SlotCuts, best_cuts
-from rannd.plan.search.virtual.virtual_shapes import Shape
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
 from rannd.plan.simulate.simulator import Simulation, predict
-from rannd.plan.simulate.slot_memory import together
 from rannd.plan.simulate.step_costs import StepCosts
+from rannd.plan.slot_memory import together
+from rannd.plan.stage_costs.estimate import StageTables
+from rannd.plan.stage_costs.intervals import Intervals, at
+from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
+from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.stage_parts import StagePart, stages_of
 from rannd.plan.topology import Machine, Table, p2p_us
+from rannd.plan.virtual.slot_cuts import SlotCosts, SlotCuts, best_cuts
+from rannd.plan.virtual.virtual_shapes import Shape
 from rannd.plan.zero import computing
 from rannd.profile.costs import CostTable
 

@@ -10,9 +10,13 @@ import msgspec
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.deployment import Stage, StageEstimate
-from rannd.plan.search.recompute import DividedStage
-from rannd.plan.search.shortage import stage_name
+from rannd.plan.stage_costs.recompute import DividedStage
 from rannd.plan.stage_modules import stage_modules
+
+
+def stage_name(start: int, end: int) -> str:
+    """Return the name of the stage of blocks `start` to `end` - 1, as in the estimate's log lines."""
+    return f"MERGE_{start}_{end - 1}"
 
 
 class StagePart(msgspec.Struct, frozen=True):

@@ -13,20 +13,20 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.deployment import Alternative, Deployment, Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import OFFLOADS, RunMode
-from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import MOST_TOLD, Ranking
-from rannd.plan.search.reduction_times import Reductions
-from rannd.plan.search.virtual.virtual_asked import Asked, shapes_of
-from rannd.plan.search.virtual.virtual_plans import VirtualPlans
-from rannd.plan.search.virtual.virtual_reasons import forced_reasons, why_one, won_reasons
-from rannd.plan.search.virtual.virtual_search import HOST_US, Against, VirtualPlan, forced_plan, search
-from rannd.plan.simulate.slot_memory import fullest_bytes
+from rannd.plan.slot_memory import fullest_bytes
+from rannd.plan.stage_costs.intervals import Intervals
+from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.virtual.virtual_asked import VirtualAsked, shapes_of
+from rannd.plan.virtual.virtual_plans import VirtualPlans
+from rannd.plan.virtual.virtual_reasons import forced_reasons, why_one, won_reasons
+from rannd.plan.virtual.virtual_search import HOST_US, Against, VirtualPlan, forced_plan, search
 from rannd.profile.costs import CostTable
 
 ZEROS = (0, 1, 2, 3)
 
 
-class Job(msgspec.Struct, frozen=True):
+class VirtualJob(msgspec.Struct, frozen=True):
     """What plans are made for."""
 
     graph: TaskGraph
@@ -58,7 +58,7 @@ class Job(msgspec.Struct, frozen=True):
         )
 
 
-def forced(job: Job, asked: Asked) -> Deployment:
+def forced(job: VirtualJob, asked: VirtualAsked) -> Deployment:
     """Return the preferred plan with several stages per slot.
 
     Raises:
@@ -82,7 +82,7 @@ def forced(job: Job, asked: Asked) -> Deployment:
     raise min(failed, key=lambda exc: exc.needed)
 
 
-def challenged(job: Job, asked: Asked, ranking: Ranking, zeros: Sequence[int]) -> Deployment:
+def challenged(job: VirtualJob, asked: VirtualAsked, ranking: Ranking, zeros: Sequence[int]) -> Deployment:
     """Return the best plan with one stage per slot, or one with several that is faster by enough."""
     best = ranking.deployment
     plans = job.plans(offload=best.offload)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from rannd.plan.deployment import OFFLOAD, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import VIRTUAL_GAIN
-from rannd.plan.search.virtual.virtual_asked import Asked
-from rannd.plan.search.virtual.virtual_search import Against, VirtualFound, VirtualPlan
+from rannd.plan.virtual.virtual_asked import VirtualAsked
+from rannd.plan.virtual.virtual_search import Against, VirtualFound, VirtualPlan
 
 VIRTUAL = "virtual stages"
 MOST_COMPARED = 3
 """Maximum number of other values that a reason names: the best of them."""
 
 
-def why_one(asked: Asked, found: VirtualFound | None, against: Against | None) -> Reason:
+def why_one(asked: VirtualAsked, found: VirtualFound | None, against: Against | None) -> Reason:
     """Why there is one stage per slot."""
     why = asked.why_not
     if not why:
