@@ -48,7 +48,7 @@ def test_a_plan_for_bert_is_the_best_that_the_bench_finds(monkeypatch: pytest.Mo
     assert free.step_us < (1 - VIRTUAL_GAIN) * one.step_us
     found = bench.best(free.schedule, 2, below=2 * one.step_us)
     assert found is not None
-    assert bench.step_us(free) <= found[0] * 1.001
+    assert bench.step_us(free) <= 1.01 * found[0], "another ZeRO stage may be faster, but not by what is asked for"
 
     assert decode(encode(free)) == free
     layout = loss_layout(layout_of(bench.graph, free))
