@@ -27,7 +27,7 @@ class Case(msgspec.Struct, frozen=True):
     """How backward runs: inside the call that computes a loss (the name of a schedule), or "asked": when it is asked
     for, whatever the model computes."""
     passes: int = 1
-    """Stages per slot; more than 1 with the schedules that have several, see `placing`."""
+    """Stages per slot; more than 1 with the schedules that have several, see placing.py."""
     optimizer: str = "sgd"
     """Name in `zoo.OPTIMIZERS`."""
     zero: int = -1
