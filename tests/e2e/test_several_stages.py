@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from job import Job
 
 pytestmark = pytest.mark.ranks
@@ -18,6 +19,24 @@ def placed(schedule: str, passes: int, program: str, *arguments: str, zero: int 
 
 def plan(stages: int, **more: str) -> dict[str, str]:
     return {"RANNC_PARTITION_NUM": str(stages), "RANNC_CACHE": "off", "RANNC_ZERO_STAGE": "0", **more}
+
+
+def test_placement_changes_nothing(job: Job, tmp_path: Path) -> None:
+    program, pieces = f"{PROGRAMS}/interleaved.py", 8
+    job.train(4, program, str(tmp_path), RANNC_PARTITION_NUM="4", RANNC_PIPELINE_NUM="2")
+    wanted = torch.load(tmp_path / "1f1b-4.pt", weights_only=True)
+    for ranks in (2, 4):
+        for schedule in ("interleaved_1f1b", "zb_v"):
+            command = placed(schedule, 2, "interleaved.py", str(tmp_path))
+            waits = {"RANNC_SCHEDULE": "zb_h1" if schedule == "zb_v" else "1f1b"}
+            output = job.train(ranks, *command, **plan(4, RANNC_PIPELINE_NUM=str(pieces // ranks), **waits))
+            assert output.count(f"has trained under {schedule}") == ranks
+            found = torch.load(tmp_path / f"{schedule}-{ranks}.pt", weights_only=True)
+            assert len(found) == len(wanted) > 30
+            for number, (here, there) in enumerate(zip(found, wanted, strict=True)):
+                torch.testing.assert_close(
+                    here, there, rtol=1e-9, atol=1e-12, msg=lambda text, at=number: f"{schedule}, {at}: {text}"
+                )
 
 
 def test_x(job: Job, tmp_path: Path) -> None:
