@@ -43,8 +43,8 @@ def short(world: World, model: nn.Module, deployment: Deployment) -> tuple[int, 
     Collective.
     """
     here = room(world, model)
-    wanted = sum(stage.estimate.total_bytes for stage in deployment.stages if world.slot in stage.slots)
-    told = world.gather_numbers([wanted, here])
+    stage = next(stage for stage in deployment.stages if world.slot in stage.slots)
+    told = world.gather_numbers([stage.estimate.total_bytes, here])
     lacking = [(need - there, rank) for rank, (need, there) in enumerate(told) if need > there]
     if not lacking:
         return None

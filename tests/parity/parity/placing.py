@@ -12,18 +12,21 @@ from rannd.runtime.planning.plan_provider import Planner, Target
 
 
 def placed(planned: Deployment, slots: tuple[Slot, ...], schedule: str, passes: int, zero: int = 0) -> Deployment:
-    """The stages of a plan on other slots, with `passes` stages each, under a schedule that allows it."""
+    """The stages of a plan on other slots, with `passes` stages each, under a schedule that allows it.
+
+    If the schedule delays gradients of parameters, all stages that do not recompute are split, however little of their
+    time was measured for that.
+    """
     positions = len(planned.stages) // passes
     replicas = len(slots) // positions
     homes = tuple(tuple(range(at * replicas, (at + 1) * replicas)) for at in range(positions))
-    stages = zip(planned.stages, VIRTUAL_SCHEDULES[schedule].placed(homes, passes), strict=True)
-    return msgspec.structs.replace(
-        planned,
-        slots=slots,
-        stages=tuple(msgspec.structs.replace(stage, slots=each) for stage, each in stages),
-        schedule=schedule,
-        zero=zero,
-    )
+    virtual = VIRTUAL_SCHEDULES[schedule]
+    stages = []
+    for stage, each in zip(planned.stages, virtual.placed(homes, passes), strict=True):
+        weight = 1.0 if virtual.delays_weights and not stage.recompute else 0.0
+        estimate = msgspec.structs.replace(stage.estimate, weight_us=weight)
+        stages.append(msgspec.structs.replace(stage, slots=each, estimate=estimate))
+    return msgspec.structs.replace(planned, slots=slots, stages=tuple(stages), schedule=schedule, zero=zero)
 
 
 _plans: dict[tuple[str, ...], bytes] = {}
