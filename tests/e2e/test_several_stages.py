@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_placement_changes_nothing(job: Job, tmp_path: Path) -> None:
             assert len(found) == len(wanted) > 30
             for number, (here, there) in enumerate(zip(found, wanted, strict=True)):
                 torch.testing.assert_close(
-                    here, there, rtol=1e-9, atol=1e-12, msg=lambda text, at=number: f"{schedule}, {at}: {text}"
+                    here, there, rtol=1e-9, atol=1e-12, msg=partial("{} {}: {}".format, schedule, number)
                 )
 
 

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 import pyrannc
 from rannd.plan.schedule.program import ActionKind
+from rannd.runtime.comm.world import made
+from rannd.runtime.gradients import reducer
 
+reducer.FIRST_BUCKET = reducer.BUCKET = 512  # bytes: gradients of a stage come in several buckets
 PIECES, ROWS, STEPS, WORDS, WIDTH = 8, 2, 4, 11, 12
 FOLDER, RANK, RANKS = Path(sys.argv[1]), pyrannc.get_rank(), pyrannc.get_world_size()
 torch.set_default_dtype(torch.float64)
@@ -62,6 +65,21 @@ def whole(shift: Tensor) -> Tensor:
     return torch.stack([each.view(PIECES // RANKS, ROWS, 3, WIDTH) for each in told], 1).flatten(0, 1) / RANKS
 
 
+def note_reductions() -> set[int]:
+    """The stages, noted from now on, in whose computations reductions of gradients begin."""
+    stages: set[int] = set()
+    world, reducing = made(), model._session._deployed.reducer
+    start = reducing._start
+
+    def starting(bucket: Any) -> None:
+        if len(bucket.slots) > 1 and world is not None and world.watch.where.action is not None:
+            stages.add(world.watch.where.stage or 0)
+        start(bucket)
+
+    reducing._start = starting
+    return stages
+
+
 torch.manual_seed(3)
 inner = Model()
 optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-3, eps=1e-6)
@@ -75,6 +93,7 @@ for step in range(STEPS):
     scaler.scale(loss).backward()
     found += [loss.detach(), whole(shift)]
     if step == 1:
+        reduced_in = note_reductions()
         continue
     scaler.unscale_(optimizer)
     found.append(model.clip_grad_norm(0.1))
@@ -91,6 +110,8 @@ assert len(inside.stages) == program.layout.virtual_stages == (2 if placed else 
 halves = [each for each in program.slots[inside.bound.slot] if each.kind is ActionKind.WEIGHT]
 assert (len(halves) > 0) == (deployment.schedule == "zb_v"), halves
 assert len(deployment.stages) == 4
+if len(deployment.stages[0].slots) > 1:  # each stage's gradients are reduced while earlier stages still compute
+    assert reduced_in == set(inside.stages), reduced_in
 
 model.eval()
 with torch.no_grad():

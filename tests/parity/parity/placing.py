@@ -36,8 +36,8 @@ _plans: dict[tuple[str, ...], bytes] = {}
 def place_plans(schedule: str, passes: int, zero: int = 0, key: str = "") -> Callable[[], None]:
     """Have all plans made with `passes` stages on each slot, `partition_num` in all; returns what undoes it.
 
-    They are made for as many slots as stages, so that `zero_stage` has to be 0, and `cache` off: their keys are those of
-    other plans.
+    They are made for as many slots as stages, so that `zero_stage` has to be 0, and `cache` off: their keys are those
+    of other plans.
     """
     make = Planner._make
 
