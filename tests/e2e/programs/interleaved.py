@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import pyrannc
 from rannd.plan.schedule.program import ActionKind
 from rannd.runtime.comm.world import made
-from rannd.runtime.gradients import reducer
+from rannd.runtime.gradients import gradient_buckets
 
-reducer.FIRST_BUCKET = reducer.BUCKET = 512  # bytes: gradients of a stage come in several buckets
+gradient_buckets.FIRST_BUCKET = gradient_buckets.BUCKET = 512  # bytes: gradients of a stage come in several buckets
 PIECES, ROWS, STEPS, WORDS, WIDTH = 8, 2, 4, 11, 12
 FOLDER, RANK, RANKS = Path(sys.argv[1]), pyrannc.get_rank(), pyrannc.get_world_size()
 torch.set_default_dtype(torch.float64)
