@@ -240,7 +240,8 @@ def bubble(rounds: int, steps: int) -> None:
         x = torch.randn(8, 512)
         model(x).backward()
         executor = next(model._session._graphs.executors())
-        computing, splits = executor.computing, executor.bound.splits
+        (computing,), (stage,) = executor.stages.values(), executor.bound.stages
+        splits = stage.splits
         assert splits == (schedule == "zb_h1"), "a stage is not planned as its schedule says"
         computing.forward = lasting(SLEEP, computing.forward)
         computing.backward = lasting(SLEEP if splits else 2 * SLEEP, computing.backward)
@@ -298,7 +299,7 @@ def zero_bubble(rounds: int, steps: int) -> None:
 
         step()
         cpu[schedule] = 0.0
-        computing = next(wrapped._session._graphs.executors()).computing
+        (computing,) = next(wrapped._session._graphs.executors()).stages.values()
         computing.backward, computing.weights = counted(computing.backward), counted(computing.weights)
         if rank == 0:
             each = [stage.estimate for stage in wrapped.deployment.stages]
@@ -340,8 +341,8 @@ def overhead(rounds: int, steps: int) -> None:
     x = torch.randn(32, 4)
     model(x).backward()
     executor = next(model._session._graphs.executors())
-    part = executor.bound.part
-    tensors = executor.computing.resolve()
+    part = executor.bound.stages[0].part
+    (tensors,) = executor.stages[0]._tensors
     weights = [torch.ones((), dtype=torch.float64) for _ in range(len(part.inputs) - 1)]
     numbers = part.numbers_at(1)
 

@@ -112,9 +112,13 @@ def _other_side(action: Action, slot: int) -> Action:
 
 
 def _posted_ahead(listed: list[Action]) -> dict[int, list[Action]]:
-    """Receives to post before each position in the list, `AHEAD` computations early."""
+    """Receives to post before each position in the list, `AHEAD` computations early.
+
+    Slots with several stages send both ways, in orders that differ on the two sides: then each direction has its own.
+    """
     posts: dict[int, list[Action]] = {}
     computes: list[int] = []
+    apart = any(action.kind not in TRANSFERS and action.stage != NOWHERE for action in listed)
     earliest: dict[tuple[int, bool], int] = {}
     """Earliest position at which the next receive from each slot in each process group may be posted."""
     for place, action in enumerate(listed):
@@ -122,7 +126,7 @@ def _posted_ahead(listed: list[Action]) -> dict[int, list[Action]]:
         if action.kind not in TRANSFERS:
             computes.append(place)
         elif action.kind in SENDS:
-            earliest[pair] = place + 1
+            earliest[pair] = earliest.get(pair, 0) if apart else place + 1
         else:
             wanted = computes[-AHEAD] if len(computes) >= AHEAD else 0
             earliest[pair] = max(earliest.get(pair, 0), wanted)

@@ -16,39 +16,21 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from rannd.device.reads import read
-from rannd.plan.simulate.step_costs import BUCKET, FIRST_BUCKET
 from rannd.runtime.comm.lockstep import pack_flags, unpack_flags
 from rannd.runtime.comm.world import World
 from rannd.runtime.gradients.autograd_inputs import Asked
 from rannd.runtime.gradients.grad_hooks import give_all, hooked
 from rannd.runtime.gradients.grad_overflow import Overflow
+from rannd.runtime.gradients.gradient_buckets import GradientBucket, make_buckets, shared_parameters
 from rannd.runtime.gradients.scaling import Factor, scale_
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients, Sums, flattened
 from rannd.runtime.parameters.ownership import Parameters
-
-
-@dataclass
-class _Bucket:
-    """Gradients that are reduced together."""
-
-    slots: tuple[int, ...]
-    names: list[str]
-    waiting: int = 0
-    """How often gradients have to be accumulated until all are computed; until the last backward of a stage, one for
-    each parameter that it reads."""
-    work: dist.Work | None = None
-    flat: torch.Tensor | None = None
-    """Flags that say which parameters have a gradient, followed by the flattened gradients."""
-    active: list[str] = field(default_factory=list)
-    """Names of the parameters reduced in this step; frozen ones are left out."""
-    present: list[bool] = field(default_factory=list)
-    """Which of them have a gradient: on this rank when the all-reduce starts, on some rank when it is finished."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +78,11 @@ class Reducer:
         self._division = divisor
         """Divisor that the running backward's gradients still have to be divided by."""
         self._overlap = overlap
-        self._buckets, groups = _make_buckets(world, parameters, consolidate, sharded or ())
+        self._buckets, groups = make_buckets(world, parameters, consolidate, sharded or ())
         for slots in groups:  # on every rank in the same order
             world.group_of(slots)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
-        self._place = {name: place for place, name in enumerate(_shared(parameters))}
+        self._place = {name: place for place, name in enumerate(shared_parameters(parameters))}
         """Numbers of the parameters with several holders, the same on all ranks."""
         self._hooked: dict[str, torch.Tensor] = {}
         self._armed = self._early = self._counts = False
@@ -256,7 +238,7 @@ class Reducer:
             torch._foreach_div_(list(pieces.values()), self._division)
         return reduced | pieces
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: GradientBucket) -> None:
         group = self._world.group_of(bucket.slots)
         if group is None or not bucket.active:
             return
@@ -303,7 +285,7 @@ class Reducer:
             bucket.present = [everywhere[self._place[name]] for name in bucket.active]
         return frozenset(name for name, place in self._place.items() if everywhere[place])
 
-    def _finished(self, bucket: _Bucket) -> dict[str, torch.Tensor]:
+    def _finished(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         if bucket.flat is None:
             for name in bucket.active:
@@ -354,38 +336,3 @@ class Reducer:
                     self.sharded.deliver(sharded)
         for call in self.delivered:
             call()
-
-
-def _shared(parameters: Parameters) -> list[str]:
-    """Parameters with several holders."""
-    return [
-        name
-        for name, tensor in parameters.tensors.items()
-        if isinstance(tensor, torch.nn.Parameter) and len(parameters.slots[name]) > 1
-    ]
-
-
-def _make_buckets(
-    world: World, parameters: Parameters, consolidate: bool, sharded: ShardedGradients | Sequence[str]
-) -> tuple[list[_Bucket], list[tuple[int, ...]]]:
-    """This rank's buckets in the order in which they start, and all sets of holders, the same list on every rank."""
-    kinds: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    for name, tensor in parameters.tensors.items():
-        if isinstance(tensor, torch.nn.Parameter):
-            kinds.setdefault((parameters.slots[name], str(tensor.dtype)), []).append(name)
-    buckets: list[_Bucket] = []
-    for slots, dtype in sorted(kinds):
-        if world.slot not in slots:
-            continue
-        most, size = FIRST_BUCKET, 0
-        current: list[str] = []
-        for name in reversed([each for each in kinds[slots, dtype] if each not in sharded]):
-            nbytes = parameters.tensors[name].numel() * parameters.gradient_dtypes(name).reduced.itemsize
-            if current and size + nbytes > most and not consolidate:
-                buckets.append(_Bucket(slots, current))
-                current, size, most = [], 0, BUCKET
-            current.append(name)
-            size += nbytes
-        if current:
-            buckets.append(_Bucket(slots, current))
-    return buckets, sorted({slots for slots, _ in kinds})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
-
 STEPS = 5
 """Optimizer steps of a case."""
 
@@ -27,7 +25,7 @@ class Case(msgspec.Struct, frozen=True):
     """How backward runs: inside the call that computes a loss (the name of a schedule), or "asked": when it is asked
     for, whatever the model computes."""
     passes: int = 1
-    """Stages per slot; more than 1 with the schedules that have several, see `placing`."""
+    """Stages per slot; more than 1 with the schedules that have several, see placing.py."""
     optimizer: str = "sgd"
     """Name in `zoo.OPTIMIZERS`."""
     zero: int = -1
@@ -91,10 +89,8 @@ class Case(msgspec.Struct, frozen=True):
             forced["RANNC_OFFLOAD_OPTIMIZER"] = "true"
         if self.schedule == "asked":
             forced["RANNC_INTERLEAVE_LOSS"] = "false"
-        elif self.passes == 1:
+        elif self.passes == 1:  # others are planned under 1f1b, and placed anew
             forced["RANNC_SCHEDULE"] = self.schedule
-        else:  # what is planned has to have the halves of backwards that may wait
-            forced["RANNC_SCHEDULE"] = "zb_h1" if VIRTUAL_SCHEDULES[self.schedule].delays_weights else "1f1b"
         return {**forced, **dict(self.env)}
 
 

@@ -1,55 +1,57 @@
-"""Plans with several stages per slot, whatever the planner would choose: plans of as many slots as stages, placed anew."""
+"""Plans with several stages per slot, whatever the planner would choose: plans for as many slots, placed anew."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import msgspec
 
-from parity.case import Case
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 from rannd.runtime.planning.plan_provider import Planner, Target
 
 
 def placed(planned: Deployment, slots: tuple[Slot, ...], schedule: str, passes: int, zero: int = 0) -> Deployment:
-    """The stages of a plan on other slots, with `passes` stages each, under a schedule that allows it."""
+    """The stages of a plan on other slots, with `passes` stages each, under a schedule that allows it.
+
+    If the schedule delays gradients of parameters, all stages that do not recompute are split, however little of their
+    time was measured for that.
+    """
     positions = len(planned.stages) // passes
     replicas = len(slots) // positions
     homes = tuple(tuple(range(at * replicas, (at + 1) * replicas)) for at in range(positions))
-    stages = zip(planned.stages, VIRTUAL_SCHEDULES[schedule].placed(homes, passes), strict=True)
-    return msgspec.structs.replace(
-        planned,
-        slots=slots,
-        stages=tuple(msgspec.structs.replace(stage, slots=each) for stage, each in stages),
-        schedule=schedule,
-        zero=zero,
-    )
+    virtual = VIRTUAL_SCHEDULES[schedule]
+    stages = []
+    for stage, each in zip(planned.stages, virtual.placed(homes, passes), strict=True):
+        weight = 1.0 if virtual.delays_weights and not stage.recompute else 0.0
+        estimate = msgspec.structs.replace(stage.estimate, weight_us=weight)
+        stages.append(msgspec.structs.replace(stage, slots=each, estimate=estimate))
+    return msgspec.structs.replace(planned, slots=slots, stages=tuple(stages), schedule=schedule, zero=zero)
 
 
-_plans: dict[str, bytes] = {}
-"""Plans of cases, which are run twice with equal results."""
+_plans: dict[tuple[str, ...], bytes] = {}
+"""Plans that were made, by `place_plans`' key and the graph: what is run twice gives equal results."""
 
 
-@contextlib.contextmanager
-def placing(case: Case) -> Iterator[None]:
-    """Have plans made with the stages of a case on each slot."""
-    if case.passes == 1:
-        yield
-        return
+def place_plans(schedule: str, passes: int, zero: int = 0, key: str = "") -> Callable[[], None]:
+    """Have all plans made with `passes` stages on each slot, `partition_num` in all; returns what undoes it.
+
+    They are made for as many slots as stages, so that `zero_stage` has to be 0, and `cache` off: their keys are those
+    of other plans.
+    """
     make = Planner._make
 
     def made(self: Planner, target: Target | None = None) -> bytes:
-        if case.name not in _plans:
-            spread = tuple(Slot(0, device) for device in range(case.stages))
+        name = (key, self._graph.task.graph_hash)
+        if name not in _plans:
+            spread = tuple(Slot(0, device) for device in range(self._config.partition_num))
             planned = decode(make(self, Target(spread, sum(self._rows), self.usable_memory, self._made)))
-            new = placed(planned, self._world.slots, case.schedule, case.passes, max(case.zero, 0))
-            _plans[case.name] = encode(new)
-        return _plans[case.name]
+            _plans[name] = encode(placed(planned, self._world.slots, schedule, passes, zero))
+        return _plans[name]
 
     Planner._make = made  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         Planner._make = make  # type: ignore[method-assign]
+
+    return undo

@@ -20,7 +20,9 @@ SEVERAL = [
     Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=0, rows=(8, 5, 3, 7)),
     Case("mean", ranks=4, stages=4, passes=2, micro=4, schedule=INTERLEAVED, zero=1, optimizer="adamw", recompute=True),
     Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=2, script="accumulate"),
-    Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, script="evalfirst", recompute=True),
+    Case(
+        "mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, script="evalfirst", recompute=True
+    ),
     Case("mean", ranks=4, stages=4, passes=2, micro=4, schedule=INTERLEAVED, zero=2, rows=(8, 0, 3, 1)),
     Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=ZB_V, zero=0, script="average"),
     Case("mean", ranks=4, stages=4, passes=2, micro=4, schedule=ZB_V, zero=1, optimizer="adam", rows=(8, 5, 3, 7)),
@@ -33,7 +35,9 @@ SEVERAL = [
     Case("gpt2", ranks=2, stages=4, passes=2, micro=4, schedule=INTERLEAVED, optimizer="adam", script="delay"),
     Case("gpt2", ranks=2, stages=4, passes=2, micro=4, schedule=ZB_V, optimizer="adamw", rows=(4, 7)),
     Case("gpt2", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=2, optimizer="adam"),
-    Case("gpt2masked", ranks=4, stages=8, passes=2, micro=2, schedule=INTERLEAVED, optimizer="adamw", rows=(8, 5, 3, 7)),
+    Case(
+        "gpt2masked", ranks=4, stages=8, passes=2, micro=2, schedule=INTERLEAVED, optimizer="adamw", rows=(8, 5, 3, 7)
+    ),
     Case("gpt2masked", ranks=4, stages=4, passes=2, micro=2, schedule=ZB_V, zero=1, script="allreduce"),
     Case("t5", ranks=2, stages=4, passes=2, micro=2, schedule=ZB_V, optimizer="adamw", rows=(4, 7), script="average"),
     Case("t5", ranks=2, stages=8, passes=4, micro=2, schedule=INTERLEAVED, script="evaluate", recompute=True),

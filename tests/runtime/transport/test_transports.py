@@ -14,8 +14,10 @@ from steps import CPU, run
 
 from rannd.errors import LaunchError, StepError
 from rannd.plan.schedule.instructions import Posting
+from rannd.plan.schedule.program import Layout
 from rannd.plan.schedule.schedules import SCHEDULES, gpipe, interleaved_program
 from rannd.plan.schedule.stream_checker import StreamRules, Streams
+from rannd.plan.schedule.virtual_stages import INTERLEAVED_1F1B, ZB_V
 from rannd.runtime.transport.choice import group_backend, make_transport, transport_name
 from rannd.runtime.transport.gloo_transport import GlooTransport
 from rannd.runtime.transport.nccl_transport import NcclTransport
@@ -67,12 +69,19 @@ LAYOUTS = [
     pipeline(1, 1, 1, 1, microbatches=3, outputs=True, skip=True),
     pipeline(1, 3, microbatches=2, outputs=True),
 ]
+_EDGES = ((-1, 0), (0, 1), (0, 3), (1, 2), (2, 3), (3, 4))
+SEVERAL = {
+    INTERLEAVED_1F1B: Layout(4, 2, ((0, 1), (2, 3), (0, 1), (2, 3)), _EDGES, _EDGES[1:5]),
+    ZB_V: Layout(4, 2, ((0, 1), (2, 3), (2, 3), (0, 1)), _EDGES, _EDGES[1:5]),
+}
+"""Layouts with several stages per slot, by the schedule that they are for."""
 
 
 @pytest.mark.ranks
 def test_messages_arrive(tmp_path: Path) -> None:
     programs = [interleaved_program(schedule, layout, {0, 1}) for layout in LAYOUTS for schedule in SCHEDULES]
-    programs += [gpipe(layout) for layout in LAYOUTS]
+    programs += [gpipe(layout) for layout in (*LAYOUTS, *SEVERAL.values())]
+    programs += [interleaved_program(schedule, layout, {0, 3}) for schedule, layout in SEVERAL.items()]
     makers = [
         gloo,
         staged,
