@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -93,16 +94,30 @@ class VirtualPlans:
         return self._tables[variant]
 
     def hops_us(self, shape: Shape) -> tuple[float, float]:
-        """Return the time of a usual message between stages: of most, and of the slowest.
-
-        That is one between nodes, if pipelines do not fit into one.
-        """
+        """Return the time of a usual message between neighbouring positions: the mean of these, and the slowest."""
         places = np.flatnonzero(self.may_begin)[1:-1]
         sent = at(self.intervals.sent, self.rows(shape.microbatches))[0, places] if len(places) else np.zeros(1)
-        machine = self.machine
-        across = machine.several and not machine.pipelines_inside[shape.replicas - 1]
-        most, slowest = (p2p_us(link, sent) for link in (machine.link, machine.between if across else machine.link))
-        return float(np.median(most)), float(np.median(slowest))
+        near, far = (float(np.median(p2p_us(link, sent))) for link in (self.machine.link, self.machine.between))
+        nodes = [self.slots[slots[0]].node for slots in shape.slots[: shape.positions]]
+        each = [near if one == other else far for one, other in pairwise(nodes)]
+        return sum(each) / len(each), max(each)
+
+    def exposed_us(self, shape: Shape) -> float:
+        """Return the reduction of a slot's gradients that does not overlap with its last backwards, and what follows.
+
+        All stages count as equally large, and their last backwards as those of as many microbatches as positions.
+        """
+        if shape.replicas == 1:
+            return 0.0
+        inside = np.full(self.world, all(self._inside(slots) for slots in shape.slots))
+        end, place = len(self.blocks), (0, shape.replicas - 1)
+        whole = float(self._reductions.of(end, inside, shape.mode.zero)[0][place]) / shape.positions
+        after = float(self._reductions.gather(end, inside)[place]) / shape.positions if shape.mode.zero in (1, 2) else 0
+        if self.options.sync_allreduce:
+            return whole + after
+        backward = float(at(self.intervals.backward, self.rows(shape.microbatches))[0, -1]) / shape.stages
+        others = (shape.passes - 1) * shape.positions * backward
+        return max(whole / shape.passes - backward, whole - others - backward, 0.0) + after
 
     # -- cuts -------------------------------------------------------------------------------------------------
 

@@ -77,11 +77,11 @@ def least_us(plans: VirtualPlans, shape: Shape) -> float:
     forward, backward = (float(at(table, rows)[0, -1]) for table in (plans.intervals.forward, plans.intervals.backward))
     whole = forward + backward
     fill = (forward if shape.delays else whole) / shape.stages
-    return with_transfers(plans, shape, shape.pieces * whole / shape.positions) + (shape.positions - 1) * fill
+    return with_waiting(plans, shape, shape.pieces * whole / shape.positions) + (shape.positions - 1) * fill
 
 
-def with_transfers(plans: VirtualPlans, shape: Shape, e_us: float) -> float:
-    """Add to a closed form what transfers and the host take.
+def with_waiting(plans: VirtualPlans, shape: Shape, e_us: float) -> float:
+    """Add to a closed form what transfers, the host, and reductions that hide behind nothing take.
 
     A pair of slots sends a microbatch's values once for each of their stages, its gradients likewise; the first and the
     last microbatch are sent through the pipeline while slots wait. The host's time is that of a slot in the middle.
@@ -90,7 +90,7 @@ def with_transfers(plans: VirtualPlans, shape: Shape, e_us: float) -> float:
     between = 4 * shape.passes - (4 if shape.positions == 2 else 0)
     actions = shape.passes * (3 if shape.delays else 2) + between
     busy = max(e_us + shape.pieces * actions * HOST_US, shape.pieces * shape.passes * slowest)
-    return busy + 2 * ((shape.positions - 2) * hop + slowest)
+    return busy + 2 * (shape.positions - 1) * hop + plans.exposed_us(shape)
 
 
 def search(plans: VirtualPlans, tried: Iterable[Shape], against: Against | None) -> VirtualFound:
@@ -133,7 +133,7 @@ class _Search:
         return VirtualFound(self.best, tuple(self.played), self.least)
 
     def _too_slow(self, shape: Shape, cuts: SlotCuts) -> bool:
-        least = with_transfers(self.plans, shape, cuts.e_us)
+        least = with_waiting(self.plans, shape, cuts.e_us)
         return least / (1 - self._gain(shape)) >= self.below * (1 + SLACK)
 
     def _gain(self, shape: Shape) -> float:
@@ -149,7 +149,7 @@ class _Search:
         """
         plans = self.plans
         free = plans.cuts(members[0], math.inf)
-        if free is None or self._too_slow(members[0], free):
+        if free is None or all(self._too_slow(each, free) for each in members):
             return  # memory only makes them slower
         zeros = sorted({each.zero for each in members})
         every = [[each for each in members if each.zero == zero] for zero in zeros]
@@ -170,9 +170,9 @@ class _Search:
         cuts = plans.cuts(shape, float(plans.memory_bytes) if limited else math.inf)
         if cuts is None:
             return False
-        if self._too_slow(shape, cuts):
-            return True
         for each in same:
+            if self._too_slow(each, cuts):
+                continue
             work = each.pieces * each.stages
             if self.played and (len(self.played) >= MOST_PLAYED or work > self.work):
                 return True
