@@ -267,14 +267,13 @@ class Workshop:
         for least, shape in sorted((least_us(self.plans, shape), shape) for shape in shapes):
             if least >= below * (1 + SLACK):
                 break
-            for limit in (float(self.memory), math.inf):
+            for limit in (*self.plans.limits, math.inf):
                 cuts = self.plans.cuts(shape, limit)
                 if cuts is not None:
-                    break
-            if cuts is None:
-                continue
-            parts, size = self.plans.fitted(shape, cuts.starts)
-            if size > self.memory:
+                    parts, size = self.plans.fitted(shape, cuts.starts)
+                    if size <= self.memory:
+                        break
+            else:
                 continue
             found = self.plans.deployment(shape, parts)
             step_us = self.step_us(found)

@@ -7,7 +7,9 @@ stages in proportion to what it keeps. `virtual_search` chooses which of these p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import msgspec
@@ -157,6 +159,26 @@ class VirtualPlans:
         if key not in self._cuts:
             self._cuts[key] = best_cuts(self.costs_of(shape, limit), enough=ENOUGH)
         return self._cuts[key]
+
+    @cached_property
+    def limits(self) -> list[float]:
+        """Bytes to cut for: those of a device, and before them those and parameters that cuts may count twice.
+
+        Parameters that several stages of a slot read are held once, but added up for cuts; what the first finds may not
+        fit.
+        """
+        readers = Counter(read for block in self.blocks for read in self._reads(block.ops))
+        twice = 0.0
+        for index, count in readers.items():
+            param = self.graph.params[index]
+            weights = state_weights(param.itemsize, self.options)
+            held = 1 + (weights.gradients + weights.optimizer) * param.trainable
+            twice += (count > 1) * param.bytes * held
+        return [self.memory_bytes + twice, float(self.memory_bytes)] if twice else [float(self.memory_bytes)]
+
+    def _reads(self, ops: Sequence[int]) -> set[int]:
+        """Parameters that operators read."""
+        return {read for op in ops for read in self.graph.ops[op].params}
 
     def flights(self, shape: Shape, split: frozenset[int]) -> Flights:
         """Return what each stage keeps; `split`: the stages whose backward is split."""

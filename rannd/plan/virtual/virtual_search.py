@@ -166,29 +166,35 @@ class _Search:
 
         `limited`: nothing is recomputed.
         """
-        plans, shape = self.plans, same[0]
-        cuts = plans.cuts(shape, float(plans.memory_bytes) if limited else math.inf)
-        if cuts is None:
-            return False
-        for each in same:
-            if self._too_slow(each, cuts):
+        plans = self.plans
+        for limit in plans.limits if limited else [math.inf]:
+            cuts = plans.cuts(same[0], limit)
+            if cuts is None:
                 continue
-            work = each.pieces * each.stages
-            if self.played and (len(self.played) >= MOST_PLAYED or work > self.work):
+            if all(self._too_slow(shape, cuts) for shape in same):
                 return True
-            parts, size = plans.fitted(each, cuts.starts)
+            parts, size = plans.fitted(same[0], cuts.starts)
             self.least = min(self.least or size, size)
-            if size > plans.memory_bytes:
-                return False
-            self.work -= work
-            deployment = replace(plans.deployment(each, parts), e_us=cuts.e_us)
-            found = VirtualPlan(
-                each, deployment, plans.simulated(deployment, host_us=HOST_US).step_us, self._gain(each)
-            )
-            self.played.append(found)
-            if found.preference_us < self.below:
-                self.best, self.below = found, found.preference_us
-        return True
+            if size <= plans.memory_bytes and not (limited and any(any(part.divided.again) for part in parts)):
+                for shape in same:
+                    self._simulate(shape, cuts)
+                return True
+        return False
+
+    def _simulate(self, shape: Shape, cuts: SlotCuts) -> None:
+        """Simulate a plan, unless it cannot win or enough were simulated."""
+        plans, work = self.plans, shape.pieces * shape.stages
+        enough = len(self.played) >= MOST_PLAYED or work > self.work
+        if self._too_slow(shape, cuts) or (enough and self.played):
+            return
+        self.work -= work
+        parts, _ = plans.fitted(shape, cuts.starts)
+        deployment = replace(plans.deployment(shape, parts), e_us=cuts.e_us)
+        step_us = plans.simulated(deployment, host_us=HOST_US).step_us
+        found = VirtualPlan(shape, deployment, step_us, self._gain(shape))
+        self.played.append(found)
+        if found.preference_us < self.below:
+            self.best, self.below = found, found.preference_us
 
 
 def forced_plan(plans: VirtualPlans, asked: VirtualAsked, tried: Sequence[Shape], options: PlanOptions) -> VirtualFound:

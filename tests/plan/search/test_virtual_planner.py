@@ -310,3 +310,5 @@ def test_shared_parameters_are_held_once_by_a_slot() -> None:
     assert last.param_bytes == whole.stages[-1].estimate.param_bytes - SHARED
     assert last.optimizer_bytes == whole.stages[-1].estimate.optimizer_bytes - 2 * SHARED
     assert last.total_bytes == whole.stages[-1].estimate.total_bytes - 5 * SHARED
+    tight = deep(graph=tied(True), schedule="zb_v", partition_num=8, memory=fullest_bytes(once))
+    assert tight.stages == once.stages, "what is held once needs no memory twice"
