@@ -88,13 +88,13 @@ def challenged(job: VirtualJob, asked: VirtualAsked, ranking: Ranking, zeros: Se
     plans = job.plans(offload=best.offload)
     tried = shapes_of(plans, asked, counts=job.counts, zeros=zeros, allowed=job.replicas)
     if not tried:
-        return replace(best, reasons=(*best.reasons, why_one(asked, None, None)))
+        return replace(best, reasons=(*best.reasons, why_one(asked, None, None, devices=plans.world)))
     against = Against(
         RunMode(best.schedule, best.zero), plans.simulated(best, host_us=HOST_US).step_us, ranking.chosen.name
     )
     found = search(plans, tried, against)
     if found.best is None:
-        return replace(best, reasons=(*best.reasons, why_one(asked, found, against)))
+        return replace(best, reasons=(*best.reasons, why_one(asked, found, against, devices=plans.world)))
     others = (Alternative(ranking.chosen.name, best.step_us, fullest_bytes(best), 0), *best.alternatives)
     return replace(
         _finished(plans, found.best),

@@ -15,14 +15,15 @@ MOST_COMPARED = 3
 """Maximum number of other values that a reason names: the best of them."""
 
 
-def why_one(asked: VirtualAsked, found: VirtualFound | None, against: Against | None) -> Reason:
-    """Why there is one stage per slot."""
-    why = asked.why_not
-    if not why:
-        least = f"{VIRTUAL_GAIN:.0%}"
-        why = f"by the closed form, none saves the {least} that are asked for" if found else "there are too few blocks"
-    if not why or found is None or against is None or not found.played:
-        return Reason(VIRTUAL, "no", why)
+def why_one(asked: VirtualAsked, found: VirtualFound | None, against: Against | None, *, devices: int) -> Reason:
+    """Why there is one stage per slot; without `found`, no plan with several was looked at."""
+    if asked.why_not:
+        return Reason(VIRTUAL, "no", asked.why_not)
+    if found is None or against is None:
+        what = "there is one device" if devices == 1 else "there are too few blocks, or devices in a pipeline"
+        return Reason(VIRTUAL, "no", what)
+    if not found.played:
+        return Reason(VIRTUAL, "no", f"by the closed form, none saves the {VIRTUAL_GAIN:.0%} that are asked for")
     best = min(found.played, key=lambda each: each.preference_us)
     ratio = best.step_us / against.step_us
     told = f"{1 - ratio:.1%} faster ({best.gain:.0%} are asked for)" if ratio < 1 else f"{ratio - 1:.1%} slower"

@@ -151,6 +151,13 @@ def test_what_saves_too_little_is_told_and_not_taken() -> None:
 
 
 @pytest.mark.usefixtures("chooses")
+def test_where_there_is_nothing_to_try_that_is_told() -> None:
+    assert _why(deep(1))["virtual stages"] == ("no", "there is one device")
+    few = _why(deep(graph=chain(3, param=SHARED)))["virtual stages"]
+    assert few == ("no", "there are too few blocks, or devices in a pipeline")
+
+
+@pytest.mark.usefixtures("chooses")
 def test_small_models_pay_the_host_for_more_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"forward": 0.05 * MS, "graph": chain(24, param=SHARED // 100)}
     small = deep(**given)
