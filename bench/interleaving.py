@@ -267,11 +267,11 @@ class Workshop:
         for least, shape in sorted((least_us(self.plans, shape), shape) for shape in shapes):
             if least >= below * (1 + SLACK):
                 break
-            for limit in (*self.plans.limits, math.inf):
+            for limit, whole in (*((each, True) for each in self.plans.limits), (math.inf, False)):
                 cuts = self.plans.cuts(shape, limit)
                 if cuts is not None:
                     parts, size = self.plans.fitted(shape, cuts.starts)
-                    if size <= self.memory:
+                    if size <= self.memory and not (whole and any(any(part.divided.again) for part in parts)):
                         break
             else:
                 continue

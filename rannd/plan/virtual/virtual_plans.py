@@ -34,7 +34,7 @@ from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.stage_costs.stage_parts import StagePart, stages_of
 from rannd.plan.topology import Machine, Table, p2p_us
 from rannd.plan.virtual.slot_cuts import SlotCosts, SlotCuts, best_cuts
-from rannd.plan.virtual.virtual_shapes import Shape
+from rannd.plan.virtual.virtual_shapes import PASSES, Shape
 from rannd.plan.zero import computing
 from rannd.profile.costs import CostTable
 
@@ -161,20 +161,23 @@ class VirtualPlans:
         return self._cuts[key]
 
     @cached_property
-    def limits(self) -> list[float]:
-        """Bytes to cut for: those of a device, and before them those and parameters that cuts may count twice.
-
-        Parameters that several stages of a slot read are held once, but added up for cuts; what the first finds may not
-        fit.
-        """
+    def shared_bytes(self) -> float:
+        """What cuts may count too much of a slot: parameters that several of its stages read are held once."""
         readers = Counter(read for block in self.blocks for read in self._reads(block.ops))
-        twice = 0.0
+        found = 0.0
         for index, count in readers.items():
             param = self.graph.params[index]
             weights = state_weights(param.itemsize, self.options)
             held = 1 + (weights.gradients + weights.optimizer) * param.trainable
-            twice += (count > 1) * param.bytes * held
-        return [self.memory_bytes + twice, float(self.memory_bytes)] if twice else [float(self.memory_bytes)]
+            found += (count > 1) * param.bytes * held
+        return found
+
+    @cached_property
+    def limits(self) -> list[float]:
+        """Bytes to cut for where nothing is recomputed: any, as that may do; those that may do; those that do."""
+        rounded = ROUNDED * max(PASSES)
+        some = [self.memory_bytes + self.shared_bytes + rounded] if self.shared_bytes else []
+        return [math.inf, *some, float(self.memory_bytes)]
 
     def _reads(self, ops: Sequence[int]) -> set[int]:
         """Parameters that operators read."""

@@ -173,6 +173,8 @@ class _Search:
                 continue
             if all(self._too_slow(shape, cuts) for shape in same):
                 return True
+            if limited and cuts.most_bytes - plans.shared_bytes > plans.memory_bytes:
+                continue
             parts, size = plans.fitted(same[0], cuts.starts)
             self.least = min(self.least or size, size)
             if size <= plans.memory_bytes and not (limited and any(any(part.divided.again) for part in parts)):
