@@ -6,7 +6,7 @@ the pipeline can begin::
     E = pieces * (longest round of a slot, all of its stages) + (positions - 1) * (longest fill of a stage)
 
 This is the time of interleaved 1F1B and of ZB-V with equal stages and without transfers (Narayanan et al. 2021, section
-2.2; Qi et al. 2024, section 6).
+2.2; Qi et al. 2024, section 6). What delayed gradients fill of a stage's time, under ZB-V twice, is no fill.
 
 Partial plans are extended by a stage at a time, from the first block on. Those whose slots need more memory than there
 is, or whose lower bound of E is no better than a plan that is known, are dropped. Of those that are left the most

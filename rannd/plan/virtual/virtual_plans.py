@@ -108,18 +108,27 @@ class VirtualPlans:
         """Return the reduction of a slot's gradients that does not overlap with its last backwards, and what follows.
 
         All stages count as equally large, and their last backwards as those of as many microbatches as positions.
+        Gradients of parameters that the first and the last block read are reduced at the end, unless these are in the
+        same slot.
         """
+        tied = 0.0
+        homes = shape.homes
+        if homes[0] != homes[-1]:
+            both = self._reads(self.blocks[0].ops) & self._reads(self.blocks[-1].ops)
+            held = [self.graph.params[index] for index in both]
+            sizes = [each.bytes * state_weights(each.itemsize, self.options).reduced for each in held if each.trainable]
+            tied = self.machine.between.allreduce_us(sum(sizes), 2 * shape.replicas)
         if shape.replicas == 1:
-            return 0.0
+            return tied
         inside = np.full(self.world, all(self._inside(slots) for slots in shape.slots))
         end, place = len(self.blocks), (0, shape.replicas - 1)
         whole = float(self._reductions.of(end, inside, shape.mode.zero)[0][place]) / shape.positions
         after = float(self._reductions.gather(end, inside)[place]) / shape.positions if shape.mode.zero in (1, 2) else 0
         if self.options.sync_allreduce:
-            return whole + after
+            return whole + after + tied
         backward = float(at(self.intervals.backward, self.rows(shape.microbatches))[0, -1]) / shape.stages
         others = (shape.passes - 1) * shape.positions * backward
-        return max(whole / shape.passes - backward, whole - others - backward, 0.0) + after
+        return max(whole / shape.passes - backward, whole - others - backward, 0.0) + after + tied
 
     # -- cuts -------------------------------------------------------------------------------------------------
 
@@ -143,7 +152,7 @@ class VirtualPlans:
             homes=shape.homes,
             pieces=int(table.pieces[replicas - 1]),
             rounds=forward + backward,
-            fill=forward if shape.delays else forward + backward,
+            fill=np.maximum(forward + backward - 2 * table.weight_us, forward),
             held=[
                 [held[flight, moment] for moment in moments]
                 for flight, moments in zip(flown.most, flown.moments, strict=True)

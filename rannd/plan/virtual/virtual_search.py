@@ -32,6 +32,8 @@ MOST_PLAYED = 12
 """Maximum number of simulated plans."""
 MOST_WORK = 12_000
 """Maximum of microbatches times stages, of one pipeline each, that are simulated in total."""
+FEWEST_LACKING = 2
+"""Simulated shapes from which on it counts what the closed form lacked for all of them."""
 SLACK = 0.03
 """Part of a step by which the closed form may be larger than the simulated time."""
 
@@ -74,9 +76,12 @@ class Against(msgspec.Struct, frozen=True):
 def least_us(plans: VirtualPlans, shape: Shape) -> float:
     """Return the closed form of a step (`slot_cuts`) whose slots and stages all take equally long."""
     rows = plans.rows(shape.microbatches)
-    forward, backward = (float(at(table, rows)[0, -1]) for table in (plans.intervals.forward, plans.intervals.backward))
+    tables = plans.intervals
+    forward, backward, weight = (
+        float(at(each, rows)[0, -1]) for each in (tables.forward, tables.backward, tables.weight)
+    )
     whole = forward + backward
-    fill = (forward if shape.delays else whole) / shape.stages
+    fill = (max(whole - 2 * weight, forward) if shape.delays else whole) / shape.stages
     return with_waiting(plans, shape, shape.pieces * whole / shape.positions) + (shape.positions - 1) * fill
 
 
@@ -113,6 +118,9 @@ class _Search:
         self.least = 0
         self.played: list[VirtualPlan] = []
         self.work = MOST_WORK
+        self.lacking: list[float] = []
+        """Simulated time relative to the closed form, of the best order of slots of each group that was simulated."""
+        self.known: dict[Shape, float] = {}
 
     def run(self, tried: Sequence[Shape]) -> VirtualFound:
         promising = sorted((self._least(shape), shape) for shape in tried)
@@ -133,14 +141,19 @@ class _Search:
         return VirtualFound(self.best, tuple(self.played), self.least)
 
     def _too_slow(self, shape: Shape, cuts: SlotCuts) -> bool:
-        least = with_waiting(self.plans, shape, cuts.e_us)
+        """Whether a plan cannot win by the closed form, with what that lacked for all that were simulated before."""
+        known = len(self.lacking) >= FEWEST_LACKING and not self.forced
+        lacking = max(min(self.lacking), 1.0) if known else 1.0
+        least = lacking * with_waiting(self.plans, shape, cuts.e_us)
         return least / (1 - self._gain(shape)) >= self.below * (1 + SLACK)
 
     def _gain(self, shape: Shape) -> float:
         return virtual_gain(shape.mode, self.than)
 
     def _least(self, shape: Shape) -> float:
-        return least_us(self.plans, shape) / (1 - self._gain(shape))
+        if shape not in self.known:
+            self.known[shape] = least_us(self.plans, shape) / (1 - self._gain(shape))
+        return self.known[shape]
 
     def _try(self, members: Sequence[Shape]) -> None:
         """Simulate the first ZeRO stage that fits, in all orders of slots; without recomputing, if one does.
@@ -178,17 +191,17 @@ class _Search:
             parts, size = plans.fitted(same[0], cuts.starts)
             self.least = min(self.least or size, size)
             if size <= plans.memory_bytes and not (limited and any(any(part.divided.again) for part in parts)):
-                for shape in same:
-                    self._simulate(shape, cuts)
+                ratios = [ratio for shape in same if (ratio := self._simulate(shape, cuts))]
+                self.lacking += [min(ratios)] if ratios else []
                 return True
         return False
 
-    def _simulate(self, shape: Shape, cuts: SlotCuts) -> None:
-        """Simulate a plan, unless it cannot win or enough were simulated."""
+    def _simulate(self, shape: Shape, cuts: SlotCuts) -> float:
+        """Simulate a plan, unless it cannot win or enough were simulated (0); returns its time / the closed form."""
         plans, work = self.plans, shape.pieces * shape.stages
         enough = len(self.played) >= MOST_PLAYED or work > self.work
         if self._too_slow(shape, cuts) or (enough and self.played):
-            return
+            return 0.0
         self.work -= work
         parts, _ = plans.fitted(shape, cuts.starts)
         deployment = replace(plans.deployment(shape, parts), e_us=cuts.e_us)
@@ -197,6 +210,7 @@ class _Search:
         self.played.append(found)
         if found.preference_us < self.below:
             self.best, self.below = found, found.preference_us
+        return step_us / with_waiting(plans, shape, cuts.e_us)
 
 
 def forced_plan(plans: VirtualPlans, asked: VirtualAsked, tried: Sequence[Shape], options: PlanOptions) -> VirtualFound:
