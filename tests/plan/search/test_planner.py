@@ -236,7 +236,7 @@ def test_of_the_best_plans_the_fastest_is_taken_and_the_others_are_told() -> Non
 
 
 def test_what_does_not_fit_is_told_with_what_it_lacks() -> None:
-    tight = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True, zero_stage="0")
+    tight = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True, zero_stage="0", virtual_stages="1")
     assert len(tight.stages) == 4
     assert [other.name for other in tight.alternatives][-1] == "4-way data parallel"
     lacking = [other for other in tight.alternatives if other.over_bytes]
@@ -289,7 +289,7 @@ def test_a_schedule_that_does_not_fit_is_not_taken() -> None:
 
 def test_run_modes_are_planned_if_asked_for_and_refused_if_they_cannot_be_run() -> None:
     graph = chain(8, param=100_000)
-    tight = deploy(graph, 4, memory=2_000_000, ranked=True, zero_stage="0")
+    tight = deploy(graph, 4, memory=2_000_000, ranked=True, zero_stage="0", virtual_stages="1")
     assert (tight.schedule, tight.zero) == ("1f1b", 0)
     assert not [other.name for other in tight.alternatives if "ZeRO" in other.name]
     for way in (RunMode("zb_h1"), RunMode("zb_h1", 1), RunMode("1f1b", 3)):
