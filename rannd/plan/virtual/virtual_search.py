@@ -27,7 +27,7 @@ from rannd.units import amounts_apart
 HOST_US = 32.0
 """Time that each action takes of its slot's host (docs/benchmarks.md): several stages per slot have more actions."""
 MOST_CUT = 12
-"""Maximum number of plans that are cut, those with the smallest closed form."""
+"""Maximum number of plans that are cut, those with the smallest closed form; more if one is forced and none fits."""
 MOST_PLAYED = 12
 """Maximum number of simulated plans."""
 MOST_WORK = 12_000
@@ -128,8 +128,9 @@ class _Search:
         for least, shape in promising:
             if least < self.below * (1 + SLACK):
                 groups.setdefault((shape.schedule, shape.passes, shape.positions, shape.microbatches), []).append(shape)
-        for members in list(groups.values())[:MOST_CUT]:
-            if self._least(members[0]) >= self.below * (1 + SLACK):
+        for number, members in enumerate(groups.values()):
+            enough = number >= MOST_CUT and not (self.forced and self.best is None)
+            if enough or self._least(members[0]) >= self.below * (1 + SLACK):
                 break
             self._try(members)
         if self.best is not None:

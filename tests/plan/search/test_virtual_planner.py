@@ -282,6 +282,19 @@ def test_what_does_not_fit_names_the_memory_of_what_was_tried() -> None:
     assert _why(offloaded)["offload"] == ("yes", "no plan fits without it")
 
 
+def test_a_forced_plan_is_looked_for_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_search, "MOST_CUT", 1)
+    given: dict[str, Any] = {
+        "virtual_stages": "2",
+        "graph": chain(24, param=SHARED // 40),
+        "offload_optimizer": "false",
+    }
+    first, small = deep(**given), deep(partition_num=8, **given)
+    assert len(first.stages) == 4
+    assert fullest_bytes(small) < 0.6 * fullest_bytes(first)
+    assert len(deep(memory=fullest_bytes(small), **given).stages) == 8
+
+
 def test_coupled_rows_run_whole() -> None:
     coupled = msgspec.structs.replace(chain(24, param=SHARED), rows_coupled=True)
     found = deep(graph=coupled, virtual_stages="2")
