@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job import Job
+from job import FROM_CACHE, Job
 
 pytestmark = pytest.mark.ranks
 PROGRAMS = "tests/e2e/programs"
@@ -38,6 +38,14 @@ def test_placement_changes_nothing(job: Job, tmp_path: Path) -> None:
                 torch.testing.assert_close(
                     here, there, rtol=1e-9, atol=1e-12, msg=partial("{} {}: {}".format, schedule, number)
                 )
+
+
+def test_the_planner_places_stages_itself(job: Job, tmp_path: Path) -> None:
+    asked = {"RANNC_SCHEDULE": "interleaved_1f1b", "RANNC_VIRTUAL_STAGES": "2", "RANNC_PIPELINE_NUM": "4"}
+    output = job.train(2, f"{PROGRAMS}/interleaved.py", str(tmp_path), RANNC_PARTITION_NUM="4", **asked)
+    assert output.count("has trained under interleaved_1f1b") == 2
+    output = job.train(2, f"{PROGRAMS}/interleaved.py", str(tmp_path), RANNC_PARTITION_NUM="4", **asked)
+    assert FROM_CACHE in output
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("interleaved_1f1b", 1), ("interleaved_1f1b", 3), ("zb_v", 1)])
