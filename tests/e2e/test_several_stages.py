@@ -20,7 +20,7 @@ def placed(schedule: str, passes: int, program: str, *arguments: str, zero: int 
 
 
 def plan(stages: int, **more: str) -> dict[str, str]:
-    return {"RANNC_PARTITION_NUM": str(stages), "RANNC_CACHE": "off", "RANNC_ZERO_STAGE": "0", **more}
+    return {"RANNC_PARTITION_NUM": str(stages), "RANNC_ZERO_STAGE": "0", **more}
 
 
 def test_placement_changes_nothing(job: Job, tmp_path: Path) -> None:

@@ -79,7 +79,6 @@ class Case(msgspec.Struct, frozen=True):
         """The variables that force this case's plan."""
         forced = {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.micro)}
         if self.passes > 1:
-            forced["RANNC_CACHE"] = "off"  # plans that are placed anew have the keys of others
             forced["RANNC_ZERO_STAGE"] = "0"  # they are made for stages without replicas
         elif self.zero >= 0:
             forced["RANNC_ZERO_STAGE"] = str(self.zero)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from rannd.daemon.common.keys import Key, make_key
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 from rannd.runtime.planning.plan_provider import Planner, Target
@@ -29,29 +30,26 @@ def placed(planned: Deployment, slots: tuple[Slot, ...], schedule: str, passes: 
     return msgspec.structs.replace(planned, slots=slots, stages=tuple(stages), schedule=schedule, zero=zero)
 
 
-_plans: dict[tuple[str, ...], bytes] = {}
-"""Plans that were made, by `place_plans`' key and the graph: what is run twice gives equal results."""
-
-
-def place_plans(schedule: str, passes: int, zero: int = 0, key: str = "") -> Callable[[], None]:
+def place_plans(schedule: str, passes: int, zero: int = 0) -> Callable[[], None]:
     """Have all plans made with `passes` stages on each slot, `partition_num` in all; returns what undoes it.
 
-    They are made for as many slots as stages, so that `zero_stage` has to be 0, and `cache` off: their keys are those
-    of other plans.
+    They are made for as many slots as stages, so that `zero_stage` has to be 0. In the cache they have keys of their
+    own.
     """
-    make = Planner._make
+    make, key = Planner._make, Planner._key
 
     def made(self: Planner, target: Target | None = None) -> bytes:
-        name = (key, self._graph.task.graph_hash)
-        if name not in _plans:
-            spread = tuple(Slot(0, device) for device in range(self._config.partition_num))
-            planned = decode(make(self, Target(spread, sum(self._rows), self.usable_memory, self._made)))
-            _plans[name] = encode(placed(planned, self._world.slots, schedule, passes, zero))
-        return _plans[name]
+        spread = tuple(Slot(0, device) for device in range(self._config.partition_num))
+        planned = decode(make(self, Target(spread, sum(self._rows), self.usable_memory, self._made)))
+        return encode(placed(planned, self._world.slots, schedule, passes, zero))
 
-    Planner._make = made  # type: ignore[method-assign]
+    def own_key(self: Planner) -> Key:
+        found = key(self)
+        return make_key(found.kind, {**found.components, "placed": f"{schedule} {passes} {zero}"})
+
+    Planner._make, Planner._key = made, own_key  # type: ignore[method-assign]
 
     def undo() -> None:
-        Planner._make = make  # type: ignore[method-assign]
+        Planner._make, Planner._key = make, key  # type: ignore[method-assign]
 
     return undo

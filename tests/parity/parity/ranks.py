@@ -109,7 +109,7 @@ class Rannc:
             return
         from parity.placing import place_plans  # the yardstick must not need it
 
-        undo = place_plans(case.schedule, case.passes, max(case.zero, 0), case.name)
+        undo = place_plans(case.schedule, case.passes, max(case.zero, 0))
         try:
             yield
         finally:
