@@ -1,5 +1,7 @@
 """Where an optimizer's state lies between steps, if not in the device's memory (`offload_optimizer`).
 
+Parameters that no segment reads at the moment lie there, too (`offload_params`, see `sharded_parameters.py`).
+
 Ranks on CPUs have it in a file that is mapped into memory: its tensors can be read and stepped as any others, and the
 kernel writes them to the file and takes their memory whenever something else needs it. After a step of a bucket its
 pages are the first to go; those of the next one are read while a bucket is stepped. The file has no name, so that
@@ -35,6 +37,8 @@ CHUNK = 64 << 20
 """Bytes by which the file grows at most, but for larger tensors."""
 _COLD = 20
 """MADV_COLD of Linux 5.4, which Python's mmap has no name for: pages to be taken before others."""
+_VALUES = "values"
+"""Key of what is no optimizer's state."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
@@ -89,6 +93,24 @@ class StateHome(ABC):
             return home
 
         self._each(name, state, kept)
+
+    def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Put a tensor's values where they are until they are needed, and return what they are there."""
+        state = {_VALUES: tensor}
+        self.keep(name, state, tensor.numel())
+        self.leave([name])
+        return state[_VALUES]
+
+    def prefetch(self, name: str, held: torch.Tensor) -> None:
+        """Begin to bring what `hold` has returned."""
+        self.ahead([name], [{_VALUES: held}])
+
+    def fetch(self, name: str, held: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what `hold` has returned into `target`, which is on the device."""
+        state = {_VALUES: held}
+        self.bring([name], [state])
+        target.copy_(state[_VALUES])
+        self.leave([name])
 
     def restore(self, name: str, state: dict[str, Any]) -> None:
         """Put copies in the device's memory in the place of what was kept of a parameter's state."""
@@ -194,9 +216,9 @@ class MappedFile(StateHome):
         except OSError as exc:
             free = shutil.disk_usage(self._folder).free
             raise UsageError(
-                f"offload_dir={self._folder}: no room for {amount(size)} more of the optimizer's state, beside "
+                f"offload_dir={self._folder}: no room for {amount(size)} more of what is offloaded, beside "
                 f"{amount(self._end)} that are there ({exc.strerror}; {amount(free)} are free); choose a folder with "
-                "more space, or set offload_optimizer=false"
+                "more space, or set offload_optimizer=false or offload_params=false"
             ) from exc
         self._end, self._used, self._room = self._end + size, 0, size
 
