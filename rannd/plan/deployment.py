@@ -58,7 +58,7 @@ class StageEstimate(msgspec.Struct, frozen=True):
     weight_bytes: int = 0
     """Of each microbatch, what stays until its delayed gradients of parameters are computed; 0 if none are delayed."""
     offloaded_bytes: int = 0
-    """Parameters and optimizer state that are elsewhere while they are not needed; `optimizer_bytes` and
+    """Parameters, gradients and optimizer state that are elsewhere while they are not needed; `optimizer_bytes` and
     `working_bytes` have what of them is on the device at a time."""
     offload_us: float = 0.0
     """Time to copy it to the device and back, in each step."""

@@ -33,8 +33,8 @@ class ReplicaBytes(NamedTuple):
     """Gradients, and as much again for those of a delayed step."""
     optimizer: Table
     offloaded: Table
-    """Parameters and optimizer state that are elsewhere while they are not needed; `optimizer` has what of the state is
-    here at a time, `working` what of the parameters."""
+    """Parameters, gradients and optimizer state that are elsewhere while they are not needed; `optimizer` has what of
+    the state is here at a time, `working` what of the others."""
     fetched: Table
     """The parameters among them."""
     working: Table
@@ -56,6 +56,7 @@ def held(
     unit: Table,
     offload: float = 0.0,
     away: bool = False,
+    grads_away: bool = False,
 ) -> ReplicaBytes:
     """Return what a replica of a stage holds; all tables broadcast against `replicas`.
 
@@ -69,6 +70,7 @@ def held(
         unit: Trainable bytes of the stage's largest block.
         offload: Parameter bytes of a bucket whose state is on the device at a time; 0: all state is always there.
         away: Whether the parameters that replicas share are elsewhere while no segment reads them (with stage 3).
+        grads_away: Whether their gradients are elsewhere, too.
     """
     count = np.asarray(replicas, dtype=float)
 
@@ -88,11 +90,13 @@ def held(
     unit = unit * ((count > 1) | away)
     own = parts(trainable)
     fetched = own - trainable.shared if away else np.zeros_like(own)
+    grads = parts(gradients) if zero >= 2 else gradients.whole
+    dropped = grads - gradients.shared if grads_away else np.zeros_like(grads)
     return ReplicaBytes(
         params - trainable.whole + own - fetched if zero >= 3 else params,
-        parts(gradients) if zero >= 2 else gradients.whole,
+        grads - dropped,
         here,
-        state + fetched if offload else np.zeros_like(state) + fetched,
+        (state if offload else 0.0 * state) + fetched + dropped,
         fetched,
         unit * 3.0 if zero >= 3 else unit if zero == 2 else np.zeros_like(unit),
     )
@@ -102,6 +106,11 @@ ASSUMED_RATES = {"cuda": 20e3}
 """Bytes per microsecond between the device and where state is between steps: pinned memory over PCIe 4."""
 ASSUMED_FILE_RATE = 2e3
 """The same for files, on a disk of NVMe. None is measured; the kernel may still have in memory what it wrote."""
+
+
+def in_files(device: str) -> bool:
+    """Whether what is offloaded is in files, which ranks change where it is; so gradients can be there, too."""
+    return device not in ASSUMED_RATES
 
 
 def offload_us(offloaded: Table, device: str) -> Table:

@@ -23,7 +23,7 @@ from rannd.plan.search.recompute import DividedStage, least_memory, segments
 from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
-from rannd.plan.zero import ReplicaBytes, Trained, computing, fetch_us, held, offload_us
+from rannd.plan.zero import ReplicaBytes, Trained, computing, fetch_us, held, in_files, offload_us
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -307,6 +307,7 @@ class StageTables:
             unit=tables.unit[starts, ends, ..., None],
             offload=float(BUCKET) if self.offload.optimizer else 0.0,
             away=self.offload.params,
+            grads_away=self.offload.params and in_files(self.options.device),
         )
 
     def _forced(self, end: int) -> bool:

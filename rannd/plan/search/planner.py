@@ -168,7 +168,7 @@ def plan(
             ranking.deployment, reasons=reasons(ranking, search, options, way=way, interleaved=interleaved)
         )
     need = _least(*needs)
-    if need is None and min(used) >= 2:
+    if need is None and min(zeros) >= 2:
         raise PlanError(
             f"ZeRO stages 2 and 3 (zero_stage={options.zero_stage}) need equally many replicas of all stages, which "
             f"{stages or 'no allowed number of'} stages (partition_num={options.partition_num}) of {world} devices "

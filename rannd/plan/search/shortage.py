@@ -39,7 +39,7 @@ def remedies(need: Need, tried: Iterable[tuple[str, Need | None]]) -> list[Remed
     found: list[Remedy] = []
     for setting, each in tried:
         before = [other.bytes for other in found] if " and " in setting else []
-        if each is not None and each.bytes < min(need.bytes, *before):
+        if each is not None and each.bytes < min([need.bytes, *before]):
             found.append(Remedy(setting.format(each.zero), each.bytes))
     return found
 
@@ -63,13 +63,17 @@ def does_not_fit(
     more = "".join(f" With {each.setting}, {_upward(each.bytes)} would do." for each in others)
     return DoesNotFitError(
         f"no plan fits {world} device{'s' if world > 1 else ''}: the best one needs {needed} of a device, "
-        f"{' and '.join(included)} included; the limit is {limit}. mem_limit_gb={_limit_gb(least, options):g} (with "
+        f"{_listed(included)} included; the limit is {limit}. mem_limit_gb={_limit_gb(least, options):g} (with "
         f"mem_margin={options.mem_margin:g}) would allow it. Its largest stage is {stage_name(need.start, need.end)}; "
         f"in it block {stage_name(block, block + 1)} ({modules_of(graph, blocks[block])}) needs most.{more} Use "
         "devices with more memory, more ranks, a smaller batch, or an optimizer with less state "
         f"(opt_param_factor={options.opt_param_factor:g}){opaque_code(graph)}",
         needed=least,
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _limit_gb(least: float, options: PlanOptions) -> float:

@@ -81,7 +81,7 @@ class ShardedParameters:
         self._parameters = parameters
         self._buckets = buckets
         self._exchange = exchange
-        self._home = home
+        self.home = home
         self._own: list[torch.Tensor] = []
         """This rank's range of each bucket."""
         self._buffers: list[_Buffer] = []
@@ -99,8 +99,8 @@ class ShardedParameters:
         for tensor, part in zip(tensors, parts, strict=True):
             part.copy_(tensor.reshape(-1))
         own = self._range(flat).clone()
-        if self._home is not None:
-            own = self._home.hold(_label(len(self._own)), own)
+        if self.home is not None:
+            own = self.home.hold(_label(len(self._own)), own)
         begin, pieces = 0, bucket.pieces(self._exchange.replica)
         for name, tensor, part in zip(bucket.names, tensors, parts, strict=True):
             alias = nn.Parameter(part.view(tensor.shape), requires_grad=tensor.requires_grad)
@@ -156,8 +156,8 @@ class ShardedParameters:
             if not buffer.full:
                 buffer.allocate()
                 buffer.full = True
-                if self._home is not None:
-                    self._home.prefetch(_label(number), self._own[number])
+                if self.home is not None:
+                    self.home.prefetch(_label(number), self._own[number])
                     if self._exchange.replicas == 1:  # nobody else waits for it
                         buffer.coming = True
                         continue
@@ -167,10 +167,10 @@ class ShardedParameters:
         """Copy this rank's range of a bucket into its buffer, and begin to gather the others."""
         buffer, own = self._buffers[number], self._own[number]
         buffer.coming = False
-        if self._home is None:
+        if self.home is None:
             self._range(buffer.raw).copy_(own)
         else:
-            self._home.fetch(_label(number), own, self._range(buffer.raw))
+            self.home.fetch(_label(number), own, self._range(buffer.raw))
         buffer.pending = self._exchange.gather(buffer.raw, len(own))
 
     def _finish(self, number: int) -> None:

@@ -12,6 +12,7 @@ Ranks with a GPU have it in pinned host memory, and copy it to the device for a 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -33,6 +34,8 @@ from rannd.units import amount
 
 ALIGNMENT = 64
 """Bytes: a tensor begins at a multiple of this in the file."""
+LOANED = 1 << 18
+"""Bytes from which a gradient is worth a file."""
 CHUNK = 64 << 20
 """Bytes by which the file grows at most, but for larger tensors."""
 _COLD = 20
@@ -112,6 +115,10 @@ class StateHome(ABC):
         target.copy_(state[_VALUES])
         self.leave([name])
 
+    def loan(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy that is elsewhere as long as somebody has it, and can be used as any other."""
+        return tensor
+
     def restore(self, name: str, state: dict[str, Any]) -> None:
         """Put copies in the device's memory in the place of what was kept of a parameter's state."""
         self._each(name, state, lambda place, tensor: self._back(tensor) if self._is_home(place, tensor) else tensor)
@@ -179,6 +186,17 @@ class MappedFile(StateHome):
         self._making = name
         super().keep(name, state, size)
 
+    def loan(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.nbytes < LOANED:
+            return tensor
+        with _open(self._folder) as file:  # of its own, which goes with its memory
+            memory = self._map(file, 0, tensor.nbytes)
+        found = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+        found.copy_(tensor)
+        with contextlib.suppress(OSError):  # an older kernel
+            memory.madvise(_COLD)
+        return found
+
     def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         self._advise(names, mmap.MADV_WILLNEED)
 
@@ -209,10 +227,15 @@ class MappedFile(StateHome):
     def _grow(self, need: int) -> None:
         size = max(need, min(CHUNK, max(self._end, 1 << 20)))
         size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._chunk = self._map(self._file, self._end, size)
+        self._end, self._used, self._room = self._end + size, 0, size
+
+    def _map(self, file: IO[bytes], start: int, size: int) -> mmap.mmap:
+        """Memory of bytes of a file, which get room on the disk."""
         try:
             # A page that the disk has no room for when it is written would be a SIGBUS.
-            os.posix_fallocate(self._file.fileno(), self._end, size)
-            self._chunk = mmap.mmap(self._file.fileno(), size, offset=self._end)
+            os.posix_fallocate(file.fileno(), start, size)
+            return mmap.mmap(file.fileno(), size, offset=start)
         except OSError as exc:
             free = shutil.disk_usage(self._folder).free
             raise UsageError(
@@ -220,7 +243,6 @@ class MappedFile(StateHome):
                 f"{amount(self._end)} that are there ({exc.strerror}; {amount(free)} are free); choose a folder with "
                 "more space, or set offload_optimizer=false or offload_params=false"
             ) from exc
-        self._end, self._used, self._room = self._end + size, 0, size
 
     def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
         home.copy_(tensor)
