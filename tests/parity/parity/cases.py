@@ -179,13 +179,15 @@ def _cover() -> list[Choice]:
     return chosen
 
 
+SCARCE = (("RANNC_MEM_LIMIT_GB", "0.00008"),)
+
 EXTRA = [
     # the planner decides
     Case("tutorial", ranks=2),
     Case("gpt2", ranks=3),
-    # memory forces stages: one stage needs 96 KB at least
-    Case("tutorial", ranks=2, min_stages=2, env=(("RANNC_MEM_LIMIT_GB", "0.00008"),)),
-    Case("skip", ranks=4, min_stages=2, optimizer="adam", rows=(8, 5, 3, 7), env=(("RANNC_MEM_LIMIT_GB", "0.00008"),)),
+    # memory forces stages: one stage needs 96 KB at least, without ZeRO
+    Case("tutorial", ranks=2, min_stages=2, zero=0, env=SCARCE),
+    Case("skip", ranks=4, min_stages=2, optimizer="adam", rows=(8, 5, 3, 7), zero=0, env=SCARCE),
     Case("gpt2", ranks=4, stages=3, micro=2, optimizer="adamw"),
     # what other graphs of a model need from stages that the training graph cut
     Case("latereader", ranks=2, stages=2, micro=2, script="evaluate"),
