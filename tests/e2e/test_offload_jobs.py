@@ -1,4 +1,4 @@
-"""Jobs whose optimizer's state leaves memory because nothing else fits (offload_optimizer=auto)."""
+"""Jobs whose optimizer's state, or parameters, leave memory because nothing else fits (offload_optimizer, offload_params=auto)."""
 
 from __future__ import annotations
 
@@ -67,3 +67,23 @@ def test_an_optimizer_that_cannot_step_parameters_apart_is_never_offloaded(job: 
     output = job.run("rannc-run", "--plan-only", "-np", "1", FORK, PROGRAM, "Adafactor", code=1, **SCARCE)
     assert "no plan fits 1 device: the best one needs 1.8" in output
     assert "would do" not in output
+
+
+def test_parameters_larger_than_memory(job: Job, tmp_path: Path) -> None:
+    """Training state is more than four times the limit."""
+    program, limit_mib = "tests/e2e/programs/large_model.py", 450
+    malloc = {"RANNC_PIPELINE_NUM": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    whole = job.run("rannc-run", "-np", "1", program, **malloc)
+    parameters = re.search(r"parameters (\d+) MiB", whole)
+    assert parameters is not None
+    assert int(parameters[1]) > limit_mib
+    scarce = {**malloc, "RANNC_MEM_LIMIT_GB": "0.4", "RANNC_OFFLOAD_DIR": str(tmp_path / "offload")}
+    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), **scarce)
+    assert len(re.findall("Parameters are offloaded: without it .* of each device would be needed", output)) == 1
+    steps = [re.findall(r"step \d: loss (\S+),", each) for each in (whole, output)]
+    assert len(steps[0]) == 2
+    assert steps[0] == steps[1]
+    # the limit is one
+    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), code=1, **malloc, RANNC_OFFLOAD_PARAMS="0")
+    assert "step 1" not in output
+    assert "memory" in output

@@ -128,7 +128,7 @@ def test_parameters_are_elsewhere_only_if_nothing_else_fits(device: str) -> None
     with pytest.raises(DoesNotFitError, match="With offload_params=true, ") as caught:
         deploy(graph, 1, memory=1, offload_params="false", device=device, **SMALL)
     least = caught.value.needed
-    kept = deploy(graph, 1, memory=least, device=device, **SMALL)
+    kept = deploy(graph, 1, memory=least, device=device, ranked=True, **SMALL)
     assert not kept.offload_params
     found = deploy(graph, 1, memory=least - 1, device=device, ranked=True, **SMALL)
     assert (found.offload_params, found.zero, found.offload) == (True, 3, False)

@@ -135,7 +135,7 @@ def test_checkpoints_load_with_and_without(monkeypatch: pytest.MonkeyPatch, tmp_
         pyrannc.load_checkpoint(tmp_path / "saved", loaded, own)
         continued = copy.deepcopy(other)
         reference = torch.optim.AdamW([p for p in continued.parameters() if p.requires_grad], lr=0.01)
-        reference.load_state_dict(plain.state_dict())
+        reference.load_state_dict(copy.deepcopy(plain.state_dict()))
         assert _train(loaded, own, range(2, 4)) == _train(continued, reference, range(2, 4))
         assert loaded.deployment.offload_params == (again == "true")
         assert _equal(loaded, continued)
