@@ -1,4 +1,4 @@
-"""Jobs whose optimizer's state, or parameters, leave memory because nothing else fits (offload_optimizer, offload_params=auto)."""
+"""Jobs whose optimizer's state, or parameters, leave memory because nothing else fits: both items are auto."""
 
 from __future__ import annotations
 
