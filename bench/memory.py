@@ -40,6 +40,7 @@ PARTS = ("parameters", "gradients", "optimizer")
 NEAR = 0.02
 SLOWER = 1.3
 """Goal for the time of a step that offloads, as a multiple of that without."""
+NOTHING_AWAY = {"RANNC_OFFLOAD_OPTIMIZER": "0", "RANNC_OFFLOAD_PARAMS": "0"}
 OFFLOADS = {
     "in memory": {},
     "state": {"RANNC_OFFLOAD_OPTIMIZER": "1"},
@@ -221,7 +222,7 @@ def fit(sizes: GptSizes) -> bool:
     def needed(way: Way) -> int:
         """Bytes of a device that a plan of one stage needs at least."""
         try:
-            wrapped(sizes, {"RANNC_PARTITION_NUM": "1", "RANNC_MEM_LIMIT_GB": "0.001", **way.variables})
+            wrapped(sizes, {"RANNC_PARTITION_NUM": "1", "RANNC_MEM_LIMIT_GB": "0.001", **NOTHING_AWAY, **way.variables})
         except DoesNotFitError as exc:
             return exc.needed
         raise AssertionError(f"{sizes} fits 1 MiB")
@@ -237,7 +238,7 @@ def fit(sizes: GptSizes) -> bool:
         print(f"{state / limit:.2f} of it")
     good = True
     for asked, variables in (("one stage", {"RANNC_PARTITION_NUM": "1"}), ("any stages", {})):
-        made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30), **variables})
+        made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr(limit / 2**30), **NOTHING_AWAY, **variables})
         losses = [float(made.step()) for _ in range(WARM_UP)]
         _, most = lying_and_peak(made.step, made.wrapped, made.optimizer)
         most = max(each for (each,) in gathered([most]))
@@ -254,8 +255,7 @@ def offload(sizes: GptSizes, rounds: int, steps: int) -> bool:
     sides: dict[str, Any] = {}
     losses: list[list[float]] = []
     for name, items in OFFLOADS.items():
-        nothing = {"RANNC_OFFLOAD_OPTIMIZER": "0", "RANNC_OFFLOAD_PARAMS": "0"}
-        made = wrapped(sizes, {**ONE_STAGE, **nothing, **items})
+        made = wrapped(sizes, {**ONE_STAGE, **NOTHING_AWAY, **items})
         losses.append([float(made.step()) for _ in range(WARM_UP)])
         plan, files = estimate(made), mapped_files()
         told = []
