@@ -74,7 +74,8 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
 
 def _offloaded(deployment: Deployment) -> str:
     most = max(stage.estimate.offloaded_bytes for stage in deployment.stages)
-    return f", {math.ceil(most / _MIB):,} MiB of optimizer state offloaded" if most else ""
+    what = " and ".join(["parameters"] * deployment.offload_params + ["optimizer state"] * deployment.offload)
+    return f", {math.ceil(most / _MIB):,} MiB of {what} offloaded" if most else ""
 
 
 def title(deployment: Deployment) -> str:
@@ -209,7 +210,7 @@ def _memory(deployment: Deployment) -> str:
         (
             str(number),
             *(_bytes(getattr(stage.estimate, kind)) for kind in kinds),
-            _bytes(stage.estimate.offloaded_bytes) if deployment.offload else "",
+            _bytes(stage.estimate.offloaded_bytes) if deployment.offload or deployment.offload_params else "",
         )
         for number, stage in enumerate(deployment.stages)
     ]

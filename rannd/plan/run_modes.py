@@ -12,7 +12,18 @@ import msgspec
 from rannd.errors import PlanError
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
 
-__all__ = ["LEAST_GAIN", "OFFLOADS", "RUNS", "SCHEDULES", "RunMode", "check_known", "preference_us", "runnable_zero"]
+__all__ = [
+    "LEAST_GAIN",
+    "OFFLOADS",
+    "PARAMS_ZERO",
+    "RUNS",
+    "SCHEDULES",
+    "Offload",
+    "RunMode",
+    "check_known",
+    "preference_us",
+    "runnable_zero",
+]
 
 LEAST_GAIN = 0.05
 """Part of a step that a plan with ZeRO, or under a schedule that delays weight gradients, has to save to be preferred
@@ -44,8 +55,25 @@ RUNS: Mapping[RunMode, bool] = {
 """Every run mode, and whether the runtime can run it."""
 
 
-OFFLOADS = (False, True)
-"""Whether the optimizer's state is elsewhere between steps: what `offload_optimizer=auto` tries, in this order."""
+class Offload(msgspec.Struct, frozen=True, order=True):
+    """What is elsewhere while it is not needed: in the host's memory, or in files."""
+
+    optimizer: bool = False
+    """The optimizer's state, between steps."""
+    params: bool = False
+    """Parameters, between the segments that read them: divided as with ZeRO 3, also if a stage has one replica."""
+
+    @property
+    def settings(self) -> list[str]:
+        """The configuration items that ask for it."""
+        return ["offload_optimizer"] * self.optimizer + ["offload_params"] * self.params
+
+
+PARAMS_ZERO = 3
+"""The ZeRO stage with which parameters can be offloaded."""
+
+OFFLOADS = tuple(Offload(optimizer, params) for params in (False, True) for optimizer in (False, True))
+"""All that may be offloaded, in the order in which it is tried until a plan fits."""
 
 
 def preference_us(zero: int, step_us: float) -> float:

@@ -85,7 +85,9 @@ class RaNNCModule(nn.Module):
             1 then if it is auto.
         use_amp_master_params: The optimizer steps float32 copies of half-precision parameters: the configuration item
             master_weights.
-        enable_apex_amp, offload_params: Options of RaNNC that raise UsageError, which says what to do instead.
+        offload_params: Parameters are in the device's memory only while they are used: the configuration item
+            offload_params, which is true then if it is auto.
+        enable_apex_amp: An option of RaNNC that raises UsageError, which says what to do instead.
 
     Raises:
         ConfigError: The configuration is wrong.
@@ -115,7 +117,6 @@ class RaNNCModule(nn.Module):
             {
                 "enable_apex_amp": enable_apex_amp,
                 "allreduce_amp_master_params": allreduce_amp_master_params,
-                "offload_params": offload_params,
             }
         )
         if outputs not in ("auto", "all"):
@@ -126,6 +127,8 @@ class RaNNCModule(nn.Module):
         config = configuration.load()
         if enable_zero and config.zero_stage == "auto":
             config = dataclasses.replace(config, zero_stage="1")
+        if offload_params and config.offload_params == "auto":
+            config = dataclasses.replace(config, offload_params="true")
         if use_amp_master_params:
             config = dataclasses.replace(config, master_weights=True)
         log.setup(level=config.log_level)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rannd.plan.deployment import OFFLOAD, Reason
+from rannd.plan.deployment import OFFLOAD, OFFLOAD_PARAMS, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, RunMode
 from rannd.plan.search.candidates import Candidate
@@ -32,7 +32,7 @@ class Searched(msgspec.Struct, frozen=True):
     others: Sequence[StageTables]
     """Tables under the other schedules that were tried."""
     failed: Sequence[Need | None]
-    """What plans without offload need at least, if none fits."""
+    """What plans with less offloaded need at least, if none fits; without any offload first."""
     stages: int
     """Number of stages that was asked for; 0: any."""
     counts: Sequence[int]
@@ -65,6 +65,9 @@ def reasons(
         ),
         Reason("ZeRO", str(ranking.deployment.zero or "no"), _zero(ranking, searched, options, way=way)),
         Reason(OFFLOAD, "yes" if ranking.deployment.offload else "no", _offload(ranking, searched, options)),
+        Reason(
+            OFFLOAD_PARAMS, "yes" if ranking.deployment.offload_params else "no", _params(ranking, searched, options)
+        ),
         Reason("recompute", *_recompute(ranking, options)),
     )
 
@@ -123,6 +126,8 @@ def _schedule(
 def _zero(ranking: Ranking, searched: Searched, options: PlanOptions, *, way: RunMode | None) -> str:
     if way is not None:
         return "asked for"
+    if ranking.deployment.offload_params:
+        return "parameters that are offloaded are divided so"
     if options.zero_stage != AUTO:
         reason = "the optimizer cannot step parts of parameters"
         return reason if not options.divides else f"set by zero_stage={options.zero_stage}"
@@ -147,6 +152,17 @@ def _offload(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
     if not ranking.deployment.offload:
         return "a plan without it fits"
     return f"without it {_lacking(ranking, searched.failed[0])}"
+
+
+def _params(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
+    if options.offload_params != AUTO:
+        if not options.divides:
+            return "no optimizer, or one that cannot step parts of parameters"
+        return f"set by offload_params={options.offload_params}"
+    if not ranking.deployment.offload_params:
+        return "a plan without it fits"
+    without = [each for each in searched.failed if each is not None and not each.offload.params]
+    return f"without it {_lacking(ranking, min(without, key=lambda need: need.bytes, default=None))}"
 
 
 def _recompute(ranking: Ranking, options: PlanOptions) -> tuple[str, str]:
@@ -174,7 +190,7 @@ def _recompute(ranking: Ranking, options: PlanOptions) -> tuple[str, str]:
 
 def _shared(plan: Candidate) -> int:
     """The ZeRO stage of a plan; without replicas there is nothing to share."""
-    return plan.choice.variant.zero if max(plan.choice.replicas) > 1 else 0
+    return plan.choice.variant.zero if max(plan.choice.replicas) > 1 or plan.table.offload.params else 0
 
 
 def _compared(

@@ -136,6 +136,8 @@ class Deployer:
         if world.rank == 0:
             log.get("ParamStorage").log(log.DETAIL, "Synchronizing parameters ...")
         origin = Origin([*model.named_parameters(), *model.named_buffers()])
+        if deployment.offload_params:
+            self._values.hold = state_home(world.device, self._config.offload_dir).hold
         parameters = Parameters(self._context, owners, deployment, self._values)
         clip_watch: ClipWatch | None = None
         whole: WholeOptimizer | None = None
@@ -144,6 +146,9 @@ class Deployer:
             whole = whole_optimizer(optimizer, world)
             whole.keep_own(parameters)
             sharded = self._share(whole, parameters, deployment, segments)
+        if deployment.offload_params:
+            parameters.to_device()
+        if whole is not None and optimizer is not None:
             clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         self._values.finish()
         several = len(deployment.stages) > 1 or deployment.zero >= 2  # ranks have different gradients
@@ -199,17 +204,18 @@ class Deployer:
                     world.group_of(stage.slots)  # on every rank in the same order
             mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
         home = state_home(world.device, config.offload_dir) if deployment.offload else None
-        if len(mine) == 1 and not config.master_weights and home is None:
+        away = state_home(world.device, config.offload_dir) if deployment.offload_params else None
+        if len(mine) == 1 and not config.master_weights and home is None and away is None:
             return None
         apart = segments if deployment.zero >= 2 else {}
-        buckets = whole.share(parameters, mine, apart, masters=config.master_weights, home=home)
+        buckets = whole.share(parameters, mine, apart, masters=config.master_weights, home=home, alone=away is not None)
         parameters.refresh()  # master weights have float32 gradients
         if deployment.zero <= 1 or not buckets:
             return None
         exchange = ReplicaExchange(world, mine)
         if deployment.zero == 2:
             return ShardedGradients(parameters, buckets, exchange)
-        values = ShardedParameters(parameters, buckets, exchange)
+        values = ShardedParameters(parameters, buckets, exchange, away)
         for held, sharded in whole.shared:  # also those of other models
             if held is parameters:
                 sharded.stepped.append(values.changed)

@@ -117,6 +117,9 @@ class ShardedGradients:
         """Wait for the oldest sum that is on its way, and add it to what is there."""
         bucket, pending = self._pending.popleft()
         own, begin = pending.wait(), 0
+        home = None if self.values is None else self.values.home
+        if home is not None and bucket.names[0] not in self._sums:  # all of a bucket come together
+            own = home.loan(own.to(self._parameters.gradient_dtypes(bucket.names[0]).accumulated))
         here: list[torch.Tensor] = []
         more: list[torch.Tensor] = []
         for name in bucket.names:

@@ -26,10 +26,6 @@ _NO_APEX = (
 )
 _REFUSED_OPTIONS = {
     "enable_apex_amp": _NO_APEX,
-    "offload_params": (
-        "parameters stay on the device: leave the option out. What does not fit one device is divided into stages; "
-        "checkpointing=true saves memory of activations"
-    ),
 }
 _IDLE_OPTIONS = {
     "allreduce_amp_master_params": (

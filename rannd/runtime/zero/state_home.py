@@ -1,5 +1,7 @@
 """Where an optimizer's state lies between steps, if not in the device's memory (`offload_optimizer`).
 
+Parameters that no segment reads at the moment lie there, too (`offload_params`, see `sharded_parameters.py`).
+
 Ranks on CPUs have it in a file that is mapped into memory: its tensors can be read and stepped as any others, and the
 kernel writes them to the file and takes their memory whenever something else needs it. After a step of a bucket its
 pages are the first to go; those of the next one are read while a bucket is stepped. The file has no name, so that
@@ -10,6 +12,7 @@ Ranks with a GPU have it in pinned host memory, and copy it to the device for a 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -31,10 +34,14 @@ from rannd.units import amount
 
 ALIGNMENT = 64
 """Bytes: a tensor begins at a multiple of this in the file."""
+LOANED = 1 << 18
+"""Bytes from which a gradient is worth a file."""
 CHUNK = 64 << 20
 """Bytes by which the file grows at most, but for larger tensors."""
 _COLD = 20
 """MADV_COLD of Linux 5.4, which Python's mmap has no name for: pages to be taken before others."""
+_VALUES = "values"
+"""Key of what is no optimizer's state."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
@@ -89,6 +96,28 @@ class StateHome(ABC):
             return home
 
         self._each(name, state, kept)
+
+    def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Put a tensor's values where they are until they are needed, and return what they are there."""
+        state = {_VALUES: tensor}
+        self.keep(name, state, tensor.numel())
+        self.leave([name])
+        return state[_VALUES]
+
+    def prefetch(self, name: str, held: torch.Tensor) -> None:
+        """Begin to bring what `hold` has returned."""
+        self.ahead([name], [{_VALUES: held}])
+
+    def fetch(self, name: str, held: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what `hold` has returned into `target`, which is on the device."""
+        state = {_VALUES: held}
+        self.bring([name], [state])
+        target.copy_(state[_VALUES])
+        self.leave([name])
+
+    def loan(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy that is elsewhere as long as somebody has it, and can be used as any other."""
+        return tensor
 
     def restore(self, name: str, state: dict[str, Any]) -> None:
         """Put copies in the device's memory in the place of what was kept of a parameter's state."""
@@ -157,6 +186,17 @@ class MappedFile(StateHome):
         self._making = name
         super().keep(name, state, size)
 
+    def loan(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.nbytes < LOANED:
+            return tensor
+        with _open(self._folder) as file:  # of its own, which goes with its memory
+            memory = self._map(file, 0, tensor.nbytes)
+        found = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+        found.copy_(tensor)
+        with contextlib.suppress(OSError):  # an older kernel
+            memory.madvise(_COLD)
+        return found
+
     def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         self._advise(names, mmap.MADV_WILLNEED)
 
@@ -187,18 +227,22 @@ class MappedFile(StateHome):
     def _grow(self, need: int) -> None:
         size = max(need, min(CHUNK, max(self._end, 1 << 20)))
         size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._chunk = self._map(self._file, self._end, size)
+        self._end, self._used, self._room = self._end + size, 0, size
+
+    def _map(self, file: IO[bytes], start: int, size: int) -> mmap.mmap:
+        """Memory of bytes of a file, which get room on the disk."""
         try:
             # A page that the disk has no room for when it is written would be a SIGBUS.
-            os.posix_fallocate(self._file.fileno(), self._end, size)
-            self._chunk = mmap.mmap(self._file.fileno(), size, offset=self._end)
+            os.posix_fallocate(file.fileno(), start, size)
+            return mmap.mmap(file.fileno(), size, offset=start)
         except OSError as exc:
             free = shutil.disk_usage(self._folder).free
             raise UsageError(
-                f"offload_dir={self._folder}: no room for {amount(size)} more of the optimizer's state, beside "
+                f"offload_dir={self._folder}: no room for {amount(size)} more of what is offloaded, beside "
                 f"{amount(self._end)} that are there ({exc.strerror}; {amount(free)} are free); choose a folder with "
-                "more space, or set offload_optimizer=false"
+                "more space, or set offload_optimizer=false or offload_params=false"
             ) from exc
-        self._end, self._used, self._room = self._end + size, 0, size
 
     def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
         home.copy_(tensor)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rannd.plan.run_modes import Offload
+
 STEPS = 5
 """Optimizer steps of a case."""
 
@@ -30,8 +32,8 @@ class Case(msgspec.Struct, frozen=True):
     """ZeRO stage; -1 leaves it to the planner."""
     recompute: bool = False
     """Activations are recomputed in backward."""
-    offload: bool = False
-    """The optimizer's state is elsewhere between steps; False leaves it to the planner, and memory is plentiful."""
+    offload: Offload = Offload()
+    """What is elsewhere while it is not needed; nothing leaves it to the planner, and memory is plentiful."""
     script: str = "plain"
     """Name in `script.SCRIPTS`."""
     rows: tuple[int, ...] = (8,)
@@ -56,7 +58,7 @@ class Case(msgspec.Struct, frozen=True):
         )
         parts += [f"zero{self.zero}"] if self.zero > 0 else []
         parts += ["recompute"] if self.recompute else []
-        parts += ["offload"] if self.offload else []
+        parts += [each.replace("_", "") for each in self.offload.settings]
         parts += [self.precision] if self.precision != "float64" else []
         parts += [f"{key.removeprefix('RANNC_').lower()}={value}" for key, value in self.env]
         return "-".join(parts)
@@ -79,8 +81,7 @@ class Case(msgspec.Struct, frozen=True):
             forced["RANNC_ZERO_STAGE"] = str(self.zero)
         if self.recompute:
             forced["RANNC_CHECKPOINTING"] = "true"
-        if self.offload:
-            forced["RANNC_OFFLOAD_OPTIMIZER"] = "true"
+        forced |= {f"RANNC_{each.upper()}": "true" for each in self.offload.settings}
         if self.schedule == "asked":
             forced["RANNC_INTERLEAVE_LOSS"] = "false"
         else:

@@ -98,10 +98,20 @@ def test_a_context_that_is_not_enabled_does_nothing() -> None:
         assert layer.weight.is_meta is enable
 
 
-@pytest.mark.parametrize("name", ["enable_apex_amp", "offload_params"])
-def test_options_without_meaning_are_refused_with_what_to_do(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"RaNNCModule\(\.\., {name}=True\): .*(autocast|leave the option out)"):
-        pyrannc.RaNNCModule(nn.Linear(2, 2), **{name: True})
+def test_options_without_meaning_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"RaNNCModule\(\.\., enable_apex_amp=True\): .*autocast"):
+        pyrannc.RaNNCModule(nn.Linear(2, 2), enable_apex_amp=True)
+
+
+def test_offload_params_is_the_item_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for value in ("auto", "false"):
+        monkeypatch.setenv("RANNC_OFFLOAD_PARAMS", value)
+        inner = nn.Linear(2, 2)
+        model = pyrannc.RaNNCModule(inner, torch.optim.SGD(inner.parameters(), lr=0.1), offload_params=True)
+        model(torch.ones(3, 2)).sum().backward()
+        found.append(model.deployment.offload_params)
+    assert found == [True, False]
 
 
 def test_options_without_effect_are_taken(caplog: pytest.LogCaptureFixture) -> None:
