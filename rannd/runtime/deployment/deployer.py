@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from rannd import log, planned
+from rannd.device.identity import is_accelerator
 from rannd.graph.call.call_errors import check_values
 from rannd.graph.call.signature import Call
 from rannd.graph.model import ModelGraph
@@ -186,7 +187,7 @@ class Deployer:
         )
 
     def _held_values(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        """Where values of offloaded parameters are until they are divided: in files, or for a GPU in the host's memory."""
+        """Where values of offloaded parameters are until they are divided: in files, for a GPU in the host's memory."""
         if is_accelerator(self._world.device):
             return lambda _, tensor: tensor
         return state_home(self._world.device, self._config.offload_dir).hold

@@ -109,6 +109,7 @@ class StateHome(ABC):
         """Begin to bring what `hold` has returned."""
         self.ahead([name], [{_VALUES: held}])
 
+    @abstractmethod
     def drop(self, name: str) -> None:
         """Let go of what `prefetch` has brought, and nobody has fetched."""
 
@@ -204,6 +205,9 @@ class MappedFile(StateHome):
 
     def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         self._advise(names, mmap.MADV_WILLNEED)
+
+    def drop(self, name: str) -> None:
+        pass
 
     def bring(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         pass

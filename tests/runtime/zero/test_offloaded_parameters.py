@@ -251,10 +251,11 @@ def test_delayed_reduction_and_gradients_set_to_zero() -> None:
     for number in range(3):
         model.zero_grad(set_to_none=number % 2 == 0)
         plain.zero_grad(set_to_none=number % 2 == 0)
-        with pyrannc.delay_grad_allreduce():
-            for call in range(2):
-                model(_batch(2 * number + call)).backward()
-                other(_batch(2 * number + call)).backward()
+        pyrannc.delay_grad_allreduce(True)
+        for call in range(2):
+            model(_batch(2 * number + call)).backward()
+            other(_batch(2 * number + call)).backward()
+        pyrannc.delay_grad_allreduce(False)
         model.allreduce_grads()
         optimizer.step()
         plain.step()
@@ -277,7 +278,7 @@ def test_a_disk_that_is_full_is_told_when_gradients_come(monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UsageError, match="no room for .* more of what is offloaded.*No space left"):
+    with pytest.raises(UsageError, match=r"no room for .* more of what is offloaded.*No space left"):
         model(_batch(1)).backward()
 
 
