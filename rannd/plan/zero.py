@@ -92,6 +92,8 @@ def held(
     fetched = own - trainable.shared if away else np.zeros_like(own)
     grads = parts(gradients) if zero >= 2 else gradients.whole
     dropped = grads - gradients.shared if grads_away else np.zeros_like(grads)
+    if not grads_away:  # a step has copies of the parameters that it changes: of two buckets, if state comes by buckets
+        here = here + (np.minimum(fetched, 2.0 * largest) if offload else fetched)
     return ReplicaBytes(
         params - trainable.whole + own - fetched if zero >= 3 else params,
         grads - dropped,
@@ -147,11 +149,11 @@ def computing(
     """Return the forward and backward time of a microbatch with the collectives of ZeRO.
 
     `gather` is the time to gather all parameters, or to scatter all gradients; `fetch` that to copy a replica's own
-    parameters to the device, if they are elsewhere. They overlap with computing; only what exceeds the computing time
-    adds to it.
+    parameters to the device, if they are elsewhere. Collectives overlap with computing; only what exceeds the computing
+    time adds to it. Copies are counted as if they did not, as those from files do not.
     """
     if zero == 2:
         backward = np.maximum(backward, gather)
     if zero == 3:
-        forward, backward = np.maximum(forward, gather + fetch), np.maximum(backward, 2.0 * gather + fetch)
+        forward, backward = np.maximum(forward, gather) + fetch, np.maximum(backward, 2.0 * gather) + fetch
     return forward, backward

@@ -86,7 +86,8 @@ class RaNNCModule(nn.Module):
         use_amp_master_params: The optimizer steps float32 copies of half-precision parameters: the configuration item
             master_weights.
         offload_params: Parameters are in the device's memory only while they are used: the configuration item
-            offload_params, which is true then if it is auto.
+            offload_params, which is true then if it is auto. They are divided as with ZeRO 3, so that enable_zero adds
+            nothing.
         enable_apex_amp: An option of RaNNC that raises UsageError, which says what to do instead.
 
     Raises:
@@ -125,7 +126,7 @@ class RaNNCModule(nn.Module):
         if optimizer is not None:
             check_optimizer(optimizer, model)
         config = configuration.load()
-        if enable_zero and config.zero_stage == "auto":
+        if enable_zero and config.zero_stage == "auto" and not offload_params:
             config = dataclasses.replace(config, zero_stage="1")
         if offload_params and config.offload_params == "auto":
             config = dataclasses.replace(config, offload_params="true")

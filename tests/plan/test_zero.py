@@ -131,7 +131,8 @@ def test_parameters_are_elsewhere_only_if_nothing_else_fits(device: str) -> None
     kept = deploy(graph, 1, memory=least, device=device, ranked=True, **SMALL)
     assert not kept.offload_params
     found = deploy(graph, 1, memory=least - 1, device=device, ranked=True, **SMALL)
-    assert (found.offload_params, found.zero, found.offload) == (True, 3, False)
+    # a GPU's step has copies of all parameters, or of two buckets if state comes by buckets
+    assert (found.offload_params, found.zero, found.offload) == (True, 3, device == "cuda")
     assert decode(encode(found)) == found
     each = found.stages[0].estimate
     size, grads = 600_000_000, kept.stages[0].estimate.grad_bytes
@@ -139,7 +140,7 @@ def test_parameters_are_elsewhere_only_if_nothing_else_fits(device: str) -> None
     assert (each.param_bytes, each.grad_bytes) == (0, 0 if device == "cpu" else grads)
     assert each.working_bytes >= 3 * 60_000_000, "whole gradients of a block, its parameters and the next one's"
     assert each.fetch_us == pytest.approx(size / ASSUMED_RATES.get(device, ASSUMED_FILE_RATE))
-    assert "MiB of parameters offloaded" in plan_line(found)
+    assert "MiB of parameters" in plan_line(found)
     assert found.step_us > kept.step_us
 
 

@@ -40,6 +40,8 @@ __all__ = [
     "stage_name",
 ]
 
+_WITHOUT = ("zero_stage=1", "offload_params=false")
+"""What to set in place of ZeRO 2 and 3, and of offloaded parameters."""
 _MOST_PASSED = 8
 """Maximum number of plans from the search that are simulated."""
 
@@ -168,11 +170,13 @@ def plan(
             ranking.deployment, reasons=reasons(ranking, search, options, way=way, interleaved=interleaved)
         )
     need = _least(*needs)
-    if need is None and min(zeros) >= 2:
+    params = all(each.params for each in offloads)
+    if need is None and (min(zeros) >= 2 or params):
+        asked = "offload_params=true" if params else f"zero_stage={options.zero_stage}"
         raise PlanError(
-            f"ZeRO stages 2 and 3 (zero_stage={options.zero_stage}) need equally many replicas of all stages, which "
+            f"ZeRO stages 2 and 3 ({asked}) need equally many replicas of all stages, which "
             f"{stages or 'no allowed number of'} stages (partition_num={options.partition_num}) of {world} devices "
-            "cannot have; use a number of stages that divides the devices, or zero_stage=1"
+            f"cannot have; use a number of stages that divides the devices, or {_WITHOUT[params]}"
         )
     if need is None:
         raise PlanError(
@@ -228,11 +232,11 @@ def _unasked(
     found: list[tuple[str, tuple[Sequence[int], Sequence[Offload]]]] = []
     allowed = [each for each in OFFLOADS if _allows(options, each) and (PARAMS_ZERO in rest or not each.params)]
     state, params, both = Offload(optimizer=True), Offload(params=True), Offload(optimizer=True, params=True)
-    away = options.steps_apart and state not in offloads
+    away = options.steps_apart and options.offload_optimizer == "false"
     if rest:
         found.append(("zero_stage={}", (rest, allowed)))
     if away:
-        found.append(("offload_optimizer=true", (zeros, [state])))
+        found.append(("offload_optimizer=true", (zeros, [both if options.offload_params == "true" else state])))
     if options.offload_params == "false" and options.divides:
         also = "" if options.zero_stage in (AUTO, str(PARAMS_ZERO)) else f" and zero_stage={PARAMS_ZERO}"
         tried = [each for each in (params, both) if options.offload_optimizer in (AUTO, str(each.optimizer).lower())]

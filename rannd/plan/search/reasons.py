@@ -151,7 +151,7 @@ def _offload(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
         return f"set by offload_optimizer={options.offload_optimizer}"
     if not ranking.deployment.offload:
         return "a plan without it fits"
-    return f"without it {_lacking(ranking, searched.failed[0])}"
+    return _without(ranking, [need for need in searched.failed if need is not None and not need.offload.optimizer])
 
 
 def _params(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
@@ -161,8 +161,12 @@ def _params(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
         return f"set by offload_params={options.offload_params}"
     if not ranking.deployment.offload_params:
         return "a plan without it fits"
-    without = [each for each in searched.failed if each is not None and not each.offload.params]
-    return f"without it {_lacking(ranking, min(without, key=lambda need: need.bytes, default=None))}"
+    return _without(ranking, [need for need in searched.failed if need is not None and not need.offload.params])
+
+
+def _without(ranking: Ranking, needs: Sequence[Need]) -> str:
+    """What is lacking without, if other plans need so much."""
+    return f"without it {_lacking(ranking, min(needs, key=lambda need: need.bytes, default=None))}"
 
 
 def _recompute(ranking: Ranking, options: PlanOptions) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from rannd import log, planned
+from rannd.device.identity import is_accelerator
 from rannd.graph.call.call_errors import check_values
 from rannd.graph.call.signature import Call
 from rannd.graph.model import ModelGraph
@@ -136,8 +137,8 @@ class Deployer:
         if world.rank == 0:
             log.get("ParamStorage").log(log.DETAIL, "Synchronizing parameters ...")
         origin = Origin([*model.named_parameters(), *model.named_buffers()])
-        if deployment.offload_params:
-            self._values.hold = state_home(world.device, self._config.offload_dir).hold
+        if deployment.offload_params and self._values.bare:
+            self._values.hold = self._held_values()
         parameters = Parameters(self._context, owners, deployment, self._values)
         clip_watch: ClipWatch | None = None
         whole: WholeOptimizer | None = None
@@ -184,6 +185,12 @@ class Deployer:
             whole,
             segments,
         )
+
+    def _held_values(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Where values of offloaded parameters are until they are divided: in files, for a GPU in the host's memory."""
+        if is_accelerator(self._world.device):
+            return lambda _, tensor: tensor
+        return state_home(self._world.device, self._config.offload_dir).hold
 
     def _share(
         self,

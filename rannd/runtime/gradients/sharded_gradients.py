@@ -147,7 +147,10 @@ class ShardedGradients:
     def put(self, sums: Sums) -> None:
         """Add sums to those that are there."""
         for name, piece in sums.pieces.items():
-            self._sums[name] = self._sums[name] + piece if name in self._sums else piece
+            if name in self._sums:
+                self._sums[name].add_(piece)  # in place: it may be elsewhere (offload_params)
+            else:
+                self._sums[name] = piece
         self._present |= sums.present
 
     # -- delivery ---------------------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ class ShardedGradients:
         (bucket,) = (each for each in self.buckets if name in each.names)
         sizes = [bucket.pieces(replica).get(name, _NOTHING).size for replica in range(self.exchange.replicas)]
         largest = max(sizes)
-        buffer = flat.new_zeros(largest * self.exchange.replicas)
+        buffer = torch.zeros(largest * self.exchange.replicas, dtype=flat.dtype, device=self.exchange.device)
         parts = [part[:size] for part, size in zip(buffer.split(largest), sizes, strict=True)]
         parts[self.exchange.replica].copy_(flat)
         self.exchange.gather(buffer, largest).wait()

@@ -365,7 +365,7 @@ class WholeOptimizer:
                     if not parameter.is_meta:
                         remake_state(optimizer, group, parameter, self._name(parameter))
                     on_device = bool(group.get("fused") or group.get("capturable"))
-                    optimizer.state[parameter] = _moved(optimizer.state[parameter], parameter.device, on_device)
+                    optimizer.state[parameter] = _moved(optimizer.state[parameter], self.world.device, on_device)
         for parameter in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
             if not self.holds(parameter):
                 del optimizer.state[parameter]

@@ -530,13 +530,20 @@ def _offload_optimizer(context: Context) -> str:
 
 
 def _offload_params(context: Context, zero: str) -> str:
-    """The item `offload_params`; 'false' in place of 'auto' where parameters cannot be divided, given `zero_stage`.
+    """The item `offload_params`; 'false' in place of 'auto' where parameters cannot be divided.
 
-    UsageError where they would have to.
+    UsageError where they would have to. `zero` is the item `zero_stage`, as `_zero_stage` returns it.
     """
     asked, optimizer = context.config.offload_params, context.optimizer
+    compiled = context.config.compile_stages != "off"  # which has whole parameters, all at once
     if asked != "true":
-        return "false" if asked == AUTO and zero in ("0", "1", "2") else asked
+        undivided = optimizer is None or (zero, context.config.zero_stage) == ("0", AUTO)
+        return "false" if asked == AUTO and (undivided or compiled) else asked
+    if compiled:
+        raise UsageError(
+            f"offload_params=true and compile_stages={context.config.compile_stages}: stages are compiled with all of "
+            "their parameters in memory; set compile_stages=off"
+        )
     if optimizer is None:
         raise UsageError("offload_params=true needs the optimizer: RaNNCModule(model, optimizer)")
     if not divides(optimizer):

@@ -144,7 +144,10 @@ class ShardedParameters:
         if tensor.layout is not torch.strided:
             return False
         where = tensor.untyped_storage().data_ptr()
-        return any(buffer.full and where == buffer.raw.untyped_storage().data_ptr() for buffer in self._buffers)
+        return any(
+            buffer.full and not buffer.coming and where == buffer.raw.untyped_storage().data_ptr()
+            for buffer in self._buffers
+        )
 
     def leave(self) -> None:
         """Let go of all whole parameters."""
@@ -154,7 +157,6 @@ class ShardedParameters:
         for number in numbers:
             buffer = self._buffers[number]
             if not buffer.full:
-                buffer.allocate()
                 buffer.full = True
                 if self.home is not None:
                     self.home.prefetch(_label(number), self._own[number])
@@ -167,6 +169,7 @@ class ShardedParameters:
         """Copy this rank's range of a bucket into its buffer, and begin to gather the others."""
         buffer, own = self._buffers[number], self._own[number]
         buffer.coming = False
+        buffer.allocate()
         if self.home is None:
             self._range(buffer.raw).copy_(own)
         else:
@@ -185,6 +188,10 @@ class ShardedParameters:
     def _keep(self, numbers: Collection[int]) -> None:
         for number, buffer in enumerate(self._buffers):
             if buffer.full and number not in numbers:
+                if buffer.coming and self.home is not None:
+                    self.home.drop(_label(number))
+                    buffer.coming = buffer.full = False
+                    continue
                 self._finish(number)
                 buffer.free()
 

@@ -289,6 +289,8 @@ class ShardedStep:
         self._swapped = {}
         if masters:
             torch._foreach_copy_(rounded, masters)
+        if any(own.device != stepped.device for own, stepped in zip(rounded, masters, strict=True)):
+            self._parts.clear()  # copies of what is elsewhere: the device's memory
         if self.home is not None:
             bucket, self._bucket = self._bucket, []
             self._keep(bucket)

@@ -114,6 +114,14 @@ def test_offload_params_is_the_item_of_the_configuration(monkeypatch: pytest.Mon
     assert found == [True, False]
 
 
+def test_offload_params_goes_with_enable_zero() -> None:
+    inner = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    model = pyrannc.RaNNCModule(inner, optimizer, enable_zero=True, offload_params=True)
+    model(torch.ones(3, 2)).sum().backward()
+    assert (model.deployment.offload_params, model.deployment.zero) == (True, 3)
+
+
 def test_options_without_effect_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         pyrannc.RaNNCModule(nn.Linear(2, 2), check_unused_values=False, allreduce_amp_master_params=True)
@@ -126,7 +134,7 @@ def test_options_without_effect_are_taken(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "dist_param" in name])
 def test_functions_for_divided_parameters_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"pyrannc\.{name}: parameters are not divided here"):
+    with pytest.raises(UsageError, match=rf"pyrannc\.{name}: parameters are not divided in this way"):
         getattr(pyrannc, name)(*FUNCTIONS[name].split())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.runtime.execution.stage import Computing
 from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.zero import division, state_home
 from rannd.runtime.zero.state_home import HostMemory, MappedFile
@@ -211,6 +213,73 @@ def test_what_cannot_be_divided_is_refused() -> None:
         model(torch.randn(2, 4)).sum().backward()
     with pytest.raises(UsageError, match="offload_params=true needs the optimizer"):
         pyrannc.RaNNCModule(nn.Linear(4, 4))(torch.randn(2, 4))
+
+
+def test_compiled_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_COMPILE_STAGES", "blocks")
+    model, _, _, _ = _pair()
+    with pytest.raises(UsageError, match="offload_params=true and compile_stages=blocks"):
+        model(_batch(0))
+
+
+@pytest.mark.usefixtures("_home")
+def test_a_call_that_failed_leaves_no_old_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, other, plain = _pair()
+    _train(model, optimizer, range(1))
+    _train(other, plain, range(1))
+    run = Computing._run
+
+    def fail(self: Computing, step: Any, piece: int, number: int, *args: Any) -> Any:
+        if number == 2:
+            raise KeyboardInterrupt
+        return run(self, step, piece, number, *args)
+
+    monkeypatch.setattr(Computing, "_run", fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(_batch(1))
+    monkeypatch.setattr(Computing, "_run", run)
+    for each in (model, other):
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.mul_(0.5)
+    assert _train(model, optimizer, range(2, 4)) == _train(other, plain, range(2, 4))
+
+
+@pytest.mark.usefixtures("_home")
+def test_delayed_reduction_and_gradients_set_to_zero() -> None:
+    model, optimizer, other, plain = _pair()
+    for number in range(3):
+        model.zero_grad(set_to_none=number % 2 == 0)
+        plain.zero_grad(set_to_none=number % 2 == 0)
+        pyrannc.delay_grad_allreduce(True)
+        for call in range(2):
+            model(_batch(2 * number + call)).backward()
+            other(_batch(2 * number + call)).backward()
+        pyrannc.delay_grad_allreduce(False)
+        model.allreduce_grads()
+        optimizer.step()
+        plain.step()
+    assert _equal(model, other)
+
+
+def test_steps_take_no_descriptors() -> None:
+    model, optimizer, _, _ = _pair()
+    _train(model, optimizer, range(2))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    _train(model, optimizer, range(2, 6), calls=2)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_a_disk_that_is_full_is_told_when_gradients_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _, _ = _pair()
+    _train(model, optimizer, range(1))
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UsageError, match=r"no room for .* more of what is offloaded.*No space left"):
+        model(_batch(1)).backward()
 
 
 def test_a_loan_goes_with_its_tensor(tmp_path: Path) -> None:
