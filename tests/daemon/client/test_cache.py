@@ -75,7 +75,7 @@ from rannd.daemon.common import keys
 logging.basicConfig(format="%(message)s")
 lowest = os.dup(0)
 os.close(lowest)
-for left in range(24):
+for left in range(64):
     child = os.fork()
     if not child:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, lowest + left))
