@@ -74,7 +74,7 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
 
 def _offloaded(deployment: Deployment) -> str:
     most = max(stage.estimate.offloaded_bytes for stage in deployment.stages)
-    what = " and ".join(["parameters"] * deployment.offload_params + ["optimizer state"] * deployment.offload)
+    what = "training state" if deployment.offload_params else "optimizer state"
     return f", {math.ceil(most / _MIB):,} MiB of {what} offloaded" if most else ""
 
 

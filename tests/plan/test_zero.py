@@ -140,7 +140,7 @@ def test_parameters_are_elsewhere_only_if_nothing_else_fits(device: str) -> None
     assert (each.param_bytes, each.grad_bytes) == (0, 0 if device == "cpu" else grads)
     assert each.working_bytes >= 3 * 60_000_000, "whole gradients of a block, its parameters and the next one's"
     assert each.fetch_us == pytest.approx(size / ASSUMED_RATES.get(device, ASSUMED_FILE_RATE))
-    assert "MiB of parameters" in plan_line(found)
+    assert "MiB of training state offloaded" in plan_line(found)
     assert found.step_us > kept.step_us
 
 

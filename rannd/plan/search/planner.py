@@ -40,8 +40,6 @@ __all__ = [
     "stage_name",
 ]
 
-_WITHOUT = ("zero_stage=1", "offload_params=false")
-"""What to set in place of ZeRO 2 and 3, and of offloaded parameters."""
 _MOST_PASSED = 8
 """Maximum number of plans from the search that are simulated."""
 
@@ -172,11 +170,13 @@ def plan(
     need = _least(*needs)
     params = all(each.params for each in offloads)
     if need is None and (min(zeros) >= 2 or params):
-        asked = "offload_params=true" if params else f"zero_stage={options.zero_stage}"
+        asked, other = f"zero_stage={options.zero_stage}", "zero_stage=1"
+        if params:
+            asked, other = "offload_params=true", "offload_params=false"
         raise PlanError(
             f"ZeRO stages 2 and 3 ({asked}) need equally many replicas of all stages, which "
             f"{stages or 'no allowed number of'} stages (partition_num={options.partition_num}) of {world} devices "
-            f"cannot have; use a number of stages that divides the devices, or {_WITHOUT[params]}"
+            f"cannot have; use a number of stages that divides the devices, or {other}"
         )
     if need is None:
         raise PlanError(

@@ -145,27 +145,28 @@ def _zero(ranking: Ranking, searched: Searched, options: PlanOptions, *, way: Ru
 
 
 def _offload(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
-    if options.offload_optimizer != AUTO:
-        if not options.steps_apart:
-            return "no optimizer, or one that cannot step some parameters after others"
-        return f"set by offload_optimizer={options.offload_optimizer}"
-    if not ranking.deployment.offload:
-        return "a plan without it fits"
-    return _without(ranking, [need for need in searched.failed if need is not None and not need.offload.optimizer])
+    if not options.steps_apart:
+        return "no optimizer, or one that cannot step some parameters after others"
+    needs = [need for need in searched.failed if need is not None and not need.offload.optimizer]
+    return _away("offload_optimizer", ranking.deployment.offload, needs, ranking, options)
 
 
 def _params(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
-    if options.offload_params != AUTO:
-        if not options.divides:
-            return "no optimizer, or one that cannot step parts of parameters"
-        return f"set by offload_params={options.offload_params}"
-    if not ranking.deployment.offload_params:
+    if not options.divides:
+        return "no optimizer, or one that cannot step parts of parameters"
+    if options.offload_params == "false":
+        return "excluded by offload_params=false, or by compile_stages, which has whole parameters"
+    needs = [need for need in searched.failed if need is not None and not need.offload.params]
+    return _away("offload_params", ranking.deployment.offload_params, needs, ranking, options)
+
+
+def _away(item: str, chosen: bool, needs: Sequence[Need], ranking: Ranking, options: PlanOptions) -> str:
+    """Why something is offloaded or not; `needs`: what plans without need, of which none fits."""
+    asked = getattr(options, item)
+    if asked != AUTO:
+        return f"set by {item}={asked}"
+    if not chosen:
         return "a plan without it fits"
-    return _without(ranking, [need for need in searched.failed if need is not None and not need.offload.params])
-
-
-def _without(ranking: Ranking, needs: Sequence[Need]) -> str:
-    """What is lacking without, if other plans need so much."""
     return f"without it {_lacking(ranking, min(needs, key=lambda need: need.bytes, default=None))}"
 
 

@@ -147,10 +147,9 @@ class Deployer:
             whole = whole_optimizer(optimizer, world)
             whole.keep_own(parameters)
             sharded = self._share(whole, parameters, deployment, segments)
+            clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         if deployment.offload_params:
             parameters.to_device()
-        if whole is not None and optimizer is not None:
-            clip_watch = ClipWatch(world, parameters, deployment, optimizer)
         self._values.finish()
         several = len(deployment.stages) > 1 or deployment.zero >= 2  # ranks have different gradients
         overflow = Overflow(world, lambda: placeholder_gradient(optimizer))

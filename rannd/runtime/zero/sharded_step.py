@@ -309,8 +309,7 @@ class ShardedStep:
 
     def _part(self, name: str, parameter: torch.Tensor, state: dict[str, Any]) -> nn.Parameter:
         """What is stepped in place of a parameter, with its gradient: a piece that shares memory, or its master."""
-        own = self._own(name, parameter)
-        own = own if own.device == parameter.device else own.to(parameter.device)
+        own = self._own(name, parameter).to(parameter.device)
         part = self._parts.get(name)
         if name in self.masters:
             part = take_master(own, part, state)
