@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -17,23 +18,34 @@ class LyingBytes(NamedTuple):
 
 def lying(wrapped: Any, optimizer: Any) -> LyingBytes:
     """The memory of this rank's tensors, or pieces of them; memory that tensors share counts once."""
+    return LyingBytes(*(sum(each.values()) for each in regions(wrapped, optimizer).values()))
+
+
+def regions(wrapped: Any, optimizer: Any) -> dict[str, dict[int, int]]:
+    """Address and bytes of this rank's tensors, or pieces of them, by the names of `LyingBytes`."""
     import torch
 
     from rannd.runtime.parameters.absent import part_of
     from rannd.runtime.zero.tensor_piece import flat_part
 
-    def held(tensors: Iterable[Any]) -> int:
+    def held(tensors: Iterable[Any]) -> dict[int, int]:
         parts = [flat_part(tensor if (part := part_of(tensor)) is None else part) for tensor in tensors]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in parts}
-        return sum(storages.values())
+        return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in parts}
 
     own = [*wrapped.parameters(own=True)]
     states = [value for state in optimizer.state.values() for value in state.values()]
-    return LyingBytes(
-        held([*own, *wrapped.buffers(own=True)]),
-        held(parameter.grad for parameter in own if parameter.grad is not None),
-        held(value for value in states if isinstance(value, torch.Tensor)),
-    )
+    return {
+        "parameters": held([*own, *wrapped.buffers(own=True)]),
+        "gradients": held(parameter.grad for parameter in own if parameter.grad is not None),
+        "optimizer": held(value for value in states if isinstance(value, torch.Tensor)),
+    }
+
+
+def mapped_files() -> list[range]:
+    """Addresses at which this process has files without a name: what is offloaded to them."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    spans = [line.split()[0].split("-") for line in lines if line.endswith("(deleted)")]
+    return [range(int(low, 16), int(high, 16)) for low, high in spans]
 
 
 def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any) -> tuple[int, int]:

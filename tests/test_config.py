@@ -51,6 +51,7 @@ OWN += [
     "master_weights",
     "reduce_dtype",
     "offload_optimizer",
+    "offload_params",
     "offload_dir",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
@@ -62,6 +63,7 @@ PLAN_AFFECTING = {
     "master_weights",
     "reduce_dtype",
     "offload_optimizer",
+    "offload_params",
     "interleave_loss",
     "sync_allreduce",
     "decomposer",

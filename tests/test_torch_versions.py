@@ -32,7 +32,6 @@ OTHERS = {
     "_native": "a namespace of torch's operators, which trace_grammar.py refuses",
     "_keys_to_ignore_on_load_missing": "of transformers' models",
     "_keys_to_ignore_on_load_unexpected": "of transformers' models",
-    "_rannd_whole": "of optimizers that were given to a RaNNCModule, which bench/memory.py reads",
     "_rannd_told": "of errors that rannd has told other ranks of",
     "_session": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
 }

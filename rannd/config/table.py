@@ -153,6 +153,15 @@ class Config:
         plan_affecting=True,
         choices=("auto", "true", "false"),
     )
+    offload_params: str = item(
+        "auto",
+        "Parameters are in pinned host memory (GPUs) or in a file below offload_dir (CPUs), and in the device's memory "
+        "only while the block that reads them runs; the stages' replicas divide them as with zero_stage=3. auto: only "
+        "if no other plan fits memory.",
+        group=_PLAN,
+        plan_affecting=True,
+        choices=("auto", "true", "false"),
+    )
     reduce_dtype: str = item(
         "auto",
         "Type in which gradients are accumulated over microbatches and reduced. auto: that of the parameter, float32 "
@@ -193,8 +202,8 @@ class Config:
     )
     offload_dir: str = item(
         "",
-        "Folder on a disk for offload_optimizer on CPUs; empty: in that of the cache. Its files have no names, and go "
-        "with the process.",
+        "Folder on a disk for offload_optimizer and offload_params on CPUs; empty: in that of the cache. Its files "
+        "have no names, and go with the process.",
         group=_MEMORY,
         plan_affecting=False,
     )

@@ -58,9 +58,12 @@ class StageEstimate(msgspec.Struct, frozen=True):
     weight_bytes: int = 0
     """Of each microbatch, what stays until its delayed gradients of parameters are computed; 0 if none are delayed."""
     offloaded_bytes: int = 0
-    """Optimizer state that is elsewhere between steps; `optimizer_bytes` is what of it is on the device at a time."""
+    """Parameters, gradients and optimizer state that are elsewhere while they are not needed; `optimizer_bytes` and
+    `working_bytes` have what of them is on the device at a time."""
     offload_us: float = 0.0
-    """Time to copy it to the device and back."""
+    """Time to copy it to the device and back, in each step."""
+    fetch_us: float = 0.0
+    """Time to copy the parameters among it to the device, in each forward and each backward of a microbatch."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -104,7 +107,9 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 OFFLOAD = "offload"
-"""What of a plan a `Reason` for offloading is about."""
+"""What of a plan a `Reason` for offloading the optimizer's state is about."""
+OFFLOAD_PARAMS = "offload params"
+"""The same for parameters."""
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -167,6 +172,8 @@ class Deployment(msgspec.Struct, frozen=True):
     """Class of the model and its number of parameters, such as 'GPT2LMHeadModel 11.1M', for display; '': not known."""
     offload: bool = False
     """Between steps the optimizer's state is not in the device's memory."""
+    offload_params: bool = False
+    """Parameters are in the device's memory only while a segment reads them; with ZeRO stage 3."""
     reasons: tuple[Reason, ...] = ()
     """Why it was chosen; empty: nothing was compared."""
 
@@ -237,9 +244,11 @@ def _wrong(deployment: Deployment) -> str:
         return "its slots are not sorted, or one of them occurs twice"
     if used != [slot for slot in range(world) for _ in range(passes)]:
         return f"its stages use {len(used)} slots, not each of {world} once, or all of them equally often"
+    if deployment.offload_params and deployment.zero != 3:
+        return f"it offloads parameters with ZeRO stage {deployment.zero}, not 3"
     ops: set[str] = set()
     for place, stage in enumerate(stages):
-        if stage.estimate.offloaded_bytes and not deployment.offload:
+        if stage.estimate.offloaded_bytes and not (deployment.offload or deployment.offload_params):
             return f"stages[{place}] offloads {stage.estimate.offloaded_bytes} bytes of a plan that offloads nothing"
         if len(set(stage.slots)) < len(stage.slots):
             return f"stages[{place}] uses a slot twice: {stage.slots}"

@@ -56,6 +56,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Half-precision parameters have float32 copies, which the optimizer steps."""
     offload_optimizer: str = AUTO
     """'true': between steps the optimizer's state is not in the device's memory; 'auto': if nothing else fits."""
+    offload_params: str = AUTO
+    """'true': parameters are not in the device's memory but while they are used; 'auto': if nothing else fits."""
     device: str = "auto"
     """Type of the devices: to a GPU's memory state comes from the host's, to a CPU's from files."""
     reduce_dtype: str = "auto"
@@ -91,12 +93,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         schedules = ITEMS["schedule"].choices or ()
         if self.schedule not in schedules:
             raise PlanError(f"schedule={self.schedule!r} is not known; use one of {', '.join(schedules)}")
-        virtual = ITEMS["virtual_stages"].choices or ()
-        if self.virtual_stages not in virtual:
-            raise PlanError(f"virtual_stages={self.virtual_stages!r}; use one of {', '.join(virtual)}")
-        offloads = ITEMS["offload_optimizer"].choices or ()
-        if self.offload_optimizer not in offloads:
-            raise PlanError(f"offload_optimizer={self.offload_optimizer!r}; use one of {', '.join(offloads)}")
+        for item in ("virtual_stages", "offload_optimizer", "offload_params"):
+            choices = ITEMS[item].choices or ()
+            if getattr(self, item) not in choices:
+                raise PlanError(f"{item}={getattr(self, item)!r}; use one of {', '.join(choices)}")
         if self.opt_param_factor < 0:
             raise PlanError(f"opt_param_factor={self.opt_param_factor} is negative; use 2 for Adam, 0 for plain SGD")
         if not 0 <= self.mem_margin < 1:

@@ -87,7 +87,8 @@ def _offloaded(deployment: Deployment) -> str:
         sum(deployment.stages[number].estimate.offloaded_bytes for number in numbers)
         for numbers in stages_by_slots(deployment).values()
     )
-    return f", {math.ceil(most / _MIB):,} MiB of optimizer state offloaded" if most else ""
+    what = "training state" if deployment.offload_params else "optimizer state"
+    return f", {math.ceil(most / _MIB):,} MiB of {what} offloaded" if most else ""
 
 
 def title(deployment: Deployment) -> str:
@@ -222,7 +223,7 @@ def _memory(deployment: Deployment) -> str:
         (
             str(number),
             *(_bytes(getattr(stage.estimate, kind)) for kind in kinds),
-            _bytes(stage.estimate.offloaded_bytes) if deployment.offload else "",
+            _bytes(stage.estimate.offloaded_bytes) if deployment.offload or deployment.offload_params else "",
         )
         for number, stage in enumerate(deployment.stages)
     ]

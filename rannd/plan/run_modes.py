@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from rannd.errors import PlanError
+from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, DELAYING, SCHEDULES
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
@@ -17,9 +18,11 @@ __all__ = [
     "CHOOSES_VIRTUAL",
     "LEAST_GAIN",
     "OFFLOADS",
+    "PARAMS_ZERO",
     "RUNS",
     "SCHEDULES",
     "VIRTUAL_GAIN",
+    "Offload",
     "RunMode",
     "check_known",
     "preference_us",
@@ -64,8 +67,30 @@ RUNS: Mapping[RunMode, bool] = {
 """Every run mode, and whether the runtime can run it."""
 
 
-OFFLOADS = (False, True)
-"""Whether the optimizer's state is elsewhere between steps: what `offload_optimizer=auto` tries, in this order."""
+class Offload(msgspec.Struct, frozen=True, order=True):
+    """What is elsewhere while it is not needed: in the host's memory, or in files."""
+
+    optimizer: bool = False
+    """The optimizer's state, between steps."""
+    params: bool = False
+    """Parameters, between the segments that read them: divided as with ZeRO 3, also if a stage has one replica."""
+
+    @property
+    def settings(self) -> list[str]:
+        """The configuration items that ask for it."""
+        return ["offload_optimizer"] * self.optimizer + ["offload_params"] * self.params
+
+    def applied(self, options: PlanOptions) -> PlanOptions:
+        """The options, asking for this and no more."""
+        optimizer, params = (str(each).lower() for each in (self.optimizer, self.params))
+        return msgspec.structs.replace(options, offload_optimizer=optimizer, offload_params=params)
+
+
+PARAMS_ZERO = 3
+"""The ZeRO stage with which parameters can be offloaded."""
+
+OFFLOADS = tuple(Offload(optimizer, params) for params in (False, True) for optimizer in (False, True))
+"""All that may be offloaded, in the order in which it is tried until a plan fits."""
 
 
 def preference_us(zero: int, step_us: float) -> float:

@@ -33,7 +33,10 @@ class ReplicaBytes(NamedTuple):
     """Gradients, and as much again for those of a delayed step."""
     optimizer: Table
     offloaded: Table
-    """Optimizer state that is elsewhere between steps; `optimizer` has what of it is here at a time."""
+    """Parameters, gradients and optimizer state that are elsewhere while they are not needed; `optimizer` has what of
+    the state is here at a time, `working` what of the others."""
+    fetched: Table
+    """The parameters among them."""
     working: Table
     """Temporary, for the largest block: its whole gradients, its parameters and those of the next block."""
 
@@ -52,6 +55,8 @@ def held(
     optimizer: Trained,
     unit: Table,
     offload: float = 0.0,
+    away: bool = False,
+    grads_away: bool = False,
 ) -> ReplicaBytes:
     """Return what a replica of a stage holds; all tables broadcast against `replicas`.
 
@@ -64,6 +69,8 @@ def held(
         optimizer: Bytes of the optimizer's state of them.
         unit: Trainable bytes of the stage's largest block.
         offload: Parameter bytes of a bucket whose state is on the device at a time; 0: all state is always there.
+        away: Whether the parameters that replicas share are elsewhere while no segment reads them (with stage 3).
+        grads_away: Whether their gradients are elsewhere, too.
     """
     count = np.asarray(replicas, dtype=float)
 
@@ -80,12 +87,19 @@ def held(
             optimizer.whole, trainable.whole, out=np.zeros_like(optimizer.whole), where=trainable.whole > 0
         )
         here = np.minimum(state, 2.0 * largest * weight)
-    unit = unit * (count > 1)
+    unit = unit * ((count > 1) | away)
+    own = parts(trainable)
+    fetched = own - trainable.shared if away else np.zeros_like(own)
+    grads = parts(gradients) if zero >= 2 else gradients.whole
+    dropped = grads - gradients.shared if grads_away else np.zeros_like(grads)
+    if not grads_away:  # a step has copies of the parameters that it changes: of two buckets, if state comes by buckets
+        here = here + (np.minimum(fetched, 2.0 * largest) if offload else fetched)
     return ReplicaBytes(
-        params - trainable.whole + parts(trainable) if zero >= 3 else params,
-        parts(gradients) if zero >= 2 else gradients.whole,
+        params - trainable.whole + own - fetched if zero >= 3 else params,
+        grads - dropped,
         here,
-        state if offload else np.zeros_like(state),
+        (state if offload else 0.0 * state) + fetched + dropped,
+        fetched,
         unit * 3.0 if zero >= 3 else unit if zero == 2 else np.zeros_like(unit),
     )
 
@@ -96,9 +110,19 @@ ASSUMED_FILE_RATE = 2e3
 """The same for files, on a disk of NVMe. None is measured; the kernel may still have in memory what it wrote."""
 
 
+def in_files(device: str) -> bool:
+    """Whether what is offloaded is in files, which ranks change where it is; so gradients can be there, too."""
+    return device not in ASSUMED_RATES
+
+
 def offload_us(offloaded: Table, device: str) -> Table:
-    """Time to copy optimizer state to the device and back, beside which there is little to compute."""
-    return 2.0 * offloaded / ASSUMED_RATES.get(device, ASSUMED_FILE_RATE)
+    """Time to copy what a step changes to the device and back, beside which there is little to compute."""
+    return 2.0 * fetch_us(offloaded, device)
+
+
+def fetch_us(offloaded: Table, device: str) -> Table:
+    """Time to copy something to the device."""
+    return offloaded / ASSUMED_RATES.get(device, ASSUMED_FILE_RATE)
 
 
 def replica_counts(zero: int, world: int) -> list[npt.NDArray[np.bool_]]:
@@ -119,14 +143,17 @@ def reduced_part(zero: int) -> float:
     return 0.5 if zero >= 2 else 1.0
 
 
-def computing(zero: int, forward: Table, backward: Table, gather: Table) -> tuple[Table, Table]:
+def computing(
+    zero: int, forward: Table, backward: Table, gather: Table, fetch: Table | float = 0.0
+) -> tuple[Table, Table]:
     """Return the forward and backward time of a microbatch with the collectives of ZeRO.
 
-    `gather` is the time to gather all parameters, or to scatter all gradients. Collectives overlap with computing; only
-    what exceeds the computing time adds to it.
+    `gather` is the time to gather all parameters, or to scatter all gradients; `fetch` that to copy a replica's own
+    parameters to the device, if they are elsewhere. Collectives overlap with computing; only what exceeds the computing
+    time adds to it. Copies are counted as if they did not, as those from files do not.
     """
     if zero == 2:
         backward = np.maximum(backward, gather)
     if zero == 3:
-        forward, backward = np.maximum(forward, gather), np.maximum(backward, 2.0 * gather)
+        forward, backward = np.maximum(forward, gather) + fetch, np.maximum(backward, 2.0 * gather) + fetch
     return forward, backward

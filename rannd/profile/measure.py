@@ -35,6 +35,9 @@ from rannd.profile.points import Measured, Point
 RUNS = 2
 """Timed runs per row count on the CPU; on an accelerator there are more."""
 
+_LEAST_DELAYED = 0.01
+"""Part of a backward that can be delayed at least where anything can."""
+
 
 class ProfileInputs:
     """Inputs for measuring parts: real rows of the arguments, synthetic values for all else."""
@@ -325,7 +328,8 @@ def _weight(
             tensor.grad = None
 
     found = spans(sample.device, first_half)
-    return max(whole - found[0], 0.0) if delayed else 0.0
+    # Of a small part noise can leave less than nothing; that there is something to delay is known all the same.
+    return max(whole - found[0], _LEAST_DELAYED * whole) if delayed else 0.0
 
 
 def _zero_indices(part: Part) -> None:

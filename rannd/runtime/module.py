@@ -85,7 +85,10 @@ class RaNNCModule(nn.Module):
             1 then if it is auto.
         use_amp_master_params: The optimizer steps float32 copies of half-precision parameters: the configuration item
             master_weights.
-        enable_apex_amp, offload_params: Options of RaNNC that raise UsageError, which says what to do instead.
+        offload_params: Parameters are in the device's memory only while they are used: the configuration item
+            offload_params, which is true then if it is auto. They are divided as with ZeRO 3, so that enable_zero adds
+            nothing.
+        enable_apex_amp: An option of RaNNC that raises UsageError, which says what to do instead.
 
     Raises:
         ConfigError: The configuration is wrong.
@@ -115,7 +118,6 @@ class RaNNCModule(nn.Module):
             {
                 "enable_apex_amp": enable_apex_amp,
                 "allreduce_amp_master_params": allreduce_amp_master_params,
-                "offload_params": offload_params,
             }
         )
         if outputs not in ("auto", "all"):
@@ -124,8 +126,10 @@ class RaNNCModule(nn.Module):
         if optimizer is not None:
             check_optimizer(optimizer, model)
         config = configuration.load()
-        if enable_zero and config.zero_stage == "auto":
+        if enable_zero and config.zero_stage == "auto" and not offload_params:
             config = dataclasses.replace(config, zero_stage="1")
+        if offload_params and config.offload_params == "auto":
+            config = dataclasses.replace(config, offload_params="true")
         if use_amp_master_params:
             config = dataclasses.replace(config, master_weights=True)
         log.setup(level=config.log_level)

@@ -1,4 +1,4 @@
-"""Jobs whose optimizer's state leaves memory because nothing else fits (offload_optimizer=auto)."""
+"""Jobs whose optimizer's state, or parameters, leave memory because nothing else fits: both items are auto."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _told(shown: str) -> None:
 
 
 def _losses(output: str) -> list[str]:
-    found = re.findall(r"step \d: loss (\S+),", output)
+    found = re.findall(r"step \d: loss (\S+?),?\s", output)
     assert len(found) == 3, output
     return found
 
@@ -67,3 +67,23 @@ def test_an_optimizer_that_cannot_step_parameters_apart_is_never_offloaded(job: 
     output = job.run("rannc-run", "--plan-only", "-np", "1", FORK, PROGRAM, "Adafactor", code=1, **SCARCE)
     assert "no plan fits 1 device: the best one needs 1.8" in output
     assert "would do" not in output
+
+
+def test_parameters_larger_than_memory(job: Job, tmp_path: Path) -> None:
+    """Training state is more than four times the limit."""
+    program, limit_mib = "tests/e2e/programs/large_model.py", 450
+    malloc = {"RANNC_PIPELINE_NUM": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    whole = job.run("rannc-run", "-np", "1", program, **malloc)
+    scarce = {**malloc, "RANNC_MEM_LIMIT_GB": "0.4", "RANNC_OFFLOAD_DIR": str(tmp_path / "offload")}
+    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), **scarce)
+    assert len(re.findall("Parameters are offloaded: without it .* of each device would be needed", output)) == 1
+    assert _losses(output) == _losses(whole)
+    for text, enough in ((whole, False), (output, True)):
+        sizes = re.search(r"parameters (\d+) MiB, most memory (\d+) MiB", text)
+        assert sizes is not None
+        assert int(sizes[1]) > limit_mib
+        assert (int(sizes[2]) < limit_mib) == enough
+    # the limit is one
+    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), code=1, **malloc, RANNC_OFFLOAD_PARAMS="0")
+    assert "step 0" in output
+    assert "step 1: loss" not in output

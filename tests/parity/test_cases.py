@@ -10,14 +10,22 @@ from parity.cases import APART, COMPACT, FACTORS, FULL, SHAPES, Choice, _cover, 
 from parity.script import SCRIPTS, play
 from parity.zoo import ZOO
 
+from rannd.plan.run_modes import Offload
+
 
 def test_compact_covers_every_possible_pair() -> None:
     """What `possible` does not ask for takes every value with every choice: it is varied by one or two at once."""
     covered = set().union(*map(pairs_of, _cover()))
-    free = ("optimizer", "script", "recompute", "offload")
+    free = ("optimizer", "script", "recompute")
+    params = [Offload(), Offload(params=True)]  # what may be without them may be with an offloaded state as well
     choices = [
         choice
-        for values in itertools.product(*(values[:1] if name in free else values for name, values in FACTORS.items()))
+        for values in itertools.product(
+            *(
+                params if name == "offload" else values[:1] if name in free else values
+                for name, values in FACTORS.items()
+            )
+        )
         if possible(choice := Choice(*values))
     ]
     wanted = set().union(*map(pairs_of, choices))
@@ -27,9 +35,11 @@ def test_compact_covers_every_possible_pair() -> None:
             wanted.update(*varied)
     for script, recompute in itertools.product(FACTORS["script"], FACTORS["recompute"]):
         wanted |= pairs_of(choices[0]._replace(script=script, recompute=recompute))
-    for name, offload in itertools.product(("optimizer", "script"), FACTORS["offload"]):
-        for value in FACTORS[name]:
-            wanted |= pairs_of(choices[0]._replace(**{name: value, "offload": offload}))
+    for offload in FACTORS["offload"]:
+        base = next(choice for choice in choices if possible(choice._replace(offload=offload)))
+        for name in ("optimizer", "script"):
+            for value in FACTORS[name]:
+                wanted |= pairs_of(base._replace(**{name: value, "offload": offload}))
     assert wanted <= covered
 
 

@@ -108,6 +108,14 @@ def test_the_first_difference_in_time_comes_first(truth: list[Record], got: list
     assert order == ["1/0/loss", "1/grad/layers.0.bias", "4/0/loss", "end/param/layers.0.bias"]
 
 
+def _plan(replicas: list[int], micro: int, offload: tuple[bool, bool] = (False, False)) -> Record:
+    return {
+        "plan/replicas": np.array(replicas),
+        "plan/micro": np.array(micro),
+        "plan/offload": np.array(offload),
+    }
+
+
 @pytest.mark.parametrize(
     ("replicas", "micro", "words"),
     [
@@ -117,13 +125,17 @@ def test_the_first_difference_in_time_comes_first(truth: list[Record], got: list
     ],
 )
 def test_a_plan_that_was_not_forced_is_named(replicas: list[int], micro: int, words: str) -> None:
-    record: Record = {"plan/replicas": np.array(replicas), "plan/micro": np.array(micro)}
     with pytest.raises(AssertionError, match=words):
-        assert plan_differences(CASE, [record]) == []
+        assert plan_differences(CASE, [_plan(replicas, micro)]) == []
+
+
+def test_what_was_offloaded_without_being_asked_to_is_named() -> None:
+    (told,) = plan_differences(CASE, [_plan([1, 1], 2, offload=(True, False))])
+    assert "Offload(optimizer=True, params=False) was elsewhere instead of" in told
 
 
 def test_the_forced_plan_agrees() -> None:
-    assert plan_differences(CASE, [{"plan/replicas": np.array([1, 1]), "plan/micro": np.array(2)}]) == []
+    assert plan_differences(CASE, [_plan([1, 1], 2)]) == []
 
 
 def test_records_survive_storage(truth: list[Record], tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from plan_graphs import chain
 from plan_instances import deploy
 
-from rannd.errors import DoesNotFitError, PlanError
+from rannd.errors import DeploymentError, DoesNotFitError, PlanError
+from rannd.plan.deployment import decode, encode
 from rannd.plan.plan_text import plan_line
+from rannd.plan.run_modes import Offload
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, Trained, held, offload_us
 
@@ -88,7 +91,7 @@ def test_tables_with_state_elsewhere_are_made_only_where_nothing_else_fits(monke
 
     def noted(self: StageTables, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        made.append(self.offload)
+        made.append(self.offload != Offload())
 
     monkeypatch.setattr(StageTables, "__init__", noted)
     deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True)
@@ -113,3 +116,53 @@ def test_copies_are_in_the_step_as_the_simulator_has_them() -> None:
 
 def test_nothing_is_offloaded_where_memory_is_plenty() -> None:
     assert deploy(chain(4, param=1000), 1).stages[0].estimate.offloaded_bytes == 0
+
+
+SMALL: dict[str, Any] = {"opt_param_factor": 0.0, "partition_num": 1, "pipeline_num": 1}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_parameters_are_elsewhere_only_if_nothing_else_fits(device: str) -> None:
+    """With gradients where files are mapped; on a GPU these stay."""
+    graph = chain(10, param=60_000_000)
+    with pytest.raises(DoesNotFitError, match="With offload_params=true, ") as caught:
+        deploy(graph, 1, memory=1, offload_params="false", device=device, **SMALL)
+    least = caught.value.needed
+    kept = deploy(graph, 1, memory=least, device=device, ranked=True, **SMALL)
+    assert not kept.offload_params
+    found = deploy(graph, 1, memory=least - 1, device=device, ranked=True, **SMALL)
+    # a GPU's step has copies of all parameters, or of two buckets if state comes by buckets
+    assert (found.offload_params, found.zero, found.offload) == (True, 3, device == "cuda")
+    assert decode(encode(found)) == found
+    each = found.stages[0].estimate
+    size, grads = 600_000_000, kept.stages[0].estimate.grad_bytes
+    assert each.offloaded_bytes == size + (grads if device == "cpu" else 0)
+    assert (each.param_bytes, each.grad_bytes) == (0, 0 if device == "cpu" else grads)
+    assert each.working_bytes >= 3 * 60_000_000, "whole gradients of a block, its parameters and the next one's"
+    assert each.fetch_us == pytest.approx(size / ASSUMED_RATES.get(device, ASSUMED_FILE_RATE))
+    assert "MiB of training state offloaded" in plan_line(found)
+    assert found.step_us > kept.step_us
+
+
+def test_settings_that_offloaded_parameters_contradict_are_named() -> None:
+    for items in ({"zero_stage": "1"}, {"schedule": "zb_h1"}):
+        with pytest.raises(PlanError, match="offload_params=true divides parameters as zero_stage=3 does"):
+            deploy(chain(4), 1, offload_params="true", **items)
+    assert deploy(chain(4, param=1000), 1, offload_params="true", zero_stage="3").offload_params
+    with pytest.raises(PlanError, match="offload_params='yes'; use one of auto, true, false"):
+        deploy(chain(4), 1, offload_params="yes")
+    found = deploy(chain(4, param=1000), 1, offload_params="true")
+    with pytest.raises(DeploymentError, match="it offloads parameters with ZeRO stage 1, not 3"):
+        decode(encode(msgspec.structs.replace(found, zero=1)))
+
+
+def test_state_goes_before_parameters() -> None:
+    """The step changes all of the optimizer's state once, and each microbatch reads all parameters twice."""
+    graph = chain(10, param=60_000_000)
+    with pytest.raises(DoesNotFitError) as caught:
+        deploy(graph, 1, memory=1, offload_optimizer="false", offload_params="false", partition_num=1, pipeline_num=1)
+    least = caught.value.needed
+    given: dict[str, Any] = {"partition_num": 1, "pipeline_num": 1}
+    found = [deploy(graph, 1, memory=int(least * share), **given) for share in (1.0, 0.9, 0.5, 0.3)]
+    told = [(each.offload, each.offload_params) for each in found]
+    assert told == [(False, False), (True, False), (False, True), (True, True)]

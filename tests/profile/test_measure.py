@@ -203,6 +203,18 @@ def test_gradients_of_parameters_are_a_part_of_the_backward() -> None:
     assert cost(layers, slice(1, 2)).weight_us.at(256) == 0
 
 
+def test_what_can_be_delayed_is_known_although_noise_hides_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noise(*args: Any, **options: Any) -> list[float]:
+        timing.spans(*args, **options)
+        return [50.0, 50.0]
+
+    monkeypatch.setattr(measuring, "spans", noise)
+    graph, sample = graph_of(nn.Linear(8, 8), torch.randn(16, 8))
+    cost = measure(whole(graph), sample, (4, 16)).cost(16)
+    for rows in (1, 4, 16):
+        assert 0 < cost.weight_us.at(rows) <= cost.backward_us.at(rows)
+
+
 class Square(nn.Module):
     """64 MiB a row of 4,096 numbers, 16 MiB a row of 2,048."""
 

@@ -229,8 +229,8 @@ def test_misuse_is_told() -> None:
         pyrannc.RaNNCModule(model._inner)
     with pytest.raises(UsageError, match=r"wraps a torch.nn.Module, not a int"):
         pyrannc.RaNNCModule(3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"offload_params=True\): parameters stay on the device"):
-        wrapped(Tied(), offload_params=True)
+    with pytest.raises(UsageError, match=r"enable_apex_amp=True\): Apex is not supported"):
+        wrapped(Tied(), enable_apex_amp=True)
     with pytest.raises(
         UsageError, match=r"zero_stage=1 divides the optimizer's state: RaNNCModule\(model, optimizer\)"
     ):

@@ -15,7 +15,7 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.deployment import FORMAT, Deployment, Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
-from rannd.plan.run_modes import OFFLOADS, RUNS, RunMode, check_known, runnable_zero
+from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUNS, Offload, RunMode, check_known, runnable_zero
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
 from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
 from rannd.plan.search.ranking import rank
@@ -104,8 +104,9 @@ def plan(
     job = VirtualJob(
         graph, blocks, costs, slots, batch_rows, memory_bytes, options, intervals, reductions, counts, replicas.tolist()
     )
+    offloads = _offloads(options, chosen, way)
     if asked.forced:
-        return forced(job, asked)
+        return forced(job, asked, offloads)
     places = np.array(cut_places(graph, [block.ops for block in blocks]))
     stages = _demanded(
         options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=opaque_code(graph)
@@ -118,10 +119,10 @@ def plan(
         recompute: bool,
         *,
         zeros: Sequence[int],
-        offload: bool,
+        offload: Offload,
         schedules: Sequence[str] = (chosen.schedule,),
     ) -> list[StageTables]:
-        asked = msgspec.structs.replace(options, offload_optimizer="true" if offload else "false")
+        asked = offload.applied(options)
         if recompute:
             asked = msgspec.structs.replace(asked, checkpointing=True, checkpointing_no_last=False)
         return [
@@ -145,12 +146,13 @@ def plan(
 
     limit = float(memory_bytes)
     needs: list[Need | None] = []
-    """What is configured needs at least: without and with the optimizer's state elsewhere."""
-    for offload in OFFLOADS if options.offload_optimizer == AUTO else [options.offload_optimizer == "true"]:
-        used = zeros
+    """What is configured needs at least, with each of what may be offloaded."""
+    for offload in offloads:
+        used = [PARAMS_ZERO] if offload.params else zeros
         every = tables(allowed, limit, False, zeros=used, offload=offload)
         found = plain = best_choice(every, stages=stages)
-        if way is None and options.zero_stage == AUTO and world > 1 and any(each.tight for each in every):
+        free_zero = way is None and options.zero_stage == AUTO and not offload.params
+        if free_zero and world > 1 and any(each.tight for each in every):
             used = runnable  # memory asks for it
             more = tables(allowed, limit, False, zeros=runnable[1:], offload=offload)
             found = found.or_better(best_choice(more, stages=stages))
@@ -172,11 +174,15 @@ def plan(
         deployment = msgspec.structs.replace(ranking.deployment, reasons=told)
         return challenged(job, asked, msgspec.structs.replace(ranking, deployment=deployment), used)
     need = _least(*needs)
-    if need is None and min(used) >= 2:
+    params = all(each.params for each in offloads)
+    if need is None and (min(zeros) >= 2 or params):
+        given, other = f"zero_stage={options.zero_stage}", "zero_stage=1"
+        if params:
+            given, other = "offload_params=true", "offload_params=false"
         raise PlanError(
-            f"ZeRO stages 2 and 3 (zero_stage={options.zero_stage}) need equally many replicas of all stages, which "
+            f"ZeRO stages 2 and 3 ({given}) need equally many replicas of all stages, which "
             f"{stages or 'no allowed number of'} stages (partition_num={options.partition_num}) of {world} devices "
-            "cannot have; use a number of stages that divides the devices, or zero_stage=1"
+            f"cannot have; use a number of stages that divides the devices, or {other}"
         )
     if need is None:
         raise PlanError(
@@ -184,19 +190,68 @@ def plan(
             f"(partition_num={options.partition_num}, limit_dev_num_pot=true); set limit_dev_num_pot=false"
         )
 
-    def least(zeros: Sequence[int], offloads: Sequence[bool]) -> Need | None:
-        tried = [each for offload in offloads for each in tables(allowed, limit, False, zeros=zeros, offload=offload)]
+    def least(zeros: Sequence[int], offloads: Sequence[Offload]) -> Need | None:
+        tried = [
+            each
+            for offload in offloads
+            for each in tables(allowed, limit, False, zeros=[PARAMS_ZERO] if offload.params else zeros, offload=offload)
+        ]
         return smallest_memory(tried, stages=stages, below=need.bytes)
 
-    rest = [zero for zero in runnable if zero not in used] if way is None and options.divides else []
-    away = not offload and options.steps_apart
-    helps = remedies(
-        need,
-        least(rest, OFFLOADS if options.offload_optimizer == AUTO else [offload]),
-        least(used, [True]) if away else None,
-        least(rest, [True]) if away else None,
-    )
+    rest = [zero for zero in runnable if zero not in zeros] if way is None and options.divides else []
+    helps = remedies(need, ((setting, least(*what)) for setting, what in _unasked(options, offloads, zeros, rest)))
     raise does_not_fit(graph, blocks, need, memory_bytes, options, world, helps)
+
+
+def _allows(options: PlanOptions, what: Offload) -> bool:
+    """Whether the configuration allows plans that offload this, and no more or less."""
+    return all(
+        asked == AUTO or (asked == "true") == does
+        for asked, does in ((options.offload_optimizer, what.optimizer), (options.offload_params, what.params))
+    )
+
+
+def _offloads(options: PlanOptions, chosen: RunMode, way: RunMode | None) -> list[Offload]:
+    """What may be offloaded, in the order in which it is tried. PlanError if what has to be cannot be."""
+    divided = options.zero_stage in (AUTO, str(PARAMS_ZERO)) if way is None else way.zero == PARAMS_ZERO
+    divided &= RUNS.get(RunMode(chosen.schedule, PARAMS_ZERO), False)
+    found = [each for each in OFFLOADS if _allows(options, each) and (divided or not each.params)]
+    if not found:
+        raise PlanError(
+            f"offload_params=true divides parameters as zero_stage={PARAMS_ZERO} does, which "
+            f"schedule={chosen.schedule} and zero_stage={options.zero_stage} do not; leave both to the planner (auto)"
+        )
+    return found
+
+
+def _unasked(
+    options: PlanOptions, offloads: Sequence[Offload], zeros: Sequence[int], rest: Sequence[int]
+) -> list[tuple[str, tuple[Sequence[int], Sequence[Offload]]]]:
+    """Settings that were not tried, with their ZeRO stages and what is offloaded; combinations last.
+
+    Args:
+        options: The configuration.
+        offloads: What was tried.
+        zeros: ZeRO stages that were tried.
+        rest: Others that can be run.
+    """
+    found: list[tuple[str, tuple[Sequence[int], Sequence[Offload]]]] = []
+    allowed = [each for each in OFFLOADS if _allows(options, each) and (PARAMS_ZERO in rest or not each.params)]
+    state, params, both = Offload(optimizer=True), Offload(params=True), Offload(optimizer=True, params=True)
+    away = options.steps_apart and options.offload_optimizer == "false"
+    if rest:
+        found.append(("zero_stage={}", (rest, allowed)))
+    if away:
+        found.append(("offload_optimizer=true", (zeros, [both if options.offload_params == "true" else state])))
+    if options.offload_params == "false" and options.divides:
+        also = "" if options.zero_stage in (AUTO, str(PARAMS_ZERO)) else f" and zero_stage={PARAMS_ZERO}"
+        tried = [each for each in (params, both) if options.offload_optimizer in (AUTO, str(each.optimizer).lower())]
+        found.append((f"offload_params=true{also}", ([PARAMS_ZERO], tried)))
+        if away:
+            found.append((f"offload_params=true{also} and offload_optimizer=true", ([PARAMS_ZERO], [both])))
+    if rest and away:
+        found.append(("zero_stage={} and offload_optimizer=true", (rest, [state])))
+    return found
 
 
 def _least(*needs: Need | None) -> Need | None:
@@ -344,6 +399,7 @@ def _deployment(
         placement=choice.variant.placement,
         memory_bytes=int(table.limit),
         e_us=choice.step_us,
-        zero=choice.variant.zero if max(choice.replicas) > 1 else 0,
-        offload=table.offload,
+        zero=choice.variant.zero if max(choice.replicas) > 1 or table.offload.params else 0,
+        offload=table.offload.optimizer,
+        offload_params=table.offload.params,
     )

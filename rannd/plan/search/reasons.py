@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rannd.plan.deployment import OFFLOAD, Reason
+from rannd.plan.deployment import OFFLOAD, OFFLOAD_PARAMS, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, RunMode
 from rannd.plan.search.candidates import Candidate
@@ -32,7 +32,7 @@ class Searched(msgspec.Struct, frozen=True):
     others: Sequence[StageTables]
     """Tables under the other schedules that were tried."""
     failed: Sequence[Need | None]
-    """What plans without offload need at least, if none fits."""
+    """What plans with less offloaded need at least, if none fits; without any offload first."""
     stages: int
     """Number of stages that was asked for; 0: any."""
     counts: Sequence[int]
@@ -65,6 +65,9 @@ def reasons(
         ),
         Reason("ZeRO", str(ranking.deployment.zero or "no"), _zero(ranking, searched, options, way=way)),
         Reason(OFFLOAD, "yes" if ranking.deployment.offload else "no", _offload(ranking, searched, options)),
+        Reason(
+            OFFLOAD_PARAMS, "yes" if ranking.deployment.offload_params else "no", _params(ranking, searched, options)
+        ),
         Reason("recompute", *_recompute(ranking, options)),
     )
 
@@ -123,6 +126,8 @@ def _schedule(
 def _zero(ranking: Ranking, searched: Searched, options: PlanOptions, *, way: RunMode | None) -> str:
     if way is not None:
         return "asked for"
+    if ranking.deployment.offload_params:
+        return "parameters that are offloaded are divided so"
     if options.zero_stage != AUTO:
         reason = "the optimizer cannot step parts of parameters"
         return reason if not options.divides else f"set by zero_stage={options.zero_stage}"
@@ -140,13 +145,29 @@ def _zero(ranking: Ranking, searched: Searched, options: PlanOptions, *, way: Ru
 
 
 def _offload(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
-    if options.offload_optimizer != AUTO:
-        if not options.steps_apart:
-            return "no optimizer, or one that cannot step some parameters after others"
-        return f"set by offload_optimizer={options.offload_optimizer}"
-    if not ranking.deployment.offload:
+    if not options.steps_apart:
+        return "no optimizer, or one that cannot step some parameters after others"
+    needs = [need for need in searched.failed if need is not None and not need.offload.optimizer]
+    return _away("offload_optimizer", ranking.deployment.offload, needs, ranking, options)
+
+
+def _params(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
+    if not options.divides:
+        return "no optimizer, or one that cannot step parts of parameters"
+    if options.offload_params == "false":
+        return "excluded by offload_params=false, or by compile_stages, which has whole parameters"
+    needs = [need for need in searched.failed if need is not None and not need.offload.params]
+    return _away("offload_params", ranking.deployment.offload_params, needs, ranking, options)
+
+
+def _away(item: str, chosen: bool, needs: Sequence[Need], ranking: Ranking, options: PlanOptions) -> str:
+    """Why something is offloaded or not; `needs`: what plans without need, of which none fits."""
+    asked = getattr(options, item)
+    if asked != AUTO:
+        return f"set by {item}={asked}"
+    if not chosen:
         return "a plan without it fits"
-    return f"without it {_lacking(ranking, searched.failed[0])}"
+    return f"without it {_lacking(ranking, min(needs, key=lambda need: need.bytes, default=None))}"
 
 
 def _recompute(ranking: Ranking, options: PlanOptions) -> tuple[str, str]:
@@ -174,7 +195,7 @@ def _recompute(ranking: Ranking, options: PlanOptions) -> tuple[str, str]:
 
 def _shared(plan: Candidate) -> int:
     """The ZeRO stage of a plan; without replicas there is nothing to share."""
-    return plan.choice.variant.zero if max(plan.choice.replicas) > 1 else 0
+    return plan.choice.variant.zero if max(plan.choice.replicas) > 1 or plan.table.offload.params else 0
 
 
 def _compared(

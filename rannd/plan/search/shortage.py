@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -29,24 +29,19 @@ class Remedy(msgspec.Struct, frozen=True):
     """Memory of each device that some plan needs then."""
 
 
-def remedies(need: Need, sharded: Need | None, away: Need | None, both: Need | None) -> list[Remedy]:
+def remedies(need: Need, tried: Iterable[tuple[str, Need | None]]) -> list[Remedy]:
     """Return the settings that need less memory than `need`, which is that of what is configured.
 
     Args:
         need: As configured.
-        sharded: With stages of ZeRO that are not configured.
-        away: With the optimizer's state elsewhere.
-        both: With both; told only if it needs less than either.
+        tried: Other settings, with ``{}`` for the ZeRO stage, and the least that plans with them need. Combinations
+            are told only if they need less than what is before them.
     """
     found: list[Remedy] = []
-    for what, each in (
-        ("zero_stage={}", sharded),
-        ("offload_optimizer=true", away),
-        ("zero_stage={} and offload_optimizer=true", both),
-    ):
-        least = min([need.bytes, *(other.bytes for other in found)] if each is both else [need.bytes])
-        if each is not None and each.bytes < least:
-            found.append(Remedy(what.format(each.zero), each.bytes))
+    for setting, each in tried:
+        before = [other.bytes for other in found] if " and " in setting else []
+        if each is not None and each.bytes < min([need.bytes, *before]):
+            found.append(Remedy(setting.format(each.zero), each.bytes))
     return found
 
 
@@ -65,17 +60,21 @@ def does_not_fit(
     needed, limit = amounts_apart(least, memory_bytes)
     included = ["recomputing"]
     included += [f"ZeRO {need.zero}"] if need.zero else []
-    included += ["offload_optimizer"] if need.offload else []
+    included += need.offload.settings
     more = "".join(f" With {each.setting}, {_upward(each.bytes)} would do." for each in others)
     return DoesNotFitError(
         f"no plan fits {world} device{'s' if world > 1 else ''}: the best one needs {needed} of a device, "
-        f"{' and '.join(included)} included; the limit is {limit}. mem_limit_gb={_limit_gb(least, options):g} (with "
+        f"{_listed(included)} included; the limit is {limit}. mem_limit_gb={_limit_gb(least, options):g} (with "
         f"mem_margin={options.mem_margin:g}) would allow it. Its largest stage is {stage_name(need.start, need.end)}; "
         f"in it block {stage_name(block, block + 1)} ({modules_of(graph, blocks[block])}) needs most.{more} Use "
         "devices with more memory, more ranks, a smaller batch, or an optimizer with less state "
         f"(opt_param_factor={options.opt_param_factor:g}){opaque_code(graph)}",
         needed=least,
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _limit_gb(least: float, options: PlanOptions) -> float:

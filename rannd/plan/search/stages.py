@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from rannd.plan.run_modes import preference_us
+from rannd.plan.run_modes import Offload, preference_us
 from rannd.plan.search.bounds import COARSE, FINE, Bounds
 from rannd.plan.stage_costs.estimate import StageTables, Variant
 from rannd.plan.topology import Table
@@ -91,8 +91,8 @@ class Need(msgspec.Struct, frozen=True):
     """Memory of each of its blocks as a stage of its own."""
     zero: int = 0
     """ZeRO stage of the plan; 0 if no stage has replicas."""
-    offload: bool = False
-    """Whether the plan has the optimizer's state elsewhere."""
+    offload: Offload = Offload()
+    """What the plan has elsewhere."""
 
 
 class _Partial(msgspec.Struct, frozen=True):
@@ -327,4 +327,13 @@ def _smallest(table: StageTables, stages: int, below: float) -> Need | None:
     before = came[place]
     start, end, used, replicas = place[1], before[1], before[2], place[2] - before[2]
     alone = tuple(float(table.bytes_needed(at, at + 1, replicas, used=used)) for at in range(start, end))
-    return Need(size, start, end, replicas, used, alone, table.variant.zero if shared else 0, table.offload)
+    return Need(
+        size,
+        start,
+        end,
+        replicas,
+        used,
+        alone,
+        table.variant.zero if shared or table.offload.params else 0,
+        table.offload,
+    )

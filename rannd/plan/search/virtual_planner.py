@@ -12,7 +12,7 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.deployment import Alternative, Deployment, Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
-from rannd.plan.run_modes import OFFLOADS, RunMode
+from rannd.plan.run_modes import PARAMS_ZERO, Offload, RunMode
 from rannd.plan.search.ranking import MOST_TOLD, Ranking
 from rannd.plan.slot_memory import fullest_bytes
 from rannd.plan.stage_costs.intervals import Intervals
@@ -43,8 +43,8 @@ class VirtualJob(msgspec.Struct, frozen=True):
     replicas: Sequence[bool]
     """Whether a stage may have 1, 2, .. replicas."""
 
-    def plans(self, *, offload: bool) -> VirtualPlans:
-        """Return the maker of plans; `offload`: whether the optimizer's state is elsewhere between steps."""
+    def plans(self, offload: Offload) -> VirtualPlans:
+        """Return the maker of plans that offload this."""
         return VirtualPlans(
             self.graph,
             self.blocks,
@@ -52,14 +52,14 @@ class VirtualJob(msgspec.Struct, frozen=True):
             self.slots,
             batch_rows=self.batch_rows,
             memory_bytes=self.memory_bytes,
-            options=replace(self.options, offload_optimizer="true" if offload else "false"),
+            options=offload.applied(self.options),
             intervals=self.intervals,
             reductions=self.reductions,
         )
 
 
-def forced(job: VirtualJob, asked: VirtualAsked) -> Deployment:
-    """Return the preferred plan with several stages per slot.
+def forced(job: VirtualJob, asked: VirtualAsked, offloads: Sequence[Offload]) -> Deployment:
+    """Return the preferred plan with several stages per slot; `offloads`: what may be offloaded, in this order.
 
     Raises:
         PlanError: Something excludes such plans.
@@ -68,9 +68,9 @@ def forced(job: VirtualJob, asked: VirtualAsked) -> Deployment:
     options = job.options
     zeros = ZEROS if options.zero_stage == AUTO else (int(options.zero_stage),)
     failed: list[DoesNotFitError] = []
-    for offload in OFFLOADS if options.offload_optimizer == AUTO else [options.offload_optimizer == "true"]:
-        plans = job.plans(offload=offload)
-        tried = shapes_of(plans, asked, counts=job.counts, zeros=zeros, allowed=job.replicas)
+    for offload in offloads:
+        plans, used = job.plans(offload), (PARAMS_ZERO,) if offload.params else zeros
+        tried = shapes_of(plans, asked, counts=job.counts, zeros=used, allowed=job.replicas)
         try:
             found = forced_plan(plans, asked, tried, options)
         except DoesNotFitError as exc:
@@ -85,7 +85,7 @@ def forced(job: VirtualJob, asked: VirtualAsked) -> Deployment:
 def challenged(job: VirtualJob, asked: VirtualAsked, ranking: Ranking, zeros: Sequence[int]) -> Deployment:
     """Return the best plan with one stage per slot, or one with several that is faster by enough."""
     best = ranking.deployment
-    plans = job.plans(offload=best.offload)
+    plans = job.plans(Offload(best.offload, best.offload_params))
     tried = shapes_of(plans, asked, counts=job.counts, zeros=zeros, allowed=job.replicas)
     if not tried:
         return replace(best, reasons=(*best.reasons, why_one(asked, None, None, devices=plans.world)))

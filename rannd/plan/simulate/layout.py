@@ -111,7 +111,7 @@ def step_costs(
     forwards, backwards = [], []
     for each, count, gather in zip(estimates, pieces, gathers, strict=True):
         times = np.array(each.forward_us / count), np.array(each.backward_us / count)
-        forward, backward = computing(deployment.zero, *times, np.array(gather))
+        forward, backward = computing(deployment.zero, *times, np.array(gather), each.fetch_us)
         forwards.append(float(forward))
         backwards.append(float(backward))
     return StepCosts(

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rannd.plan.deployment import StageEstimate
 from rannd.plan.plan_options import PlanOptions
+from rannd.plan.run_modes import Offload
 from rannd.plan.schedule.program import AHEAD
 from rannd.plan.schedule.schedules import ALL_SCHEDULES
 from rannd.plan.simulate.step_costs import BUCKET
@@ -22,7 +23,7 @@ from rannd.plan.stage_costs.intervals import Intervals, at
 from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
 from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
-from rannd.plan.zero import ReplicaBytes, Trained, computing, held, offload_us
+from rannd.plan.zero import ReplicaBytes, Trained, computing, fetch_us, held, in_files, offload_us
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -82,8 +83,8 @@ class StageTables:
         """Whether forward and backward take turns."""
         self.splits = schedule.delays_weights
         """Whether parameter gradients are delayed until a slot would be idle."""
-        self.offload = options.offload_optimizer == "true"
-        """Whether the optimizer's state is elsewhere between steps."""
+        self.offload = Offload(options.offload_optimizer == "true", options.offload_params == "true")
+        """What is elsewhere while it is not needed."""
         self.waiting = -(-world // self.replicas)
         """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""
 
@@ -121,14 +122,15 @@ class StageTables:
         """Temporary bytes of a backward: gradients of the outputs and inputs of the largest operator."""
         sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
         self.copies_us = offload_us(sharded.offloaded, options.device)
-        """``[start, end, replicas - 1]``, or one entry for all: time of copying optimizer state in and out."""
+        """``[start, end, replicas - 1]``, or one entry for all: time of copying what a step changes in and out."""
+        self.fetch_us = fetch_us(sharded.fetched, options.device)
+        """The same: time of copying parameters in, in each forward and backward of a microbatch."""
         self.state = sharded.state
-        """``[start, end, replicas - 1]``, or one entry for all: bytes of parameters, gradients (also those of a
-        delayed step) and optimizer state."""
+        """The same: bytes of parameters, gradients (also those of a delayed step) and optimizer state."""
         self.temporary = sharded.working + self.working[:, :, None]
-        """Likewise, bytes that are needed while something is computed."""
+        """The same: bytes that are needed while something is computed."""
         self.fixed = self.state + self.temporary
-        """Likewise, bytes that do not depend on microbatches."""
+        """The same: bytes that do not depend on microbatches."""
         ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
         self.ranks_us = ranks
         """Time of the first input from a rank and of the first gradient of an output from it."""
@@ -199,7 +201,8 @@ class StageTables:
         waits = np.where(again, 0.0, self.weight_us[rows, end, None])
         if self.variant.zero >= 2:
             gather = self.reductions.gather(end, inside)[:, : again.shape[1]]
-            forward, backward = computing(self.variant.zero, forward, backward, gather)
+            fetch = self.fetch_us[rows, end, : again.shape[1]]
+            forward, backward = computing(self.variant.zero, forward, backward, gather, fetch)
         return forward, backward, waits
 
     def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
@@ -324,7 +327,9 @@ class StageTables:
             gradients=those(tables.gradients),
             optimizer=those(tables.optimizer),
             unit=tables.unit[starts, ends, ..., None],
-            offload=float(BUCKET) if self.offload else 0.0,
+            offload=float(BUCKET) if self.offload.optimizer else 0.0,
+            away=self.offload.params,
+            grads_away=self.offload.params and in_files(self.options.device),
         )
 
     def _forced(self, end: int) -> bool:
@@ -456,7 +461,7 @@ class StageTables:
         gradients, each block is a segment: its gradients are given away after its backward.
         """
         forward = np.diagonal(self.forward_us, 1)[start:end]
-        apart = self.variant.zero >= 2 and replicas > 1
+        apart = self.variant.zero >= 2 and (replicas > 1 or self.offload.params)
         if not self.recomputes(start, end, replicas, used=used):
             ends = tuple(range(1, end - start + 1)) if apart else (end - start,)
             return DividedStage(ends, (False,) * len(ends), float(self.kept[start, end]), 0.0, 0.0)
@@ -549,4 +554,5 @@ class StageTables:
             weight_bytes=math.ceil(later) if waits else 0,
             offloaded_bytes=math.ceil(own.offloaded[0]),
             offload_us=float(offload_us(own.offloaded, self.options.device)[0]),
+            fetch_us=float(fetch_us(own.fetched, self.options.device)[0]),
         )

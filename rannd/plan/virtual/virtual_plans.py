@@ -138,10 +138,11 @@ class VirtualPlans:
         forward, backward = table.forward_us, table.backward_us + table.add_us
         if shape.mode.zero >= 2:
             inside = np.full(self.world, all(self._inside(slots) for slots in shape.slots))
-            gather = np.zeros_like(forward)
+            gather, at_replicas = np.zeros_like(forward), min(replicas, table.fetch_us.shape[2]) - 1
             for end in range(1, table.blocks + 1):
                 gather[:end, end] = self._reductions.gather(end, inside)[:, replicas - 1]
-            forward, backward = computing(shape.mode.zero, forward, backward, gather)
+            fetch = table.fetch_us[:, :, at_replicas]
+            forward, backward = computing(shape.mode.zero, forward, backward, gather, fetch)
         flown = self.flights(shape, frozenset(range(shape.stages)))
         held: dict[tuple[Flight, Flight], Table] = {}
         for flight, moments in zip(flown.most, flown.moments, strict=True):
@@ -212,7 +213,7 @@ class VirtualPlans:
         """
         table, homes = self.table(shape), shape.homes
         spans = list(zip(starts, (*starts[1:], len(self.blocks)), strict=True))
-        apart = shape.mode.zero >= 2
+        apart = shape.mode.zero >= 2 and (shape.replicas > 1 or table.offload.params)
         chosen = [self._whole(table, *span, apart=apart) for span in spans]
         split = {stage for stage, span in enumerate(spans) if table.weight_us[span] > 0}
         asked = [self._asked(stage, shape.stages) for stage in range(shape.stages)]
@@ -258,7 +259,8 @@ class VirtualPlans:
             placement=shape.placement,
             memory_bytes=self.memory_bytes,
             zero=shape.mode.zero,
-            offload=self.table(shape).offload,
+            offload=self.table(shape).offload.optimizer,
+            offload_params=self.table(shape).offload.params,
         )
 
     def _asked(self, stage: int, stages: int) -> bool:
@@ -316,13 +318,14 @@ class VirtualPlans:
         These are whole under ZeRO, too. Optimizer state that is elsewhere is not divided by parameters.
         """
         param = grad = state = 0
+        away = self.options.offload_optimizer == "true"
         for index in shared:
             each = self.graph.params[index]
             param += each.bytes
             if each.trainable:
                 weights = state_weights(each.itemsize, self.options)
                 grad += math.floor(each.bytes * weights.gradients)
-                state += 0 if estimate.offloaded_bytes else math.floor(each.bytes * weights.optimizer)
+                state += 0 if away else math.floor(each.bytes * weights.optimizer)
         return msgspec.structs.replace(
             estimate,
             param_bytes=estimate.param_bytes - param,

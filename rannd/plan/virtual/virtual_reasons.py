@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rannd.plan.deployment import OFFLOAD, Reason
+from rannd.plan.deployment import OFFLOAD, OFFLOAD_PARAMS, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import VIRTUAL_GAIN
 from rannd.plan.virtual.virtual_asked import VirtualAsked
@@ -34,23 +34,26 @@ def won_reasons(
     found: VirtualFound, plan: VirtualPlan, against: Against, others: tuple[Reason, ...]
 ) -> tuple[Reason, ...]:
     """Reasons of a plan with several stages per slot that was faster than the best with one, which had `others`."""
-    offload = tuple(each for each in others if each.what == OFFLOAD)
+    offload = tuple(each for each in others if each.what in (OFFLOAD, OFFLOAD_PARAMS))
     why = f"1 per slot ({against.name}) {against.step_us / plan.step_us - 1:.1%} slower"
     return (*_common(found, plan), *offload, _recompute(plan, None), Reason(VIRTUAL, str(plan.shape.passes), why))
 
 
 def forced_reasons(found: VirtualFound, plan: VirtualPlan, options: PlanOptions) -> tuple[Reason, ...]:
     """Reasons of a plan where several stages per slot were asked for."""
-    offload = plan.deployment.offload
-    why = f"set by offload_optimizer={options.offload_optimizer}"
-    if options.offload_optimizer == AUTO:
-        why = "no plan fits without it" if offload else "a plan without it fits"
+
+    def away(what: str, item: str, chosen: bool) -> Reason:
+        asked = getattr(options, item)
+        why = "no plan fits without it" if chosen else "a plan without it fits"
+        return Reason(what, "yes" if chosen else "no", why if asked == AUTO else f"set by {item}={asked}")
+
     asked = f"schedule={options.schedule}"
     if options.virtual_stages != AUTO:
         asked = f"virtual_stages={options.virtual_stages}"
     return (
         *_common(found, plan),
-        Reason(OFFLOAD, "yes" if offload else "no", why),
+        away(OFFLOAD, "offload_optimizer", plan.deployment.offload),
+        away(OFFLOAD_PARAMS, "offload_params", plan.deployment.offload_params),
         _recompute(plan, options),
         Reason(VIRTUAL, str(plan.shape.passes), f"set by {asked}"),
     )

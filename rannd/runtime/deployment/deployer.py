@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from rannd import log, planned
+from rannd.device.identity import is_accelerator
 from rannd.graph.call.call_errors import check_values
 from rannd.graph.call.signature import Call
 from rannd.graph.model import ModelGraph
@@ -138,6 +139,8 @@ class Deployer:
         if world.rank == 0:
             log.get("ParamStorage").log(log.DETAIL, "Synchronizing parameters ...")
         origin = Origin([*model.named_parameters(), *model.named_buffers()])
+        if deployment.offload_params and self._values.bare:
+            self._values.hold = self._held_values()
         parameters = Parameters(self._context, owners, deployment, self._values)
         clip_watch: ClipWatch | None = None
         whole: WholeOptimizer | None = None
@@ -147,6 +150,8 @@ class Deployer:
             whole.keep_own(parameters)
             sharded = self._share(whole, parameters, deployment, segments)
             clip_watch = ClipWatch(world, parameters, deployment, optimizer)
+        if deployment.offload_params:
+            parameters.to_device()
         self._values.finish()
         several = len(deployment.stages) > 1 or deployment.zero >= 2  # ranks have different gradients
         overflow = Overflow(world, lambda: placeholder_gradient(optimizer))
@@ -182,6 +187,12 @@ class Deployer:
             segments,
         )
 
+    def _held_values(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Where values of offloaded parameters are until they are divided: in files, for a GPU in the host's memory."""
+        if is_accelerator(self._world.device):
+            return lambda _, tensor: tensor
+        return state_home(self._world.device, self._config.offload_dir).hold
+
     def _share(
         self,
         whole: WholeOptimizer,
@@ -201,17 +212,18 @@ class Deployer:
                     world.group_of(stage.slots)  # on every rank in the same order
             mine = tuple(next(stage.slots for stage in deployment.stages if world.slot in stage.slots))
         home = state_home(world.device, config.offload_dir) if deployment.offload else None
-        if len(mine) == 1 and not config.master_weights and home is None:
+        away = state_home(world.device, config.offload_dir) if deployment.offload_params else None
+        if len(mine) == 1 and not config.master_weights and home is None and away is None:
             return None
         apart = segments if deployment.zero >= 2 else {}
-        buckets = whole.share(parameters, mine, apart, masters=config.master_weights, home=home)
+        buckets = whole.share(parameters, mine, apart, masters=config.master_weights, home=home, alone=away is not None)
         parameters.refresh()  # master weights have float32 gradients
         if deployment.zero <= 1 or not buckets:
             return None
         exchange = ReplicaExchange(world, mine)
         if deployment.zero == 2:
             return ShardedGradients(parameters, buckets, exchange)
-        values = ShardedParameters(parameters, buckets, exchange)
+        values = ShardedParameters(parameters, buckets, exchange, away)
         for held, sharded in whole.shared:  # also those of other models
             if held is parameters:
                 sharded.stepped.append(values.changed)

@@ -106,6 +106,7 @@ class Computing:
 
     def resolve(self) -> None:
         """Look up the tensor arguments of the segments, in their order."""
+        self.rest()  # a phase that has raised an error may have left values that are not those of now
         self._name_of = {id(self._state[name]): name for name in self.late_arrivals if name in self._state}
         self._tensors = [
             [self._slot_tensors.find(name, self._stage.constants) for name in segment.part.tensors]

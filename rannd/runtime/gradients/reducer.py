@@ -273,17 +273,18 @@ class Reducer:
 
         `present`: which of the sharded ones this rank has.
         """
+        alone = frozenset(name for name in present if name not in self._place)  # nobody else holds them
         if not self._place:
-            return frozenset()
+            return alone
         reduced = [bucket for bucket in self._buckets if bucket.flat is not None]
         mine = [(name, flag) for bucket in reduced for name, flag in zip(bucket.active, bucket.present, strict=True)]
-        here = {self._place[name] for name, flag in mine if flag} | {self._place[name] for name in present}
+        here = {self._place[name] for name, flag in mine if flag} | {self._place[name] for name in present - alone}
         told = self._world.gather_numbers(pack_flags([place in here for place in range(len(self._place))]))
         flags = (unpack_flags(each, len(self._place)) for each in told)
         everywhere = [any(column) for column in zip(*flags, strict=True)]
         for bucket in reduced:
             bucket.present = [everywhere[self._place[name]] for name in bucket.active]
-        return frozenset(name for name, place in self._place.items() if everywhere[place])
+        return alone.union(name for name, place in self._place.items() if everywhere[place])
 
     def _finished(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

@@ -117,6 +117,9 @@ class ShardedGradients:
         """Wait for the oldest sum that is on its way, and add it to what is there."""
         bucket, pending = self._pending.popleft()
         own, begin = pending.wait(), 0
+        home = None if self.values is None else self.values.home
+        if home is not None and bucket.names[0] not in self._sums:  # all of a bucket come together
+            own = home.loan(own.to(self._parameters.gradient_dtypes(bucket.names[0]).accumulated))
         here: list[torch.Tensor] = []
         more: list[torch.Tensor] = []
         for name in bucket.names:
@@ -144,7 +147,10 @@ class ShardedGradients:
     def put(self, sums: Sums) -> None:
         """Add sums to those that are there."""
         for name, piece in sums.pieces.items():
-            self._sums[name] = self._sums[name] + piece if name in self._sums else piece
+            if name in self._sums:
+                self._sums[name].add_(piece)  # in place: it may be elsewhere (offload_params)
+            else:
+                self._sums[name] = piece
         self._present |= sums.present
 
     # -- delivery ---------------------------------------------------------------------------------------------
@@ -200,7 +206,7 @@ class ShardedGradients:
         (bucket,) = (each for each in self.buckets if name in each.names)
         sizes = [bucket.pieces(replica).get(name, _NOTHING).size for replica in range(self.exchange.replicas)]
         largest = max(sizes)
-        buffer = flat.new_zeros(largest * self.exchange.replicas)
+        buffer = torch.zeros(largest * self.exchange.replicas, dtype=flat.dtype, device=self.exchange.device)
         parts = [part[:size] for part, size in zip(buffer.split(largest), sizes, strict=True)]
         parts[self.exchange.replica].copy_(flat)
         self.exchange.gather(buffer, largest).wait()

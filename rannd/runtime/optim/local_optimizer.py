@@ -109,6 +109,7 @@ class WholeOptimizer:
         *,
         masters: bool,
         home: StateHome | None = None,
+        alone: bool = False,
     ) -> list[Bucket]:
         """Keep this rank's part alone of the state of parameters that `slots`, the replicas of its stage, hold.
 
@@ -118,6 +119,7 @@ class WholeOptimizer:
             segments: What keeps parameters apart: the segments of the stage that read each; {}: nothing does.
             masters: Half-precision parameters have master weights.
             home: Where the state is between steps; None: where the optimizer puts it.
+            alone: Divide parameters also if this rank is the only replica.
 
         Returns:
             The parameters that the replicas share.
@@ -128,7 +130,7 @@ class WholeOptimizer:
         if home is not None:
             check_offload(self.optimizer)
         if not divides(self.optimizer):
-            message = NOT_DIVIDED if len(slots) > 1 else NO_MASTERS
+            message = NOT_DIVIDED if len(slots) > 1 or alone else NO_MASTERS
             raise UsageError(message.format(type(self.optimizer).__name__))
         while self._between:
             self._between.pop().close()
@@ -136,7 +138,7 @@ class WholeOptimizer:
         names = [
             name
             for name in parameters.trainable()
-            if len(slots) > 1
+            if (len(slots) > 1 or alone)
             and id(parameters.tensors[name]) in mine
             and parameters.tensors[name].ndim  # see state_pieces.py
             and parameters.tensors[name].numel()
@@ -363,7 +365,7 @@ class WholeOptimizer:
                     if not parameter.is_meta:
                         remake_state(optimizer, group, parameter, self._name(parameter))
                     on_device = bool(group.get("fused") or group.get("capturable"))
-                    optimizer.state[parameter] = _moved(optimizer.state[parameter], parameter.device, on_device)
+                    optimizer.state[parameter] = _moved(optimizer.state[parameter], self.world.device, on_device)
         for parameter in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
             if not self.holds(parameter):
                 del optimizer.state[parameter]

@@ -234,7 +234,7 @@ def make_absent(tensor: torch.Tensor, kept: torch.Tensor, holder: str, part: tor
         tensor.shape,
         strides=tensor.stride(),
         dtype=tensor.dtype,
-        device=tensor.device,
+        device=kept.device,
         requires_grad=tensor.requires_grad,
     )
     # Once set it no longer follows the dtype, which a script may change after undeploying.

@@ -57,6 +57,8 @@ class InitialValues:
         """Tensors without values, which only a checkpoint or the model's code can provide."""
         self.bare = False
         """Whether some rank has tensors without values."""
+        self.hold: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+        """Puts the values of a parameter, on the CPU, where they stay until they are used; None: on the device."""
         self._look()
         self._seed = draw_seed(world) if self.bare else 0
         if self.bare or any(count for (count,) in world.gather_numbers([len(self._lost())])):
@@ -193,7 +195,7 @@ class InitialValues:
                     value = value if tensor.is_floating_point() else torch.zeros(tensor.shape)
                 else:
                     continue
-                self._put(tensor, value)
+                self._put(name, tensor, value)
         self._tell(counts, converted, blank)
 
     def _remade(self, name: str, recipe: Recipe, blank: list[str]) -> torch.Tensor:
@@ -219,17 +221,18 @@ class InitialValues:
             blank.append(name)
         return value
 
-    def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    def _put(self, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not tensor.is_meta:
             tensor.copy_(value)
             return
-        device = self._world.device
+        hold = self.hold if tensor.requires_grad else None
+        device = self._world.device if hold is None else torch.device("cpu")
         made = torch.empty_strided(tensor.shape, _dense(tensor), dtype=tensor.dtype, device=device)
         if value.dtype == made.dtype and value.device == made.device and value.stride() == made.stride():
             made = value
         else:
             made.copy_(value)
-        give(tensor, made)
+        give(tensor, made if hold is None else hold(name, made))
         tensor.grad = None
 
     def _fill_plain(self) -> None:
@@ -249,6 +252,7 @@ class InitialValues:
     def close(self) -> None:
         """Free everything that is not needed once all values are materialized."""
         self.bare = False
+        self.hold = None
         self._lacking = set()
         self._own.clear()
         self._constructed.clear()

@@ -84,7 +84,7 @@ class Parameters:
         settled = values.fill(self.own, self.tensors)
         if context.options.sync:
             self._from_rank_0(settled)
-        self._settle()
+        self._settle(stay=deployment.offload_params)
         self.aliases: dict[str, torch.Tensor] = {}
         self.shared: Shared | None = None
         """What the replicas of this rank's stage share."""
@@ -120,21 +120,35 @@ class Parameters:
                 with torch.no_grad():
                     tensor.copy_(buffer)
 
-    def _settle(self) -> None:
-        """Move this rank's tensors to the device, and free the memory of all others."""
+    def _settle(self, *, stay: bool) -> None:
+        """Free the memory of other ranks' tensors, and move this rank's to the device.
+
+        `stay`: parameters stay where they are until `to_device`, because all of them may not fit.
+        """
         own = set(self.own)
         for name, tensor in self.tensors.items():
             if name in own:
-                if tensor.device != self._world.device:
-                    tensor.data = tensor.data.to(self._world.device)
-                    if tensor.grad is not None:
-                        tensor.grad.data = tensor.grad.data.to(self._world.device)
+                if not (stay and tensor.requires_grad):
+                    self._move(tensor)
                 continue
             if tensor.is_meta:
                 give(tensor, hollow(tensor))
             # Integers are kept for later graphs: code that is traced may branch on them.
             floating = tensor.is_floating_point() or tensor.is_complex()
             make_absent(tensor, hollow(tensor, tensor.device) if floating else tensor.data, self._holder(name))
+
+    def to_device(self) -> None:
+        """Move parameters that have stayed elsewhere, and are whole, to the device."""
+        for name in self.own:
+            if name not in self.sharded:
+                self._move(self.tensors[name])
+        self.refresh()
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        if tensor.device != self._world.device:
+            tensor.data = tensor.data.to(self._world.device)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(self._world.device)
 
     def _holder(self, name: str) -> str:
         """Name, ranks and stages of a tensor, for messages."""

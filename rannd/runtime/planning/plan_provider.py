@@ -28,7 +28,7 @@ from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.compatibility import check_belongs, differences, plain
-from rannd.plan.deployment import OFFLOAD, Deployment, Provenance, Slot, decode, encode
+from rannd.plan.deployment import OFFLOAD, OFFLOAD_PARAMS, Deployment, Provenance, Slot, decode, encode
 from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_lines
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.plan_text import plan_line
@@ -104,6 +104,7 @@ class Planner:
             offload_optimizer=offload,
             device=world.device.type,
             divides=(zero, config.zero_stage) != ("0", AUTO),
+            offload_params=_offload_params(context, zero),
             steps_apart=(offload, config.offload_optimizer) != ("false", AUTO),
         )
         self._interleaved = (
@@ -200,6 +201,10 @@ class Planner:
         if asked != AUTO and (asked == "true") != deployment.offload:
             does = "offloads" if deployment.offload else "does not offload"
             other.append(f"it {does} the optimizer's state (offload_optimizer={asked})")
+        asked = self._config.offload_params
+        if asked != AUTO and (asked == "true") != deployment.offload_params:
+            does = "offloads" if deployment.offload_params else "does not offload"
+            other.append(f"it {does} parameters (offload_params={asked})")
         for each in other if self._world.rank == 0 else ():
             logger.warning("The deployment in %s is used although %s", file, each)
         return deployment
@@ -334,6 +339,7 @@ class Planner:
                 **self._config.plan_items(),
                 "zero_stage": self._options.zero_stage,
                 "offload_optimizer": self._options.offload_optimizer,
+                "offload_params": self._options.offload_params,
                 "interleaved": self._interleaved,
                 "graph_profile": self._file.digest,
             },
@@ -486,9 +492,11 @@ class Planner:
         if self._world.rank == 0:
             line = plan_line(deployment, self._world.rank_of_slot)
             log.get("RaNNCModule").info("Plan%s: %s", self._source, line)
-            offload = next((each for each in deployment.reasons if each.what == OFFLOAD), None)
-            if deployment.offload and offload is not None:
-                log.get("RaNNCModule").info("The optimizer's state is offloaded: %s", plain(offload.why))
+            why = {each.what: plain(each.why) for each in deployment.reasons}
+            if deployment.offload and OFFLOAD in why:
+                log.get("RaNNCModule").info("The optimizer's state is offloaded: %s", why[OFFLOAD])
+            if deployment.offload_params and OFFLOAD_PARAMS in why:
+                log.get("RaNNCModule").info("Parameters are offloaded: %s", why[OFFLOAD_PARAMS])
 
 
 def _zero_stage(context: Context) -> str:
@@ -519,6 +527,28 @@ def _offload_optimizer(context: Context) -> str:
     if asked == "true":
         check_offload(optimizer)
     return "false" if asked == AUTO and not may_offload(optimizer) else asked
+
+
+def _offload_params(context: Context, zero: str) -> str:
+    """The item `offload_params`; 'false' in place of 'auto' where parameters cannot be divided.
+
+    UsageError where they would have to. `zero` is the item `zero_stage`, as `_zero_stage` returns it.
+    """
+    asked, optimizer = context.config.offload_params, context.optimizer
+    compiled = context.config.compile_stages != "off"  # which has whole parameters, all at once
+    if asked != "true":
+        undivided = optimizer is None or (zero, context.config.zero_stage) == ("0", AUTO)
+        return "false" if asked == AUTO and (undivided or compiled) else asked
+    if compiled:
+        raise UsageError(
+            f"offload_params=true and compile_stages={context.config.compile_stages}: stages are compiled with all of "
+            "their parameters in memory; set compile_stages=off"
+        )
+    if optimizer is None:
+        raise UsageError("offload_params=true needs the optimizer: RaNNCModule(model, optimizer)")
+    if not divides(optimizer):
+        raise UsageError(NOT_DIVIDED.format(type(optimizer).__name__))
+    return asked
 
 
 def _titled(model: torch.nn.Module) -> str:

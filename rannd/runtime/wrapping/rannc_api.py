@@ -26,10 +26,6 @@ _NO_APEX = (
 )
 _REFUSED_OPTIONS = {
     "enable_apex_amp": _NO_APEX,
-    "offload_params": (
-        "parameters stay on the device: leave the option out. What does not fit one device is divided into stages; "
-        "checkpointing=true saves memory of activations"
-    ),
 }
 _IDLE_OPTIONS = {
     "allreduce_amp_master_params": (
@@ -38,8 +34,9 @@ _IDLE_OPTIONS = {
 }
 
 _NOT_DIVIDED = (
-    "parameters are not divided here: a rank holds a parameter of its stage as a whole, and those of other stages not "
-    "at all. model.named_parameters(own=True) has those that this rank holds, model.get_param(name) a copy of any; "
+    "parameters are not divided in this way: a rank holds those of its stage, whole or (ZeRO 3) a piece that its "
+    "stage's replicas know of, and those of other stages not at all. "
+    "model.named_parameters(own=True) has those that this rank holds, model.get_param(name) a copy of any; "
     "values for a model built under DistributeModelParams are loaded by model.load_state_dict or checkpoint="
 )
 REFUSED_FUNCTIONS = {

@@ -76,6 +76,7 @@ class ReplicaExchange:
         self.replica = self._ranks.index(world.rank)
         """This rank's number among the replicas."""
         self.replicas = len(self._ranks)
+        self.device = world.device
         self._group = world.group_of(tuple(slots))
         self.uneven = world.transport.backend == "gloo"
         """Whether the last ranges of what is gathered may be shorter, or empty: replicas send each other theirs."""
@@ -86,6 +87,8 @@ class ReplicaExchange:
         The buffer belongs to the exchange until `wait` returns.
         """
         length = flat.numel() // self.replicas
+        if self.replicas == 1:
+            return PendingSum([], [flat], flat.device, flat)
         if not self.uneven:
             mine = flat.new_empty(length)
             return PendingSum(
@@ -105,6 +108,8 @@ class ReplicaExchange:
 
         Its size is `replicas` times `length`, or less where ranges may be `uneven`.
         """
+        if self.replicas == 1:
+            return PendingGather([], flat, None)
         if not self.uneven:
             mine = flat.split(length)[self.replica]
             return PendingGather([_all_gather(flat, mine, group=self._group, async_op=True)], flat, None)
@@ -120,7 +125,8 @@ class ReplicaExchange:
 
     def largest_(self, numbers: torch.Tensor) -> None:
         """Replace numbers by the largest of all replicas."""
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        if self.replicas > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
 
     def _others(self) -> list[tuple[int, int]]:
         """(number, rank) of the other replicas, the next one first, so that not all send to the same."""

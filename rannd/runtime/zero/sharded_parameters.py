@@ -6,6 +6,9 @@ while the segment computes. The rest is let go of::
     forward     gather 0    run 0, gather 1    run 1, gather 2    run 2     (2 stays for the backward that follows)
     backward                                                      run 2, gather 1    run 1, gather 0    run 0
 
+With `offload_params` a rank's pieces are elsewhere (`state_home.py`), also where a stage has one replica. Those of the
+next segment begin to come while a segment computes.
+
 What autograd has saved of a parameter shares the memory of the buffer that it is gathered into, which is freed and
 filled again under the same tensors.
 
@@ -24,7 +27,12 @@ from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.parameters.tensor_swap import hollow
 from rannd.runtime.zero.division import Bucket, Piece
 from rannd.runtime.zero.replica_exchange import PendingGather, ReplicaExchange
+from rannd.runtime.zero.state_home import StateHome
 from rannd.runtime.zero.tensor_piece import TensorPiece
+
+
+def _label(number: int) -> str:
+    return f"bucket {number}"
 
 
 class _Buffer:
@@ -39,6 +47,8 @@ class _Buffer:
         self.raw = torch.empty(0, dtype=flat.dtype, device=flat.device)
         self.raw.set_(self._storage, 0, flat.shape, (1,))
         self.full = True
+        self.coming = False
+        """Whether this rank's range is on its way to the device, and in no buffer yet."""
         self.pending: PendingGather | None = None
 
     def allocate(self) -> None:
@@ -58,12 +68,20 @@ class ShardedParameters:
         parameters: Parameters of the deployed model.
         buckets: Those that the replicas of this rank's stage share.
         exchange: The replicas.
+        home: Where this rank's pieces are; None: in the device's memory.
     """
 
-    def __init__(self, parameters: Parameters, buckets: Sequence[Bucket], exchange: ReplicaExchange) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        buckets: Sequence[Bucket],
+        exchange: ReplicaExchange,
+        home: StateHome | None = None,
+    ) -> None:
         self._parameters = parameters
         self._buckets = buckets
         self._exchange = exchange
+        self.home = home
         self._own: list[torch.Tensor] = []
         """This rank's range of each bucket."""
         self._buffers: list[_Buffer] = []
@@ -75,12 +93,16 @@ class ShardedParameters:
     def _divide(self, bucket: Bucket) -> None:
         tensors = [self._parameters.tensors[name] for name in bucket.names]
         first, size = tensors[0], bucket.length * self._exchange.replicas
-        flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        device = self._exchange.device
+        flat = torch.zeros(size, dtype=first.dtype, device=device)
         *parts, _ = flat.split([*bucket.sizes, size - sum(bucket.sizes)])
+        for tensor, part in zip(tensors, parts, strict=True):
+            part.copy_(tensor.reshape(-1))
         own = self._range(flat).clone()
+        if self.home is not None:
+            own = self.home.hold(_label(len(self._own)), own)
         begin, pieces = 0, bucket.pieces(self._exchange.replica)
         for name, tensor, part in zip(bucket.names, tensors, parts, strict=True):
-            part.copy_(tensor.reshape(-1))
             alias = nn.Parameter(part.view(tensor.shape), requires_grad=tensor.requires_grad)
             alias.grad_dtype = self._parameters.gradient_dtypes(name).accumulated
             self._parameters.aliases[name] = alias
@@ -88,9 +110,8 @@ class ShardedParameters:
             held = TensorPiece(own[begin : begin + piece.size], piece, tensor.shape)
             begin += piece.size
             gradient = tensor.grad
-            make_absent(tensor, hollow(tensor, tensor.device), f"{name}, of which this rank has a piece", held)
-            tensor.grad = gradient
-        own.copy_(self._range(flat))
+            make_absent(tensor, hollow(tensor, device), f"{name}, of which this rank has a piece", held)
+            tensor.grad = gradient if gradient is None else gradient.to(device)
         buffer = _Buffer(flat)
         buffer.free()
         self._own.append(own)
@@ -115,10 +136,7 @@ class ShardedParameters:
         self._keep({*numbers, *following})
         self._begin(numbers)
         for number in numbers:
-            buffer = self._buffers[number]
-            if buffer.pending is not None:
-                buffer.pending.wait()
-                buffer.pending = None
+            self._finish(number)
         self._begin(following)
 
     def lends(self, tensor: torch.Tensor) -> bool:
@@ -126,7 +144,10 @@ class ShardedParameters:
         if tensor.layout is not torch.strided:
             return False
         where = tensor.untyped_storage().data_ptr()
-        return any(buffer.full and where == buffer.raw.untyped_storage().data_ptr() for buffer in self._buffers)
+        return any(
+            buffer.full and not buffer.coming and where == buffer.raw.untyped_storage().data_ptr()
+            for buffer in self._buffers
+        )
 
     def leave(self) -> None:
         """Let go of all whole parameters."""
@@ -136,17 +157,42 @@ class ShardedParameters:
         for number in numbers:
             buffer = self._buffers[number]
             if not buffer.full:
-                buffer.allocate()
                 buffer.full = True
-                self._range(buffer.raw).copy_(self._own[number])
-                buffer.pending = self._exchange.gather(buffer.raw, len(self._own[number]))
+                if self.home is not None:
+                    self.home.prefetch(_label(number), self._own[number])
+                    if self._exchange.replicas == 1:  # nobody else waits for it
+                        buffer.coming = True
+                        continue
+                self._fill(number)
+
+    def _fill(self, number: int) -> None:
+        """Copy this rank's range of a bucket into its buffer, and begin to gather the others."""
+        buffer, own = self._buffers[number], self._own[number]
+        buffer.coming = False
+        buffer.allocate()
+        if self.home is None:
+            self._range(buffer.raw).copy_(own)
+        else:
+            self.home.fetch(_label(number), own, self._range(buffer.raw))
+        buffer.pending = self._exchange.gather(buffer.raw, len(own))
+
+    def _finish(self, number: int) -> None:
+        """Wait until a buffer has all of a bucket."""
+        buffer = self._buffers[number]
+        if buffer.coming:
+            self._fill(number)
+        if buffer.pending is not None:
+            buffer.pending.wait()
+            buffer.pending = None
 
     def _keep(self, numbers: Collection[int]) -> None:
         for number, buffer in enumerate(self._buffers):
             if buffer.full and number not in numbers:
-                if buffer.pending is not None:
-                    buffer.pending.wait()
-                    buffer.pending = None
+                if buffer.coming and self.home is not None:
+                    self.home.drop(_label(number))
+                    buffer.coming = buffer.full = False
+                    continue
+                self._finish(number)
                 buffer.free()
 
     def changed(self) -> None:

@@ -273,19 +273,24 @@ class ShardedStep:
         for group, held in zip(self._optimizer.param_groups, before, strict=False):
             group["params"][:] = held
         rounded: list[torch.Tensor] = []
+        """What gets the values of copies that were stepped: of masters, and of what is elsewhere (`offload_params`)."""
         masters: list[torch.Tensor] = []
         for name, part in self._swapped.items():
             part.grad = None
             parameter = self._stepped[name]
             if part in state:
                 state[parameter] = state.pop(part)
+            own = self._own(name, parameter)
             if name in self.masters:
                 state[parameter][MASTER] = part.data
-                rounded.append(self._own(name, parameter))
+            if name in self.masters or own.device != part.device:
+                rounded.append(own)
                 masters.append(part.data)
         self._swapped = {}
         if masters:
             torch._foreach_copy_(rounded, masters)
+        if any(own.device != stepped.device for own, stepped in zip(rounded, masters, strict=True)):
+            self._parts.clear()  # copies of what is elsewhere: the device's memory
         if self.home is not None:
             bucket, self._bucket = self._bucket, []
             self._keep(bucket)
@@ -304,7 +309,7 @@ class ShardedStep:
 
     def _part(self, name: str, parameter: torch.Tensor, state: dict[str, Any]) -> nn.Parameter:
         """What is stepped in place of a parameter, with its gradient: a piece that shares memory, or its master."""
-        own = self._own(name, parameter)
+        own = self._own(name, parameter).to(parameter.device)
         part = self._parts.get(name)
         if name in self.masters:
             part = take_master(own, part, state)

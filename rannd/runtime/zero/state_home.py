@@ -1,5 +1,7 @@
 """Where an optimizer's state lies between steps, if not in the device's memory (`offload_optimizer`).
 
+Parameters that no segment reads at the moment lie there, too (`offload_params`, see `sharded_parameters.py`).
+
 Ranks on CPUs have it in a file that is mapped into memory: its tensors can be read and stepped as any others, and the
 kernel writes them to the file and takes their memory whenever something else needs it. After a step of a bucket its
 pages are the first to go; those of the next one are read while a bucket is stepped. The file has no name, so that
@@ -10,13 +12,15 @@ Ranks with a GPU have it in pinned host memory, and copy it to the device for a 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 import psutil
@@ -31,10 +35,14 @@ from rannd.units import amount
 
 ALIGNMENT = 64
 """Bytes: a tensor begins at a multiple of this in the file."""
-CHUNK = 64 << 20
+LOANED = 1 << 18
+"""Bytes from which a gradient is worth a file."""
+CHUNK = 1 << 30
 """Bytes by which the file grows at most, but for larger tensors."""
 _COLD = 20
 """MADV_COLD of Linux 5.4, which Python's mmap has no name for: pages to be taken before others."""
+_VALUES = "values"
+"""Key of what is no optimizer's state."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
@@ -89,6 +97,32 @@ class StateHome(ABC):
             return home
 
         self._each(name, state, kept)
+
+    def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Put a tensor's values where they are until they are needed, and return what they are there."""
+        state = {_VALUES: tensor}
+        self.keep(name, state, tensor.numel())
+        self.leave([name])
+        return state[_VALUES]
+
+    def prefetch(self, name: str, held: torch.Tensor) -> None:
+        """Begin to bring what `hold` has returned."""
+        self.ahead([name], [{_VALUES: held}])
+
+    @abstractmethod
+    def drop(self, name: str) -> None:
+        """Let go of what `prefetch` has brought, and nobody has fetched."""
+
+    def fetch(self, name: str, held: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what `hold` has returned into `target`, which is on the device."""
+        state = {_VALUES: held}
+        self.bring([name], [state])
+        target.copy_(state[_VALUES])
+        self.leave([name])
+
+    def loan(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy that is elsewhere as long as somebody has it, and can be used as any other."""
+        return tensor
 
     def restore(self, name: str, state: dict[str, Any]) -> None:
         """Put copies in the device's memory in the place of what was kept of a parameter's state."""
@@ -157,8 +191,23 @@ class MappedFile(StateHome):
         self._making = name
         super().keep(name, state, size)
 
+    def loan(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.nbytes < LOANED:
+            return tensor
+        # A file of its own, which goes with its memory.
+        with self._told(tensor.nbytes), tempfile.TemporaryFile(dir=self._folder) as file:
+            self._take(file, 0, tensor.nbytes)
+            # Python's mmap would keep a descriptor for each, of which there may be too few.
+            found = torch.from_file(
+                f"/proc/self/fd/{file.fileno()}", shared=True, size=tensor.numel(), dtype=tensor.dtype
+            ).view(tensor.shape)
+        return found.copy_(tensor)
+
     def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         self._advise(names, mmap.MADV_WILLNEED)
+
+    def drop(self, name: str) -> None:
+        pass
 
     def bring(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         pass
@@ -187,18 +236,31 @@ class MappedFile(StateHome):
     def _grow(self, need: int) -> None:
         size = max(need, min(CHUNK, max(self._end, 1 << 20)))
         size = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        try:
-            # A page that the disk has no room for when it is written would be a SIGBUS.
-            os.posix_fallocate(self._file.fileno(), self._end, size)
+        with self._told(size):
+            self._take(self._file, self._end, size)
             self._chunk = mmap.mmap(self._file.fileno(), size, offset=self._end)
-        except OSError as exc:
-            free = shutil.disk_usage(self._folder).free
-            raise UsageError(
-                f"offload_dir={self._folder}: no room for {amount(size)} more of the optimizer's state, beside "
-                f"{amount(self._end)} that are there ({exc.strerror}; {amount(free)} are free); choose a folder with "
-                "more space, or set offload_optimizer=false"
-            ) from exc
         self._end, self._used, self._room = self._end + size, 0, size
+
+    @staticmethod
+    def _take(file: IO[bytes], start: int, size: int) -> None:
+        """Take room on the disk for bytes of a file: a page without would be a SIGBUS when it is written."""
+        os.posix_fallocate(file.fileno(), start, size)
+
+    @contextlib.contextmanager
+    def _told(self, size: int) -> Iterator[None]:
+        """UsageError where so many bytes more cannot be had."""
+        try:
+            yield
+        except OSError as exc:
+            what, advice = f"{amount(size)} more cannot be had ({exc.strerror})", ""
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                free = shutil.disk_usage(self._folder).free
+                what = (
+                    f"no room for {amount(size)} more of what is offloaded, beside {amount(self._end)} of this file "
+                    f"({exc.strerror}; {amount(free)} are free)"
+                )
+                advice = "; choose a folder with more space, or set offload_optimizer=false or offload_params=false"
+            raise UsageError(f"offload_dir={self._folder}: {what}{advice}") from exc
 
     def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
         home.copy_(tensor)
@@ -252,6 +314,9 @@ class HostMemory(StateHome):
 
     def leave(self, names: Sequence[str]) -> None:
         pass
+
+    def drop(self, name: str) -> None:
+        self._coming.pop(Place(name, _VALUES, 0), None)
 
     def finish(self) -> None:
         self._coming.clear()

@@ -75,7 +75,7 @@ from rannd.daemon.common import keys
 logging.basicConfig(format="%(message)s")
 lowest = os.dup(0)
 os.close(lowest)
-for left in range(24):
+for left in range(64):
     child = os.fork()
     if not child:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, lowest + left))
@@ -92,11 +92,12 @@ def test_without_descriptors_a_job_goes_on_without_a_cache(daemon_home) -> None:
     done = subprocess.run([sys.executable, "-c", SCARCE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
-    first = told.index("True b'x'")
-    assert 7 < first < 24
-    assert set(told[:first]) <= {"False None", "True None"}  # connecting takes some, then too few are left to ask
-    assert set(told[first:]) == {"True b'x'"}
-    assert len(done.stderr.splitlines()) == first
+    assert told.index("True b'x'") > 7
+    assert told[-1] == "True b'x'"
+    # Connecting takes some, then too few are left to ask; libzmq's thread closes what it has used a little later.
+    without = [each for each in told if each != "True b'x'"]
+    assert set(without) <= {"False None", "True None"}
+    assert len(done.stderr.splitlines()) == len(without)
     for line in done.stderr.splitlines():
         assert "oo many open files" in line or "or raise the limit (ulimit -n)" in line
         assert line.endswith("; the job continues without a cache")

@@ -12,22 +12,12 @@ import sys
 from pathlib import Path
 
 import torch
+from matrices import SIZE, Layer
 from torch import nn
 
 import pyrannc
 
-LAYERS, SIZE, STEPS = 20, 2048, 3
-
-
-class Layer(nn.Module):
-    """One matrix, added to what goes around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
+LAYERS, STEPS = 20, 3
 
 
 def private_mib() -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rannd.plan.run_modes import PARAMS_ZERO, Offload
+
 STEPS = 5
 """Optimizer steps of a case."""
 
@@ -32,8 +34,8 @@ class Case(msgspec.Struct, frozen=True):
     """ZeRO stage; -1 leaves it to the planner."""
     recompute: bool = False
     """Activations are recomputed in backward."""
-    offload: bool = False
-    """The optimizer's state is elsewhere between steps; False leaves it to the planner, and memory is plentiful."""
+    offload: Offload = Offload()
+    """What is elsewhere while it is not needed; nothing leaves it to the planner, and memory is plentiful."""
     script: str = "plain"
     """Name in `script.SCRIPTS`."""
     rows: tuple[int, ...] = (8,)
@@ -59,7 +61,7 @@ class Case(msgspec.Struct, frozen=True):
         parts += [f"v{self.passes}"] if self.passes > 1 else []
         parts += [f"zero{self.zero}"] if self.zero > 0 else []
         parts += ["recompute"] if self.recompute else []
-        parts += ["offload"] if self.offload else []
+        parts += [each.replace("_", "") for each in self.offload.settings]
         parts += [self.precision] if self.precision != "float64" else []
         parts += [f"{key.removeprefix('RANNC_').lower()}={value}" for key, value in self.env]
         return "-".join(parts)
@@ -79,13 +81,13 @@ class Case(msgspec.Struct, frozen=True):
         """The variables that force this case's plan."""
         forced = {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.micro)}
         if self.passes > 1:
-            forced["RANNC_ZERO_STAGE"] = "0"  # they are made for stages without replicas
+            # They are made for stages without replicas.
+            forced["RANNC_ZERO_STAGE"] = str(PARAMS_ZERO if self.offload.params else 0)
         elif self.zero >= 0:
             forced["RANNC_ZERO_STAGE"] = str(self.zero)
         if self.recompute:
             forced["RANNC_CHECKPOINTING"] = "true"
-        if self.offload:
-            forced["RANNC_OFFLOAD_OPTIMIZER"] = "true"
+        forced |= {f"RANNC_{each.upper()}": "true" for each in self.offload.settings}
         if self.schedule == "asked":
             forced["RANNC_INTERLEAVE_LOSS"] = "false"
         elif self.passes == 1:  # others are planned under 1f1b, and placed anew

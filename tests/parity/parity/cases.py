@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from parity.case import Case
 from parity.script import SCRIPTS
 from parity.zoo import OPTIMIZERS, ZOO
-from rannd.plan.run_modes import OFFLOADS, RUNS, runnable_zero
+from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUNS, Offload, runnable_zero
 
 
 class Choice(NamedTuple):
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     rows: str
     zero: int
     recompute: bool
-    offload: bool
+    offload: Offload
 
 
 def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -116,7 +116,9 @@ def possible(choice: Choice) -> bool:
         return False
     if choice.model == APART[0] and choice.shape[1] > 1:
         return False
-    if choice.zero and choice.shape[0] == choice.shape[1]:
+    if choice.offload.params and choice.zero != PARAMS_ZERO:
+        return False
+    if choice.zero and choice.shape[0] == choice.shape[1] and not choice.offload.params:
         return False  # no stage has replicas
     if choice.zero >= 2 and choice.shape[0] % choice.shape[1]:
         return False  # all stages have equally many replicas
@@ -177,13 +179,15 @@ def _cover() -> list[Choice]:
     return chosen
 
 
+SCARCE = (("RANNC_MEM_LIMIT_GB", "0.00008"),)
+
 EXTRA = [
     # the planner decides
     Case("tutorial", ranks=2),
     Case("gpt2", ranks=3),
-    # memory forces stages: one stage needs 96 KB at least
-    Case("tutorial", ranks=2, min_stages=2, env=(("RANNC_MEM_LIMIT_GB", "0.00008"),)),
-    Case("skip", ranks=4, min_stages=2, optimizer="adam", rows=(8, 5, 3, 7), env=(("RANNC_MEM_LIMIT_GB", "0.00008"),)),
+    # memory forces stages: one stage needs 96 KB at least, without ZeRO
+    Case("tutorial", ranks=2, min_stages=2, zero=0, env=SCARCE),
+    Case("skip", ranks=4, min_stages=2, optimizer="adam", rows=(8, 5, 3, 7), zero=0, env=SCARCE),
     Case("gpt2", ranks=4, stages=3, micro=2, optimizer="adamw"),
     # what other graphs of a model need from stages that the training graph cut
     Case("latereader", ranks=2, stages=2, micro=2, script="evaluate"),
@@ -252,9 +256,13 @@ def _full() -> list[Case]:
             if both and source.random() < 0.25:
                 schedule = "asked"
             for pattern in (rows, "uneven"):
-                recompute, offload = source.choice(FACTORS["recompute"]), source.choice(FACTORS["offload"])
-                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern, 0, recompute, offload)
-                attempts = [again for zero in FACTORS["zero"] if possible(again := attempt._replace(zero=zero))]
+                recompute = source.choice(FACTORS["recompute"])
+                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern, 0, recompute, Offload())
+                attempts = [
+                    again
+                    for zero, offload in itertools.product(FACTORS["zero"], FACTORS["offload"])
+                    if possible(again := attempt._replace(zero=zero, offload=offload))
+                ]
                 if attempts:
                     case = _case(source.choice(attempts))
                     cases[case.name] = case

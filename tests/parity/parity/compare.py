@@ -6,6 +6,7 @@ import numpy as np
 
 from parity.case import Case
 from parity.record import Record
+from rannd.plan.run_modes import Offload
 
 RELATIVE = {"float64": 1e-9, "float32": 5e-6}
 """Wanted agreement of a tensor, relative to its largest magnitude."""
@@ -119,8 +120,9 @@ def plan_differences(case: Case, got: list[Record]) -> list[str]:
         wanted = min(case.micro, case.total_rows(0))  # more would be without rows
         if case.micro and micro != wanted:
             found.append(f"rank {rank}: {micro} microbatches ran instead of {wanted}")
-        if case.offload and not record["plan/offload"]:
-            found.append(f"rank {rank}: the optimizer's state was in memory between steps")
+        offloaded = Offload(*record["plan/offload"].tolist())
+        if offloaded != case.offload:
+            found.append(f"rank {rank}: {offloaded} was elsewhere instead of {case.offload}")
         if min(replicas) < 1 or sum(replicas) > case.ranks * case.passes:
             found.append(f"rank {rank}: stages have {replicas} replicas on {case.ranks} ranks")
         if case.passes > 1 and sum(replicas) != case.ranks * case.passes:

@@ -119,7 +119,7 @@ class Rannc:
         deployment = cast(Any, model).deployment
         record["plan/replicas"] = array(torch.tensor([len(stage.slots) for stage in deployment.stages]))
         record["plan/micro"] = array(torch.tensor(deployment.microbatches))
-        record["plan/offload"] = array(torch.tensor(deployment.offload))
+        record["plan/offload"] = array(torch.tensor([deployment.offload, deployment.offload_params]))
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from parity.case import Case
+from rannd.plan.run_modes import Offload
 
 INTERLEAVED, ZB_V = "interleaved_1f1b", "zb_v"
 ASKED = (("RANNC_INTERLEAVE_LOSS", "false"),)
-TWO = {"ranks": 2, "stages": 4, "passes": 2}
+STATE, PARAMS, BOTH = Offload(optimizer=True), Offload(params=True), Offload(optimizer=True, params=True)
 
 SEVERAL = [
     Case("mean", ranks=2, stages=4, passes=2, micro=2, schedule=INTERLEAVED),
@@ -58,6 +59,10 @@ SEVERAL = [
     Case("mean", ranks=2, stages=4, passes=2, micro=2, schedule=INTERLEAVED, env=ASKED, script="together"),
     Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, env=ASKED),
     Case("skip", ranks=2, stages=4, passes=2, micro=4, schedule=ZB_V, env=ASKED, optimizer="adagrad"),
-    Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=1, offload=True, optimizer="adam"),
+    Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=1, offload=STATE, optimizer="adam"),
+    Case("tied", ranks=2, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, offload=PARAMS, optimizer="adam"),
+    Case("skip", ranks=2, stages=4, passes=2, micro=4, schedule=INTERLEAVED, zero=3, offload=BOTH, script="accumulate"),
+    Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, offload=BOTH, optimizer="adamw"),
+    Case("gpt2", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, offload=PARAMS, script="evaluate"),
 ]
 """All of them."""

@@ -13,7 +13,7 @@ from rannd.errors import DoesNotFitError
 from rannd.plan.deployment import Deployment, Reason, decode, encode
 from rannd.plan.plan_text import show
 
-WHAT = ["stages", "microbatches", "schedule", "ZeRO", "offload", "recompute", "virtual stages"]
+WHAT = ["stages", "microbatches", "schedule", "ZeRO", "offload", "offload params", "recompute", "virtual stages"]
 
 
 def _why(found: Deployment) -> dict[str, tuple[str, str]]:
@@ -32,7 +32,7 @@ def test_what_was_slower_is_told_as_the_alternatives_have_it() -> None:
     assert why["stages"] == ("1", f"2 stages {two} slower, 4 stages {four} slower")
     assert why["schedule"] == ("1f1b", "one stage waits for nobody")
     assert why["ZeRO"] == ("no", "memory is not scarce: all fits without")
-    assert why["offload"] == ("no", "a plan without it fits")
+    assert why["offload"] == why["offload params"] == ("no", "a plan without it fits")
     assert why["recompute"] == ("no", "all activations fit")
     assert deploy(chain(8, param=100_000), 4).reasons == (), "nothing was compared"
 
@@ -68,7 +68,7 @@ def test_offload_is_told_with_the_memory_that_all_else_needs() -> None:
     given: dict[str, Any] = {"opt_param_factor": 40.0, "pipeline_num": 1}
     graph = chain(10, param=60_000_000)
     with pytest.raises(DoesNotFitError) as caught:
-        deploy(graph, 2, memory=1, offload_optimizer="false", **given)
+        deploy(graph, 2, memory=1, offload_optimizer="false", offload_params="false", **given)
     needed, limit = caught.value.needed, caught.value.needed // 2
     chosen, why = _why(deploy(graph, 2, memory=limit, ranked=True, **given))["offload"]
     assert chosen == "yes"

@@ -98,10 +98,28 @@ def test_a_context_that_is_not_enabled_does_nothing() -> None:
         assert layer.weight.is_meta is enable
 
 
-@pytest.mark.parametrize("name", ["enable_apex_amp", "offload_params"])
-def test_options_without_meaning_are_refused_with_what_to_do(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"RaNNCModule\(\.\., {name}=True\): .*(autocast|leave the option out)"):
-        pyrannc.RaNNCModule(nn.Linear(2, 2), **{name: True})
+def test_options_without_meaning_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"RaNNCModule\(\.\., enable_apex_amp=True\): .*autocast"):
+        pyrannc.RaNNCModule(nn.Linear(2, 2), enable_apex_amp=True)
+
+
+def test_offload_params_is_the_item_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for value in ("auto", "false"):
+        monkeypatch.setenv("RANNC_OFFLOAD_PARAMS", value)
+        inner = nn.Linear(2, 2)
+        model = pyrannc.RaNNCModule(inner, torch.optim.SGD(inner.parameters(), lr=0.1), offload_params=True)
+        model(torch.ones(3, 2)).sum().backward()
+        found.append(model.deployment.offload_params)
+    assert found == [True, False]
+
+
+def test_offload_params_goes_with_enable_zero() -> None:
+    inner = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    model = pyrannc.RaNNCModule(inner, optimizer, enable_zero=True, offload_params=True)
+    model(torch.ones(3, 2)).sum().backward()
+    assert (model.deployment.offload_params, model.deployment.zero) == (True, 3)
 
 
 def test_options_without_effect_are_taken(caplog: pytest.LogCaptureFixture) -> None:
@@ -116,7 +134,7 @@ def test_options_without_effect_are_taken(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "dist_param" in name])
 def test_functions_for_divided_parameters_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"pyrannc\.{name}: parameters are not divided here"):
+    with pytest.raises(UsageError, match=rf"pyrannc\.{name}: parameters are not divided in this way"):
         getattr(pyrannc, name)(*FUNCTIONS[name].split())
 
 

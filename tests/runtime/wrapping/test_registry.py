@@ -78,8 +78,8 @@ def test_a_model_is_free_again_when_its_wrapper_is_gone() -> None:
 
 def test_a_refused_wrap_leaves_the_model_free() -> None:
     inner = network()
-    with pytest.raises(UsageError, match="offload_params"):
-        pyrannc.RaNNCModule(inner, offload_params=True)
+    with pytest.raises(UsageError, match="enable_apex_amp"):
+        pyrannc.RaNNCModule(inner, enable_apex_amp=True)
     pyrannc.RaNNCModule(inner)
 
 

@@ -26,7 +26,11 @@ def made() -> tuple[nn.Linear, Any, ShardedParameters]:
         tensors=tensors, aliases={}, sharded=frozenset(), gradient_dtypes=lambda name: dtypes
     )
     world: Any = SimpleNamespace(
-        rank=0, rank_of_slot=(0,), group_of=lambda _: None, transport=SimpleNamespace(backend="gloo")
+        rank=0,
+        rank_of_slot=(0,),
+        group_of=lambda _: None,
+        transport=SimpleNamespace(backend="gloo"),
+        device=torch.device("cpu"),
     )
     kinds = [(name, p.numel(), 8, name) for name, p in tensors.items()]
     return layer, parameters, ShardedParameters(parameters, divide(kinds, 1), ReplicaExchange(world, [0]))

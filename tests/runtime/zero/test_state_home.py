@@ -16,7 +16,7 @@ import pyrannc
 from rannd.errors import UsageError
 from rannd.runtime.optim.coupling import ELEMENTWISE, steps_apart
 from rannd.runtime.zero import sharded_step, state_home
-from rannd.runtime.zero.state_home import HostMemory, MappedFile
+from rannd.runtime.zero.state_home import MappedFile
 
 
 class Layers(nn.Module):
@@ -38,14 +38,6 @@ def offloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANNC_OFFLOAD_OPTIMIZER", "true")
     monkeypatch.setenv("RANNC_OFFLOAD_DIR", str(tmp_path / "state"))
     monkeypatch.setattr(sharded_step, "MOST", 512)  # bytes: several buckets
-
-
-@pytest.fixture(params=["file", "host memory"])
-def home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, or copies as to and from a device."""
-    if request.param == "host memory":
-        made = lambda device, folder: HostMemory(device, pinned=False)  # noqa: E731
-        monkeypatch.setattr("rannd.runtime.deployment.deployer.state_home", made)
 
 
 def _batch(step: int) -> torch.Tensor:
