@@ -23,7 +23,7 @@ from rannd.plan.stage_costs.intervals import Intervals, at
 from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
 from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
-from rannd.plan.zero import ReplicaBytes, Trained, computing, fetch_us, held, in_files, offload_us
+from rannd.plan.zero import ReplicaBytes, Trained, Units, computing, fetch_us, held, in_files, offload_us
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -326,7 +326,7 @@ class StageTables:
             trainable=those(tables.trainable),
             gradients=those(tables.gradients),
             optimizer=those(tables.optimizer),
-            unit=tables.unit[starts, ends, ..., None],
+            units=Units(*(table[starts, ends, ..., None] for table in tables.units)),
             offload=float(BUCKET) if self.offload.optimizer else 0.0,
             away=self.offload.params,
             grads_away=self.offload.params and in_files(self.options.device),

@@ -7,7 +7,7 @@ the batch are polynomials of a microbatch's rows, ``[power, i, j]``, evaluated b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
-from rannd.plan.zero import Trained
+from rannd.plan.zero import Trained, Units
 from rannd.profile.costs import BlockCost
 from rannd.profile.delayed_gradients import delayed_bytes, separable
 from rannd.profile.kept_values import Memory
@@ -179,6 +179,39 @@ class Intervals:
             first = next(reader for reader in readers if reader >= start)
             table[:, start, first + 1 :] += size[:, 0]
 
+    def _units(self, graph: TaskGraph, readers: Mapping[int, set[int]], options: PlanOptions) -> Units:
+        """Parameters that several blocks of a run read count if no block outside of it does: others are not divided."""
+        own = np.zeros((2, self.count))
+        tied: dict[tuple[int, ...], Table] = defaultdict(lambda: np.zeros(2))
+        for index, blocks in readers.items():
+            param = graph.params[index]
+            if param.trainable:
+                size = param.bytes * np.array([1.0, state_weights(param.itemsize, options).reduced])
+                if len(blocks) == 1:
+                    own[:, min(blocks)] += size
+                else:
+                    tied[tuple(sorted(blocks))] += size
+        params, two_params = self.largest_of(own[0]), self._largest_two(own[0])
+        tied_grads = np.zeros_like(params)
+        for first, last in {(blocks[0], blocks[-1]) for blocks in tied}:
+            whole, runs = own[0].copy(), np.s_[: first + 1, last + 1 :]
+            for group, size in tied.items():
+                if first <= group[0] and group[-1] <= last:
+                    whole[list(group)] += size[0]
+            params[runs] = np.maximum(params[runs], self.largest_of(whole)[runs])
+            two_params[runs] = np.maximum(two_params[runs], self._largest_two(whole)[runs])
+        for group, size in tied.items():
+            tied_grads[: group[0] + 1, group[-1] + 1 :] += size[1]
+        return Units(params, two_params, self.largest_of(own[1]), self._largest_two(own[1]), tied_grads)
+
+    def _largest_two(self, each: Table) -> Table:
+        """Return the maximum over each run's pairs of neighbours of the sum of one number per block."""
+        found = self.largest_of(each)
+        for start in range(self.count - 1):
+            pairs = each[start:-1] + each[start + 1 :]
+            found[start, start + 2 :] = np.maximum.accumulate(pairs)
+        return found
+
     def _params(self, graph: TaskGraph, block_of: dict[int, int], options: PlanOptions) -> None:
         readers: dict[int, set[int]] = defaultdict(set)
         for index, op in enumerate(graph.ops):
@@ -203,10 +236,6 @@ class Intervals:
                     trained[1, :, start, first + 1 : whole_from] += weighted
         self.trainable, self.reduced, self.gradients, self.optimizer = map(Trained, *trained)
         """Bytes of trainable parameters, of what is reduced of them, of their gradients and optimizer state."""
-        own = np.zeros(self.count)
-        for index, blocks in readers.items():
-            if graph.params[index].trainable and len(blocks) == 1:
-                own[min(blocks)] += graph.params[index].bytes
-        self.unit = self.largest_of(own)
-        """Maximum over the run's blocks of the trainable bytes that only this block reads."""
+        self.units = self._units(graph, readers, options)
+        """What replicas that divide parameters have as a whole at a time."""
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)
