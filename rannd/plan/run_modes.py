@@ -15,7 +15,6 @@ from rannd.plan.schedule.schedules import ALL_SCHEDULES, DELAYING, SCHEDULES
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
 __all__ = [
-    "CHOOSES_VIRTUAL",
     "LEAST_GAIN",
     "OFFLOADS",
     "PARAMS_ZERO",
@@ -38,9 +37,6 @@ times as much as all of it (docs/benchmarks.md); and with ZeRO 2 and 3 a script 
 VIRTUAL_GAIN = 0.03
 """Part of a step that a plan with several stages per slot has to save to be preferred to one with one: it sends more
 and smaller messages, which costs count as if links had nothing else to do."""
-
-CHOOSES_VIRTUAL = False
-"""Whether `virtual_stages=auto` may choose several stages per slot."""
 
 
 class RunMode(msgspec.Struct, frozen=True, order=True):

@@ -8,7 +8,6 @@ import msgspec
 
 from rannd.errors import PlanError
 from rannd.plan.plan_options import AUTO, PlanOptions
-from rannd.plan.run_modes import CHOOSES_VIRTUAL
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 from rannd.plan.virtual.virtual_plans import VirtualPlans
 from rannd.plan.virtual.virtual_shapes import PASSES, Shape, has_passes, shapes
@@ -44,8 +43,6 @@ def asked_for(options: PlanOptions, *, interleaved: bool) -> VirtualAsked:
     if not forced:
         if virtual == "1":
             return VirtualAsked((), (), False, "set by virtual_stages=1")
-        if not CHOOSES_VIRTUAL:
-            return VirtualAsked((), (), False, "only if asked for")
         if not interleaved:
             return VirtualAsked((), (), False, "backward runs after the call")
         if given != AUTO:

@@ -17,7 +17,6 @@ from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.schedules import interleaved_program
 from rannd.plan.schedule.stream_checker import StreamRules, check_streams
 from rannd.plan.simulate.layout import layout_of, loss_layout
-from rannd.plan.virtual import virtual_asked
 from rannd.plan.virtual.virtual_search import HOST_US
 
 BENCH = Path(__file__).parents[3] / "bench"
@@ -29,7 +28,6 @@ PART = LAYERS / 192
 @pytest.mark.full
 def test_a_plan_for_bert_is_the_best_that_the_bench_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setattr(virtual_asked, "CHOOSES_VIRTUAL", True)
     monkeypatch.setattr(sys, "argv", ["interleaving.py"])
     import interleaving
     import paper

@@ -24,7 +24,7 @@ from rannd.plan.search import virtual_planner
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout
 from rannd.plan.slot_memory import device_bytes, fullest_bytes
-from rannd.plan.virtual import virtual_asked, virtual_search
+from rannd.plan.virtual import virtual_search
 from rannd.plan.virtual.virtual_plans import VirtualPlans
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
@@ -33,11 +33,6 @@ SHARED = 200_000_000
 """Bytes of each layer's parameters, whose reduction takes long: pipelines are worth while."""
 LARGE = 3 * SHARED
 MS = 1000.0
-
-
-@pytest.fixture
-def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_asked, "CHOOSES_VIRTUAL", True)
 
 
 @pytest.fixture
@@ -94,7 +89,6 @@ def _runs(graph: TaskGraph, found: Deployment) -> None:
 # -- chosen ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("chooses")
 def test_a_pipeline_with_a_large_bubble_gets_several_stages_per_slot() -> None:
     one, free = deep(virtual_stages="1"), deep()
     assert (len(one.stages), one.schedule) == (4, "1f1b")
@@ -119,7 +113,6 @@ def test_a_pipeline_with_a_large_bubble_gets_several_stages_per_slot() -> None:
     assert _why(deep(partition_num=4))["virtual stages"] == ("no", "set by partition_num=4")
 
 
-@pytest.mark.usefixtures("chooses")
 def test_delayed_gradients_go_with_them() -> None:
     one, free = deep(weight=19 * MS, virtual_stages="1"), deep(weight=19 * MS)
     assert one.schedule == "zb_h1"
@@ -128,7 +121,6 @@ def test_delayed_gradients_go_with_them() -> None:
     _runs(chain(24, param=SHARED), free)
 
 
-@pytest.mark.usefixtures("chooses")
 def test_the_best_simulated_plan_is_taken() -> None:
     """Against all plans with two or four stages per slot, as bench/interleaving.py tries them."""
     free = deep(weight=19 * MS)
@@ -142,7 +134,6 @@ def test_the_best_simulated_plan_is_taken() -> None:
     assert len({each.step_us for each in forced}) == len(forced)
 
 
-@pytest.mark.usefixtures("chooses")
 def test_what_saves_too_little_is_told_and_not_taken() -> None:
     one, free = deep(rows=32, virtual_stages="1"), deep(rows=32)
     assert len(one.stages) == len(free.stages)
@@ -152,14 +143,12 @@ def test_what_saves_too_little_is_told_and_not_taken() -> None:
     assert "3% that are asked for" in told[1] or "(3% are asked for)" in told[1]
 
 
-@pytest.mark.usefixtures("chooses")
 def test_where_there_is_nothing_to_try_that_is_told() -> None:
     assert _why(deep(1))["virtual stages"] == ("no", "there is one device")
     few = _why(deep(graph=chain(3, param=SHARED)))["virtual stages"]
     assert few == ("no", "there are too few blocks, or devices in a pipeline")
 
 
-@pytest.mark.usefixtures("chooses")
 def test_small_models_pay_the_host_for_more_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"forward": 0.05 * MS, "graph": chain(24, param=SHARED // 100)}
     small = deep(**given)
@@ -169,7 +158,6 @@ def test_small_models_pay_the_host_for_more_actions(monkeypatch: pytest.MonkeyPa
     assert len(small.stages) < len(deep(**given).stages) == 16
 
 
-@pytest.mark.usefixtures("chooses")
 def test_few_plans_are_cut_and_simulated(made: list[str]) -> None:
     deep(8, weight=19 * MS, rows=32)
     deep(8, weight=19 * MS)
@@ -179,15 +167,6 @@ def test_few_plans_are_cut_and_simulated(made: list[str]) -> None:
     deep(8, graph=chain(24, param=10))  # data parallel, without a bubble
     assert made.count("simulated") <= 1
     assert "deployment" not in made
-
-
-def test_nothing_is_chosen_before_the_runtime_can_run_it(made: list[str]) -> None:
-    if virtual_asked.CHOOSES_VIRTUAL:
-        pytest.skip("it can")
-    found = deep()
-    assert len(found.stages) == 4
-    assert _why(found)["virtual stages"] == ("no", "only if asked for")
-    assert not made or set(made) == {"costs_of"}
 
 
 def test_what_brings_more_has_to_save_more() -> None:
