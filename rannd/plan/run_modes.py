@@ -1,11 +1,6 @@
-"""Run modes: schedules with ZeRO stages that the planner knows, and which of them the runtime can run.
-
-The planner can plan and simulate all of them if asked to, but chooses and shows only what the runtime can run.
-"""
+"""Run modes: schedules with the ZeRO stages that they can be combined with, and what may be offloaded."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import msgspec
 
@@ -18,7 +13,7 @@ __all__ = [
     "LEAST_GAIN",
     "OFFLOADS",
     "PARAMS_ZERO",
-    "RUNS",
+    "RUN_MODES",
     "SCHEDULES",
     "VIRTUAL_GAIN",
     "Offload",
@@ -49,18 +44,9 @@ class RunMode(msgspec.Struct, frozen=True, order=True):
     zero: int = 0
     """What is sharded across the replicas of a stage: 1 optimizer state, 2 also gradients, 3 also parameters."""
 
-    @property
-    def name(self) -> str:
-        """Such as 'zb_h1', 'ZeRO 2' or 'zb_h1 with ZeRO 1'; '' if the runtime can run it without ZeRO."""
-        known = "" if self.schedule in SCHEDULES else self.schedule
-        return " with ".join(filter(None, (known, f"ZeRO {self.zero}" if self.zero else "")))
 
-
-RUNS: Mapping[RunMode, bool] = {
-    **{RunMode(each.name): each.runs for each in ALL_SCHEDULES.values()},
-    **{RunMode(each.name, zero): each.runs for each in ALL_SCHEDULES.values() for zero in each.zero},
-}
-"""Every run mode, and whether the runtime can run it."""
+RUN_MODES = tuple(RunMode(each.name, zero) for each in ALL_SCHEDULES.values() for zero in (0, *each.zero))
+"""Every run mode with one stage per slot."""
 
 
 class Offload(msgspec.Struct, frozen=True, order=True):
@@ -104,15 +90,14 @@ def virtual_gain(way: RunMode, than: RunMode) -> float:
 
 
 def runnable_zero(schedule: str) -> list[int]:
-    """The ZeRO stages with which the runtime can run a schedule, 0 first."""
-    if schedule in VIRTUAL_SCHEDULES:
-        return [0, *VIRTUAL_SCHEDULES[schedule].zero]
-    return sorted(way.zero for way, runs in RUNS.items() if runs and way.schedule == schedule)
+    """The ZeRO stages that a schedule can be combined with, 0 first."""
+    known = VIRTUAL_SCHEDULES.get(schedule) or ALL_SCHEDULES[schedule]
+    return [0, *known.zero]
 
 
 def check_known(way: RunMode) -> None:
-    """Raise PlanError for a run mode that the planner does not know."""
-    if way in RUNS:
+    """Raise PlanError for a run mode that there is not."""
+    if way in RUN_MODES:
         return
     schedule = ALL_SCHEDULES.get(way.schedule)
     if schedule is None:

@@ -15,7 +15,7 @@ from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
 from rannd.plan.deployment import FORMAT, Deployment, Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
-from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUNS, Offload, RunMode, check_known, runnable_zero
+from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUN_MODES, Offload, RunMode, check_known, runnable_zero
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
 from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
 from rannd.plan.search.ranking import rank
@@ -73,7 +73,7 @@ def plan(
             forwards run before all backwards.
         ranked: Simulate this plan and others, and return the fastest, which takes longer than the search itself. Only
             then a free schedule is chosen; otherwise it is the default one.
-        way: The run mode, also one that cannot be run yet; None: from the options.
+        way: The run mode; None: from the options.
 
     Raises:
         PlanError: Constraints contradict each other.
@@ -141,7 +141,7 @@ def plan(
             for replicas in replica_counts(zero, world)
             for placement in machine.placements
             for count in counts
-            if RunMode(schedule, zero) in RUNS and (allowed & replicas).any()
+            if RunMode(schedule, zero) in RUN_MODES and (allowed & replicas).any()
         ]
 
     limit = float(memory_bytes)
@@ -214,7 +214,7 @@ def _allows(options: PlanOptions, what: Offload) -> bool:
 def _offloads(options: PlanOptions, chosen: RunMode, way: RunMode | None) -> list[Offload]:
     """What may be offloaded, in the order in which it is tried. PlanError if what has to be cannot be."""
     divided = options.zero_stage in (AUTO, str(PARAMS_ZERO)) if way is None else way.zero == PARAMS_ZERO
-    divided &= RUNS.get(RunMode(chosen.schedule, PARAMS_ZERO), False)
+    divided &= RunMode(chosen.schedule, PARAMS_ZERO) in RUN_MODES
     found = [each for each in OFFLOADS if _allows(options, each) and (divided or not each.params)]
     if not found:
         raise PlanError(

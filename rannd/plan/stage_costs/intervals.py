@@ -31,6 +31,12 @@ def at(table: Table, rows: float) -> Table:
     return result
 
 
+def _largest_two(each: Table) -> Table:
+    """Return the maximum over pairs of neighbours of their sum, up to each place; of the first alone, its own."""
+    result: Table = np.maximum.accumulate(np.concatenate([each[:1], each[:-1] + each[1:]]))
+    return result
+
+
 class Intervals:
     """Tables of one graph, its blocks and their costs. Bytes and microseconds."""
 
@@ -191,26 +197,26 @@ class Intervals:
                     own[:, min(blocks)] += size
                 else:
                     tied[tuple(sorted(blocks))] += size
-        params, two_params = self.largest_of(own[0]), self._largest_two(own[0])
-        tied_grads = np.zeros_like(params)
-        for first, last in {(blocks[0], blocks[-1]) for blocks in tied}:
-            whole, runs = own[0].copy(), np.s_[: first + 1, last + 1 :]
-            for group, size in tied.items():
-                if first <= group[0] and group[-1] <= last:
-                    whole[list(group)] += size[0]
-            params[runs] = np.maximum(params[runs], self.largest_of(whole)[runs])
-            two_params[runs] = np.maximum(two_params[runs], self._largest_two(whole)[runs])
-        for group, size in tied.items():
-            tied_grads[: group[0] + 1, group[-1] + 1 :] += size[1]
-        return Units(params, two_params, self.largest_of(own[1]), self._largest_two(own[1]), tied_grads)
-
-    def _largest_two(self, each: Table) -> Table:
-        """Return the maximum over each run's pairs of neighbours of the sum of one number per block."""
-        found = self.largest_of(each)
-        for start in range(self.count - 1):
-            pairs = each[start:-1] + each[start + 1 :]
-            found[start, start + 2 :] = np.maximum.accumulate(pairs)
-        return found
+        whole = np.zeros((2, self.count + 1, self.count + 1))
+        tied_grads = np.zeros_like(whole[0])
+        ordered = sorted(tied, key=lambda group: group[-1])
+        for start in range(self.count):
+            # Of the runs from here, longer ones have all readers of more parameters.
+            each, known = own[0].copy(), start + 1
+            for group in (*(group for group in ordered if group[0] >= start), None):
+                until = self.count + 1 if group is None else group[-1] + 1
+                whole[0, start, known:until] = np.maximum.accumulate(each[start:])[
+                    known - start - 1 : until - start - 1
+                ]
+                whole[1, start, known:until] = _largest_two(each[start:])[known - start - 1 : until - start - 1]
+                if group is not None:
+                    each[list(group)] += tied[group][0]
+                    tied_grads[start, until:] += tied[group][1]
+                    known = until
+        two_grads = np.zeros_like(tied_grads)
+        for start in range(self.count):
+            two_grads[start, start + 1 :] = _largest_two(own[1, start:])
+        return Units(whole[0], whole[1], self.largest_of(own[1]), two_grads, tied_grads)
 
     def _params(self, graph: TaskGraph, block_of: dict[int, int], options: PlanOptions) -> None:
         readers: dict[int, set[int]] = defaultdict(set)

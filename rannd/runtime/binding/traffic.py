@@ -13,7 +13,7 @@ from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import crossing_shape
 from rannd.plan.deployment import Deployment
 from rannd.plan.schedule.program import Edge, Layout, Program
-from rannd.plan.schedule.schedules import gpipe, interleaved_program
+from rannd.plan.schedule.schedules import gpipe, planned_program
 
 LARGE_OUTPUT = 1 << 16
 """Bytes per row above which an output besides the loss is not sent to the ranks in training, unless requested."""
@@ -98,7 +98,7 @@ def loss_traffic(
     flowing = tuple(edge for edge in new.grad_edges if inner[edge])
     new = Layout(new.world, new.microbatches, new.stages, new.edges, flowing)
     split = {number for number, planned in enumerate(deployment.stages) if planned.estimate.weight_us > 0}
-    traffic = Traffic(interleaved_program(deployment.schedule, new, split), _sorted(kept))
+    traffic = Traffic(planned_program(deployment.schedule, new, split), _sorted(kept))
     return LossTraffic(traffic, loss, live, frozenset(missing))
 
 

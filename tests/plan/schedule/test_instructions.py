@@ -13,7 +13,7 @@ from plan_layouts import interleaved, layouts
 from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.instructions import Posting, instructions
 from rannd.plan.schedule.program import AHEAD, SENDS, TRANSFERS, Action, ActionKind, Layout, Program
-from rannd.plan.schedule.schedules import gpipe, interleaved_program
+from rannd.plan.schedule.schedules import gpipe, planned_program
 from rannd.plan.simulate.layout import loss_layout
 
 RECEIVES = TRANSFERS - SENDS
@@ -22,7 +22,7 @@ RECEIVES = TRANSFERS - SENDS
 def programs(layout: Layout, schedule: str | None) -> Program:
     if schedule is None:
         return gpipe(layout)
-    return interleaved_program(schedule, loss_layout(layout), range(0, len(layout.stages), 2))
+    return planned_program(schedule, loss_layout(layout), range(0, len(layout.stages), 2))
 
 
 def pair(program: Program, action: Action, posting: Posting) -> tuple[int, bool, bool]:
@@ -129,7 +129,7 @@ def _sender_of(action: Action, slot: int) -> Action:
 
 def test_receives_of_a_pipeline_are_posted_ahead() -> None:
     layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
-    program = interleaved_program("1f1b", layout)
+    program = planned_program("1f1b", layout)
     listed = instructions(program.phases[0], 1)
     done = 0  # computations so far
     posted: dict[Action, int] = {}
@@ -143,7 +143,7 @@ def test_receives_of_a_pipeline_are_posted_ahead() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_that_were_answered_are_let_go(schedule: str) -> None:
     layout = Layout(2, 2, ((0,), (1,)), ((0, 1),), ((0, 1),))
-    listed = instructions(interleaved_program(schedule, layout).phases[0], 0)
+    listed = instructions(planned_program(schedule, layout).phases[0], 0)
     sent = [each.action for each in listed if each.action is not None and each.action.kind is ActionKind.SEND_VALUES]
     assert sorted(map(str, sent)) == sorted(str(action) for each in listed for action in each.settles)
 
@@ -151,7 +151,7 @@ def test_values_that_were_answered_are_let_go(schedule: str) -> None:
 def test_gradients_do_not_pile_up() -> None:
     layout = Layout(2, 16, ((0,), (1,)), ((0, 1),), ((0, 1),))
     most = waiting = 0
-    for each in instructions(interleaved_program("1f1b", layout).phases[0], 1):
+    for each in instructions(planned_program("1f1b", layout).phases[0], 1):
         waiting += each.action is not None and each.action.kind is ActionKind.SEND_GRADS
         waiting -= sum(action.kind is ActionKind.SEND_GRADS for action in each.settles)
         most = max(most, waiting)

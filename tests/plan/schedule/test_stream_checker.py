@@ -17,7 +17,7 @@ from rannd.errors import PlanError
 from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.instructions import Posting
 from rannd.plan.schedule.program import ActionKind, Layout, Program
-from rannd.plan.schedule.schedules import gpipe, interleaved_program
+from rannd.plan.schedule.schedules import gpipe, planned_program
 from rannd.plan.schedule.stream_checker import StreamRules, Streams, check_streams
 from rannd.plan.simulate.layout import loss_layout
 
@@ -35,7 +35,7 @@ def hangs(program: Program, posting: Posting, rules: StreamRules) -> bool:
 @given(layouts(max_world=8), st.sampled_from([None, *SCHEDULES]), st.sets(st.integers(0, 5)), st.sampled_from(Streams))
 def test_no_step_hangs(layout: Layout, schedule: str | None, split: set[int], streams: Streams) -> None:
     """Whatever synchronises: receives of all slots are posted in one order with all sends."""
-    program = gpipe(layout) if schedule is None else interleaved_program(schedule, loss_layout(layout), split)
+    program = gpipe(layout) if schedule is None else planned_program(schedule, loss_layout(layout), split)
     check_streams(program, Posting.MATCHED, StreamRules(streams, overlap=False))
 
 
@@ -101,7 +101,7 @@ def pipelines(world: int, schedules: Sequence[str] = ("1f1b", "gpipe")) -> Itera
                         skip=bool(skip),
                     )
                     for schedule in schedules:
-                        program = interleaved_program(schedule, layout, range(stages))
+                        program = planned_program(schedule, layout, range(stages))
                         yield f"{replicas} {microbatches} {schedule}", program
 
 
@@ -132,10 +132,10 @@ def test_hangs_of_receives_that_were_posted_ahead(
 
 def test_which_pipelines_hung() -> None:
     """Two slots never did, which is why two ranks on one machine show nothing."""
-    ahead, one = Posting.AHEAD, interleaved_program("1f1b", pipeline(1, 1))
+    ahead, one = Posting.AHEAD, planned_program("1f1b", pipeline(1, 1))
     assert not hangs(one, ahead, OLD)
     for replicas in ((2, 2), (1, 1, 1, 1)):
-        program = interleaved_program("1f1b", pipeline(*replicas))
+        program = planned_program("1f1b", pipeline(*replicas))
         assert hangs(program, ahead, OLD), replicas
         assert hangs(program, ahead, ONE_STREAM), replicas
     with pytest.raises(PlanError, match=r"would never end on devices with streams: .*slot 0 at F0 waits for"):
@@ -144,8 +144,8 @@ def test_which_pipelines_hung() -> None:
 
 def test_reductions_that_begin_in_a_backward_can_hang() -> None:
     """A replica that waits in its last backward for another one, which waits for it through the first stage."""
-    program = interleaved_program("gpipe", pipeline(1, 3, microbatches=2))
+    program = planned_program("gpipe", pipeline(1, 3, microbatches=2))
     check_streams(program, Posting.MATCHED, LATE)
     with pytest.raises(PlanError, match="the reduction R"):
         check_streams(program, Posting.MATCHED, StreamRules())
-    check_streams(interleaved_program("1f1b", pipeline(1, 3, microbatches=2)), Posting.MATCHED, StreamRules())
+    check_streams(planned_program("1f1b", pipeline(1, 3, microbatches=2)), Posting.MATCHED, StreamRules())

@@ -11,7 +11,7 @@ from rannd.errors import PlanError
 from rannd.plan.schedule.program import Action, ActionKind, Layout, Program
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.program_text import from_text, to_text
-from rannd.plan.schedule.schedules import gpipe, interleaved_program, one_forward_one_backward, planned_program
+from rannd.plan.schedule.schedules import gpipe, one_forward_one_backward, planned_program
 from rannd.plan.schedule.virtual_stages import (
     INTERLEAVED_1F1B,
     ZB_V,
@@ -174,12 +174,12 @@ def test_a_call_without_a_single_loss_goes_stage_by_stage(backward: bool, case: 
 
 def test_programs_to_run_are_made_by_name() -> None:
     layout = chain(2, 2, 2)
-    assert interleaved_program(INTERLEAVED_1F1B, layout) == planned_program(INTERLEAVED_1F1B, layout)
-    assert interleaved_program(INTERLEAVED_1F1B, layout) == interleaved_1f1b(layout)
+    assert planned_program(INTERLEAVED_1F1B, layout) == planned_program(INTERLEAVED_1F1B, layout)
+    assert planned_program(INTERLEAVED_1F1B, layout) == interleaved_1f1b(layout)
     layout = chain(2, 2, 2, v=True)
-    assert interleaved_program(ZB_V, layout, {1}) == zero_bubble_v(layout, {1})
+    assert planned_program(ZB_V, layout, {1}) == zero_bubble_v(layout, {1})
     with pytest.raises(PlanError, match="are not placed as interleaved_1f1b needs them; place them with round_robin"):
-        interleaved_program(INTERLEAVED_1F1B, layout)
+        planned_program(INTERLEAVED_1F1B, layout)
 
 
 @pytest.mark.parametrize("stages", [((0,), (1,), (0,)), ((0, 0), (1, 1)), ((0, 1), (0,), (0, 1))])

@@ -14,7 +14,7 @@ from rannd.plan.deployment import decode, encode
 from rannd.plan.run_modes import VIRTUAL_GAIN
 from rannd.plan.schedule.instructions import Posting
 from rannd.plan.schedule.program_checker import check
-from rannd.plan.schedule.schedules import interleaved_program
+from rannd.plan.schedule.schedules import planned_program
 from rannd.plan.schedule.stream_checker import StreamRules, check_streams
 from rannd.plan.simulate.layout import layout_of, loss_layout
 from rannd.plan.virtual.virtual_search import HOST_US
@@ -51,6 +51,6 @@ def test_a_plan_for_bert_is_the_best_that_the_bench_finds(monkeypatch: pytest.Mo
     assert decode(encode(free)) == free
     layout = loss_layout(layout_of(bench.graph, free))
     split = {number for number, stage in enumerate(free.stages) if stage.estimate.weight_us > 0}
-    program = interleaved_program(free.schedule, layout, split)
+    program = planned_program(free.schedule, layout, split)
     check(program)
     check_streams(program, Posting.MATCHED, StreamRules())

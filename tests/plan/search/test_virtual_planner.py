@@ -18,7 +18,7 @@ from rannd.plan.plan_text import plan_line, show
 from rannd.plan.run_modes import LEAST_GAIN, VIRTUAL_GAIN, RunMode, virtual_gain
 from rannd.plan.schedule.instructions import Posting
 from rannd.plan.schedule.program_checker import check
-from rannd.plan.schedule.schedules import interleaved_program
+from rannd.plan.schedule.schedules import planned_program
 from rannd.plan.schedule.stream_checker import StreamRules, check_streams
 from rannd.plan.search import virtual_planner
 from rannd.plan.search.planner import plan
@@ -81,7 +81,7 @@ def _runs(graph: TaskGraph, found: Deployment) -> None:
     assert decode(encode(found)) == found
     layout = loss_layout(layout_of(graph, found))
     split = {number for number, stage in enumerate(found.stages) if stage.estimate.weight_us > 0}
-    program = interleaved_program(found.schedule, layout, split)
+    program = planned_program(found.schedule, layout, split)
     check(program)
     check_streams(program, Posting.MATCHED, StreamRules(meets=found.zero >= 2))
 

@@ -15,7 +15,7 @@ from steps import CPU, run
 from rannd.errors import LaunchError, StepError
 from rannd.plan.schedule.instructions import Posting
 from rannd.plan.schedule.program import Layout
-from rannd.plan.schedule.schedules import SCHEDULES, gpipe, interleaved_program
+from rannd.plan.schedule.schedules import SCHEDULES, gpipe, planned_program
 from rannd.plan.schedule.stream_checker import StreamRules, Streams
 from rannd.plan.schedule.virtual_stages import INTERLEAVED_1F1B, ZB_V
 from rannd.runtime.transport.choice import group_backend, make_transport, transport_name
@@ -79,9 +79,9 @@ SEVERAL = {
 
 @pytest.mark.ranks
 def test_messages_arrive(tmp_path: Path) -> None:
-    programs = [interleaved_program(schedule, layout, {0, 1}) for layout in LAYOUTS for schedule in SCHEDULES]
+    programs = [planned_program(schedule, layout, {0, 1}) for layout in LAYOUTS for schedule in SCHEDULES]
     programs += [gpipe(layout) for layout in (*LAYOUTS, *SEVERAL.values())]
-    programs += [interleaved_program(schedule, layout, {0, 3}) for schedule, layout in SEVERAL.items()]
+    programs += [planned_program(schedule, layout, {0, 3}) for schedule, layout in SEVERAL.items()]
     makers = [
         gloo,
         staged,
@@ -105,7 +105,7 @@ def test_messages_arrive(tmp_path: Path) -> None:
 )
 def test_planted_hangs_are_found(replicas: tuple[int, ...], rules: StreamRules, tmp_path: Path) -> None:
     """The order of posts of before, which gloo allows."""
-    program = interleaved_program("1f1b", pipeline(*replicas))
+    program = planned_program("1f1b", pipeline(*replicas))
     planted = functools.partial(strict, rules=rules, posting=Posting.AHEAD, limit_s=LIMIT_S)
     errors = run(tmp_path, [planted], [program])
     assert errors
@@ -123,7 +123,7 @@ def _different_sizes(rank: int, values: dist.ProcessGroup, gradients: dist.Proce
 
 @pytest.mark.ranks
 def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
-    errors = run(tmp_path, [_different_sizes], [interleaved_program("1f1b", pipeline(1, 1))])
+    errors = run(tmp_path, [_different_sizes], [planned_program("1f1b", pipeline(1, 1))])
     assert "rank 0 sends 3 bytes, rank 1 expects 4" in errors[0]
     assert "rank 0 sends 3 bytes, rank 1 expects 4" in errors[1]
 
@@ -145,7 +145,7 @@ def _poisoned(rank: int, values: dist.ProcessGroup, gradients: dist.ProcessGroup
 
 @pytest.mark.ranks
 def test_buffers_are_of_no_use_before_they_are_taken(tmp_path: Path) -> None:
-    assert run(tmp_path, [_poisoned], [interleaved_program("1f1b", pipeline(1, 1))]) == {}
+    assert run(tmp_path, [_poisoned], [planned_program("1f1b", pipeline(1, 1))]) == {}
 
 
 CUDA = torch.device("cuda", 0)
