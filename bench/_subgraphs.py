@@ -28,7 +28,7 @@ from rannd.plan.blocks.blocks import make_blocks
 from rannd.plan.blocks.grains import make_grains
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.search.intervals import Intervals, at
+from rannd.plan.stage_costs.intervals import Intervals, at
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.block_costs import TURNS
 from rannd.profile.measure import RUNS

@@ -55,10 +55,11 @@ class Configuration:
 
     def memory(self) -> float:
         """Peak bytes of tensors in a step of this rank / planned bytes."""
+        from rannd.plan.slot_memory import slot_bytes
+
         _, most = lying_and_peak(self.step, self.wrapped, self.optimizer)
         slot = self.wrapped._session.world.slot
-        planned = next(stage.estimate.total_bytes for stage in self.wrapped.deployment.stages if slot in stage.slots)
-        return most / planned
+        return most / slot_bytes(self.wrapped.deployment, slot)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Interleaved stages priced in simulation: the best plan that can be run today beside interleaved 1F1B and ZB-V.
+"""Interleaved stages priced in simulation: the best plan with one stage per slot beside interleaved 1F1B and ZB-V.
 
-    python bench/interleaving.py [paper half gpt2 zoo] [--models NAME ..] [--blocks 32] [--host-us 30] [--halves 1]
+    python bench/interleaving.py [paper half gpt2 zoo] [--models NAME ..] [--blocks 32] [--host-us 32] [--halves 1]
                                  [--draw]
 
 paper   BERT and a widened ResNet152 on 4 nodes with 8 V100 (bench/paper.py)
@@ -10,16 +10,14 @@ zoo     the models of tests/zoo with one loss that do not couple rows, on 4 and 
         with 70 % of the memory that one stage would need (as bench/planner.py value)
 
 All plans of a model are made from the same blocks and costs, for the same batch and the same memory; each action, sends
-and receives too, takes --host-us of its slot's host (docs/benchmarks.md). Compared are simulated steps. "Plan" is what
-a job would get today. The other columns are the fastest of all numbers of positions (slots of a pipeline) with equally
-many replicas, microbatches, orders of slots and ZeRO stages, whatever the gain (a job gets ZeRO and zero-bubble only
-if they save a twentieth); for 1F1B and zb_h1 the planner's plans count, too. Of interleaved 1F1B v is the number of
-stages per slot; it is tried with 0, 1 and 2 forwards more than in the paper. Nothing is run.
+and receives too, takes --host-us of its slot's host (docs/benchmarks.md). Compared are simulated steps. "One per slot"
+is what a job gets with virtual_stages=1, "chosen" what it gets with auto. The other columns are the fastest of all
+numbers of positions (slots of a pipeline) with equally many replicas, microbatches, orders of slots and ZeRO stages,
+whatever the gain: auto tries only the most promising of these, and wants a gain (docs/planning.md). Nothing is run.
 
-Columns: step of the plan; step of each schedule relative to the plan (below 1: faster), GiB on the fullest device, the
-shape, and how uneven the cuts are (computing of the slot with most of it / mean); 'none' if nothing fits that could be
-faster than --far times the plan. Bold: a schedule that cannot be run is faster by 3 % or more than the fastest of those
-that can, 1F1B and zb_h1 whatever the gain.
+Columns: step of the plan with one stage per slot; step of each schedule relative to it (below 1: faster), GiB on the
+fullest device, and the shape; 'none' if nothing fits that could be faster than --far times the plan; CPU time of
+planning with one stage per slot, with auto, and of all. Bold: faster by 3 % or more.
 
 --blocks   max_partition_num, for all plans
 --halves   what B and W take together under zb_h1 and ZB-V, relative to a whole backward (measured: 1.01 to 1.17,
@@ -30,38 +28,49 @@ that can, 1F1B and zb_h1 whatever the gain.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from _virtual_plans import INTERLEAVED, TODAY, Priced, Workshop
 from msgspec.structs import replace
 
 from rannd.config import Config
 from rannd.config.cluster import load_cluster
 from rannd.errors import DoesNotFitError
 from rannd.graph.fx.ir import TaskGraph
-from rannd.plan.blocks.blocks import make_blocks
+from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.run_modes import RUNS, RunMode
-from rannd.plan.schedule.schedules import DEFAULT_SCHEDULE, DELAYING
-from rannd.plan.search.planner import plan
+from rannd.plan.run_modes import VIRTUAL_GAIN
+from rannd.plan.schedule.schedules import DEFAULT_SCHEDULE, DELAYING, planned_program
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES, ZB_V
+from rannd.plan.search.planner import microbatch_counts, plan
 from rannd.plan.simulate.layout import layout_of, loss_layout
-from rannd.plan.simulate.simulator import simulate
+from rannd.plan.simulate.simulator import predict, simulate
+from rannd.plan.simulate.step_costs import StepCosts
 from rannd.plan.simulate.timeline_drawing import draw
+from rannd.plan.slot_memory import fullest_bytes, stages_by_slots
+from rannd.plan.virtual.virtual_asked import VirtualAsked, shapes_of
+from rannd.plan.virtual.virtual_plans import VirtualPlans
+from rannd.plan.virtual.virtual_search import HOST_US, SLACK, least_us
+from rannd.plan.virtual.virtual_shapes import PASSES, has_passes
 from rannd.profile.analytic import analytic_costs
+from rannd.profile.costs import CostTable
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 GIB = 2**30
-WIN = 0.97
-"""Step relative to the fastest of today from which on interleaving is worth building."""
+WIN = 1 - VIRTUAL_GAIN
+KINDS = [(name, passes) for name in VIRTUAL_SCHEDULES for passes in PASSES if has_passes(name, passes)]
+ZEROS = (0, 1, 2, 3)
 
 
 def main() -> None:
@@ -70,15 +79,15 @@ def main() -> None:
     parser.add_argument("what", nargs="*", choices=[*SETTINGS, []], help="settings (default: all)")
     parser.add_argument("--models", nargs="+", help="only models whose name contains one of these")
     parser.add_argument("--blocks", type=int, default=Config().max_partition_num)
-    parser.add_argument("--host-us", type=float, default=30.0)
+    parser.add_argument("--host-us", type=float, default=HOST_US)
     parser.add_argument(
-        "--far", type=float, default=1.1, help="plans that take longer, relative to today's, are left out"
+        "--far", type=float, default=1.1, help="plans that take longer, relative to one stage per slot, are left out"
     )
     parser.add_argument("--halves", type=float, default=1.0)
     parser.add_argument("--draw", action="store_true")
     options = parser.parse_args()
-    print("| model | plan today | step | 1F1B | zb_h1 | interleaved 1F1B, v = 2 | v = 4 | ZB-V | time |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    heads = ["model", "one per slot", "step", "chosen", *(f"{name}, v = {passes}" for name, passes in KINDS), "time"]
+    print(f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |", sep="\n", flush=True)
     for name in options.what or SETTINGS:
         for model, workshop in SETTINGS[name](options):
             line(model, workshop, options)
@@ -157,9 +166,9 @@ def _workshop(
 
 def zoo(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
     """The zoo's models, where memory is scarce."""
-    from planner import PART, ROWS, zoo_graphs
+    from planner import PART, ROWS, Case, zoo_graphs
 
-    from rannd.plan.search.estimate import Variant
+    from rannd.plan.stage_costs.estimate import Variant
 
     for name, graph in zoo_graphs():
         if graph.rows_coupled:
@@ -169,7 +178,8 @@ def zoo(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
             if _wanted(told, options):
                 slots = tuple(Slot(*divmod(device, devices // 2)) for device in range(devices))
                 ample = _workshop(graph, "cpu", slots, ROWS, 10**15, options)
-                table = ample.table(Variant(DEFAULT_SCHEDULE, max(ample.microbatches), "stages"))
+                case = Case(graph, ample.blocks, ample.costs, ample.memory, slots, ROWS * devices)
+                table = case.tables(Variant(DEFAULT_SCHEDULE, max(case.microbatches), "stages"), recompute=False)
                 most = table.bytes_needed(0, len(ample.blocks), devices, used=0)
                 yield told, _workshop(graph, "cpu", slots, ROWS, int(most * PART), options)
 
@@ -185,84 +195,133 @@ SETTINGS: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, Workshop]
 # -- a line ---------------------------------------------------------------------------------------------------
 
 
-def planned(workshop: Workshop, way: RunMode | None) -> Deployment | None:
-    """The planner's plan: what a job gets, or of one run mode; None if nothing fits."""
-    try:
-        return plan(
-            workshop.graph,
-            workshop.blocks,
-            workshop.costs,
-            world=workshop.world,
-            slots=workshop.slots,
-            batch_rows=workshop.rows * workshop.world,
-            memory_bytes=workshop.memory,
-            options=workshop.options,
-            ranked=True,
-            way=way,
+@dataclass(frozen=True)
+class Workshop:
+    """One model on some devices: what all plans for it share."""
+
+    graph: TaskGraph
+    blocks: tuple[Block, ...]
+    costs: CostTable
+    slots: tuple[Slot, ...]
+    rows: int
+    """Rows of a rank's mini-batch."""
+    memory: int
+    """Bytes of a device that a plan may use."""
+    options: PlanOptions
+    host_us: float
+    halves: float
+
+    @cached_property
+    def plans(self) -> VirtualPlans:
+        return VirtualPlans(
+            self.graph,
+            self.blocks,
+            self.costs,
+            self.slots,
+            batch_rows=self.rows * len(self.slots),
+            memory_bytes=self.memory,
+            options=self.options,
         )
-    except DoesNotFitError:
-        return None
+
+    def planned(self, options: PlanOptions) -> Deployment | None:
+        """What a job gets; None if nothing fits."""
+        try:
+            return plan(
+                self.graph,
+                self.blocks,
+                self.costs,
+                world=len(self.slots),
+                slots=self.slots,
+                batch_rows=self.rows * len(self.slots),
+                memory_bytes=self.memory,
+                options=options,
+                ranked=True,
+            )
+        except DoesNotFitError:
+            return None
+
+    def step_costs(self, deployment: Deployment) -> StepCosts:
+        """Costs of a deployment's actions, with the host's time and dearer halves."""
+        found = self.plans.step_costs(deployment, host_us=self.host_us)
+        if deployment.schedule not in DELAYING and deployment.schedule != ZB_V:
+            return found
+        longer = [self.halves if us > 0 else 1.0 for us in found.weight_us]
+        return replace(
+            found,
+            backward_us=tuple(us * more for us, more in zip(found.backward_us, longer, strict=True)),
+            weight_us=tuple(us * more for us, more in zip(found.weight_us, longer, strict=True)),
+        )
+
+    def step_us(self, deployment: Deployment) -> float:
+        """Simulated time of a step."""
+        layout = loss_layout(layout_of(self.graph, deployment))
+        return predict(deployment.schedule, layout, self.step_costs(deployment)).step_us
+
+    def best(self, schedule: str, passes: int, below: float) -> tuple[float, Deployment] | None:
+        """The fastest of all plans under a schedule that take less than `below` microseconds."""
+        counts = microbatch_counts(self.options, rows_per_rank=self.rows, coupled=self.graph.rows_coupled)
+        asked = VirtualAsked((schedule,), (passes,), True)
+        every = [True] * len(self.slots)
+        shapes = shapes_of(self.plans, asked, counts=counts, zeros=ZEROS, allowed=every)
+        best = None
+        for least, shape in sorted((least_us(self.plans, shape), shape) for shape in shapes):
+            if least >= below * (1 + SLACK):
+                break
+            for limit, whole in (*((each, True) for each in self.plans.limits), (math.inf, False)):
+                cuts = self.plans.cuts(shape, limit)
+                if cuts is not None:
+                    parts, size = self.plans.fitted(shape, cuts.starts)
+                    if size <= self.memory and not (whole and any(any(part.divided.again) for part in parts)):
+                        break
+            else:
+                continue
+            found = self.plans.deployment(shape, parts)
+            step_us = self.step_us(found)
+            if step_us < below:
+                best, below = (step_us, found), step_us
+        return best
 
 
 def line(model: str, workshop: Workshop, options: argparse.Namespace) -> None:
     """Print the row of a model."""
     begin = time.process_time()
-    today = planned(workshop, None)
-    if today is None:
+    one = workshop.planned(replace(workshop.options, virtual_stages="1"))
+    if one is None:
         print(f"| {model} | nothing fits |", flush=True)
         return
-    reference = workshop.simulated(today)
-    step = reference.step_us
-    found: dict[str, list[Priced | tuple[float, int, str]]] = {}
-    for kind in TODAY:
-        own = found.setdefault(kind.name, [])
-        schedule = DELAYING[0] if kind.splits else DEFAULT_SCHEDULE
-        for way in sorted(each for each in RUNS if each.schedule == schedule):
-            other = planned(workshop, way)
-            if other is not None:
-                played = workshop.simulated(other)
-                own.append((played.step_us, max(played.peak_bytes), shape(other)))
-    for kind in (*TODAY, *INTERLEAVED):
-        below = min([options.far * step, *(_step(each) for each in found.setdefault(kind.name, []))])
-        priced = workshop.best(kind, below)
-        if priced is not None:
-            found[kind.name].append(priced)
-    today_us = min([step, *(_step(each) for kind in TODAY for each in found[kind.name])])
-    cells = []
-    for name, each in found.items():
-        fastest = min(each, key=_step, default=None)
-        if fastest is None:
-            cells.append("none")
-            continue
-        if isinstance(fastest, Priced):
-            text = f"{fastest.most_bytes / GIB:.1f} GiB, {fastest.name}, uneven {fastest.uneven:.2f}"
-        else:
-            text = f"{fastest[1] / GIB:.1f} GiB, {fastest[2]}"
-        mark = "**" if _step(fastest) <= WIN * today_us and name not in {kind.name for kind in TODAY} else ""
-        cells.append(f"{mark}{_step(fastest) / step:.3f}{mark} ({text})")
-    took = time.process_time() - begin
-    plan_text = f"{today.schedule}, {shape(today)}, {max(reference.peak_bytes) / GIB:.1f} GiB"
-    print(f"| {model} | {plan_text} | {_seconds(step)} | {' | '.join(cells)} | {took:.0f} s |", flush=True)
-    if options.draw:
-        for each in found.values():
-            for priced in each:
-                if isinstance(priced, Priced):
-                    _draw(workshop, priced)
+    middle = time.process_time()
+    chosen = workshop.planned(workshop.options)
+    end = time.process_time()
+    step = workshop.step_us(one)
+    found = [workshop.best(*kind, options.far * step) for kind in KINDS]
+    cells = [_cell((workshop.step_us(chosen), chosen) if chosen is not None else None, step)]
+    cells += [_cell(each, step) for each in found]
+    took = f"{middle - begin:.1f}, {end - middle:.1f}, {time.process_time() - begin:.0f} s"
+    text = f"{one.schedule}, {shape_of(one)}, {fullest_bytes(one) / GIB:.1f} GiB"
+    print(f"| {model} | {text} | {_seconds(step)} | {' | '.join(cells)} | {took} |", flush=True)
+    for each in found if options.draw else []:
+        if each is not None:
+            _draw(workshop, each[1])
 
 
-def _step(each: Priced | tuple[float, int, str]) -> float:
-    return each.step_us if isinstance(each, Priced) else each[0]
+def _cell(found: tuple[float, Deployment] | None, step: float) -> str:
+    if found is None:
+        return "none"
+    step_us, deployment = found
+    mark = "**" if step_us <= WIN * step else ""
+    size = fullest_bytes(deployment) / GIB
+    return f"{mark}{step_us / step:.3f}{mark} ({size:.1f} GiB, {deployment.schedule}, {shape_of(deployment)})"
 
 
 def _seconds(us: float) -> str:
     return f"{us / 1e6:.2f} s" if us >= 1e5 else f"{us / 1e3:.2f} ms"
 
 
-def shape(deployment: Deployment) -> str:
-    """Such as '4 x 8, m 8, ZeRO 1, recompute': stages, replicas, microbatches per rank."""
+def shape_of(deployment: Deployment) -> str:
+    """Such as '4 x 8, m 8, ZeRO 1, recompute': stages or positions, replicas, microbatches per rank."""
     counts = sorted({len(stage.slots) for stage in deployment.stages})
     parts = [
-        f"{len(deployment.stages)} x {'-'.join(map(str, counts))}",
+        f"{len(stages_by_slots(deployment))} x {'-'.join(map(str, counts))}",
         f"m {deployment.microbatches}",
         f"ZeRO {deployment.zero}" if deployment.zero else "",
         "recompute" if any(stage.recompute for stage in deployment.stages) else "",
@@ -270,15 +329,15 @@ def shape(deployment: Deployment) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _draw(workshop: Workshop, priced: Priced) -> None:
+def _draw(workshop: Workshop, deployment: Deployment) -> None:
     """Draw one of the pipelines side by side, its slots in the order of the positions."""
-    layout = loss_layout(layout_of(workshop.graph, priced.deployment))
-    program = priced.kind.program(layout, priced.costs.split)
-    played = simulate(program, priced.costs, record=True)
+    layout = loss_layout(layout_of(workshop.graph, deployment))
+    costs = workshop.step_costs(deployment)
+    played = simulate(planned_program(deployment.schedule, layout, costs.split), costs, record=True)
     first = list(dict.fromkeys(slots[0] for slots in layout.stages))
     events = [replace(event, slot=first.index(event.slot)) for event in played.events if event.slot in first]
-    print(f"{priced.kind.name}: {priced.name}, {_seconds(played.step_us)}, bubble {played.bubble:.3f}")
-    print(draw(events, len(first), priced.costs.forward_us[0]))
+    print(f"{deployment.schedule}: {shape_of(deployment)}, {_seconds(played.step_us)}, bubble {played.bubble:.3f}")
+    print(draw(events, len(first), costs.forward_us[0]))
 
 
 if __name__ == "__main__":

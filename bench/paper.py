@@ -51,6 +51,7 @@ from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
+from rannd.plan.slot_memory import fullest_bytes
 from rannd.profile.analytic import analytic_costs
 from rannd.runtime.parameters.tensor_swap import others, unwritten
 
@@ -319,7 +320,7 @@ def spans(numbers: list[int]) -> str:
 
 def fullest(deployment: Deployment) -> float:
     """GiB of the device that needs most memory."""
-    return max(stage.estimate.total_bytes for stage in deployment.stages) / GIB
+    return fullest_bytes(deployment) / GIB
 
 
 if __name__ == "__main__":

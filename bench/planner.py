@@ -41,12 +41,12 @@ from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot, Stage
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.search.estimate import StageTables, Variant
-from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.planner import plan
-from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
 from rannd.plan.simulate.simulator import predict
+from rannd.plan.stage_costs.estimate import StageTables, Variant
+from rannd.plan.stage_costs.intervals import Intervals
+from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.topology import Machine, place
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import BlockCost, CostTable, LinkCost

@@ -9,8 +9,8 @@ faster.
 
 data_parallel  a data-parallel plan compared with DistributedDataParallel (GPT-2, AdamW)
 pipeline       two stages compared with torch.distributed.pipelining (1F1B, GPipe), same cut and microbatches
-bubble         stages that sleep (50 ms in forward, 100 ms in backward, or in each half of it 50 ms) compared with their
-               schedule's ideal time
+bubble         stages that sleep (50 ms in forward, 100 ms in backward, or in each half of it 50 ms; with two stages on
+               each rank half of that) compared with their schedule's ideal time
 zero_bubble    two stages of a GPT under zb_h1 compared with 1f1b, 4 and 8 microbatches in the batch
 overhead       time per action of the executor, with almost no computation and no communication
 memory         peak bytes of tensors in a step of each rank, compared with the plan and the whole model
@@ -205,11 +205,15 @@ def pipeline(rounds: int, steps: int) -> None:
 
 
 def bubble(rounds: int, steps: int) -> None:
-    """Measure the bubble of four stages whose forward and halves of backward sleep to last a fixed time."""
+    """Measure the bubble of four ranks whose forwards and halves of backwards sleep to last a fixed time.
+
+    Ranks with two stages have stages that last half as long.
+    """
     import torch
     from torch import nn
 
     import pyrannc
+    from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -234,17 +238,22 @@ def bubble(rounds: int, steps: int) -> None:
 
     world = pyrannc.get_world_size()
     waits: dict[str, float] = {}
-    for schedule in ("1f1b", "gpipe", "zb_h1"):
-        os.environ["RANNC_SCHEDULE"] = schedule
+    for schedule in ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v"):
+        passes = 2 if schedule in VIRTUAL_SCHEDULES else 1
+        os.environ["RANNC_SCHEDULE"], os.environ["RANNC_VIRTUAL_STAGES"] = schedule, str(passes)
+        os.environ["RANNC_PARTITION_NUM"] = str(passes * world)
         model = pyrannc.RaNNCModule(Model())
         x = torch.randn(8, 512)
         model(x).backward()
         executor = next(model._session._graphs.executors())
-        computing, splits = executor.computing, executor.bound.splits
-        assert splits == (schedule == "zb_h1"), "a stage is not planned as its schedule says"
-        computing.forward = lasting(SLEEP, computing.forward)
-        computing.backward = lasting(SLEEP if splits else 2 * SLEEP, computing.backward)
-        computing.weights = lasting(SLEEP, computing.weights)
+        assert len(executor.stages) == passes
+        splits = schedule in ("zb_h1", "zb_v")
+        assert all(stage.splits == splits for stage in executor.bound.stages), "a stage is not planned as its schedule"
+        unit = SLEEP / passes
+        for computing in executor.stages.values():
+            computing.forward = lasting(unit, computing.forward)
+            computing.backward = lasting(unit if splits else 2 * unit, computing.backward)
+            computing.weights = lasting(unit, computing.weights)
         pieces = world * executor.bound.layout.microbatches
         times = []
         for _ in range(rounds):
@@ -253,11 +262,12 @@ def bubble(rounds: int, steps: int) -> None:
             model(x).backward()
             pyrannc.barrier()
             times.append(time.perf_counter() - start)
-        ideal = (3 * pieces + (world - 1) * (1 if splits else 3)) * SLEEP
+        ideal = (3 * pieces + (world - 1) * (1 if splits else 3) / passes) * SLEEP
         found = statistics.median(times)
         waits[schedule] = found - 3 * pieces * SLEEP
         if pyrannc.get_rank() == 0:
-            print(f"{schedule:10s} {world} stages, {pieces} microbatches: {found:.3f} s, ideal {ideal:.3f} s", end=": ")
+            told = f"{schedule:16s} {passes * world} stages on {world} ranks, {pieces} microbatches"
+            print(f"{told}: {found:.3f} s, ideal {ideal:.3f} s", end=": ")
             print(
                 f"ideal / measured {ideal / found:.3f} ({ideal / max(times):.3f} to {ideal / min(times):.3f})", end="; "
             )
@@ -298,7 +308,7 @@ def zero_bubble(rounds: int, steps: int) -> None:
 
         step()
         cpu[schedule] = 0.0
-        computing = next(wrapped._session._graphs.executors()).computing
+        (computing,) = next(wrapped._session._graphs.executors()).stages.values()
         computing.backward, computing.weights = counted(computing.backward), counted(computing.weights)
         if rank == 0:
             each = [stage.estimate for stage in wrapped.deployment.stages]
@@ -340,8 +350,8 @@ def overhead(rounds: int, steps: int) -> None:
     x = torch.randn(32, 4)
     model(x).backward()
     executor = next(model._session._graphs.executors())
-    part = executor.bound.part
-    tensors = executor.computing.resolve()
+    part = executor.bound.stages[0].part
+    (tensors,) = executor.stages[0]._tensors
     weights = [torch.ones((), dtype=torch.float64) for _ in range(len(part.inputs) - 1)]
     numbers = part.numbers_at(1)
 
@@ -370,6 +380,7 @@ def memory(rounds: int, steps: int) -> None:
     import torch.distributed as dist
 
     import pyrannc
+    from rannd.plan.slot_memory import slot_bytes
 
     rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
     generator = torch.Generator().manual_seed(rank)
@@ -387,8 +398,7 @@ def memory(rounds: int, steps: int) -> None:
     for _ in range(3):
         step()
     base, most = lying_and_peak(step, wrapped, optimizer)
-    stage = next(each for each in wrapped.deployment.stages if wrapped._session.world.slot in each.slots)
-    numbers = torch.tensor([base, most, stage.estimate.total_bytes])
+    numbers = torch.tensor([base, most, slot_bytes(wrapped.deployment, wrapped._session.world.slot)])
     told = [torch.empty_like(numbers) for _ in range(world)]
     dist.all_gather(told, numbers)
     if rank == 0:

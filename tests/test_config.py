@@ -40,6 +40,7 @@ OWN = ["device", "verify_trace", "cache", "cache_max_gb", "daemon_idle_s", "daem
 OWN += [
     "partitioning_dry_run_cluster",
     "schedule",
+    "virtual_stages",
     "interleave_loss",
     "watchdog_timeout_s",
     "check_nan",
@@ -80,6 +81,7 @@ PLAN_AFFECTING = {
     "do_uncoarsening",
     "profile_by_acc",
     "schedule",
+    "virtual_stages",
     "checkpointing",
     "checkpointing_no_last",
     "mem_limit_gb",

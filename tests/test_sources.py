@@ -32,7 +32,7 @@ BESIDE_CHECKING = {
 }
 BESIDE_PLANNING = {
     "rannd.runtime.optim.coupling": "whether the optimizer allows ZeRO, which is in the key",
-    "rannd.runtime.execution.bound_graph": "whether a plan is one for this graph, also for plans from the cache",
+    "rannd.runtime.binding.planned_cut": "whether a plan is one for this graph, also for plans from the cache",
     "rannd.units": "messages",
 }
 

@@ -104,11 +104,20 @@ class Config:
     schedule: str = item(
         "auto",
         "Pipeline schedule: 1f1b keeps few microbatches in memory, gpipe runs all forward passes first, zb_h1 is 1f1b "
-        "that computes gradients of parameters while a device would wait; auto: 1f1b, or zb_h1 where it is predicted "
-        "to be faster and fits memory.",
+        "that computes gradients of parameters while a device would wait; interleaved_1f1b and zb_v are 1f1b and zb_h1 "
+        "with several stages per device (virtual_stages); auto: 1f1b, or another one where it is predicted to be "
+        "faster and fits memory.",
         group=_PLAN,
         plan_affecting=True,
-        choices=("auto", "1f1b", "gpipe", "zb_h1"),
+        choices=("auto", "1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v"),
+    )
+    virtual_stages: str = item(
+        "auto",
+        "Number of stages on each device of a pipeline: several small ones in turn wait less for each other, and send "
+        "more; auto: 1, or more where that is predicted to be faster and fits memory. partition_num counts all stages.",
+        group=_PLAN,
+        plan_affecting=True,
+        choices=("auto", "1", "2", "4"),
     )
     checkpointing: bool = item(
         False,

@@ -4,5 +4,5 @@ In: a `TaskGraph`, a `CostTable`, devices and options. Out: a `Deployment` (`dep
 `search/planner.py`. The files here are shared by all phases: devices (`topology.py`), schedules and ZeRO stages
 (`run_modes.py`, `zero.py`, `precision.py`), the user's options (`plan_options.py`).
 
-Folders in the order of a plan: blocks, schedule, simulate, search.
+Folders in the order of a plan: blocks, schedule, simulate, stage_costs, virtual, search.
 """

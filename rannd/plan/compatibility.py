@@ -2,7 +2,8 @@
 
 | difference | result |
 | --- | --- |
-| the graph, the number of ranks, an unknown schedule, more microbatches than the batch has rows | DeploymentError |
+| the graph, the number of ranks, an unknown schedule, slots of stages that are not as it needs them | DeploymentError |
+| more microbatches than the batch has rows | DeploymentError |
 | distribution of ranks over nodes, device model, rows of the batch, versions, costs that were not measured | warning |
 
 Formats are checked by :func:`rannd.plan.deployment.decode`; free memory is checked on each rank.
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from rannd.errors import DeploymentError
 from rannd.plan.deployment import Deployment, Provenance, Slot
 from rannd.plan.run_modes import SCHEDULES, runnable_zero
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
 _AGAIN = "run without it to plan again"
 
@@ -42,13 +44,29 @@ def check_belongs(deployment: Deployment, *, graph_hash: str, world: int, rows: 
             f"the deployment has {deployment.microbatches} microbatches, but the batch of this call has {rows} rows; "
             f"call the model with a larger batch first, or {_AGAIN}"
         )
-    if deployment.schedule not in SCHEDULES:
+    known = (*SCHEDULES, *VIRTUAL_SCHEDULES)
+    if deployment.schedule not in known:
         raise DeploymentError(
             f"the deployment runs the schedule {plain(deployment.schedule)!r}, this version of rannd supports "
-            f"{', '.join(SCHEDULES)}; {_AGAIN}"
+            f"{', '.join(known)}; {_AGAIN}"
         )
+    problem = _placement_problem(deployment)
+    if problem:
+        raise DeploymentError(f"the deployment is damaged: {problem}; {_AGAIN}")
     if deployment.zero not in runnable_zero(deployment.schedule):
         raise DeploymentError(f"the deployment has ZeRO stage {deployment.zero}, which this rannd cannot run; {_AGAIN}")
+
+
+def _placement_problem(deployment: Deployment) -> str:
+    """What the schedule does not allow of the slots of the stages, or ''."""
+    stages = tuple(stage.slots for stage in deployment.stages)
+    virtual = VIRTUAL_SCHEDULES.get(deployment.schedule)
+    if virtual is not None:
+        return plain(virtual.problem(stages), 200)
+    passes = sum(map(len, stages)) // len(deployment.slots)
+    if passes > 1:
+        return f"it has {passes} stages per slot, the schedule {deployment.schedule} runs one"
+    return ""
 
 
 def differences(deployment: Deployment, *, here: Provenance, slots: Sequence[Slot], rows: int) -> list[str]:

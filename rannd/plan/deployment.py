@@ -74,7 +74,8 @@ class Stage(msgspec.Struct, frozen=True):
     ops: tuple[str, ...]
     """Names of the ops of the task graph."""
     slots: tuple[int, ...]
-    """Index into `Deployment.slots` for each replica."""
+    """Index into `Deployment.slots` for each replica. Every slot is in one stage, or all are in equally many, as
+    schedules with several stages per slot have it."""
     recompute: bool
     """Recompute activations in the backward instead of keeping them: of all segments, or of some."""
     estimate: StageEstimate
@@ -218,7 +219,9 @@ _AGAIN = "run without it to plan again"
 def _wrong(deployment: Deployment) -> str:
     """Return what is inconsistent in a deployment, or ''."""
     world, stages = len(deployment.slots), deployment.stages
-    if not 1 <= world <= _MOST_SLOTS or not 1 <= len(stages) <= world:
+    used = sorted(slot for stage in stages for slot in stage.slots)
+    passes = max(len(used) // max(world, 1), 1)
+    if not 1 <= world <= _MOST_SLOTS or not 1 <= len(stages) <= world * passes:
         return f"it has {len(stages)} stages on {world} slots"
     for what, struct in (
         ("", deployment),
@@ -235,19 +238,20 @@ def _wrong(deployment: Deployment) -> str:
             return f"{name} is 0"
     if deployment.microbatches > deployment.batch_rows:  # a program is made of them before any row is seen
         return f"it has {deployment.microbatches} microbatches for {deployment.batch_rows} rows"
-    if deployment.microbatches * world > _MOST_PIECES:
+    if deployment.microbatches * world * passes > _MOST_PIECES:
         return f"its {deployment.microbatches} microbatches on {world} slots are more than {_MOST_PIECES} together"
     if list(deployment.slots) != sorted(set(deployment.slots)):
         return "its slots are not sorted, or one of them occurs twice"
-    used = sorted(slot for stage in stages for slot in stage.slots)
-    if used != list(range(world)):
-        return f"its stages use {len(used)} slots, not each of {world} once"
+    if used != [slot for slot in range(world) for _ in range(passes)]:
+        return f"its stages use {len(used)} slots, not each of {world} once, or all of them equally often"
     if deployment.offload_params and deployment.zero != 3:
         return f"it offloads parameters with ZeRO stage {deployment.zero}, not 3"
     ops: set[str] = set()
     for place, stage in enumerate(stages):
         if stage.estimate.offloaded_bytes and not (deployment.offload or deployment.offload_params):
             return f"stages[{place}] offloads {stage.estimate.offloaded_bytes} bytes of a plan that offloads nothing"
+        if len(set(stage.slots)) < len(stage.slots):
+            return f"stages[{place}] uses a slot twice: {stage.slots}"
         if not stage.slots or not stage.ops:
             return f"stages[{place}] has {len(stage.slots)} slots and {len(stage.ops)} operators"
         if len(ops) + len(stage.ops) != len(ops.union(stage.ops)):

@@ -42,6 +42,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Move the boundaries of coarsened blocks to cheaper positions nearby."""
     schedule: str = AUTO
     """Name of the schedule, one of those that the runtime can run; 'auto': the one whose plan is simulated fastest."""
+    virtual_stages: str = AUTO
+    """Stages per slot; 'auto': one, or more where that is simulated to be faster."""
     opt_param_factor: float = 2.0
     """Bytes of optimizer state per byte of trainable parameters."""
     checkpointing: bool = False
@@ -77,6 +79,11 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Take the options from the configuration."""
         return PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__struct_fields__ if name in ITEMS})
 
+    @property
+    def passes(self) -> int:
+        """Stages per slot that are asked for; 1 if that is left to the planner."""
+        return 1 if self.virtual_stages == AUTO else int(self.virtual_stages)
+
     def __post_init__(self) -> None:
         for low, item in ((0, "partition_num"), (0, "replica_num"), (0, "pipeline_num"), (1, "min_pipeline")):
             _at_least(low, item, getattr(self, item))
@@ -86,7 +93,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         schedules = ITEMS["schedule"].choices or ()
         if self.schedule not in schedules:
             raise PlanError(f"schedule={self.schedule!r} is not known; use one of {', '.join(schedules)}")
-        for item in ("offload_optimizer", "offload_params"):
+        for item in ("virtual_stages", "offload_optimizer", "offload_params"):
             choices = ITEMS[item].choices or ()
             if getattr(self, item) not in choices:
                 raise PlanError(f"{item}={getattr(self, item)!r}; use one of {', '.join(choices)}")

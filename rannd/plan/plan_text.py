@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from rannd.errors import UsageError
 from rannd.plan.compatibility import plain
 from rannd.plan.deployment import Deployment, Slot, Stage
+from rannd.plan.slot_memory import device_bytes, fullest_bytes, stages_by_slots
 
 _MIB = 2**20
 _SHORT_S = 0.1
@@ -36,6 +37,8 @@ def show(deployment: Deployment, batch_size: int | None = None) -> str:
     planned = deployment.batch_rows
     shown = deployment if batch_size in (None, planned) else scaled(deployment, batch_size or planned)
     parts = [_head(shown, planned), _stages(shown), _memory(shown)]
+    if _together(shown):
+        parts.append(_devices(shown))
     if deployment.reasons:
         parts.append(_why(deployment))
     if deployment.alternatives:
@@ -59,11 +62,12 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
     if len(stages) > _MOST_STAGES:
         stages[_MOST_STAGES - 2 : -1] = [f"{len(stages) - _MOST_STAGES + 1} more"]
     seconds = deployment.step_us / 1e6
-    most = max(stage.estimate.total_bytes for stage in deployment.stages)
+    most = fullest_bytes(deployment)
     allowed = f" of {deployment.memory_bytes // _MIB:,}" if deployment.memory_bytes else ""
     return "; ".join(
         (
-            f"{_count(len(deployment.stages), 'stage')}{f', ZeRO {zero}' if (zero := deployment.zero) else ''}: "
+            f"{_count(len(deployment.stages), 'stage')}{_together(deployment)}"
+            f"{f', ZeRO {zero}' if (zero := deployment.zero) else ''}: "
             f"{', '.join(stages)}{_offloaded(deployment)}",
             _count(deployment.microbatches, "microbatch"),
             f"step about {f'{seconds:.2f} s' if seconds >= _SHORT_S else f'{seconds * 1e3:.1f} ms'}",
@@ -72,8 +76,17 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
     )
 
 
+def _together(deployment: Deployment) -> str:
+    """How many stages each device has, if these are several: ``, 2 on each device``."""
+    each = sum(len(stage.slots) for stage in deployment.stages) // len(deployment.slots)
+    return f", {each} on each device" if each > 1 else ""
+
+
 def _offloaded(deployment: Deployment) -> str:
-    most = max(stage.estimate.offloaded_bytes for stage in deployment.stages)
+    most = max(
+        sum(deployment.stages[number].estimate.offloaded_bytes for number in numbers)
+        for numbers in stages_by_slots(deployment).values()
+    )
     what = "training state" if deployment.offload_params else "optimizer state"
     return f", {math.ceil(most / _MIB):,} MiB of {what} offloaded" if most else ""
 
@@ -141,7 +154,7 @@ def _head(deployment: Deployment, planned: int) -> str:
     stages = len(deployment.stages)
     schedule = plain(deployment.schedule) + (f", ZeRO {deployment.zero}" if deployment.zero else "")
     lines += [
-        ("devices", f"{world} on {_count(nodes, 'node')}, {_count(stages, 'stage')}"),
+        ("devices", f"{world} on {_count(nodes, 'node')}, {_count(stages, 'stage')}{_together(deployment)}"),
         (
             "batch",
             f"{_count(rows, 'row')}: {_count(world, 'rank')} x {_count(deployment.microbatches, 'microbatch')} of "
@@ -163,7 +176,7 @@ def _head(deployment: Deployment, planned: int) -> str:
         )
     if not deployment.searched_all:
         lines.append(("search", "cut off: a better plan may exist"))
-    most = max(stage.estimate.total_bytes for stage in deployment.stages)
+    most = fullest_bytes(deployment)
     allowed = f" of {_bytes(deployment.memory_bytes)} allowed" if deployment.memory_bytes else ""
     lines.append(("memory", f"{_bytes(most)}{allowed} on the fullest device"))
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
@@ -222,10 +235,20 @@ def _memory(deployment: Deployment) -> str:
         "activations",
         "transfers",
         "temporary",
-        "total per device",
+        "together" if _together(deployment) else "total per device",
         "offloaded",
     )
     return _table(heads, rows)
+
+
+def _devices(deployment: Deployment) -> str:
+    """Which stages the devices have, if they have several, and what these need together."""
+    sizes = device_bytes(deployment)
+    rows = [
+        (_places([deployment.slots[slot] for slot in slots]), ", ".join(map(str, numbers)), _bytes(sizes[slots]))
+        for slots, numbers in stages_by_slots(deployment).items()
+    ]
+    return _table(("devices", "stages", "together per device"), rows)
 
 
 def _why(deployment: Deployment) -> str:

@@ -1,34 +1,37 @@
-"""Run modes: schedules with ZeRO stages that the planner knows, and which of them the runtime can run.
-
-The planner can plan and simulate all of them if asked to, but chooses and shows only what the runtime can run.
-"""
+"""Run modes: schedules with the ZeRO stages that they can be combined with, and what may be offloaded."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import msgspec
 
 from rannd.errors import PlanError
-from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.schedule.schedules import ALL_SCHEDULES, DELAYING, SCHEDULES
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
 __all__ = [
     "LEAST_GAIN",
     "OFFLOADS",
     "PARAMS_ZERO",
-    "RUNS",
+    "RUN_MODES",
     "SCHEDULES",
+    "VIRTUAL_GAIN",
     "Offload",
     "RunMode",
     "check_known",
     "preference_us",
     "runnable_zero",
+    "virtual_gain",
 ]
 
 LEAST_GAIN = 0.05
 """Part of a step that a plan with ZeRO, or under a schedule that delays weight gradients, has to save to be preferred
 to one without: no cost counts gathers that hide less than assumed, and halves of a backward that take 1.01 to 1.17
 times as much as all of it (docs/benchmarks.md); and with ZeRO 2 and 3 a script sees pieces of its tensors."""
+
+VIRTUAL_GAIN = 0.03
+"""Part of a step that a plan with several stages per slot has to save to be preferred to one with one: it sends more
+and smaller messages, which costs count as if links had nothing else to do."""
 
 
 class RunMode(msgspec.Struct, frozen=True, order=True):
@@ -41,18 +44,9 @@ class RunMode(msgspec.Struct, frozen=True, order=True):
     zero: int = 0
     """What is sharded across the replicas of a stage: 1 optimizer state, 2 also gradients, 3 also parameters."""
 
-    @property
-    def name(self) -> str:
-        """Such as 'zb_h1', 'ZeRO 2' or 'zb_h1 with ZeRO 1'; '' if the runtime can run it without ZeRO."""
-        known = "" if self.schedule in SCHEDULES else self.schedule
-        return " with ".join(filter(None, (known, f"ZeRO {self.zero}" if self.zero else "")))
 
-
-RUNS: Mapping[RunMode, bool] = {
-    **{RunMode(each.name): each.runs for each in ALL_SCHEDULES.values()},
-    **{RunMode(each.name, zero): each.runs for each in ALL_SCHEDULES.values() for zero in each.zero},
-}
-"""Every run mode, and whether the runtime can run it."""
+RUN_MODES = tuple(RunMode(each.name, zero) for each in ALL_SCHEDULES.values() for zero in (0, *each.zero))
+"""Every run mode with one stage per slot."""
 
 
 class Offload(msgspec.Struct, frozen=True, order=True):
@@ -68,6 +62,11 @@ class Offload(msgspec.Struct, frozen=True, order=True):
         """The configuration items that ask for it."""
         return ["offload_optimizer"] * self.optimizer + ["offload_params"] * self.params
 
+    def applied(self, options: PlanOptions) -> PlanOptions:
+        """The options, asking for this and no more."""
+        optimizer, params = (str(each).lower() for each in (self.optimizer, self.params))
+        return msgspec.structs.replace(options, offload_optimizer=optimizer, offload_params=params)
+
 
 PARAMS_ZERO = 3
 """The ZeRO stage with which parameters can be offloaded."""
@@ -81,14 +80,24 @@ def preference_us(zero: int, step_us: float) -> float:
     return step_us / (1 - LEAST_GAIN) if zero else step_us
 
 
+def virtual_gain(way: RunMode, than: RunMode) -> float:
+    """Part of a step that a plan with several stages per slot has to save to be preferred to another one.
+
+    If it also has ZeRO, or delays weight gradients, and the other one does neither of these, see `LEAST_GAIN`.
+    """
+    delays = VIRTUAL_SCHEDULES[way.schedule].delays_weights and than.schedule not in DELAYING
+    return LEAST_GAIN if delays or (way.zero and not than.zero) else VIRTUAL_GAIN
+
+
 def runnable_zero(schedule: str) -> list[int]:
-    """The ZeRO stages with which the runtime can run a schedule, 0 first."""
-    return sorted(way.zero for way, runs in RUNS.items() if runs and way.schedule == schedule)
+    """The ZeRO stages that a schedule can be combined with, 0 first."""
+    known = VIRTUAL_SCHEDULES.get(schedule) or ALL_SCHEDULES[schedule]
+    return [0, *known.zero]
 
 
 def check_known(way: RunMode) -> None:
-    """Raise PlanError for a run mode that the planner does not know."""
-    if way in RUNS:
+    """Raise PlanError for a run mode that there is not."""
+    if way in RUN_MODES:
         return
     schedule = ALL_SCHEDULES.get(way.schedule)
     if schedule is None:

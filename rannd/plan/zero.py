@@ -25,6 +25,21 @@ class Trained(NamedTuple):
     """What of it belongs to parameters that other stages read, too."""
 
 
+class Units(NamedTuple):
+    """Bytes of what each replica has as a whole while a block needs it, of parameters that replicas divide."""
+
+    params: Table
+    """Parameters of the largest block."""
+    two_params: Table
+    """Those of the largest two neighbours."""
+    grads: Table
+    """Gradients of the largest block as they are reduced, but for parameters that several blocks read."""
+    two_grads: Table
+    """Those of the largest two neighbours."""
+    tied_grads: Table
+    """Gradients of all parameters that several blocks read, which are complete after the last of their backwards."""
+
+
 class ReplicaBytes(NamedTuple):
     """Memory of a replica in bytes; all but `working` is held permanently. Arrays of any shape."""
 
@@ -38,7 +53,8 @@ class ReplicaBytes(NamedTuple):
     fetched: Table
     """The parameters among them."""
     working: Table
-    """Temporary, for the largest block: its whole gradients, its parameters and those of the next block."""
+    """Temporary: whole gradients of a block, those of the block before on their way, whole parameters of a block and
+    the next one."""
 
     @property
     def state(self) -> Table:
@@ -53,7 +69,7 @@ def held(
     trainable: Trained,
     gradients: Trained,
     optimizer: Trained,
-    unit: Table,
+    units: Units,
     offload: float = 0.0,
     away: bool = False,
     grads_away: bool = False,
@@ -67,7 +83,7 @@ def held(
         trainable: Bytes of the trainable ones among them.
         gradients: Bytes of their gradients, with those of a delayed step.
         optimizer: Bytes of the optimizer's state of them.
-        unit: Trainable bytes of the stage's largest block.
+        units: What a replica has as a whole at a time.
         offload: Parameter bytes of a bucket whose state is on the device at a time; 0: all state is always there.
         away: Whether the parameters that replicas share are elsewhere while no segment reads them (with stage 3).
         grads_away: Whether their gradients are elsewhere, too.
@@ -82,12 +98,15 @@ def held(
     here = state
     if offload:
         # Two buckets: one is stepped, the next one comes. A large parameter is a bucket of its own.
-        largest = np.maximum(offload, unit / count if zero else unit)
+        largest = np.maximum(offload, units.params / count if zero else units.params)
         weight = np.divide(
             optimizer.whole, trainable.whole, out=np.zeros_like(optimizer.whole), where=trainable.whole > 0
         )
         here = np.minimum(state, 2.0 * largest * weight)
-    unit = unit * ((count > 1) | away)
+    # A sum of gradients takes as much again, but for a replica's own part, to receive those of the other replicas.
+    received = (count - 1) / count * np.maximum(units.grads, units.tied_grads)
+    grads_whole = units.tied_grads + np.maximum(2.0 * units.grads, units.two_grads + received)
+    working = (zero >= 2) * grads_whole + (zero >= 3) * units.two_params
     own = parts(trainable)
     fetched = own - trainable.shared if away else np.zeros_like(own)
     grads = parts(gradients) if zero >= 2 else gradients.whole
@@ -100,7 +119,7 @@ def held(
         here,
         (state if offload else 0.0 * state) + fetched + dropped,
         fetched,
-        unit * 3.0 if zero >= 3 else unit if zero == 2 else np.zeros_like(unit),
+        working * ((count > 1) | away),
     )
 
 

@@ -20,9 +20,9 @@ from rannd.graph.call.signature import Call, Mode, Signature, classify
 from rannd.graph.model import ModelGraph
 from rannd.graph.modules.guards import PythonState
 from rannd.graph.tracing.dropout import traced_with
+from rannd.runtime.binding.microbatches import split_rows
 from rannd.runtime.comm.context import Context
 from rannd.runtime.deployment.verify import verify
-from rannd.runtime.execution.microbatches import split_rows
 from rannd.runtime.parameters.initial_values import InitialValues
 from rannd.runtime.parameters.ownership import Parameters
 from rannd.runtime.traces.trace_provider import Tracer

@@ -142,7 +142,7 @@ class Session:
         share = Share(self.world, executor.bound.graph, by_slot) if shared else None
         step = self._step(executor, call, by_slot, share)
         self._steps += 1
-        watch.where.stage = executor.bound.stage
+        watch.where.stage = executor.bound.stages[0].number
         # Gradients that are already delayed are reduced together with those of this call, in its backward.
         return ReadyCall(call, deployed, executor, step, share, not waits and not deployed.reducer.something_waits)
 
@@ -335,7 +335,8 @@ class Session:
         """Continue with the random numbers of another run. Call it with equal arguments on all ranks."""
         self._seed, self._steps = seed, steps
         for executor in self._graphs.executors():
-            executor.computing.seed = seed
+            for computing in executor.stages.values():
+                computing.seed = seed
 
     # -- between calls ----------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from parity.cases import COMPACT, DRAWN, FULL
 from parity.compare import differences, plan_differences
 from parity.emulator import emulate
 from parity.launch import Home, Outcome, run
+from parity.several import SEVERAL
 
 BATCH = 40
 """Cases of one start of ranks."""
@@ -40,7 +41,7 @@ def _batch_of(case: Case, request: pytest.FixtureRequest) -> list[Case]:
 def _parameters() -> list[object]:
     drawn = {case.name for case in DRAWN}
     full = [pytest.param(case, marks=pytest.mark.full, id=case.name) for case in FULL if case.name not in drawn]
-    return [*(pytest.param(case, id=case.name) for case in (*COMPACT, *DRAWN)), *full]
+    return [*(pytest.param(case, id=case.name) for case in (*COMPACT, *DRAWN, *SEVERAL)), *full]
 
 
 @pytest.mark.ranks

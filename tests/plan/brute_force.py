@@ -215,8 +215,7 @@ class Reference:
         state = 2 * (part if self.zero >= 2 else whole) + factor * (part if self.zero >= 1 else whole)
         state -= whole - part if self.zero == 3 else 0
         if count > 1 and self.zero >= 2:
-            alone = [self._only(block) for block in range(start, end)]
-            state += max(alone) * (3 if self.zero == 3 else 1)
+            state += self._while_needed(start, end, count)
         made = [
             self.graph.values[value].bytes.at(rows)
             for block in self.blocks[start:end]
@@ -306,9 +305,22 @@ class Reference:
     def _params(self, start: int, end: int) -> set[int]:
         return {param for block in self.blocks[start:end] for op in block.ops for param in self.graph.ops[op].params}
 
-    def _only(self, block: int) -> int:
-        """Bytes of trainable parameters that only this block reads."""
-        return self._gradients(block, block + 1)[0]
+    def _while_needed(self, start: int, end: int, count: int) -> float:
+        """Bytes that `count` replicas, which divide parameters, have as a whole for some blocks at a time."""
+        outside = self._params(0, start) | self._params(end, len(self.blocks))
+        divided = {index for index in self._params(start, end) - outside if self.graph.params[index].trainable}
+        read = [self._params(block, block + 1) & divided for block in range(start, end)]
+        several = {index for index in divided if sum(index in each for each in read) > 1}
+
+        def sizes(sets: list[set[int]]) -> tuple[int, int]:
+            found = [sum(self.graph.params[index].bytes for index in each) for each in sets]
+            return max(found), max(map(sum, pairwise(found)), default=found[0])
+
+        largest, two = sizes([each - several for each in read])
+        tied, _ = sizes([several])
+        received = max(largest, tied) * (count - 1) / count
+        grads = tied + max(2 * largest, two + received)
+        return grads + (sizes(read)[1] if self.zero == 3 else 0)
 
     def _gradients(self, start: int, end: int) -> tuple[int, int]:
         """Bytes of trainable parameters that only these blocks read, and of those that others read too."""

@@ -12,14 +12,14 @@ from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Deployment, Slot
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.run_modes import RUNS, RunMode
+from rannd.plan.run_modes import RUN_MODES, RunMode
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate.simulator import Simulation, predict
 from rannd.profile.costs import CostTable
 
 PLENTY = 10**15
-OTHER = [way for way in RUNS if way.zero or way.schedule not in ("1f1b", "gpipe")]
+OTHER = [way for way in RUN_MODES if way.zero or way.schedule not in ("1f1b", "gpipe")]
 """All run modes but the plain ones."""
 
 

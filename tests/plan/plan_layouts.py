@@ -40,8 +40,8 @@ def layouts(draw: st.DrawFn, *, max_world: int = 6) -> Layout:
 
 
 @st.composite
-def interleaved(draw: st.DrawFn) -> tuple[Layout, Make]:
-    """Layouts with several stages per slot, and a schedule for them."""
+def interleaved(draw: st.DrawFn, *, asked: bool = False) -> tuple[Layout, Make]:
+    """Layouts with several stages per slot, and a schedule for them. `asked`: outputs may have gradients."""
     positions, replicas = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     slots = draw(st.permutations(range(positions * replicas)))
     homes = tuple(tuple(slots[at * replicas : (at + 1) * replicas]) for at in range(positions))
@@ -51,7 +51,7 @@ def interleaved(draw: st.DrawFn) -> tuple[Layout, Make]:
     possible = [(src, dst) for src in range(-1, last) for dst in range(src + 1, last + 1)]
     possible.remove((-1, last))
     edges = sorted(draw(st.lists(st.sampled_from(possible), unique=True)))
-    inner = [edge for edge in edges if edge[1] < last]
+    inner = [edge for edge in edges if edge[1] < last or asked]
     grads = sorted(draw(st.lists(st.sampled_from(inner), unique=True))) if inner else []
     sets = st.sets(st.integers(0, last - 1), min_size=2).map(lambda found: tuple(sorted(found)))
     tied = tuple(sorted(draw(st.lists(sets, max_size=2, unique=True))))

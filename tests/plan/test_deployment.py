@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from plan_instances import deploy
 from rannd.errors import DeploymentError
 from rannd.plan.compatibility import check_belongs, differences, plain
 from rannd.plan.deployment import FORMAT, MAX_BYTES, Alternative, Deployment, Provenance, Slot, decode, encode
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
 MADE = Provenance("Box", "measured", "0.1.0", "2.13.0")
 
@@ -28,6 +29,13 @@ def some() -> Deployment:
     )
     assert len(made.stages) == 2
     return made
+
+
+def placed(made: Deployment, slots: Sequence[tuple[int, ...]]) -> Deployment:
+    stages = zip(made.stages, slots, strict=True)
+    return msgspec.structs.replace(
+        made, stages=tuple(msgspec.structs.replace(stage, slots=each) for stage, each in stages)
+    )
 
 
 def changed(change: Callable[[dict[str, Any]], None]) -> bytes:
@@ -81,6 +89,15 @@ def test_a_plan_with_more_microbatches_than_rows_wanted_is_one() -> None:
         (lambda d: d["alternatives"][1].update(over_bytes=-7), r"alternatives\[1\].over_bytes is -7"),
         (lambda d: d["stages"][0].update(ops=[3]), "not a deployment .*Expected `str`"),
         (
+            lambda d: d["stages"][0].update(slots=[0, 0, 1, 1, 2, 3]),
+            "stages use 8 slots, not each of 4 once, or all of",
+        ),
+        (lambda d: [each.update(slots=[0, 0, 1, 1]) for each in d["stages"]], "stages use 8 slots, not each of 4"),
+        (
+            lambda d: (d["stages"][0].update(slots=[0, 0, 1, 1]), d["stages"][1].update(slots=[2, 2, 3, 3])),
+            "a slot twice",
+        ),
+        (
             lambda d: d["stages"][1]["estimate"].update(offloaded_bytes=5),
             r"stages\[1\] offloads 5 bytes of a plan that",
         ),
@@ -109,7 +126,8 @@ def test_a_changed_byte_gives_an_error_or_a_sound_deployment(data: st.DataObject
         found = decode(bytes(whole))
     except DeploymentError:
         return
-    assert sorted(slot for stage in found.stages for slot in stage.slots) == list(range(len(found.slots)))
+    used = sorted(slot for stage in found.stages for slot in stage.slots)
+    assert used == sorted([*range(len(found.slots))] * (len(used) // len(found.slots)))
 
 
 @given(st.binary(max_size=200))
@@ -141,6 +159,16 @@ def test_what_makes_a_deployment_wrong_is_an_error() -> None:
     with pytest.raises(DeploymentError, match=r"schedule '\?\[2Jmine', this version of rannd supports .*1f1b"):
         check_belongs(other, graph_hash=mine.graph_hash, world=4, rows=64)
     check_belongs(mine, graph_hash=mine.graph_hash, world=4, rows=2)
+    several = placed(mine, ((0, 1, 2, 3), (0, 1, 2, 3)))
+    assert decode(encode(several)) == several
+    with pytest.raises(DeploymentError, match="it has 2 stages per slot, the schedule 1f1b runs one; run without"):
+        check_belongs(several, graph_hash=mine.graph_hash, world=4, rows=64)
+    for schedule in VIRTUAL_SCHEDULES:
+        several = msgspec.structs.replace(several, schedule=schedule)
+        check_belongs(several, graph_hash=mine.graph_hash, world=4, rows=64)
+        for stages in (((0, 1), (2, 3)), ((0, 1, 2, 3), (1, 0, 2, 3))):
+            with pytest.raises(DeploymentError, match=f"damaged: .*are not placed as {schedule} needs them; run"):
+                check_belongs(placed(several, stages), graph_hash=mine.graph_hash, world=4, rows=64)
     with pytest.raises(DeploymentError, match=r"has 2 microbatches, but the batch of this call has 1 rows?; call the"):
         check_belongs(mine, graph_hash=mine.graph_hash, world=4, rows=1)
 

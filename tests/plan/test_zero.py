@@ -14,8 +14,8 @@ from rannd.errors import DeploymentError, DoesNotFitError, PlanError
 from rannd.plan.deployment import decode, encode
 from rannd.plan.plan_text import plan_line
 from rannd.plan.run_modes import Offload
-from rannd.plan.search.estimate import StageTables
-from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, Trained, held, offload_us
+from rannd.plan.stage_costs.estimate import StageTables
+from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, Trained, Units, held, offload_us
 
 
 def _trained(each: float) -> Trained:
@@ -43,10 +43,39 @@ def test_two_buckets_of_state_are_on_the_device(
         trainable=trained,
         gradients=trained,
         optimizer=state,
-        unit=np.array([unit]),
+        units=Units(*(np.array([unit]) for _ in Units._fields)),
         offload=offload,
     )
     assert (found.optimizer[0], found.offloaded[0]) == (here, elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("zero", "replicas", "away", "working"),
+    [
+        (1, 4, False, 0.0),
+        (2, 1, False, 0.0),
+        (2, 4, False, 7.0 + 15.0 + 0.75 * 10.0),
+        (2, 2, False, 7.0 + 20.0),  # a bucket is made beside the gradients that it is made of
+        (3, 4, False, 7.0 + 15.0 + 0.75 * 10.0 + 16.0),
+        (3, 1, True, 7.0 + 20.0 + 16.0),
+    ],
+)
+def test_what_is_whole_for_a_block_takes_memory_for_a_while(
+    zero: int, replicas: int, away: bool, working: float
+) -> None:
+    trained = _trained(1000.0)
+    units = Units(*(np.array([each]) for each in (11.0, 16.0, 10.0, 15.0, 7.0)))
+    found = held(
+        zero,
+        np.array([replicas]),
+        params=trained.whole,
+        trainable=trained,
+        gradients=trained,
+        optimizer=trained,
+        units=units,
+        away=away,
+    )
+    assert found.working[0] == working
 
 
 LARGE: dict[str, Any] = {"opt_param_factor": 100.0, "zero_stage": "0", "partition_num": 1, "pipeline_num": 1}

@@ -66,6 +66,7 @@ def make_blocks(parts: Partitioning, options: PlanOptions, *, world: int) -> tup
         PlanError: The graph has no op.
     """
     graph, atoms, grains = parts.graph, parts.atoms, parts.grains
+    stages = max(options.partition_num, world * options.passes)
     if not atoms:
         raise PlanError("the model has no op to place: its outputs do not depend on the batch; nothing to plan")
     most = max(options.max_partition_num, options.partition_num)
@@ -79,11 +80,11 @@ def make_blocks(parts: Partitioning, options: PlanOptions, *, world: int) -> tup
         )
         places = [False] * (len(atoms) + 1)
         grains = make_grains(graph, atoms)
-    if len(grains) >= min(len(atoms), max(options.partition_num, world)):
+    if len(grains) >= min(len(atoms), stages):
         atoms = grains
         places = cut_places(graph, atoms) if any(places) else [False] * (len(atoms) + 1)
     fixed = {at for at, allowed in enumerate(places) if allowed} if has_cut_points(graph) else set()
-    fewest = min(len(atoms), most, max(options.min_partition_num, options.partition_num, world))
+    fewest = min(len(atoms), most, max(options.min_partition_num, stages))
 
     flops_per_byte = FLOPS_PER_BYTE if options.coarsen_by_time else math.inf
     weights = [sum(op_weight(graph, op, flops_per_byte) for op in atom) for atom in atoms]

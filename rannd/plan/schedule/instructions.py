@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rannd.plan.schedule.program import AHEAD, SENDS, TRANSFERS, Action, ActionKind
+from rannd.plan.schedule.program import AHEAD, NOWHERE, SENDS, TRANSFERS, Action, ActionKind
 
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 _RECEIVES = TRANSFERS - SENDS
@@ -112,9 +112,13 @@ def _other_side(action: Action, slot: int) -> Action:
 
 
 def _posted_ahead(listed: list[Action]) -> dict[int, list[Action]]:
-    """Receives to post before each position in the list, `AHEAD` computations early."""
+    """Receives to post before each position in the list, `AHEAD` computations early.
+
+    Slots with several stages send both ways, in orders that differ on the two sides: then each direction has its own.
+    """
     posts: dict[int, list[Action]] = {}
     computes: list[int] = []
+    apart = any(action.kind not in TRANSFERS and action.stage != NOWHERE for action in listed)
     earliest: dict[tuple[int, bool], int] = {}
     """Earliest position at which the next receive from each slot in each process group may be posted."""
     for place, action in enumerate(listed):
@@ -122,7 +126,7 @@ def _posted_ahead(listed: list[Action]) -> dict[int, list[Action]]:
         if action.kind not in TRANSFERS:
             computes.append(place)
         elif action.kind in SENDS:
-            earliest[pair] = place + 1
+            earliest[pair] = earliest.get(pair, 0) if apart else place + 1
         else:
             wanted = computes[-AHEAD] if len(computes) >= AHEAD else 0
             earliest[pair] = max(earliest.get(pair, 0), wanted)
@@ -190,11 +194,13 @@ def _awaits(listed: list[Action]) -> dict[int, list[Action]]:
 
     Outputs and gradients of inputs, which are not used by the slot's own computations, are awaited at the end.
     """
-    consumers = {(action.kind, action.piece): place for place, action in enumerate(listed)}
+    consumers = {(action.kind, action.piece, action.stage): place for place, action in enumerate(listed)}
     awaits: dict[int, list[Action]] = {}
     for place, action in enumerate(listed):
         if action.kind in _RECEIVES:
-            kind = ActionKind.BACKWARD if action.kind is ActionKind.RECV_GRADS else ActionKind.FORWARD
-            needed = consumers.get((kind, action.piece), -1)
+            gradients = action.kind is ActionKind.RECV_GRADS
+            kind, stage = (ActionKind.BACKWARD, action.src) if gradients else (ActionKind.FORWARD, action.dst)
+            # Where a slot has one stage, its computations do not name it.
+            needed = consumers.get((kind, action.piece, stage), consumers.get((kind, action.piece, NOWHERE), -1))
             awaits.setdefault(needed if needed > place else len(listed), []).append(action)
     return awaits

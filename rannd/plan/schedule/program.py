@@ -136,7 +136,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         """
         found = self._stages_of[slot]
         if len(found) > 1:
-            raise PlanError(f"slot {slot} has the stages {found}, where one is expected; interleaved stages cannot run")
+            raise PlanError(f"slot {slot} has the stages {found}, where one is expected")
         return found[0]
 
     def stages_of(self, slot: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The schedules: the order of computations of each slot, and the one table of what the planner has to know of each.
 
-All of them support any layout: stages with unequal numbers of replicas, values that skip stages, tied weights. To add
-one, add a line to `ALL_SCHEDULES`; nothing else in rannd compares a schedule's name.
+All of them support any layout with one stage per slot: unequal numbers of replicas, values that skip stages, tied
+weights. To add one, add a line to `ALL_SCHEDULES`; nothing else in rannd compares a schedule's name. Those with several
+stages per slot have a table of their own, `VIRTUAL_SCHEDULES` in `virtual_stages.py`; programs are made here for both.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import msgspec
 
 from rannd.errors import PlanError
 from rannd.plan.schedule.greedy import greedy_orders
-from rannd.plan.schedule.program import Action, ActionKind, Layout, Program
+from rannd.plan.schedule.program import ActionKind, Layout, Program
 from rannd.plan.schedule.transfers import with_transfers
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 
 
 def gpipe(layout: Layout, *, interleaved: bool = False) -> Program:
     """All forwards in ascending order of microbatches, then all backwards in descending order (GPipe's schedule).
+
+    A slot with several stages runs all microbatches through the first of them, then through the next; and backwards.
 
     `interleaved`: backward belongs to the forward phase, see :func:`rannd.plan.schedule.transfers.with_transfers`.
 
@@ -25,9 +29,10 @@ def gpipe(layout: Layout, *, interleaved: bool = False) -> Program:
     """
     orders = []
     for slot in range(layout.world):
-        pieces = layout.pieces(layout.stage_of(slot), slot)
-        forwards = [Action(ActionKind.FORWARD, piece) for piece in pieces]
-        orders.append([*forwards, *(Action(ActionKind.BACKWARD, piece) for piece in reversed(pieces))])
+        work = [(stage, piece) for stage in layout.stages_of(slot) for piece in layout.pieces(stage, slot)]
+        forwards = [layout.computation(ActionKind.FORWARD, piece, stage) for stage, piece in work]
+        backwards = [layout.computation(ActionKind.BACKWARD, piece, stage) for stage, piece in reversed(work)]
+        orders.append([*forwards, *backwards])
     return with_transfers(layout, orders, interleaved=interleaved)
 
 
@@ -83,8 +88,6 @@ class Schedule(msgspec.Struct, frozen=True):
     program: Callable[[Layout, Collection[int]], Program]
     """Makes the Program of a step whose backward needs no gradients from the ranks, from a layout and the stages whose
     backward may be split."""
-    runs: bool
-    """Whether the runtime can run it (without ZeRO); otherwise it is only planned and simulated."""
     takes_turns: bool
     """Whether forward and backward take turns: a stage keeps at most :func:`window` microbatches, and E counts the
     longest round of both. Otherwise it keeps all of its microbatches, and E counts forward and backward apart."""
@@ -92,14 +95,13 @@ class Schedule(msgspec.Struct, frozen=True):
     """Whether gradients of parameters wait until a slot would be idle: a stage whose backward is split keeps as many
     microbatches as the first would, and E takes the waiting part out of fill and drain."""
     zero: tuple[int, ...]
-    """ZeRO stages with which it can be planned."""
+    """ZeRO stages that it can be combined with."""
 
 
 _TABLE = (
     Schedule(
         "1f1b",
         lambda layout, split: one_forward_one_backward(layout),
-        runs=True,
         takes_turns=True,
         delays_weights=False,
         zero=(1, 2, 3),
@@ -107,13 +109,12 @@ _TABLE = (
     Schedule(
         "gpipe",
         lambda layout, split: gpipe(layout, interleaved=True),
-        runs=True,
         takes_turns=False,
         delays_weights=False,
         zero=(1, 2, 3),
     ),
     # ZeRO 2 and 3 shard parameter gradients as soon as they are computed, and these are delayed.
-    Schedule("zb_h1", zero_bubble_h1, runs=True, takes_turns=True, delays_weights=True, zero=(1,)),
+    Schedule("zb_h1", zero_bubble_h1, takes_turns=True, delays_weights=True, zero=(1,)),
 )
 ALL_SCHEDULES: Mapping[str, Schedule] = {each.name: each for each in _TABLE}
 """Every schedule by name."""
@@ -121,38 +122,25 @@ ALL_SCHEDULES: Mapping[str, Schedule] = {each.name: each for each in _TABLE}
 DEFAULT_SCHEDULE = "1f1b"
 """Name of the schedule that plans are searched for where none is asked for."""
 
-DELAYING = tuple(each.name for each in _TABLE if each.runs and each.delays_weights)
+DELAYING = tuple(each.name for each in _TABLE if each.delays_weights)
 """Names of those that the best of these plans are compared with: the same order of work, but for what is delayed."""
 
-SCHEDULES = tuple(each.name for each in _TABLE if each.runs)
-"""Names of the schedules that the runtime can run."""
+SCHEDULES = tuple(ALL_SCHEDULES)
+"""Names of the schedules with one stage per slot."""
 
 ASKED_SCHEDULE = "gpipe"
 """Name of the schedule of calls whose backward the script asks for, so that it cannot begin inside the call."""
 
 
 def planned_program(schedule: str, layout: Layout, split: Collection[int] = ()) -> Program:
-    """Return the Program of a step under any schedule, for display and simulation.
+    """Return the Program of a step under any schedule, with one stage per slot or several.
 
     `split`: the stages whose backward may be split (see StepCosts.split).
 
     Raises:
-        PlanError: The schedule is not known.
+        PlanError: The schedule is not known, or the stages are not placed as it needs them.
     """
-    if schedule not in ALL_SCHEDULES:
-        raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(ALL_SCHEDULES)}")
-    return ALL_SCHEDULES[schedule].program(layout, split)
-
-
-def interleaved_program(schedule: str, layout: Layout, split: Collection[int] = ()) -> Program:
-    """Return the Program of a step to run; PlanError if the schedule is not known or cannot be run.
-
-    `split`: the stages whose backward is planned in two halves.
-    """
-    if schedule in ALL_SCHEDULES and schedule not in SCHEDULES:
-        raise PlanError(
-            f"schedule {schedule!r} can be planned and simulated, but not be run yet; use one of {', '.join(SCHEDULES)}"
-        )
-    if schedule not in SCHEDULES:
-        raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(SCHEDULES)}")
-    return planned_program(schedule, layout, split)
+    names = (*ALL_SCHEDULES, *VIRTUAL_SCHEDULES)
+    if schedule not in names:
+        raise PlanError(f"no schedule is named {schedule!r}; use one of {', '.join(names)}")
+    return (ALL_SCHEDULES.get(schedule) or VIRTUAL_SCHEDULES[schedule]).program(layout, split)

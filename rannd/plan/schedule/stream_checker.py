@@ -24,6 +24,7 @@ from rannd.plan.schedule.instructions import Instruction, Posting, instructions,
 from rannd.plan.schedule.program import NOWHERE, SENDS, TRANSFERS, Action, ActionKind, Program
 
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
+_ACCUMULATE = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT})
 _MEET = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
 _Transfer = tuple[bool, int, int, int, int, int]
 """A transfer as both sides name it: whether it is a gradient, edge, microbatch, sender, receiver."""
@@ -50,8 +51,8 @@ class StreamRules:
     synchronises: bool = True
     """Hosts may wait for their device before each computation, and in the middle of a backward."""
     overlap: bool = True
-    """Reductions of gradients begin in the middle of a slot's last backward, or of its last second half, not at the end
-    of the step."""
+    """Reductions of gradients begin in the middle of the last backward of a stage, or of its last second half, not at
+    the end of the step."""
     meets: bool = False
     """The replicas of a stage wait for each other before and after each forward and backward (ZeRO 2 and 3)."""
 
@@ -80,8 +81,8 @@ class _Slot:
     """Events on this device since the host last waited for it."""
     firsts: dict[object, int] = field(default_factory=dict)
     """The host's first operation of each communicator."""
-    met: list[ActionKind] = field(default_factory=list)
-    """What it met its replicas for."""
+    met: list[tuple[ActionKind, int]] = field(default_factory=list)
+    """What it met its replicas for: computations, and their stages."""
 
 
 class _Events:
@@ -103,7 +104,7 @@ class _Events:
         for slot in range(program.layout.world):
             listed = [each for slots, played in phases for each in instructions(slots, slot, posting, played)]
             reductions = [action for action in program.slots[slot] if action.kind is ActionKind.REDUCE]
-            for operation, action in _operations(listed, reductions, overlap=rules.overlap):
+            for operation, action in self._operations(slot, listed, reductions):
                 self._issue(slot, operation, action)
         for slots in program.layout.stages:
             if any(self._slots[slot].met != self._slots[slots[0]].met for slot in slots):
@@ -116,6 +117,46 @@ class _Events:
         self._names.append(name)
         self._before.append(list(before))
         return len(self._names) - 1
+
+    def _operations(
+        self, slot: int, listed: Sequence[Instruction], reductions: Sequence[Action]
+    ) -> Iterator[tuple[str, Action]]:
+        """What a host does in a step, in order: 'post', 'await', 'compute', 'send', 'reduce'."""
+        left = list(reductions)
+        begin = self._beginnings(slot, listed, reductions) if self._rules.overlap else {}
+        for each in listed:
+            yield from (("post", action) for action in each.posts)
+            yield from (("await", action) for action in (*each.awaits, *each.settles))
+            if each.action is None:
+                continue
+            if each.action.kind in TRANSFERS:
+                yield "send", each.action
+                continue
+            yield "compute", each.action
+            if each.action in begin:
+                yield from (("reduce", action) for action in begin[each.action])
+                yield "compute", each.action
+                left = [action for action in left if action not in begin[each.action]]
+        yield from (("reduce", action) for action in left)
+        yield from (("compute", action) for action in reductions[:1])  # the next step
+
+    def _beginnings(
+        self, slot: int, listed: Sequence[Instruction], reductions: Sequence[Action]
+    ) -> dict[Action, list[Action]]:
+        """The reductions that begin in each computation: the last that adds to gradients of one of their stages."""
+        layout = self._program.layout
+        last: dict[int, int] = {}
+        computed = [each.action for each in listed if each.action is not None and each.action.kind in _ACCUMULATE]
+        for place, action in enumerate(computed):
+            last[layout.stage_at(slot, action)] = place
+        found: dict[Action, list[Action]] = {}
+        for reduction in reductions:
+            alone = reduction.piece == NOWHERE
+            stages = {layout.stage_at(slot, reduction)} if alone else set(layout.tied[reduction.piece])
+            places = [place for stage, place in last.items() if stage in stages]
+            if places:
+                found.setdefault(computed[max(places)], []).append(reduction)
+        return found
 
     def _issue(self, slot: int, operation: str, action: Action) -> None:
         """Add the events of one operation of a host."""
@@ -145,14 +186,15 @@ class _Events:
 
     def _meet(self, slot: int, action: Action) -> None:
         """Let the computations of a slot wait for those of its replicas that are as far."""
-        here, stage = self._slots[slot], self._program.layout.stage_of(slot)
-        if len(self._program.layout.stages[stage]) == 1:
+        here, layout = self._slots[slot], self._program.layout
+        stage = layout.stage_at(slot, action)
+        if len(layout.stages[stage]) == 1:
             return
-        number = len(here.met)
-        here.met.append(action.kind)
-        if (stage, number) not in self._meetings:
-            self._meetings[stage, number] = self._event(f"meeting {number} of the replicas of stage {stage}")
-        meeting = self._meetings[stage, number]
+        number, first = len(here.met), layout.stages_of(slot)[0]  # replicas have the same stages
+        here.met.append((action.kind, stage))
+        if (first, number) not in self._meetings:
+            self._meetings[first, number] = self._event(f"meeting {number} of the replicas of stage {stage}")
+        meeting = self._meetings[first, number]
         self._before[meeting] += (here.host, here.compute)
         here.compute = self._event(f"slot {slot} at {action}", here.host, here.compute, meeting)
         here.pending.add(here.compute)
@@ -185,8 +227,8 @@ class _Events:
         return self._transfers[key]
 
     def _collective(self, slot: int, action: Action) -> int:
-        """The event of a reduction: over the slot's own stage, or over tied stages."""
-        key = (self._program.layout.stage_of(slot) if action.piece == NOWHERE else NOWHERE, action.piece)
+        """The event of a reduction: over a stage of the slot, or over tied stages."""
+        key = (self._program.layout.stage_at(slot, action) if action.piece == NOWHERE else NOWHERE, action.piece)
         if key not in self._collectives:
             self._collectives[key] = self._event(f"the reduction {action}")
         return self._collectives[key]
@@ -228,27 +270,3 @@ class _Events:
         names = [self._names[each] for each in seen[seen.index(event) :]]
         kept = [name for place, name in enumerate(names) if name != names[place - 1]] or names[:1]
         return " waits for ".join([*kept, kept[0]])
-
-
-def _operations(
-    listed: Sequence[Instruction], reductions: Sequence[Action], *, overlap: bool
-) -> Iterator[tuple[str, Action]]:
-    """What a host does in a step, in order: 'post', 'await', 'compute', 'send', 'reduce'."""
-    computed = [each.action for each in listed if each.action is not None]
-    accumulating = [action for action in computed if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)]
-    last = accumulating[-1] if overlap and accumulating else None
-    for each in listed:
-        yield from (("post", action) for action in each.posts)
-        yield from (("await", action) for action in (*each.awaits, *each.settles))
-        if each.action is None:
-            continue
-        if each.action.kind in TRANSFERS:
-            yield "send", each.action
-            continue
-        yield "compute", each.action
-        if each.action == last:
-            yield from (("reduce", action) for action in reductions)
-            yield "compute", each.action
-    if last is None:
-        yield from (("reduce", action) for action in reductions)
-    yield from (("compute", action) for action in reductions[:1])  # the next step

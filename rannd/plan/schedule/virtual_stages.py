@@ -1,4 +1,4 @@
-"""Schedules with several stages per slot: interleaved 1F1B and ZB-V. They are simulated, and cannot be run.
+"""Schedules with several stages per slot: interleaved 1F1B and ZB-V.
 
 All stages have equally many replicas, so each pipeline side by side has one slot for each *position*; a microbatch
 passes the positions several times::
@@ -9,7 +9,9 @@ passes the positions several times::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import msgspec
 
 from rannd.errors import PlanError
 from rannd.plan.schedule.program import ActionKind, Layout, Program
@@ -46,7 +48,7 @@ def interleaved_1f1b(layout: Layout, *, ahead: int = 0) -> Program:
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021),
     section 2.2.
     """
-    count = _positions(layout, round_robin, "interleaved 1F1B")
+    count = _positions(layout, INTERLEAVED_1F1B)
     orders = []
     for slot in range(layout.world):
         stages = layout.stages_of(slot)
@@ -83,7 +85,7 @@ def zero_bubble_v(layout: Layout, split: Collection[int]) -> Program:
     Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 6; the order is that of
     ``ScheduleZBVZeroBubble`` of torch.distributed.pipelining.
     """
-    count = _positions(layout, lambda positions, passes: v_shape(positions), "ZB-V")
+    count = _positions(layout, ZB_V)
     orders = []
     for slot in range(layout.world):
         stages = layout.stages_of(slot)
@@ -135,13 +137,53 @@ def _v_order(count: int, position: int, pieces: int) -> Sequence[_Turn]:
     return order
 
 
-def _positions(layout: Layout, placed: Callable[[Slots, int], Slots], schedule: str) -> int:
-    """Return the number of positions of a layout whose stages are `placed`."""
-    passes = layout.virtual_stages
-    count = len(layout.stages) // passes
-    if passes < 2 or placed(layout.stages[:count], passes) != layout.stages:
-        raise PlanError(
-            f"stages {layout.stages} with {passes} per slot are not placed as {schedule} needs them; place them with "
-            "round_robin or v_shape of virtual_stages.py"
-        )
-    return count
+INTERLEAVED_1F1B, ZB_V = "interleaved_1f1b", "zb_v"
+"""Names of these schedules."""
+
+
+class VirtualSchedule(msgspec.Struct, frozen=True):
+    """A schedule with several stages per slot."""
+
+    name: str
+    program: Callable[[Layout, Collection[int]], Program]
+    """Makes the Program of a step whose backward needs no gradients from the ranks, from a layout and the stages whose
+    backward may be split."""
+    placed: Callable[[Slots, int], Slots]
+    """Slots of each stage, from those of each position and the number of stages per slot."""
+    delays_weights: bool
+    """Whether gradients of parameters may wait in the stages whose backward is split."""
+    zero: tuple[int, ...]
+    """ZeRO stages with which it can be run: 2 and 3 shard gradients as soon as they are computed."""
+
+    def problem(self, stages: Slots) -> str:
+        """Return what is wrong with the slots of the stages of a layout, or ''."""
+        passes = sum(map(len, stages)) // max(len({slot for slots in stages for slot in slots}), 1)
+        if passes < 2 or self.placed(stages[: len(stages) // passes], passes) != stages:
+            return f"stages {stages} with {passes} per slot are not placed as {self.name} needs them"
+        return ""
+
+
+VIRTUAL_SCHEDULES: Mapping[str, VirtualSchedule] = {
+    each.name: each
+    for each in (
+        VirtualSchedule(
+            INTERLEAVED_1F1B,
+            lambda layout, split: interleaved_1f1b(layout),
+            round_robin,
+            delays_weights=False,
+            zero=(1, 2, 3),
+        ),
+        VirtualSchedule(
+            ZB_V, zero_bubble_v, lambda positions, passes: v_shape(positions), delays_weights=True, zero=(1,)
+        ),
+    )
+}
+"""Every schedule with several stages per slot, by name. The runtime can run all of them."""
+
+
+def _positions(layout: Layout, schedule: str) -> int:
+    """Return the number of positions of a layout; PlanError if its stages are not placed as the schedule needs them."""
+    problem = VIRTUAL_SCHEDULES[schedule].problem(layout.stages)
+    if problem:
+        raise PlanError(f"{problem}; place them with round_robin or v_shape of virtual_stages.py")
+    return len(layout.stages) // layout.virtual_stages

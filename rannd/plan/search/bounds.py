@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from rannd.plan.search.estimate import NEVER, StageTables
+from rannd.plan.stage_costs.estimate import NEVER, StageTables
 from rannd.plan.topology import Table
 
 COARSE, FINE = 24, 64

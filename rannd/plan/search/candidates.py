@@ -9,9 +9,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from rannd.plan.run_modes import RunMode
-from rannd.plan.search.estimate import StageTables
 from rannd.plan.search.stages import Choice, e_of, preferred_choice
+from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.topology import Mask
 
 EFFORT = 20_000
@@ -44,7 +43,7 @@ class Candidate(msgspec.Struct, frozen=True):
         plan = f"{len(replicas)} stages{each}, {pieces}"
         if len(replicas) == 1:
             plan = f"{replicas[0]}-way data parallel"
-        return ", ".join(filter(None, (plan, RunMode(variant.schedule, variant.zero).name)))
+        return f"{plan}, ZeRO {variant.zero}" if variant.zero else plan
 
 
 def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None = None) -> Candidate:

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.blocks.cut_places import cut_places, has_cut_points
-from rannd.plan.deployment import FORMAT, Deployment, Slot, Stage
+from rannd.plan.deployment import FORMAT, Deployment, Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
-from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUNS, Offload, RunMode, check_known, runnable_zero
+from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUN_MODES, Offload, RunMode, check_known, runnable_zero
 from rannd.plan.schedule.schedules import ASKED_SCHEDULE, DEFAULT_SCHEDULE, DELAYING
 from rannd.plan.search.candidates import Candidate, alike, candidate, candidates
-from rannd.plan.search.estimate import StageTables, Variant
-from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.ranking import rank
 from rannd.plan.search.reasons import Searched, reasons
-from rannd.plan.search.reduction_times import Reductions
-from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies, stage_name
+from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, remedies
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
+from rannd.plan.search.virtual_planner import VirtualJob, challenged, forced
 from rannd.plan.simulate.layout import piece_rows
-from rannd.plan.stage_modules import stage_modules
+from rannd.plan.stage_costs.estimate import StageTables, Variant
+from rannd.plan.stage_costs.intervals import Intervals
+from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.stage_parts import StagePart, stage_name, stages_of
 from rannd.plan.topology import Machine, Mask, place
+from rannd.plan.virtual.virtual_asked import VirtualAsked, asked_for
 from rannd.plan.zero import replica_counts
 from rannd.profile.costs import CostTable
 
@@ -73,13 +73,14 @@ def plan(
             forwards run before all backwards.
         ranked: Simulate this plan and others, and return the fastest, which takes longer than the search itself. Only
             then a free schedule is chosen; otherwise it is the default one.
-        way: The run mode, also one that cannot be run yet; None: from the options.
+        way: The run mode; None: from the options.
 
     Raises:
         PlanError: Constraints contradict each other.
         DoesNotFitError: No plan fits; the message has the smallest memory that would suffice.
     """
-    free = way is None and interleaved and options.schedule == AUTO
+    asked = asked_for(options, interleaved=interleaved) if way is None else VirtualAsked((), (), False, "asked for")
+    free = way is None and interleaved and (options.schedule == AUTO or asked.forced)
     chosen = way or RunMode((DEFAULT_SCHEDULE if free else options.schedule) if interleaved else ASKED_SCHEDULE)
     check_known(chosen)
     runnable = runnable_zero(chosen.schedule)
@@ -93,17 +94,24 @@ def plan(
     if batch_rows < 1:
         raise PlanError(f"a global batch of {batch_rows} rows; plan with at least one")
     machine = Machine(slots, costs.link, costs.between)
-    places = np.array(cut_places(graph, [block.ops for block in blocks]))
-    stages, replicas = _demands(
-        options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=opaque_code(graph)
-    )
-    allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
     rows_per_rank = math.ceil(batch_rows / world)
     counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=opaque_code(graph))
     counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
     intervals = Intervals(graph, blocks, costs.blocks, options)
     reductions = Reductions(intervals, machine)
+    replicas = _replicas(options, world)
+    job = VirtualJob(
+        graph, blocks, costs, slots, batch_rows, memory_bytes, options, intervals, reductions, counts, replicas.tolist()
+    )
+    offloads = _offloads(options, chosen, way)
+    if asked.forced:
+        return forced(job, asked, offloads)
+    places = np.array(cut_places(graph, [block.ops for block in blocks]))
+    stages = _demanded(
+        options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=opaque_code(graph)
+    )
+    allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
 
     def tables(
         allowed: Mask,
@@ -114,8 +122,7 @@ def plan(
         offload: Offload,
         schedules: Sequence[str] = (chosen.schedule,),
     ) -> list[StageTables]:
-        away = {f"offload_{each}": str(getattr(offload, each)).lower() for each in ("optimizer", "params")}
-        asked = msgspec.structs.replace(options, **away)
+        asked = offload.applied(options)
         if recompute:
             asked = msgspec.structs.replace(asked, checkpointing=True, checkpointing_no_last=False)
         return [
@@ -134,13 +141,12 @@ def plan(
             for replicas in replica_counts(zero, world)
             for placement in machine.placements
             for count in counts
-            if RunMode(schedule, zero) in RUNS and (allowed & replicas).any()
+            if RunMode(schedule, zero) in RUN_MODES and (allowed & replicas).any()
         ]
 
     limit = float(memory_bytes)
     needs: list[Need | None] = []
     """What is configured needs at least, with each of what may be offloaded."""
-    offloads = _offloads(options, chosen, way)
     for offload in offloads:
         used = [PARAMS_ZERO] if offload.params else zeros
         every = tables(allowed, limit, False, zeros=used, offload=offload)
@@ -164,17 +170,17 @@ def plan(
         others = alone(allowed, limit, False, schedules=DELAYING) if free else []
         ranking = rank([*best, *among], make, graph, costs, options, partial(alike, others))
         search = Searched(every, plain.choice, others, needs, stages=stages, counts=counts, coupled=graph.rows_coupled)
-        return msgspec.structs.replace(
-            ranking.deployment, reasons=reasons(ranking, search, options, way=way, interleaved=interleaved)
-        )
+        told = reasons(ranking, search, options, way=way, interleaved=interleaved)
+        deployment = msgspec.structs.replace(ranking.deployment, reasons=told)
+        return challenged(job, asked, msgspec.structs.replace(ranking, deployment=deployment), used)
     need = _least(*needs)
     params = all(each.params for each in offloads)
     if need is None and (min(zeros) >= 2 or params):
-        asked, other = f"zero_stage={options.zero_stage}", "zero_stage=1"
+        given, other = f"zero_stage={options.zero_stage}", "zero_stage=1"
         if params:
-            asked, other = "offload_params=true", "offload_params=false"
+            given, other = "offload_params=true", "offload_params=false"
         raise PlanError(
-            f"ZeRO stages 2 and 3 ({asked}) need equally many replicas of all stages, which "
+            f"ZeRO stages 2 and 3 ({given}) need equally many replicas of all stages, which "
             f"{stages or 'no allowed number of'} stages (partition_num={options.partition_num}) of {world} devices "
             f"cannot have; use a number of stages that divides the devices, or {other}"
         )
@@ -208,7 +214,7 @@ def _allows(options: PlanOptions, what: Offload) -> bool:
 def _offloads(options: PlanOptions, chosen: RunMode, way: RunMode | None) -> list[Offload]:
     """What may be offloaded, in the order in which it is tried. PlanError if what has to be cannot be."""
     divided = options.zero_stage in (AUTO, str(PARAMS_ZERO)) if way is None else way.zero == PARAMS_ZERO
-    divided &= RUNS.get(RunMode(chosen.schedule, PARAMS_ZERO), False)
+    divided &= RunMode(chosen.schedule, PARAMS_ZERO) in RUN_MODES
     found = [each for each in OFFLOADS if _allows(options, each) and (divided or not each.params)]
     if not found:
         raise PlanError(
@@ -305,10 +311,19 @@ def _measurable(
     return found
 
 
-def _demands(
-    options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str
-) -> tuple[int, npt.NDArray[np.bool_]]:
-    """Return the number of stages (0: free), and by number of replicas (from 1) whether a stage may have so many.
+def _replicas(options: PlanOptions, world: int) -> Mask:
+    """Return by number of replicas (from 1) whether a stage may have so many."""
+    counts = np.arange(1, world + 1)
+    found: Mask = counts > 0
+    if options.replica_num:
+        found &= counts == options.replica_num
+    elif options.limit_dev_num_pot:
+        found &= ((counts & (counts - 1)) == 0) | (counts == world)
+    return found
+
+
+def _demanded(options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str) -> int:
+    """Return the number of stages; 0: free.
 
     Args:
         options: Constraints of the configuration.
@@ -343,13 +358,7 @@ def _demands(
             f"{stages} stages (partition_num={options.partition_num}, replica_num={replicas}), but the model divides "
             f"into {blocks} blocks only; use at most {blocks} stages{why}"
         )
-    counts = np.arange(1, world + 1)
-    allowed = counts > 0
-    if replicas:
-        allowed &= counts == replicas
-    elif options.limit_dev_num_pot:
-        allowed &= ((counts & (counts - 1)) == 0) | (counts == world)
-    return stages, allowed
+    return stages
 
 
 def _deployment(
@@ -363,33 +372,23 @@ def _deployment(
 ) -> Deployment:
     choice, table = chosen.choice, chosen.table
     searched = found.choice is not None and found.choice.variant.schedule == choice.variant.schedule
-    stages = []
-    spans = list(choice.spans(len(blocks)))
-    used = place(choice.replicas, choice.variant.placement)
-    ops = [sorted(op for block in blocks[start:end] for op in block.ops) for start, end, _, _ in spans]
-    modules = stage_modules(graph, ops)
-    for number, ((start, end, replicas, later), home) in enumerate(zip(spans, used, strict=True)):
-        divided = table.segments(start, end, replicas, used=later)
-        segment_of = {
-            op: bisect_right(divided.ends, place) for place, block in enumerate(blocks[start:end]) for op in block.ops
-        }
-        stages.append(
-            Stage(
-                name=stage_name(start, end),
-                ops=tuple(graph.ops[op].name for op in ops[number]),
-                slots=home,
-                recompute=any(divided.again),
-                estimate=table.estimate(start, end, replicas, used=later),
-                modules=modules[number],
-                segment_of=tuple(segment_of[op] for op in ops[number]) if len(divided.ends) > 1 else (),
-                recomputed=divided.again if len(divided.ends) > 1 else (),
-            )
+    parts = [
+        StagePart(
+            start,
+            end,
+            home,
+            table.segments(start, end, replicas, used=later),
+            table.estimate(start, end, replicas, used=later),
         )
+        for (start, end, replicas, later), home in zip(
+            choice.spans(len(blocks)), place(choice.replicas, choice.variant.placement), strict=True
+        )
+    ]
     return Deployment(
         format=FORMAT,
         graph_hash=graph.graph_hash,
         slots=slots,
-        stages=tuple(stages),
+        stages=stages_of(graph, blocks, parts),
         microbatches=choice.variant.microbatches,
         schedule=choice.variant.schedule,
         batch_rows=batch_rows,

@@ -11,9 +11,9 @@ from rannd.plan.deployment import OFFLOAD, OFFLOAD_PARAMS, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, RunMode
 from rannd.plan.search.candidates import Candidate
-from rannd.plan.search.estimate import StageTables
 from rannd.plan.search.ranking import Ranking
 from rannd.plan.search.stages import Choice, Need, e_of, smallest_memory
+from rannd.plan.stage_costs.estimate import StageTables
 from rannd.units import amount, amounts_apart
 
 _Value = TypeVar("_Value", int, str)

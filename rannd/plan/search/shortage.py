@@ -12,6 +12,7 @@ from rannd.graph.fx.ir import TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.stages import Need
+from rannd.plan.stage_costs.stage_parts import stage_name
 from rannd.units import amount, amounts_apart
 
 _GIB = 1024**3
@@ -86,11 +87,6 @@ def _upward(count: float) -> str:
     size = next((size for size in (2**30, 2**20, 2**10) if count >= size), 1)
     digits = 10.0 ** (3 - math.floor(math.log10(max(count / size, 1.0))))
     return amount(math.ceil(count / size * digits) / digits * size, 5)
-
-
-def stage_name(start: int, end: int) -> str:
-    """Return the name of the stage of blocks `start` to `end` - 1, as in the estimate's log lines."""
-    return f"MERGE_{start}_{end - 1}"
 
 
 def modules_of(graph: TaskGraph, block: Block) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 
 from rannd.plan.run_modes import Offload, preference_us
 from rannd.plan.search.bounds import COARSE, FINE, Bounds
-from rannd.plan.search.estimate import StageTables, Variant
+from rannd.plan.stage_costs.estimate import StageTables, Variant
 from rannd.plan.topology import Table
 
 EFFORT = 200_000

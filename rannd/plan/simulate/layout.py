@@ -13,6 +13,7 @@ from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.deployment import Deployment
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
+from rannd.plan.schedule.in_flight import flights
 from rannd.plan.schedule.program import Edge, Layout
 from rannd.plan.schedule.schedules import window
 from rannd.plan.simulate.step_costs import StepCosts, bucket_sizes
@@ -81,10 +82,14 @@ def step_costs(
     pieces = [math.ceil(layout.pieces_total / len(slots)) for slots in layout.stages]
     estimates = [stage.estimate for stage in deployment.stages]
     kept, later, working = [], [], []
+    virtual = layout.virtual_stages > 1
+    split = frozenset(number for number, each in enumerate(estimates) if each.weight_us > 0)
+    flown = flights(deployment.schedule, layout, split).most if virtual else ()
     for number, (each, count) in enumerate(zip(estimates, pieces, strict=True)):
         # An estimate without a number of microbatches in flight was made for GPipe, which keeps all of them.
         flying = each.in_flight if each.pieces == count else count
-        first = min(window(layout, number), flying) if each.weight_bytes else flying
+        first = flown[number][0] if virtual else window(layout, number)
+        first = min(first, flying) if each.weight_bytes else flying
         activation = math.ceil((each.activation_bytes - each.weight_bytes * (flying - first)) / first)
         kept.append(each.output_bytes + activation)
         later.append(each.output_bytes + (each.weight_bytes or activation))

@@ -1,4 +1,4 @@
-"""Compiles this rank's stage of a bound graph for the pieces of the mini-batches that it was traced for."""
+"""Compiles this rank's stages of a bound graph for the pieces of the mini-batches that it was traced for."""
 
 from __future__ import annotations
 
@@ -6,35 +6,28 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rannd.runtime.binding.bound_graph import BoundGraph, BoundStage, Segment
+from rannd.runtime.binding.microbatches import Pieces
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage
 from rannd.runtime.compiling.stage_compiling import StageToCompile, compile_stages
-from rannd.runtime.execution.bound_graph import BoundGraph
-from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.execution.shared_batch import rows_by_slot
 
 
 def compile_bound(
     context: Context, bound: BoundGraph, state: Mapping[str, torch.Tensor], rows: Sequence[int]
-) -> list[CompiledStage]:
-    """Compile the segments of the stage; [] if `compile_stages` is off. Collective over all ranks.
+) -> dict[int, list[CompiledStage]]:
+    """Compile the segments of each stage, by its number; {} if `compile_stages` is off. Collective over all ranks.
 
     `state`: this rank's tensors by name. `rows`: rows of each rank's mini-batch.
     """
     if context.config.compile_stages == "off":
-        return []
+        return {}
     world = context.world
     by_slot = tuple(rows[rank] for rank in world.rank_of_slot)
     if context.options.shared:
         by_slot = rows_by_slot(world, bound.graph, rows[0])
     inside = bound.runs_backward_inside(wanted=context.config.interleave_loss, scaled=context.options.scaled)
-    tensors = {}
-    for name in bound.part.tensors:
-        held = bound.constants.get(name, state.get(name))
-        if held is None or (name in bound.borrowed and name not in state):
-            like = bound.graph.traced.named(name)
-            held = torch.empty(like.shape, dtype=like.dtype, device=world.device)
-        tensors[name] = held
     if inside and bound.interleaved is not None:
         live = bound.interleaved.live
     else:
@@ -45,12 +38,32 @@ def compile_bound(
             bound.graph,
             each.part,
             each.members,
-            {name: tensors[name] for name in each.part.tensors},
+            _tensors(bound, stage, each, state, world.device),
             each.recompute,
             live,
             inside,
             pieces,
         )
-        for each in bound.segments
+        for stage in bound.stages
+        for each in stage.segments
     ]
-    return compile_stages(context, segments)
+    found = iter(compile_stages(context, segments))
+    return {stage.number: [next(found) for _ in stage.segments] for stage in bound.stages}
+
+
+def _tensors(
+    bound: BoundGraph,
+    stage: BoundStage,
+    segment: Segment,
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The tensors that a segment reads, or others like those that other ranks lend."""
+    tensors = {}
+    for name in segment.part.tensors:
+        held = stage.constants.get(name, state.get(name))
+        if held is None:
+            like = bound.graph.traced.named(name)
+            held = torch.empty(like.shape, dtype=like.dtype, device=device)
+        tensors[name] = held
+    return tensors

@@ -9,8 +9,9 @@ from rannd.errors import PlanError
 from rannd.plan.schedule.program import TRANSFERS, ActionKind, Program
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.stream_checker import StreamRules, check_streams
+from rannd.runtime.binding.bound_graph import BoundGraph
+from rannd.runtime.binding.traffic import Traffic
 from rannd.runtime.comm.world import World
-from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
 from rannd.runtime.transport.transport import Pair, Transport, pair
 
 _GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})

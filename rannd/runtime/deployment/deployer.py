@@ -17,11 +17,12 @@ from rannd.graph.model import ModelGraph
 from rannd.plan.deployment import Deployment
 from rannd.plan.plan_text import show
 from rannd.profile.graph_profile import GraphProfile
+from rannd.runtime.binding.bound_graph import bind
+from rannd.runtime.binding.planned_cut import planned_stages, segment_owners, tensor_owners
 from rannd.runtime.comm.context import Context
 from rannd.runtime.deployment.bound_compiling import compile_bound
 from rannd.runtime.deployment.connecting import connect
 from rannd.runtime.deployment.undeploy import Origin
-from rannd.runtime.execution.bound_graph import bind, planned_stages, segment_owners, tensor_owners
 from rannd.runtime.execution.executor import Executor
 from rannd.runtime.gradients import grad_norm
 from rannd.runtime.gradients.autograd_inputs import Anchor
@@ -65,7 +66,7 @@ class Deployed:
     clip_watch: ClipWatch | None
     whole: WholeOptimizer | None
     segment_owners: Mapping[str, tuple[int, ...]]
-    """Segments of stages that read each parameter and buffer."""
+    """Segments that read each parameter and buffer, numbered through all stages."""
 
     def begin_call(self, number: int, *, float16: bool) -> None:
         """Prepare a call: take up changes that the script has made to parameters since the last one. Collective."""
@@ -115,7 +116,8 @@ class Deployer:
         promise = planner.promise(deployment)
         world.watch.promises[promise.digest] = promise
         world.watch.stages = {
-            world.rank_of_slot[slot]: number for number, each in enumerate(deployment.stages) for slot in each.slots
+            rank: tuple(number for number, each in enumerate(deployment.stages) if slot in each.slots)
+            for slot, rank in enumerate(world.rank_of_slot)
         }
         return self._distribute(graph, deployment, promise)
 
@@ -247,7 +249,7 @@ class Deployer:
         state = deployed.parameters.aliases
         values = None if deployed.reducer.sharded is None else deployed.reducer.sharded.values
         if values is not None and self._config.compile_stages != "off":
-            (every,) = values.readers([bound.part.tensors])
+            (every,) = values.readers([{name for stage in bound.stages for name in stage.part.tensors}])
             values.enter(every)
         compiled = compile_bound(self._context, bound, state, rows)
         if values is not None:

@@ -17,7 +17,8 @@ from torch.fx import Node
 from rannd.device.reads import read
 from rannd.errors import StepError
 from rannd.plan.schedule.instructions import Instruction, instructions
-from rannd.plan.schedule.program import TRANSFERS, Action, ActionKind
+from rannd.runtime.binding.bound_graph import BoundGraph
+from rannd.runtime.binding.microbatches import Pieces
 from rannd.runtime.comm.context import Context
 from rannd.runtime.comm.lockstep import (
     Phase,
@@ -30,12 +31,11 @@ from rannd.runtime.comm.lockstep import (
     unpack_floats,
 )
 from rannd.runtime.compiling.compiled_stage import CompiledStage
-from rannd.runtime.execution.bound_graph import BoundGraph, Traffic
 from rannd.runtime.execution.global_sums import Totals
 from rannd.runtime.execution.inputs import MiniBatch
-from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.execution.outputs import join
-from rannd.runtime.execution.p2p import Exchange, MessageBuffers, Parcel
+from rannd.runtime.execution.program_player import ACTS, ProgramPlayer
+from rannd.runtime.execution.slot_tensors import SlotTensors
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
@@ -45,13 +45,14 @@ from rannd.runtime.gradients.scaling import Factor, scaled
 MOST_SIZES = 64
 """Maximum number of cached mini-batch sizes."""
 
-ACTS = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT})
-_GRADS = frozenset({ActionKind.SEND_GRADS, ActionKind.RECV_GRADS})
 _FORWARD, _BACKWARD, _BOTH = "forward", "backward", "both"
 
 
 class Executor:
-    """Executes one bound graph with `state`, the tensors of this rank's stage by name."""
+    """Executes one bound graph with `state`, the tensors of this rank's stages by name.
+
+    `compiled`: code of the segments of each stage, by its number; a stage without any runs eagerly.
+    """
 
     def __init__(
         self,
@@ -61,26 +62,31 @@ class Executor:
         reducer: Reducer,
         anchor: Anchor,
         seed: int,
-        compiled: Sequence[CompiledStage] = (),
+        compiled: Mapping[int, Sequence[CompiledStage]],
     ) -> None:
         self.anchor = anchor
         self.world = world = context.world
         self.bound = bound
         self.closed = False
         """Whether the deployment has been removed."""
-        self.computing = Computing(context, bound, state, seed, compiled, reducer.sharded)
-        """This rank's stage."""
+        self._tensors = SlotTensors(world, bound, state, None if reducer.sharded is None else reducer.sharded.values)
+        self.stages: Mapping[int, Computing] = {
+            stage.number: Computing(
+                context, bound, stage, self._tensors, seed, compiled.get(stage.number, ()), reducer.sharded
+            )
+            for stage in bound.stages
+        }
+        """This rank's stages by number, ascending."""
         self.mini_batch = MiniBatch(bound.graph, bound.slot, world.device, context.averaged)
         """This rank's inputs and their gradients."""
         self._reducer = reducer
         self._graph = bound.graph
         self._slot = bound.slot
         self._last = len(bound.layout.stages)
-        self._totals = Totals(world, bound.graph, context.averaged)
-        self._buffers = MessageBuffers(world.transport)
+        self._totals = Totals(world, bound.graph, context.averaged, self._last)
+        self._player = ProgramPlayer(world, bound, self.stages, reducer, self._totals)
         self._sizes: OrderedDict[tuple[int, ...], Pieces] = OrderedDict()
         self._instructions: OrderedDict[tuple[str, tuple[bool, ...]], tuple[Instruction, ...]] = OrderedDict()
-        self._parcels: dict[tuple[Any, ...], Parcel] = {}
 
     # -- sizes ------------------------------------------------------------------------------------------------
 
@@ -90,7 +96,7 @@ class Executor:
             self._sizes[rows] = Pieces(self.bound.layout, rows)
             if len(self._sizes) > MOST_SIZES:
                 self._sizes.popitem(last=False)
-                self._parcels.clear()
+                self._player.forget_sizes()
         return self._sizes[rows]
 
     def _phase(self, step: Step, phase: str) -> tuple[Instruction, ...]:
@@ -100,7 +106,7 @@ class Executor:
         """
         running = tuple(map(bool, step.pieces.rows))
         if (phase, running) not in self._instructions:
-            chosen = self._traffic(step).program.phases[phase == _BACKWARD]
+            chosen = self.bound.traffic_of(inside=step.interleaved).program.phases[phase == _BACKWARD]
             joint = ACTS if self.bound.meets else ()
             slots = [[each for each in actions if running[each.piece] or each.kind in joint] for actions in chosen]
             self._instructions[phase, running] = instructions(slots, self._slot, self.world.transport.posting)
@@ -108,31 +114,12 @@ class Executor:
                 self._instructions.popitem(last=False)
         return self._instructions[phase, running]
 
-    def _traffic(self, step: Step) -> Traffic:
-        if not step.interleaved:
-            return self.bound.traffic
-        assert self.bound.interleaved is not None
-        return self.bound.interleaved.traffic
-
     def _overlaps(self, step: Step) -> bool:
-        """Whether reductions begin in the last backward.
+        """Whether reductions begin in the last backward of each stage.
 
         Not where replicas meet: one that stands by in its last microbatch would begin them in another order.
         """
-        return self._traffic(step).overlaps and not self.bound.meets
-
-    def _parcel(self, step: Step, action: Action, live: frozenset[Node] | None) -> Parcel:
-        """Values that a transfer action moves."""
-        rows = step.pieces.rows[action.piece]
-        key = (step.interleaved, action.src, action.dst, rows, live if action.kind in _GRADS else None)
-        found = self._parcels.get(key)
-        if found is None:
-            nodes = self._traffic(step).edges[action.src, action.dst]
-            if action.kind in _GRADS:
-                assert live is not None
-                nodes = tuple(node for node in nodes if node in live)
-            found = self._parcels[key] = Parcel(nodes, rows)
-        return found
+        return self.bound.traffic_of(inside=step.interleaved).overlaps and not self.bound.meets
 
     # -- phases -----------------------------------------------------------------------------------------------
 
@@ -142,8 +129,10 @@ class Executor:
         `reduce`: reduce the gradients of these backwards. Returns this rank's outputs, in the order of the graph's
         outputs.
         """
-        self.computing.begin()
-        self.mini_batch.give(step)
+        self._tensors.lend()
+        for computing in self.stages.values():
+            computing.begin()
+        self.mini_batch.give(step, self.bound.traffic_of(inside=step.interleaved).leaving.get(-1, ()))
         live = None
         # Dividing the seed saves a pass over all gradients at the end; a scaled loss keeps its full scale.
         whole = not isinstance(step.seed, torch.Tensor) and step.seed == 1.0
@@ -154,7 +143,8 @@ class Executor:
             seed = self._seed(step, self.bound.interleaved.loss.meta["val"].dtype, division)
             step.upstream = {self.bound.interleaved.loss: [seed] * self.world.size}
             self._reducer.set_aside(divided=division != 1)
-        self._play(step, self._phase(step, _BOTH if step.interleaved else _FORWARD), live, reduce=reduce, totals=True)
+        listed = self._phase(step, _BOTH if step.interleaved else _FORWARD)
+        self._player.play(step, listed, live, reduce=reduce, early=self._overlaps(step), totals=True)
         if step.interleaved:
             assert live is not None
             step.gathered = self._reducer.gathered(reduce=reduce)
@@ -163,7 +153,8 @@ class Executor:
             self._forget(step)
         if self.world.reads.late:  # after all reductions, so that no rank's can be in its way
             self._totals.begin(step)
-        self.computing.agree_on_buffers(step)
+        for computing in self.stages.values():
+            computing.agree_on_buffers(step)
         outputs = self._outputs(step)
         step.values.clear()
         return outputs
@@ -200,11 +191,13 @@ class Executor:
         live, wanted = self._upstream(step, gradients, reduce=reduce, wanted=asked is not NOTHING)
         reduce = reduce and wanted
         step.keep = again
-        self.computing.resolve()
+        for computing in self.stages.values():
+            computing.resolve()
         self.mini_batch.give_seeds(step, gradients, live)
         if asked is not None:
             self._reducer.set_aside()
-        self._play(step, self._phase(step, _BACKWARD), live, reduce=reduce and asked is None)
+        listed = self._phase(step, _BACKWARD)
+        self._player.play(step, listed, live, reduce=reduce and asked is None, early=self._overlaps(step))
         if asked is not None:
             gathered = self._reducer.gathered(reduce=False)
             if wanted:
@@ -281,97 +274,6 @@ class Executor:
         step.outgoing.clear()
         step.upstream.clear()
 
-    def _play(
-        self,
-        step: Step,
-        listed: Sequence[Instruction],
-        live: frozenset[Node] | None,
-        *,
-        reduce: bool,
-        totals: bool = False,
-    ) -> None:
-        """Execute instructions; with `totals` also begin to sum up the global outputs, unless they are read late."""
-        forward = Exchange(self.world, self._buffers, gradients=False)
-        backward = Exchange(self.world, self._buffers, gradients=True)
-        # The last forward completes the losses; the last second half of a backward, where backward comes in halves, or
-        # else the last backward completes the gradients of each parameter.
-        last_forward, last_backward = _last(listed, ActionKind.FORWARD), _last(listed, ActionKind.BACKWARD)
-        last_half = _last(listed, ActionKind.WEIGHT)
-        totals = totals and not self.world.reads.late
-        if totals and last_forward is None:
-            self._totals.begin(step)
-        where = self.world.watch.where
-        for instruction in listed:
-            for action in instruction.posts:
-                exchange = backward if action.kind in _GRADS else forward
-                exchange.post(action, self._parcel(step, action, live))
-            for action in instruction.awaits:
-                where.piece, where.action = action.piece, action
-                self._receive(step, backward if action.kind in _GRADS else forward, action)
-            for action in instruction.settles:
-                (backward if action.kind in _GRADS else forward).settle(action)
-            if instruction.action is None:
-                continue
-            action = instruction.action
-            piece = where.piece = action.piece
-            where.action = action
-            if action.kind not in TRANSFERS:
-                self.world.transport.before_computation()
-            if action.kind in ACTS and not step.pieces.rows[piece]:
-                self.computing.stand_by(action.kind)
-                if totals and action is last_forward:
-                    self._totals.begin(step)
-            elif action.kind is ActionKind.FORWARD:
-                self.computing.forward(step, piece, live)
-                self._totals.take(step, piece)
-                if totals and action is last_forward:
-                    self._totals.begin(step)
-                if not self._graph.signature.mode.grad:
-                    self._give_back(step, piece)
-            elif action.kind is ActionKind.BACKWARD:
-                assert live is not None
-                if reduce and action is last_backward and last_half is None:
-                    self._reducer.arm(early=self._overlaps(step), arrivals=self.computing.arrivals)
-                self.computing.backward(step, piece, live)
-                if not step.keep and last_half is None:
-                    self._give_back(step, piece)
-            elif action.kind is ActionKind.WEIGHT:
-                if reduce and action is last_half:
-                    self._reducer.arm(early=self._overlaps(step), arrivals=self.computing.late_arrivals)
-                self.computing.weights(step, piece, self._reducer.arrived)
-                self._give_back(step, piece)
-            elif action.kind is ActionKind.SEND_VALUES:
-                parcel = self._parcel(step, action, None)
-                forward.send(action, parcel, {node: step.values[piece, node] for node in parcel.nodes})
-            elif action.kind is ActionKind.SEND_GRADS:
-                parcel = self._parcel(step, action, live)
-                source = step.gradients if action.dst == self._last else step.outgoing
-                backward.send(action, parcel, {node: source.pop((piece, node)) for node in parcel.nodes})
-            else:
-                raise StepError(f"internal error: action {action} cannot be executed; please report this")
-        forward.finish()
-        backward.finish()
-        self.computing.rest()
-        where.piece = where.action = None
-
-    def _receive(self, step: Step, exchange: Exchange, action: Action) -> None:
-        values, buffer = exchange.take(action)
-        piece = action.piece
-        if action.kind in _GRADS:
-            for node, value in values.items():
-                step.add(piece, node, value)
-            ours = action.src >= 0
-        else:
-            for node, value in values.items():
-                step.values[piece, node] = value
-            ours = action.dst < self._last
-        if buffer is not None and ours:  # other values are returned to the script and keep their buffer
-            step.borrowed.setdefault(piece, []).append(buffer)
-
-    def _give_back(self, step: Step, piece: int) -> None:
-        for buffer in step.borrowed.pop(piece, ()):
-            self._buffers.give(buffer)
-
     def _outputs(self, step: Step) -> list[Any]:
         """Assemble this rank's outputs; collective if some are summed over all ranks."""
         missing: frozenset[Node] = frozenset()
@@ -379,7 +281,14 @@ class Executor:
             missing = self.bound.interleaved.missing
         rows, pieces = step.pieces.rank_rows[self._slot], step.pieces.of_slot(self._slot)
         outputs = join(
-            self._graph, step.values, pieces, rows, missing, self.world.device, shared=step.whole is not None
+            self._graph,
+            step.values,
+            self._last,
+            pieces,
+            rows,
+            missing,
+            self.world.device,
+            shared=step.whole is not None,
         )
         found = self._totals.finish(step)
         for place, node in enumerate(self._graph.traced.results):
@@ -412,8 +321,3 @@ class Executor:
         for node in self._totals.nodes:
             step.upstream[node] = [parts[rank][node] for rank in self.world.rank_of_slot]
         return self.bound.live(tuple(any(column) for column in by_output)), any(wants)
-
-
-def _last(listed: Sequence[Instruction], kind: ActionKind) -> Action | None:
-    """The last compute action of a kind."""
-    return next((each.action for each in reversed(listed) if each.action and each.action.kind is kind), None)

@@ -21,10 +21,11 @@ from rannd.runtime.execution.step import Step
 
 
 class Totals:
-    """Sums the "global" outputs of a graph; `averaged`: see Executor."""
+    """Sums the "global" outputs of a graph; `averaged`: see Executor. `outside`: see Step.values."""
 
-    def __init__(self, world: World, graph: ModelGraph, averaged: int) -> None:
+    def __init__(self, world: World, graph: ModelGraph, averaged: int, outside: int) -> None:
         self._world = world
+        self._outside = outside
         self._averaged = averaged
         self._late = world.reads.late
         self.nodes = [
@@ -35,8 +36,8 @@ class Totals:
     def take(self, step: Step, piece: int) -> None:
         """Add the values of a microbatch to this rank's partial sums."""
         for node in self.nodes:
-            if (piece, node) in step.values:
-                value = step.values.pop((piece, node))
+            value = step.values.pop((piece, node, self._outside), None)
+            if value is not None:
                 value = value.to(torch.complex128 if value.is_complex() else torch.float64)
                 step.sums[node] = step.sums[node] + value if node in step.sums else value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Node
@@ -23,8 +23,9 @@ class MiniBatch:
         self._averaged = averaged
         self._nodes = graph.traced.placeholders
 
-    def give(self, step: Step) -> None:
-        """Slice the inputs into microbatches, and compute the loss weights of each."""
+    def give(self, step: Step, readers: Iterable[tuple[Node, int]]) -> None:
+        """Slice the inputs into microbatches, and compute the loss weights of each, for the stages that read them."""
+        readers = list(readers)
         specs, sizes = self._graph.signature.tensors, step.pieces
         counts = self._label_counts(step)
         for piece in sizes.of_slot(self._slot):
@@ -42,8 +43,8 @@ class MiniBatch:
                 counts=counts,
                 device=self._device,
             )
-            for node, tensor in zip(self._nodes, [*slices, *weights], strict=True):
-                step.values[piece, node] = tensor
+            made = dict(zip(self._nodes, [*slices, *weights], strict=True))
+            step.values.update(((piece, node, stage), made[node]) for node, stage in readers)
 
     def _label_counts(self, step: Step) -> dict[str, torch.Tensor]:
         """Denominators of this rank's means (e.g. numbers of non-ignored labels), over its whole mini-batch."""

@@ -15,8 +15,8 @@ from rannd.graph.partition.cut import crossing_shape
 from rannd.graph.rows.loss_weights import Result
 from rannd.runtime.parameters.valueless import Valueless
 
-Made = Mapping[tuple[int, Node], torch.Tensor]
-"""Values by (microbatch, node)."""
+Made = Mapping[tuple[int, Node, int], torch.Tensor]
+"""Values by (microbatch, node, reader), see Step.values."""
 
 
 class NotSent(Valueless, torch.Tensor):  # type: ignore[misc]
@@ -54,6 +54,7 @@ class NotSent(Valueless, torch.Tensor):  # type: ignore[misc]
 def join(
     graph: ModelGraph,
     made: Made,
+    outside: int,
     pieces: Sequence[int],
     rows: int,
     missing: frozenset[Node],
@@ -63,7 +64,7 @@ def join(
 ) -> list[Any]:
     """Outputs of a rank whose mini-batch has `rows` rows in microbatches `pieces`; None for globally summed ones.
 
-    Also None on a rank without rows if the batch is `shared`.
+    Also None on a rank without rows if the batch is `shared`. `outside`: stands for the ranks as readers of values.
     """
     outputs: list[Any] = []
     for place, (node, result) in enumerate(zip(graph.traced.results, graph.results, strict=True)):
@@ -74,7 +75,7 @@ def join(
         elif node in missing:
             outputs.append(NotSent.of(node, rows, f"output {graph.traced.outputs.positions[place]}"))
         else:
-            outputs.append(_joined(node, result, [made[piece, node] for piece in pieces], device))
+            outputs.append(_joined(node, result, [made[piece, node, outside] for piece in pieces], device))
     return outputs
 
 

@@ -22,9 +22,9 @@ from rannd.graph.fx.sizes import number_at
 from rannd.graph.model import ModelGraph
 from rannd.graph.partition.cut import crossing_shape
 from rannd.graph.rows.loss_weights import Result
+from rannd.runtime.binding.microbatches import split_rows
 from rannd.runtime.comm.lockstep import Phase, meet
 from rannd.runtime.comm.world import World
-from rannd.runtime.execution.microbatches import split_rows
 from rannd.runtime.execution.outputs import NotSent
 
 

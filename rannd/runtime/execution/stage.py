@@ -1,4 +1,4 @@
-"""Forward and backward of one microbatch through this rank's stage."""
+"""Forward and backward of one microbatch through a stage of this rank."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from rannd.device.generators import States, seeded
 from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.plan.schedule.program import ActionKind
+from rannd.runtime.binding.bound_graph import BoundGraph, BoundStage
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
-from rannd.runtime.execution.bound_graph import BoundGraph
-from rannd.runtime.execution.p2p import as_bytes
+from rannd.runtime.execution.slot_tensors import SlotTensors
 from rannd.runtime.execution.step import Saved, Step
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients, first_readers
 
 
 class Computing:
-    """Runs this rank's stage of a bound graph with `state`, its tensors by name.
+    """Runs a stage of this rank of a bound graph, with this rank's tensors.
 
-    `sharded`: what the replicas of the stage share of the gradients of its parameters.
+    `sharded`: what the replicas of the rank's stages share of the gradients of their parameters.
     """
 
     def __init__(
         self,
         context: Context,
         bound: BoundGraph,
-        state: Mapping[str, torch.Tensor],
+        stage: BoundStage,
+        tensors: SlotTensors,
         seed: int,
         compiled: Sequence[CompiledStage] = (),
         sharded: ShardedGradients | None = None,
@@ -46,10 +47,12 @@ class Computing:
         self._world = context.world
         self._finite = context.finite
         self._bound = bound
-        self._state = state
-        self._written = sorted(bound.graph.placement.written & set(bound.part.tensors))
-        self._loans: dict[str, torch.Tensor] = {}
-        parts = [segment.part for segment in bound.segments]
+        self._stage = stage
+        self._slot_tensors = tensors
+        self._state = state = tensors.held
+        self._written = sorted(bound.graph.placement.written & set(stage.part.tensors))
+        """Buffers that it writes; no other stage reads them (see Placement.group)."""
+        parts = [segment.part for segment in stage.segments]
         self._name_of: dict[int, str] = {}
         """Name of each tensor of the stage, by its identity."""
         self._tensors: list[list[torch.Tensor]] = []
@@ -58,21 +61,25 @@ class Computing:
         self.arrivals = Counter(name for part in parts for name in part.tensors)
         """Number of segments that read each tensor: how often its gradient is accumulated in a backward."""
         self._sharded = sharded
-        self._complete = first_readers(sharded.buckets, [part.tensors for part in parts]) if sharded is not None else []
+        self._complete: list[list[int]] = []
         """The shared parameters whose gradients are complete after the backward of each segment."""
+        if sharded is not None:
+            complete = first_readers(sharded.buckets, [segment.part.tensors for segment in bound.segments])
+            before = sum(len(each.segments) for each in bound.stages if each.number < stage.number)
+            self._complete = complete[before : before + len(parts)]
         self._values = sharded.values if sharded is not None else None
         self._reads = self._values.readers([part.tensors for part in parts]) if self._values is not None else []
         """The parameters, of those that replicas share, that each segment reads."""
-        parameters = {name for name in bound.part.tensors if isinstance(state.get(name), torch.nn.Parameter)}
+        parameters = {name for name in stage.part.tensors if isinstance(state.get(name), torch.nn.Parameter)}
         self._halves = [
-            separate(segment.part, parameters) if bound.splits and not compiled and not segment.recompute else None
-            for segment in bound.segments
+            separate(segment.part, parameters) if stage.splits and not compiled and not segment.recompute else None
+            for segment in stage.segments
         ]
         """The segments whose backward comes in two halves, inside of a call."""
         late = Counter(name for half in self._halves if half is not None for name in half.names)
         self.late_arrivals = {name: late[name] for name in self.arrivals}
         """How often the gradient of each tensor is accumulated in the second half of a backward."""
-        self._entering, self._leaving = frozenset(bound.part.inputs), frozenset(bound.part.outputs)
+        self._entering, self._leaving = frozenset(stage.part.inputs), frozenset(stage.part.outputs)
         self._last = [
             [
                 node
@@ -84,53 +91,35 @@ class Computing:
         """Values that no segment behind each segment reads."""
         self._before: dict[str, torch.Tensor] = {}
         """Buffers written by the stage, as they were before the call: every microbatch starts with them."""
-        handed = bound.interleaved.traffic.edges if bound.interleaved is not None else {}
-        last = len(bound.layout.stages)
-        self._handed = frozenset(node for edge, nodes in handed.items() if edge[1] == last for node in nodes)
-        """Outputs that are sent to the ranks at the end of an interleaved step."""
+        results = zip(bound.graph.traced.results, bound.graph.results, strict=True)
+        self._summed = [node for node, result in results if result.kind == "global" and node in self._leaving]
+        """Its outputs that are summed over all ranks."""
+        self._outside = len(bound.layout.stages)
+        """Stands for the ranks that get the outputs."""
 
     # -- tensors ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Prepare the tensors of a call: borrow, look up, and copy written buffers."""
-        self._lend()
+        """Prepare the tensors of a call: look them up, and copy written buffers."""
         self.resolve()
         self._before = {name: self._state[name].detach().clone() for name in self._written}
 
     def resolve(self) -> None:
         """Look up the tensor arguments of the segments, in their order."""
         self.rest()  # a phase that has raised an error may have left values that are not those of now
-        sources = (self._loans, self._bound.constants, self._state)
         self._name_of = {id(self._state[name]): name for name in self.late_arrivals if name in self._state}
         self._tensors = [
-            [next(source[name] for source in sources if name in source) for name in segment.part.tensors]
-            for segment in self._bound.segments
+            [self._slot_tensors.find(name, self._stage.constants) for name in segment.part.tensors]
+            for segment in self._stage.segments
         ]
-
-    def _lend(self) -> None:
-        """Send tensors to the stages that read but do not hold them."""
-        world, slot, transport = self._world, self._bound.slot, self._world.transport
-        for name, (lender, borrowers) in self._bound.borrowed.items():
-            if self._values is not None and slot in self._bound.layout.stages[self._bound.layout.stage_of(lender)]:
-                self._values.enter(*self._values.readers([[name]]))
-            if slot == lender:
-                message = as_bytes(self._state[name].detach())
-                sent = [transport.send(message, world.rank_of_slot[each], gradients=False) for each in borrowers]
-                for each in sent:
-                    transport.settle(each)
-            elif slot in borrowers:
-                like = self._bound.graph.traced.named(name)
-                buffer = transport.empty(like.numel() * like.dtype.itemsize)
-                transport.take(transport.post(buffer, world.rank_of_slot[lender], gradients=False))
-                self._loans[name] = buffer.view(like.dtype).view(like.shape)
 
     def agree_on_buffers(self, step: Step) -> None:
         """Broadcast the written buffers of the microbatch that is kept to the other replicas of the stage."""
         layout, world = self._bound.layout, self._world
-        slots = layout.stages[self._bound.stage]
+        slots = layout.stages[self._stage.number]
         if not self._written or len(slots) < 2:
             return
-        source = world.rank_of_slot[layout.slot_of(self._bound.stage, step.pieces.first)]
+        source = world.rank_of_slot[layout.slot_of(self._stage.number, step.pieces.first)]
         group = world.group_of(slots)
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for name in self._written:
@@ -147,14 +136,14 @@ class Computing:
 
     def forward(self, step: Step, piece: int, live: frozenset[Node] | None) -> None:
         """Forward of one microbatch; `live`: nodes that will get a gradient, None if not known yet."""
-        graph, part = self._bound.graph, self._bound.part
+        graph, part, stage = self._bound.graph, self._stage.part, self._stage.number
         differentiable = graph.placement.requires_grad if live is None else live
-        values = {node: step.values.pop((piece, node)) for node in part.inputs}
+        values = {node: step.values.pop((piece, node, stage)) for node in part.inputs}
         buffers = {name: tensor.clone() for name, tensor in self._before.items()}
         records = graph.signature.mode.grad
         saved: list[Saved] = []
         random: States | None = None  # as if the stage were one segment
-        for number, segment in enumerate(self._bound.segments):
+        for number, segment in enumerate(self._stage.segments):
             inputs: dict[Node, torch.Tensor] = {}
             for node in segment.part.inputs:
                 value = values[node].detach()
@@ -172,10 +161,12 @@ class Computing:
                 kept = outputs if live is None else {node: each for node, each in outputs.items() if node in live}
                 saved.append(Saved(inputs, {} if segment.recompute else kept, before, random))
             random = after
-        for node in part.outputs:
-            step.values[piece, node] = values[node]
+        for node, reader in self._bound.traffic_of(inside=step.interleaved).leaving.get(stage, ()):
+            step.values[piece, node, reader] = values[node]
+        for node in self._summed:
+            step.values[piece, node, self._outside] = values[node]
         if records:
-            step.saved[piece] = saved
+            step.saved[piece, stage] = saved
         if piece == step.pieces.first:
             with torch.no_grad():
                 for name, tensor in buffers.items():
@@ -183,8 +174,8 @@ class Computing:
 
     def backward(self, step: Step, piece: int, live: frozenset[Node]) -> None:
         """Backward of one microbatch, which recomputes forward of segments if so planned."""
-        every = step.saved[piece] if step.keep else step.saved.pop(piece)
-        world = self._bound.layout.world
+        layout, stage = self._bound.layout, self._stage.number
+        every = step.saved[piece, stage] if step.keep else step.saved.pop((piece, stage))
         gradients: dict[Node, torch.Tensor] = {}
         """Of values between segments, and of the inputs of the stage."""
         entering = {
@@ -193,7 +184,7 @@ class Computing:
             for node, value in saved.inputs.items()
             if node in self._entering and node in live
         }
-        for number, segment in reversed(list(enumerate(self._bound.segments))):
+        for number, segment in reversed(list(enumerate(self._stage.segments))):
             saved = every[number]
             if not step.keep:
                 every[number] = Saved({}, {}, {})
@@ -209,7 +200,7 @@ class Computing:
                 if node in self._leaving:
                     given.append(step.gradients.pop((piece, node), None))
                     if node in step.upstream and node in live:
-                        given.append(step.upstream[node][piece % world])
+                        given.append(step.upstream[node][piece % layout.world])
                 gradient = _sum(given)
                 if gradient is not None and value.requires_grad:
                     roots.append(value)
@@ -231,18 +222,15 @@ class Computing:
             gradient = gradients.get(node)
             if gradient is None:
                 gradient = torch.zeros_like(value)
-            if node.op == "placeholder" and piece % world == self._bound.slot:
+            source = self._bound.stage_of.get(node, -1)  # -1: a rank gives it
+            if layout.slot_of(source, piece) == self._bound.slot:
                 step.add(piece, node, gradient)
             else:
-                step.outgoing[piece, node] = gradient
-        if step.interleaved:
-            for node in self._bound.part.outputs:  # already sent
-                if node not in self._handed:
-                    step.values.pop((piece, node), None)
+                step.outgoing[piece, node, stage] = gradient
 
     def stand_by(self, kind: ActionKind) -> None:
         """Take part in what the replicas do together in a microbatch, without a microbatch."""
-        numbers = range(len(self._bound.segments))
+        numbers = range(len(self._stage.segments))
         if kind is ActionKind.FORWARD:
             for number in numbers:
                 self._gather(number, number + 1)
@@ -271,7 +259,7 @@ class Computing:
 
         `arrived`: called with the name of each parameter whose gradient was accumulated without autograd's hooks.
         """
-        for queue in reversed(step.delayed.pop(piece, [])):
+        for queue in reversed(step.delayed.pop((piece, self._stage.number), [])):
             queue.accumulate(lambda parameter: arrived(self._name_of[id(parameter)]))
 
     def _run(
@@ -287,7 +275,7 @@ class Computing:
 
         `random`: where its random numbers begin. Returns its outputs, and where those of the next segment begin.
         """
-        part = self._bound.segments[number].part
+        part = self._stage.segments[number].part
         tensors = self._tensors[number]
         if buffers:
             tensors = [buffers.get(name, tensor) for name, tensor in zip(part.tensors, tensors, strict=True)]
@@ -303,14 +291,14 @@ class Computing:
                 half = self._halves[number]
                 if half is not None and step.interleaved and not self._finite.every:
                     queue = WeightQueue()
-                    step.delayed.setdefault(piece, []).append(queue)
+                    step.delayed.setdefault((piece, self._stage.number), []).append(queue)
                     module, arguments = half.module, [*arguments, queue]
                 values = self._finite.run(module, arguments)
         return dict(zip(part.outputs, values, strict=True)), after
 
     def _random(self, step: Step, piece: int, begin: States | None) -> AbstractContextManager[States]:
         """Fork the RNG with a seed made of base seed, step, microbatch and stage; the script's RNG is unaffected."""
-        text = f"{self.seed}/{step.number}/{piece}/{self._bound.stage}"
+        text = f"{self.seed}/{step.number}/{piece}/{self._stage.number}"
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         return seeded(self._world.device, seed if begin is None else begin)
 

@@ -10,13 +10,15 @@ from torch.fx import Node
 
 from rannd.device.generators import States
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
+from rannd.runtime.binding.microbatches import Pieces
 from rannd.runtime.comm.world import Sum
-from rannd.runtime.execution.microbatches import Pieces
 from rannd.runtime.gradients.reducer import Gathered
 from rannd.runtime.gradients.scaling import Factor
 
 Key = tuple[int, Node]
 """(microbatch, node) of a value."""
+Given = tuple[int, Node, int]
+"""(microbatch, node, reader) of a value on its way to the stage that reads it; the number of stages: to its rank."""
 
 
 @dataclass
@@ -48,23 +50,25 @@ class Step:
     keep: bool = False
     """Whether backward may run again (retain_graph)."""
     finished: bool = False
-    values: dict[Key, torch.Tensor] = field(default_factory=dict)
+    values: dict[Given, torch.Tensor] = field(default_factory=dict)
+    """Whoever reads or sends one takes it."""
     sums: dict[Node, torch.Tensor] = field(default_factory=dict)
     """Scalar outputs summed over all ranks: this rank's partial sums over microbatches."""
     total: Sum | torch.Tensor | None = None
     """All-reduce of these sums: asynchronous, or on the device."""
-    saved: dict[int, list[Saved]] = field(default_factory=dict)
-    """By microbatch, those of all segments of this rank's stage."""
-    delayed: dict[int, list[WeightQueue]] = field(default_factory=dict)
-    """By microbatch, gradients of parameters that wait for the second half of its backward, segment by segment."""
+    saved: dict[tuple[int, int], list[Saved]] = field(default_factory=dict)
+    """By microbatch and stage, those of all segments of the stage."""
+    delayed: dict[tuple[int, int], list[WeightQueue]] = field(default_factory=dict)
+    """By microbatch and stage, gradients of parameters that wait for the second half of its backward, segment by
+    segment."""
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Gradients received for outputs of this rank's stage, or for its inputs."""
-    outgoing: dict[Key, torch.Tensor] = field(default_factory=dict)
-    """Gradients of values that came from other stages."""
+    """Gradients of outputs of this rank's stages, or of its inputs: sums over the stages that read the value."""
+    outgoing: dict[Given, torch.Tensor] = field(default_factory=dict)
+    """Gradients of values that came from other ranks, each with the stage that has read it."""
     upstream: dict[Node, list[torch.Tensor]] = field(default_factory=dict)
     """Gradients of globally summed outputs, from the rank in each slot."""
-    borrowed: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Message buffers in use by each microbatch."""
+    borrowed: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+    """Message buffers in use by each microbatch in each stage."""
     gathered: Gathered | None = None
     """Gradients of parameters from a backward inside the forward call."""
     input_gradients: list[torch.Tensor | None] = field(default_factory=list)

@@ -101,8 +101,8 @@ class FailureDetector:
         """Memory estimates of plans, by `Promise.digest`."""
         self.promise: PromisedMemory | None = None
         """Memory estimate of the model being called."""
-        self.stages: dict[int, int] = {}
-        """Stage of each rank in the last deployment."""
+        self.stages: dict[int, tuple[int, ...]] = {}
+        """Stages of each rank in the last deployment."""
         self.outstanding: Callable[[], bool] = lambda: False
         """Whether the device has not done yet what the last call gave it."""
         self.failure: Failure | None = None
@@ -437,7 +437,7 @@ class FailureDetector:
         if self.failure is not None:
             return
         if failure.kind == "gone":
-            failure = msgspec.structs.replace(failure, stage=self.stages.get(failure.rank))
+            failure = msgspec.structs.replace(failure, runs=self.stages.get(failure.rank, ()))
         self.failure = failure
         self._asked_at = None
         if failure.rank != self._rank or failure.kind == "hang":

@@ -29,6 +29,8 @@ class Failure(msgspec.Struct, frozen=True):
     error: str
     """Type and text of the error, or a description if there is none."""
     stage: int | None = None
+    runs: tuple[int, ...] = ()
+    """Stages of a rank that is gone."""
     piece: int | None = None
     action: str = ""
     certain: bool = True
@@ -42,7 +44,8 @@ class Failure(msgspec.Struct, frozen=True):
         """One-line message for users."""
         who = f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank} ({self.host})"
         if self.kind == "gone":
-            runs = "" if self.stage is None else f", which runs stage {self.stage},"
+            stages = f"stage{'s' if len(self.runs) > 1 else ''} {', '.join(map(str, self.runs))}"
+            runs = f", which runs {stages}," if self.runs else ""
             return f"{who}{runs} has ended without an error message; {self.error}"
         if self.kind == "hang":
             return f"the job hangs: {self.error}"

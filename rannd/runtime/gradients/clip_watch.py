@@ -48,11 +48,13 @@ class ClipWatch:
     ) -> None:
         self._world = world
         self._parameters = parameters
-        self._stages = {
-            rank: f"{stage_label(deployment, stage)} ({holders(stage, world.rank_of_slot)})"
-            for stage in deployment.stages
-            for rank in _ranks(world, stage.slots)
-        }
+        labels: dict[int, list[str]] = {}
+        for stage in deployment.stages:
+            for slot in stage.slots:
+                label = f"{stage_label(deployment, stage)} ({holders(stage, world.rank_of_slot)})"
+                labels.setdefault(world.rank_of_slot[slot], []).append(label)
+        self._stages = {rank: " and ".join(each) for rank, each in labels.items()}
+        """What each rank runs, for messages."""
         self._kept: tuple[list[str], torch.Tensor] | None = None
         self._factor = _UNKNOWN
         self._done = len(deployment.stages) < 2
@@ -142,7 +144,3 @@ def _dense(gradient: torch.Tensor | None) -> bool:
         and flat_part(gradient).numel() > 0
         and gradient.is_floating_point()
     )
-
-
-def _ranks(world: World, slots: Sequence[int]) -> list[int]:
-    return [world.rank_of_slot[slot] for slot in slots]

@@ -13,40 +13,24 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from rannd.device.reads import read
-from rannd.plan.simulate.step_costs import BUCKET, FIRST_BUCKET
 from rannd.runtime.comm.lockstep import pack_flags, unpack_flags
 from rannd.runtime.comm.world import World
 from rannd.runtime.gradients.autograd_inputs import Asked
 from rannd.runtime.gradients.grad_hooks import give_all, hooked
 from rannd.runtime.gradients.grad_overflow import Overflow
+from rannd.runtime.gradients.gradient_buckets import GradientBucket, make_buckets, shared_parameters
 from rannd.runtime.gradients.scaling import Factor, scale_
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients, Sums, flattened
 from rannd.runtime.parameters.ownership import Parameters
-
-
-@dataclass
-class _Bucket:
-    """Gradients that are reduced together."""
-
-    slots: tuple[int, ...]
-    names: list[str]
-    waiting: int = 0
-    """How often gradients have to be accumulated until all are computed."""
-    work: dist.Work | None = None
-    flat: torch.Tensor | None = None
-    """Flags that say which parameters have a gradient, followed by the flattened gradients."""
-    active: list[str] = field(default_factory=list)
-    """Names of the parameters reduced in this step; frozen ones are left out."""
-    present: list[bool] = field(default_factory=list)
-    """Which of them have a gradient: on this rank when the all-reduce starts, on some rank when it is finished."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +78,14 @@ class Reducer:
         self._division = divisor
         """Divisor that the running backward's gradients still have to be divided by."""
         self._overlap = overlap
-        self._buckets, groups = _make_buckets(world, parameters, consolidate, sharded or ())
+        self._buckets, groups = make_buckets(world, parameters, consolidate, sharded or ())
         for slots in groups:  # on every rank in the same order
             world.group_of(slots)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
-        self._place = {name: place for place, name in enumerate(_shared(parameters))}
+        self._place = {name: place for place, name in enumerate(shared_parameters(parameters))}
         """Numbers of the parameters with several holders, the same on all ranks."""
         self._hooked: dict[str, torch.Tensor] = {}
-        self._armed = self._early = False
+        self._armed = self._early = self._counts = False
         self._started = 0
         """Number of buckets whose all-reduce has started in this backward."""
         self._aside: dict[str, torch.Tensor] = {}
@@ -188,29 +172,46 @@ class Reducer:
                 alias = self._parameters.aliases[name]
                 alias.grad = gradient if alias.grad is None else alias.grad + gradient
 
-    def arm(self, *, early: bool = False, arrivals: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Called before the last microbatch's backward, or before its second half if backwards come in two.
+    def arm(self, *, early: bool = False, readers: Sequence[Collection[str]] = ()) -> None:
+        """Called before the first of the computations that complete gradients, see `completing`.
 
         Args:
             early: Buckets are reduced as soon as they are complete.
-            arrivals: How often a gradient is accumulated in it, for parameters that several segments read.
+            readers: The parameters that each stage of this rank reads.
         """
         for name, bucket in self._bucket_of.items():
             alias = self._parameters.aliases[name]
             if len(bucket.slots) > 1 and alias.requires_grad and self._hooked.get(name) is not alias:
                 alias.register_post_accumulate_grad_hook(lambda _, name=name: self.arrived(name))
                 self._hooked[name] = alias
+        stages = Counter(name for read in readers for name in read)
         for bucket in self._buckets:
             bucket.active = [name for name in bucket.names if self._parameters.tensors[name].requires_grad]
-            bucket.waiting = sum(arrivals.get(name, 1) for name in bucket.active)
+            bucket.waiting = sum(max(stages[name], 1) for name in bucket.active)
         self._started = 0
         self._armed = True
         self._early = early
 
+    @contextlib.contextmanager
+    def completing(self, arrivals: Mapping[str, int]) -> Iterator[None]:
+        """Around the last backward of a stage, or its second half where backwards come in two.
+
+        `arrivals`: how often the gradient of each parameter that the stage reads is accumulated in it.
+        """
+        for name, number in arrivals.items():
+            bucket = self._bucket_of.get(name)
+            if bucket is not None and self._parameters.tensors[name].requires_grad:
+                bucket.waiting += number - 1
+        self._counts = True
+        try:
+            yield
+        finally:
+            self._counts = False
+
     def arrived(self, name: str) -> None:
         """Called when a gradient was accumulated: by autograd, or by what computes it otherwise."""
         bucket = self._bucket_of.get(name)
-        if bucket is not None and self._armed and self._early and self._overlap:
+        if bucket is not None and self._counts and self._early and self._overlap:
             bucket.waiting -= 1
             if not bucket.waiting:
                 self._start_complete()
@@ -237,7 +238,7 @@ class Reducer:
             torch._foreach_div_(list(pieces.values()), self._division)
         return reduced | pieces
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: GradientBucket) -> None:
         group = self._world.group_of(bucket.slots)
         if group is None or not bucket.active:
             return
@@ -285,7 +286,7 @@ class Reducer:
             bucket.present = [everywhere[self._place[name]] for name in bucket.active]
         return alone.union(name for name, place in self._place.items() if everywhere[place])
 
-    def _finished(self, bucket: _Bucket) -> dict[str, torch.Tensor]:
+    def _finished(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         if bucket.flat is None:
             for name in bucket.active:
@@ -336,38 +337,3 @@ class Reducer:
                     self.sharded.deliver(sharded)
         for call in self.delivered:
             call()
-
-
-def _shared(parameters: Parameters) -> list[str]:
-    """Parameters with several holders."""
-    return [
-        name
-        for name, tensor in parameters.tensors.items()
-        if isinstance(tensor, torch.nn.Parameter) and len(parameters.slots[name]) > 1
-    ]
-
-
-def _make_buckets(
-    world: World, parameters: Parameters, consolidate: bool, sharded: ShardedGradients | Sequence[str]
-) -> tuple[list[_Bucket], list[tuple[int, ...]]]:
-    """This rank's buckets in the order in which they start, and all sets of holders, the same list on every rank."""
-    kinds: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    for name, tensor in parameters.tensors.items():
-        if isinstance(tensor, torch.nn.Parameter):
-            kinds.setdefault((parameters.slots[name], str(tensor.dtype)), []).append(name)
-    buckets: list[_Bucket] = []
-    for slots, dtype in sorted(kinds):
-        if world.slot not in slots:
-            continue
-        most, size = FIRST_BUCKET, 0
-        current: list[str] = []
-        for name in reversed([each for each in kinds[slots, dtype] if each not in sharded]):
-            nbytes = parameters.tensors[name].numel() * parameters.gradient_dtypes(name).reduced.itemsize
-            if current and size + nbytes > most and not consolidate:
-                buckets.append(_Bucket(slots, current))
-                current, size, most = [], 0, BUCKET
-            current.append(name)
-            size += nbytes
-        if current:
-            buckets.append(_Bucket(slots, current))
-    return buckets, sorted({slots for slots, _ in kinds})

@@ -76,12 +76,11 @@ class Parameters:
         for name, tensor in self._all():
             self.names[name] = first.setdefault(id(tensor), name)
             self.tensors.setdefault(self.names[name], tensor)
-        stage = next(number for number, each in enumerate(deployment.stages) if world.slot in each.slots)
-        self.own = [name for name in self.tensors if stage in owners[name]]
         self.slots: dict[str, tuple[int, ...]] = {
-            name: tuple(sorted(slot for number in stages for slot in deployment.stages[number].slots))
+            name: tuple(sorted({slot for number in stages for slot in deployment.stages[number].slots}))
             for name, stages in owners.items()
         }
+        self.own = [name for name in self.tensors if world.slot in self.slots[name]]
         settled = values.fill(self.own, self.tensors)
         if context.options.sync:
             self._from_rank_0(settled)

@@ -9,6 +9,7 @@ from torch import nn
 
 from rannd.device.memory import free_memory
 from rannd.plan.deployment import Deployment
+from rannd.plan.slot_memory import slot_bytes
 from rannd.runtime.comm.world import World
 
 BITS = 4
@@ -16,7 +17,7 @@ BITS = 4
 
 
 def room(world: World, model: nn.Module) -> int:
-    """Bytes that this rank's stage may use: free memory, and memory that the model already uses on the device.
+    """Bytes that this rank's stages may use: free memory, and memory that the model already uses on the device.
 
     Ranks of one node share its memory, and ranks that have one accelerator the accelerator's. Limits of the cgroup and
     the process (RLIMIT_AS) are respected.
@@ -38,13 +39,12 @@ def room(world: World, model: nn.Module) -> int:
 
 
 def short(world: World, model: nn.Module, deployment: Deployment) -> tuple[int, int, int] | None:
-    """Find the rank that lacks most memory: (rank, bytes its stage needs, bytes available), None if all fit.
+    """Find the rank that lacks most memory: (rank, bytes its stages need, bytes available), None if all fit.
 
     Collective.
     """
     here = room(world, model)
-    stage = next(stage for stage in deployment.stages if world.slot in stage.slots)
-    told = world.gather_numbers([stage.estimate.total_bytes, here])
+    told = world.gather_numbers([slot_bytes(deployment, world.slot), here])
     lacking = [(need - there, rank) for rank, (need, there) in enumerate(told) if need > there]
     if not lacking:
         return None

@@ -15,6 +15,7 @@ from rannd.device.memory import free_memory
 from rannd.device.memory_beside import bytes_beside
 from rannd.errors import text_of
 from rannd.plan.deployment import Deployment
+from rannd.plan.slot_memory import device_bytes, stages_by_slots
 from rannd.runtime.comm.cache_client import Cache
 from rannd.runtime.comm.world import World
 from rannd.runtime.failure.failure_report import Failure
@@ -50,11 +51,9 @@ class MemoryPromise:
 
     def marks(self, stage: int | None) -> dict[str, Any]:
         """Fields of a `Failure`: the deployment, and the memory limit for the next plan."""
-        stages = self.deployment.stages
-        promised = [stages[stage]] if stage is not None and stage < len(stages) else stages
-        # It has to be below the largest stage; otherwise the same plan would be found again.
-        most = max(each.estimate.total_bytes for each in stages)
-        limit = min(max(each.estimate.total_bytes for each in promised), most)
+        stages, sizes = self.deployment.stages, device_bytes(self.deployment)
+        # It is not above the fullest device; otherwise the same plan would be found again.
+        limit = sizes[stages[stage].slots] if stage is not None and stage < len(stages) else max(sizes.values())
         return {"deployment": self.digest, "limit": int(limit * LOWER)}
 
     def text(self, exc: BaseException, stage: int | None) -> str:
@@ -70,6 +69,11 @@ class MemoryPromise:
         if stage is not None:
             planned = self.deployment.stages[stage]
             e = planned.estimate
+            beside_it = [number for number in stages_by_slots(self.deployment)[planned.slots] if number != stage]
+            if beside_it:
+                whole = amount(device_bytes(self.deployment)[planned.slots])
+                numbers = ", ".join(map(str, beside_it))
+                parts.append(f"the plan estimated {whole} for each device with stage {stage} and also {numbers}")
             parts.append(
                 f"the plan estimated {amount(e.total_bytes)} for stage {stage} ({planned.name}): parameters "
                 f"{amount(e.param_bytes)}, gradients {amount(e.grad_bytes)}, activations {amount(e.activation_bytes)}, "

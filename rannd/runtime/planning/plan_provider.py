@@ -37,9 +37,9 @@ from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import CostTable
 from rannd.profile.graph_profile import FORMAT as PROFILE_FORMAT
 from rannd.profile.graph_profile import GraphProfile
+from rannd.runtime.binding.planned_cut import check_planned_cut, planned_stages
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
-from rannd.runtime.execution.bound_graph import check_planned_cut, planned_stages
 from rannd.runtime.optim.coupling import NOT_DIVIDED, check_masters, check_offload, divides, may_offload
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words

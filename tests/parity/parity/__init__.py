@@ -12,5 +12,7 @@ record         what a trainer writes down, and how it is stored
 compare        whether two records say the same
 launch         starts ranks (`worker.py`), collects records, survives crashes and hangs
 cases          the matrix: a compact part for `make test`, the rest marked `full`
+several        cases with several stages per slot
+placing        plans for them, whatever the planner would choose
 =============  =====================================================================
 """

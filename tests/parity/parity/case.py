@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rannd.plan.run_modes import Offload
+from rannd.plan.run_modes import PARAMS_ZERO, Offload
 
 STEPS = 5
 """Optimizer steps of a case."""
@@ -24,8 +24,10 @@ class Case(msgspec.Struct, frozen=True):
     micro: int = 0
     """Forced number of microbatches; 0 leaves it to the planner."""
     schedule: str = "1f1b"
-    """How backward runs: inside the call that computes a loss ("1f1b", "gpipe"), or "asked": when it is asked for,
-    whatever the model computes."""
+    """How backward runs: inside the call that computes a loss (the name of a schedule), or "asked": when it is asked
+    for, whatever the model computes."""
+    passes: int = 1
+    """Stages per slot; more than 1 with the schedules that have several, see placing.py."""
     optimizer: str = "sgd"
     """Name in `zoo.OPTIMIZERS`."""
     zero: int = -1
@@ -56,6 +58,7 @@ class Case(msgspec.Struct, frozen=True):
         parts.append(
             ".".join(map(str, self.rows)) + ("to" + ".".join(map(str, self.late_rows)) if self.late_rows else "")
         )
+        parts += [f"v{self.passes}"] if self.passes > 1 else []
         parts += [f"zero{self.zero}"] if self.zero > 0 else []
         parts += ["recompute"] if self.recompute else []
         parts += [each.replace("_", "") for each in self.offload.settings]
@@ -77,14 +80,17 @@ class Case(msgspec.Struct, frozen=True):
     def environment(self) -> dict[str, str]:
         """The variables that force this case's plan."""
         forced = {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.micro)}
-        if self.zero >= 0:
+        if self.passes > 1:
+            # They are made for stages without replicas.
+            forced["RANNC_ZERO_STAGE"] = str(PARAMS_ZERO if self.offload.params else 0)
+        elif self.zero >= 0:
             forced["RANNC_ZERO_STAGE"] = str(self.zero)
         if self.recompute:
             forced["RANNC_CHECKPOINTING"] = "true"
         forced |= {f"RANNC_{each.upper()}": "true" for each in self.offload.settings}
         if self.schedule == "asked":
             forced["RANNC_INTERLEAVE_LOSS"] = "false"
-        else:
+        elif self.passes == 1:  # others are planned under 1f1b, and placed anew
             forced["RANNC_SCHEDULE"] = self.schedule
         return {**forced, **dict(self.env)}
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from parity.case import Case
 from parity.script import SCRIPTS
 from parity.zoo import OPTIMIZERS, ZOO
-from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUNS, Offload, runnable_zero
+from rannd.plan.run_modes import OFFLOADS, PARAMS_ZERO, RUN_MODES, Offload, runnable_zero
 
 
 class Choice(NamedTuple):
@@ -55,7 +55,7 @@ def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 SHAPES = [(ranks, stages) for ranks in (1, 2, 3, 4) for stages in range(1, ranks + 1)]
 MICRO = [1, 2, 4, 8]
-SCHEDULES = [*dict.fromkeys(way.schedule for way, runs in RUNS.items() if runs), "asked"]
+SCHEDULES = [*dict.fromkeys(way.schedule for way in RUN_MODES), "asked"]
 SEED = int(os.environ.get("TEST_SEED", "0"))
 """Of `DRAWN`, see tests/conftest.py; the head of a test run names it."""
 DRAWS = 12
@@ -73,7 +73,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "optimizer": list(OPTIMIZERS),
     "script": list(SCRIPTS),
     "rows": ROWS,
-    "zero": sorted({way.zero for way, runs in RUNS.items() if runs}),
+    "zero": sorted({way.zero for way in RUN_MODES}),
     "recompute": [False, True],
     "offload": OFFLOADS,
 }

@@ -123,6 +123,8 @@ def plan_differences(case: Case, got: list[Record]) -> list[str]:
         offloaded = Offload(*record["plan/offload"].tolist())
         if offloaded != case.offload:
             found.append(f"rank {rank}: {offloaded} was elsewhere instead of {case.offload}")
-        if min(replicas) < 1 or sum(replicas) > case.ranks:
+        if min(replicas) < 1 or sum(replicas) > case.ranks * case.passes:
             found.append(f"rank {rank}: stages have {replicas} replicas on {case.ranks} ranks")
+        if case.passes > 1 and sum(replicas) != case.ranks * case.passes:
+            found.append(f"rank {rank}: {sum(replicas)} replicas of stages ran, not {case.passes} on each rank")
     return found

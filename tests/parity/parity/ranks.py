@@ -48,6 +48,10 @@ class Backend(Protocol):
         """The whole values of these parameters."""
         ...
 
+    def placing(self, case: Case) -> contextlib.AbstractContextManager[None]:
+        """Plans are as the case wants them."""
+        ...
+
     def plan(self, model: nn.Module, record: Record) -> None: ...
     def reset(self) -> None: ...
     def barrier(self) -> None: ...
@@ -97,6 +101,19 @@ class Rannc:
             found = copy(name)  # collective
             if name in own:
                 yield name, found
+
+    @contextlib.contextmanager
+    def placing(self, case: Case) -> Iterator[None]:
+        if case.passes == 1:
+            yield
+            return
+        from parity.placing import place_plans  # the yardstick must not need it
+
+        undo = place_plans(case.schedule, case.passes, max(case.zero, 0))
+        try:
+            yield
+        finally:
+            undo()
 
     def plan(self, model: nn.Module, record: Record) -> None:
         deployment = cast(Any, model).deployment
@@ -162,6 +179,9 @@ class Ddp:
 
     def values(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         return model.named_parameters()
+
+    def placing(self, case: Case) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def plan(self, model: nn.Module, record: Record) -> None:
         record["plan/replicas"] = array(torch.tensor([dist.get_world_size()]))
@@ -273,7 +293,8 @@ def train(case: Case, backend: Backend) -> Record:
     os.environ.update(variables)
     try:
         rank = Rank(case, backend)
-        play(case, rank)
+        with backend.placing(case):
+            play(case, rank)
         rank.finish()
         backend.reset()
         return rank.record

@@ -10,7 +10,7 @@ from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.program import ActionKind, Layout, Program
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.program_text import from_text, to_text
-from rannd.plan.schedule.schedules import gpipe, interleaved_program, zero_bubble_h1
+from rannd.plan.schedule.schedules import gpipe, planned_program, zero_bubble_h1
 from rannd.plan.simulate.layout import loss_layout
 
 PIPELINE = Layout(3, 1, ((0,), (1, 2)), ((-1, 0), (-1, 1), (0, 1), (1, 2)), ((-1, 0), (0, 1), (1, 2)))
@@ -23,7 +23,7 @@ def test_gpipe_is_correct_for_every_layout(layout: Layout) -> None:
 
 @given(layouts(), st.sampled_from(SCHEDULES))
 def test_interleaved_programs_are_correct_for_every_layout(layout: Layout, schedule: str) -> None:
-    check(interleaved_program(schedule, loss_layout(layout), range(0, len(layout.stages), 2)))
+    check(planned_program(schedule, loss_layout(layout), range(0, len(layout.stages), 2)))
 
 
 @given(layouts(), st.sets(st.integers(0, 5)))

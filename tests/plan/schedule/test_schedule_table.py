@@ -19,10 +19,11 @@ from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import RunMode, check_known
 from rannd.plan.schedule.schedules import ALL_SCHEDULES, SCHEDULES, Schedule
-from rannd.plan.search import estimate
+from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, step_costs
 from rannd.plan.simulate.simulator import predict
+from rannd.plan.stage_costs import estimate
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 
 SOURCES = Path(estimate.__file__).parents[2]
@@ -94,7 +95,7 @@ def test_nothing_but_the_table_knows_a_schedule_by_its_name() -> None:
 
 def test_the_configuration_has_the_schedules_that_can_be_run() -> None:
     item = ITEMS["schedule"]
-    assert item.choices == (AUTO, *SCHEDULES)
+    assert item.choices == (AUTO, *SCHEDULES, *VIRTUAL_SCHEDULES)
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,18 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import pipeline
-from plan_layouts import layouts
+from plan_layouts import Make, interleaved, layouts
 
 from rannd.errors import PlanError
 from rannd.plan.run_modes import SCHEDULES
 from rannd.plan.schedule.instructions import Posting
 from rannd.plan.schedule.program import ActionKind, Layout, Program
-from rannd.plan.schedule.schedules import gpipe, interleaved_program
+from rannd.plan.schedule.schedules import gpipe, planned_program
 from rannd.plan.schedule.stream_checker import StreamRules, Streams, check_streams
 from rannd.plan.simulate.layout import loss_layout
 
@@ -34,8 +35,26 @@ def hangs(program: Program, posting: Posting, rules: StreamRules) -> bool:
 @given(layouts(max_world=8), st.sampled_from([None, *SCHEDULES]), st.sets(st.integers(0, 5)), st.sampled_from(Streams))
 def test_no_step_hangs(layout: Layout, schedule: str | None, split: set[int], streams: Streams) -> None:
     """Whatever synchronises: receives of all slots are posted in one order with all sends."""
-    program = gpipe(layout) if schedule is None else interleaved_program(schedule, loss_layout(layout), split)
+    program = gpipe(layout) if schedule is None else planned_program(schedule, loss_layout(layout), split)
     check_streams(program, Posting.MATCHED, StreamRules(streams, overlap=False))
+
+
+@given(interleaved(), interleaved(asked=True), st.sampled_from(Streams))
+def test_no_step_hangs_in_which_slots_have_several_stages(
+    inside: tuple[Layout, Make], asked: tuple[Layout, Make], streams: Streams
+) -> None:
+    """Also where replicas meet: they have the same stages, and run them in the same order."""
+    for program in (inside[1](inside[0]), gpipe(asked[0])):
+        rules = StreamRules(streams, overlap=False)
+        check_streams(program, Posting.MATCHED, rules)
+        check_streams(program, Posting.MATCHED, dataclasses.replace(rules, meets=True))
+        check_streams(program, Posting.AHEAD, StreamRules(synchronises=False, overlap=False, meets=True))
+
+
+@given(interleaved())
+def test_reductions_of_later_stages_may_begin_before_the_slot_s_last_backward(case: tuple[Layout, Make]) -> None:
+    layout, make = case
+    check_streams(make(msgspec.structs.replace(layout, tied=())), Posting.MATCHED, StreamRules(Streams.PAIR))
 
 
 MEETING = StreamRules(overlap=False, meets=True)
@@ -82,7 +101,7 @@ def pipelines(world: int, schedules: Sequence[str] = ("1f1b", "gpipe")) -> Itera
                         skip=bool(skip),
                     )
                     for schedule in schedules:
-                        program = interleaved_program(schedule, layout, range(stages))
+                        program = planned_program(schedule, layout, range(stages))
                         yield f"{replicas} {microbatches} {schedule}", program
 
 
@@ -113,10 +132,10 @@ def test_hangs_of_receives_that_were_posted_ahead(
 
 def test_which_pipelines_hung() -> None:
     """Two slots never did, which is why two ranks on one machine show nothing."""
-    ahead, one = Posting.AHEAD, interleaved_program("1f1b", pipeline(1, 1))
+    ahead, one = Posting.AHEAD, planned_program("1f1b", pipeline(1, 1))
     assert not hangs(one, ahead, OLD)
     for replicas in ((2, 2), (1, 1, 1, 1)):
-        program = interleaved_program("1f1b", pipeline(*replicas))
+        program = planned_program("1f1b", pipeline(*replicas))
         assert hangs(program, ahead, OLD), replicas
         assert hangs(program, ahead, ONE_STREAM), replicas
     with pytest.raises(PlanError, match=r"would never end on devices with streams: .*slot 0 at F0 waits for"):
@@ -125,8 +144,8 @@ def test_which_pipelines_hung() -> None:
 
 def test_reductions_that_begin_in_a_backward_can_hang() -> None:
     """A replica that waits in its last backward for another one, which waits for it through the first stage."""
-    program = interleaved_program("gpipe", pipeline(1, 3, microbatches=2))
+    program = planned_program("gpipe", pipeline(1, 3, microbatches=2))
     check_streams(program, Posting.MATCHED, LATE)
     with pytest.raises(PlanError, match="the reduction R"):
         check_streams(program, Posting.MATCHED, StreamRules())
-    check_streams(interleaved_program("1f1b", pipeline(1, 3, microbatches=2)), Posting.MATCHED, StreamRules())
+    check_streams(planned_program("1f1b", pipeline(1, 3, microbatches=2)), Posting.MATCHED, StreamRules())

@@ -11,8 +11,16 @@ from rannd.errors import PlanError
 from rannd.plan.schedule.program import Action, ActionKind, Layout, Program
 from rannd.plan.schedule.program_checker import check
 from rannd.plan.schedule.program_text import from_text, to_text
-from rannd.plan.schedule.schedules import gpipe, one_forward_one_backward
-from rannd.plan.schedule.virtual_stages import interleaved_1f1b, round_robin, v_shape, zero_bubble_v
+from rannd.plan.schedule.schedules import gpipe, one_forward_one_backward, planned_program
+from rannd.plan.schedule.virtual_stages import (
+    INTERLEAVED_1F1B,
+    ZB_V,
+    interleaved_1f1b,
+    round_robin,
+    v_shape,
+    zero_bubble_v,
+)
+from rannd.plan.simulate.layout import loss_layout
 from rannd.plan.simulate.simulator import Simulation, predict_order, simulate
 from rannd.plan.simulate.timeline import COMPUTE
 
@@ -147,10 +155,31 @@ def test_other_placements_are_refused(make: Make, stages: tuple[tuple[int, ...],
         make(Layout(2, 1, stages, (), ()))
 
 
-@pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
-def test_schedules_of_one_stage_per_slot_refuse_several(make: Make) -> None:
+def test_schedules_of_one_stage_per_slot_refuse_several() -> None:
     with pytest.raises(PlanError, match=r"slot 0 has the stages \(0, 2\), where one is expected"):
-        make(chain(2, 2, 1))
+        one_forward_one_backward(chain(2, 2, 1))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["asked", "inside"])
+@given(interleaved(asked=True))
+def test_a_call_without_a_single_loss_goes_stage_by_stage(backward: bool, case: tuple[Layout, Make]) -> None:
+    layout = loss_layout(case[0]) if backward else case[0]
+    program = gpipe(layout, interleaved=backward)
+    check(program)
+    for slot in range(layout.world):
+        computed = [each for each in program.slots[slot] if each.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
+        wanted = [(stage, piece) for stage in layout.stages_of(slot) for piece in layout.pieces(stage, slot)]
+        assert [(layout.stage_at(slot, each), each.piece) for each in computed] == wanted + wanted[::-1]
+
+
+def test_programs_to_run_are_made_by_name() -> None:
+    layout = chain(2, 2, 2)
+    assert planned_program(INTERLEAVED_1F1B, layout) == planned_program(INTERLEAVED_1F1B, layout)
+    assert planned_program(INTERLEAVED_1F1B, layout) == interleaved_1f1b(layout)
+    layout = chain(2, 2, 2, v=True)
+    assert planned_program(ZB_V, layout, {1}) == zero_bubble_v(layout, {1})
+    with pytest.raises(PlanError, match="are not placed as interleaved_1f1b needs them; place them with round_robin"):
+        planned_program(INTERLEAVED_1F1B, layout)
 
 
 @pytest.mark.parametrize("stages", [((0,), (1,), (0,)), ((0, 0), (1, 1)), ((0, 1), (0,), (0, 1))])

@@ -19,12 +19,12 @@ from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.bounds import FINE, Bounds
-from rannd.plan.search.estimate import StageTables, Variant
-from rannd.plan.search.intervals import Intervals
 from rannd.plan.search.planner import plan
-from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.simulate.step_costs import BUCKET
+from rannd.plan.stage_costs.estimate import StageTables, Variant
+from rannd.plan.stage_costs.intervals import Intervals
+from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.topology import Machine
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 

@@ -13,7 +13,7 @@ from rannd.errors import DoesNotFitError
 from rannd.plan.deployment import Deployment, Reason, decode, encode
 from rannd.plan.plan_text import show
 
-WHAT = ["stages", "microbatches", "schedule", "ZeRO", "offload", "offload params", "recompute"]
+WHAT = ["stages", "microbatches", "schedule", "ZeRO", "offload", "offload params", "recompute", "virtual stages"]
 
 
 def _why(found: Deployment) -> dict[str, tuple[str, str]]:
@@ -38,7 +38,7 @@ def test_what_was_slower_is_told_as_the_alternatives_have_it() -> None:
 
 
 def test_what_did_not_fit_is_told_with_what_it_lacks() -> None:
-    found = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True, zero_stage="0")
+    found = deploy(chain(8, param=100_000), 4, memory=2_000_000, ranked=True, zero_stage="0", virtual_stages="1")
     why = _why(found)
     assert why["stages"] == ("4", "2 stages 24 KiB too much, 1 stage 2.04 MiB too much")
     assert why["ZeRO"] == ("no", "set by zero_stage=0")

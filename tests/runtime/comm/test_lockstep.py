@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rannd.runtime.binding.microbatches import split_rows
 from rannd.runtime.comm.lockstep import pack_flags, pack_floats, unpack_flags, unpack_floats
-from rannd.runtime.execution.microbatches import split_rows
 
 
 @given(st.integers(0, 100), st.integers(1, 20))

@@ -14,8 +14,10 @@ from steps import CPU, run
 
 from rannd.errors import LaunchError, StepError
 from rannd.plan.schedule.instructions import Posting
-from rannd.plan.schedule.schedules import SCHEDULES, gpipe, interleaved_program
+from rannd.plan.schedule.program import Layout
+from rannd.plan.schedule.schedules import SCHEDULES, gpipe, planned_program
 from rannd.plan.schedule.stream_checker import StreamRules, Streams
+from rannd.plan.schedule.virtual_stages import INTERLEAVED_1F1B, ZB_V
 from rannd.runtime.transport.choice import group_backend, make_transport, transport_name
 from rannd.runtime.transport.gloo_transport import GlooTransport
 from rannd.runtime.transport.nccl_transport import NcclTransport
@@ -67,12 +69,19 @@ LAYOUTS = [
     pipeline(1, 1, 1, 1, microbatches=3, outputs=True, skip=True),
     pipeline(1, 3, microbatches=2, outputs=True),
 ]
+_EDGES = ((-1, 0), (0, 1), (0, 3), (1, 2), (2, 3), (3, 4))
+SEVERAL = {
+    INTERLEAVED_1F1B: Layout(4, 2, ((0, 1), (2, 3), (0, 1), (2, 3)), _EDGES, _EDGES[1:5]),
+    ZB_V: Layout(4, 2, ((0, 1), (2, 3), (2, 3), (0, 1)), _EDGES, _EDGES[1:5]),
+}
+"""Layouts with several stages per slot, by the schedule that they are for."""
 
 
 @pytest.mark.ranks
 def test_messages_arrive(tmp_path: Path) -> None:
-    programs = [interleaved_program(schedule, layout, {0, 1}) for layout in LAYOUTS for schedule in SCHEDULES]
-    programs += [gpipe(layout) for layout in LAYOUTS]
+    programs = [planned_program(schedule, layout, {0, 1}) for layout in LAYOUTS for schedule in SCHEDULES]
+    programs += [gpipe(layout) for layout in (*LAYOUTS, *SEVERAL.values())]
+    programs += [planned_program(schedule, layout, {0, 3}) for schedule, layout in SEVERAL.items()]
     makers = [
         gloo,
         staged,
@@ -96,7 +105,7 @@ def test_messages_arrive(tmp_path: Path) -> None:
 )
 def test_planted_hangs_are_found(replicas: tuple[int, ...], rules: StreamRules, tmp_path: Path) -> None:
     """The order of posts of before, which gloo allows."""
-    program = interleaved_program("1f1b", pipeline(*replicas))
+    program = planned_program("1f1b", pipeline(*replicas))
     planted = functools.partial(strict, rules=rules, posting=Posting.AHEAD, limit_s=LIMIT_S)
     errors = run(tmp_path, [planted], [program])
     assert errors
@@ -114,7 +123,7 @@ def _different_sizes(rank: int, values: dist.ProcessGroup, gradients: dist.Proce
 
 @pytest.mark.ranks
 def test_sizes_that_differ_are_named(tmp_path: Path) -> None:
-    errors = run(tmp_path, [_different_sizes], [interleaved_program("1f1b", pipeline(1, 1))])
+    errors = run(tmp_path, [_different_sizes], [planned_program("1f1b", pipeline(1, 1))])
     assert "rank 0 sends 3 bytes, rank 1 expects 4" in errors[0]
     assert "rank 0 sends 3 bytes, rank 1 expects 4" in errors[1]
 
@@ -136,7 +145,7 @@ def _poisoned(rank: int, values: dist.ProcessGroup, gradients: dist.ProcessGroup
 
 @pytest.mark.ranks
 def test_buffers_are_of_no_use_before_they_are_taken(tmp_path: Path) -> None:
-    assert run(tmp_path, [_poisoned], [interleaved_program("1f1b", pipeline(1, 1))]) == {}
+    assert run(tmp_path, [_poisoned], [planned_program("1f1b", pipeline(1, 1))]) == {}
 
 
 CUDA = torch.device("cuda", 0)

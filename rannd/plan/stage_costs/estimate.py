@@ -18,12 +18,12 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.run_modes import Offload
 from rannd.plan.schedule.program import AHEAD
 from rannd.plan.schedule.schedules import ALL_SCHEDULES
-from rannd.plan.search.intervals import Intervals, at
-from rannd.plan.search.recompute import DividedStage, least_memory, segments
-from rannd.plan.search.reduction_times import Reductions
 from rannd.plan.simulate.step_costs import BUCKET
+from rannd.plan.stage_costs.intervals import Intervals, at
+from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
+from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
-from rannd.plan.zero import ReplicaBytes, Trained, computing, fetch_us, held, in_files, offload_us
+from rannd.plan.zero import ReplicaBytes, Trained, Units, computing, fetch_us, held, in_files, offload_us
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -125,9 +125,12 @@ class StageTables:
         """``[start, end, replicas - 1]``, or one entry for all: time of copying what a step changes in and out."""
         self.fetch_us = fetch_us(sharded.fetched, options.device)
         """The same: time of copying parameters in, in each forward and backward of a microbatch."""
-        self.fixed = sharded.state + sharded.working + self.working[:, :, None]
-        """``[start, end, replicas - 1]``, or one entry for all replicas: bytes that do not depend on microbatches:
-        parameters, gradients (also those of a delayed step), optimizer state and `working`."""
+        self.state = sharded.state
+        """The same: bytes of parameters, gradients (also those of a delayed step) and optimizer state."""
+        self.temporary = sharded.working + self.working[:, :, None]
+        """The same: bytes that are needed while something is computed."""
+        self.fixed = self.state + self.temporary
+        """The same: bytes that do not depend on microbatches."""
         ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
         self.ranks_us = ranks
         """Time of the first input from a rank and of the first gradient of an output from it."""
@@ -290,6 +293,25 @@ class StageTables:
         result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
         return result
 
+    def held_with(self, replicas: int, flight: tuple[int, int], moment: tuple[int, int]) -> Table:
+        """Return the bytes of all stages, but what is temporary, at a moment: ``[start, end]``.
+
+        Nothing is recomputed. What a rank gets at the end of a step (`late`) is not included.
+
+        Args:
+            replicas: Number of replicas.
+            flight: Maximum number of microbatches between forward and backward, and between forward and the second half
+                of it.
+            moment: Those at the moment.
+        """
+        (first, most), (now, waiting) = flight, moment
+        place = min(replicas, self.state.shape[2]) - 1
+        kept = np.maximum(self.kept, self.delayed) * now + self.delayed * (waiting - now)
+        pieces = int(self.pieces[replicas - 1])
+        posted = self.given * pieces + self.sent_grad * min(pieces, AHEAD + 1)
+        result: Table = self.state[:, :, place] + posted + self.crossing * most + kept
+        return result + self.received if first < pieces else result
+
     def _held(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> ReplicaBytes:
         """Return the memory of stages for parameters, gradients and optimizer state."""
         tables = self.intervals
@@ -304,7 +326,7 @@ class StageTables:
             trainable=those(tables.trainable),
             gradients=those(tables.gradients),
             optimizer=those(tables.optimizer),
-            unit=tables.unit[starts, ends, ..., None],
+            units=Units(*(table[starts, ends, ..., None] for table in tables.units)),
             offload=float(BUCKET) if self.offload.optimizer else 0.0,
             away=self.offload.params,
             grads_away=self.offload.params and in_files(self.options.device),
@@ -460,31 +482,58 @@ class StageTables:
 
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
-        intervals = self.intervals
-        chosen = self.segments(start, end, replicas, used=used)
         # Where a stage cannot keep everything, its backward is not split: that alone may make it fit.
-        recompute = self.recomputes(start, end, replicas, used=used)
-        pieces = int(self.pieces[replicas - 1])
-        flights = self.in_flight(end, used, split=not recompute)
-        flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
-        forward = self.forward_us[start, end] * pieces
-        backward = (self.backward_us[start, end] + chosen.forward_us) * pieces
-        backward += self.add_us[start, end] * (pieces - 1)
-        weight = 0.0 if recompute else at(intervals.weight, self.rows)[start, end] * pieces
+        split = not self.recomputes(start, end, replicas, used=used)
+        first, most = (
+            int(each[start if len(each) > 1 else 0, replicas - 1])
+            for each in (self.in_flight(end, used, split=delays) for delays in (False, split))
+        )
         inside = self._links(used)[2] if self._apart else None
+        divided = self.segments(start, end, replicas, used=used)
+        return self.estimate_of(start, end, replicas, divided, (first, most), split=split, inside=inside)
+
+    def estimate_of(
+        self,
+        start: int,
+        end: int,
+        replicas: int,
+        divided: DividedStage,
+        flight: tuple[int, int],
+        *,
+        split: bool,
+        inside: Mask | None = None,
+    ) -> StageEstimate:
+        """Return the estimate of a stage with given segments and microbatches in flight.
+
+        Args:
+            start: First block.
+            end: Block after the last one.
+            replicas: Number of replicas.
+            divided: Its segments.
+            flight: Maximum number of microbatches between forward and backward, and between forward and the second half
+                of it.
+            split: Whether gradients of parameters may be delayed, if the schedule does so.
+            inside: By number of replicas, whether they are on one node; None: they count as on different nodes.
+        """
+        pieces = int(self.pieces[replicas - 1])
+        first, flying = flight
+        forward = self.forward_us[start, end] * pieces
+        backward = (self.backward_us[start, end] + divided.forward_us) * pieces
+        backward += self.add_us[start, end] * (pieces - 1)
+        weight = at(self.intervals.weight, self.rows)[start, end] * pieces if split else 0.0
         zero = self.variant.zero
         reduce = self.reductions.of(end, inside, zero)[0][start, replicas - 1]
         if zero in (1, 2):
             reduce += self.reductions.gather(end, inside)[start, replicas - 1]
         own = self._held(start, end, replicas)
         param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
-        waits = self.delayed[start, end] > 0 and not recompute
-        activation = math.ceil(chosen.kept * flying)
+        later = float(self.delayed[start, end])
+        waits = later > 0 and split
+        activation = math.ceil(divided.kept * flying)
         if waits:
-            kept = self._activations(end, used)
-            activation = math.ceil(kept[start if len(kept) > 1 else 0, replicas - 1])
-        working = math.ceil(self.working[start, end] + own.working[0] + chosen.working)
-        posted = self._posted(slice(0, end), end, flights)[start, replicas - 1]
+            activation = math.ceil(max(divided.kept, later) * first + later * (flying - first))
+        working = math.ceil(self.working[start, end] + own.working[0] + divided.working)
+        posted = self._posted(slice(0, end), end, np.full((1, self.world), flying))[start, replicas - 1]
         comm = math.ceil(self.crossing[start, end] * flying + posted)
         return StageEstimate(
             forward_us=float(forward),
@@ -502,7 +551,7 @@ class StageTables:
             in_flight=flying,
             weight_us=float(weight),
             working_bytes=working,
-            weight_bytes=math.ceil(self.delayed[start, end]) if waits else 0,
+            weight_bytes=math.ceil(later) if waits else 0,
             offloaded_bytes=math.ceil(own.offloaded[0]),
             offload_us=float(offload_us(own.offloaded, self.options.device)[0]),
             fetch_us=float(fetch_us(own.fetched, self.options.device)[0]),

@@ -7,7 +7,7 @@ the batch are polynomials of a microbatch's rows, ``[power, i, j]``, evaluated b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
-from rannd.plan.zero import Trained
+from rannd.plan.zero import Trained, Units
 from rannd.profile.costs import BlockCost
 from rannd.profile.delayed_gradients import delayed_bytes, separable
 from rannd.profile.kept_values import Memory
@@ -28,6 +28,12 @@ Table = npt.NDArray[np.float64]
 def at(table: Table, rows: float) -> Table:
     """Evaluate a polynomial table for microbatches of `rows` rows, clamped at 0."""
     result: Table = np.maximum(table[0] + rows * (table[1] + rows * table[2]), 0.0)
+    return result
+
+
+def _largest_two(each: Table) -> Table:
+    """Return the maximum over pairs of neighbours of their sum, up to each place; of the first alone, its own."""
+    result: Table = np.maximum.accumulate(np.concatenate([each[:1], each[:-1] + each[1:]]))
     return result
 
 
@@ -179,6 +185,39 @@ class Intervals:
             first = next(reader for reader in readers if reader >= start)
             table[:, start, first + 1 :] += size[:, 0]
 
+    def _units(self, graph: TaskGraph, readers: Mapping[int, set[int]], options: PlanOptions) -> Units:
+        """Parameters that several blocks of a run read count if no block outside of it does: others are not divided."""
+        own = np.zeros((2, self.count))
+        tied: dict[tuple[int, ...], Table] = defaultdict(lambda: np.zeros(2))
+        for index, blocks in readers.items():
+            param = graph.params[index]
+            if param.trainable:
+                size = param.bytes * np.array([1.0, state_weights(param.itemsize, options).reduced])
+                if len(blocks) == 1:
+                    own[:, min(blocks)] += size
+                else:
+                    tied[tuple(sorted(blocks))] += size
+        whole = np.zeros((2, self.count + 1, self.count + 1))
+        tied_grads = np.zeros_like(whole[0])
+        ordered = sorted(tied, key=lambda group: group[-1])
+        for start in range(self.count):
+            # Of the runs from here, longer ones have all readers of more parameters.
+            each, known = own[0].copy(), start + 1
+            for group in (*(group for group in ordered if group[0] >= start), None):
+                until = self.count + 1 if group is None else group[-1] + 1
+                whole[0, start, known:until] = np.maximum.accumulate(each[start:])[
+                    known - start - 1 : until - start - 1
+                ]
+                whole[1, start, known:until] = _largest_two(each[start:])[known - start - 1 : until - start - 1]
+                if group is not None:
+                    each[list(group)] += tied[group][0]
+                    tied_grads[start, until:] += tied[group][1]
+                    known = until
+        two_grads = np.zeros_like(tied_grads)
+        for start in range(self.count):
+            two_grads[start, start + 1 :] = _largest_two(own[1, start:])
+        return Units(whole[0], whole[1], self.largest_of(own[1]), two_grads, tied_grads)
+
     def _params(self, graph: TaskGraph, block_of: dict[int, int], options: PlanOptions) -> None:
         readers: dict[int, set[int]] = defaultdict(set)
         for index, op in enumerate(graph.ops):
@@ -203,10 +242,6 @@ class Intervals:
                     trained[1, :, start, first + 1 : whole_from] += weighted
         self.trainable, self.reduced, self.gradients, self.optimizer = map(Trained, *trained)
         """Bytes of trainable parameters, of what is reduced of them, of their gradients and optimizer state."""
-        own = np.zeros(self.count)
-        for index, blocks in readers.items():
-            if graph.params[index].trainable and len(blocks) == 1:
-                own[min(blocks)] += graph.params[index].bytes
-        self.unit = self.largest_of(own)
-        """Maximum over the run's blocks of the trainable bytes that only this block reads."""
+        self.units = self._units(graph, readers, options)
+        """What replicas that divide parameters have as a whole at a time."""
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rannd.plan.search.intervals import Intervals
 from rannd.plan.simulate.step_costs import BUCKET
+from rannd.plan.stage_costs.intervals import Intervals
 from rannd.plan.topology import Machine, Mask, Table, allreduce_us
 from rannd.plan.zero import reduced_part
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from plan_graphs import random_costs, random_graph
 
-from rannd.graph.fx.ir import Size, TaskGraph
+from rannd.graph.fx.ir import Param, Size, TaskGraph
 from rannd.plan.blocks.blocks import Block
-from rannd.plan.search.intervals import Intervals
+from rannd.plan.stage_costs.intervals import Intervals
 from rannd.profile.costs import BlockCost
 
 
@@ -49,3 +49,29 @@ def test_what_several_blocks_keep_counts_once(seed: int) -> None:
                 found = sum(intervals.activation[power, start, end] * rows**power for power in range(3))
                 assert found == pytest.approx(kept_once(graph, blocks, costs, start, end, rows))
                 assert found >= 10 + 100 * rows - 1e-6
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_replicas_have_as_a_whole_at_a_time(seed: int) -> None:
+    random = Random(seed)
+    graph = random_graph(random, 8)
+    count, tied = 8, sorted(random.sample(range(8), 2 + seed % 2))
+    sizes = [random.randint(1, 50) for _ in range(count)]
+    params = [Param(f"p{at}", 4 * size, True) for at, size in enumerate([*sizes, 30])]
+    params.append(Param("frozen", 400, False))
+    ops = [
+        msgspec.structs.replace(op, params=(at, *([count] if at in tied else []), count + 1))
+        for at, op in enumerate(graph.ops)
+    ]
+    graph = msgspec.structs.replace(graph, ops=tuple(ops), params=tuple(params))
+    blocks = [Block((at,)) for at in range(count)]
+    units = Intervals(graph, blocks, random_costs(random, count).blocks).units
+    for start in range(count):
+        for end in range(start + 1, count + 1):
+            inside = start <= tied[0] and tied[-1] < end
+            own = [4 * size for size in sizes[start:end]]
+            whole = [size + 120 * (inside and start + at in tied) for at, size in enumerate(own)]
+            both = [sum(pair) for pair in pairwise(own)] or own
+            wholes = [sum(pair) for pair in pairwise(whole)] or whole
+            expected = (max(whole), max(wholes), max(own), max(both), 120 * inside)
+            assert tuple(float(table[start, end]) for table in units) == expected

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from rannd.plan.search.recompute import MOST_BOUNDS, DividedStage, Table, least_memory, segments
+from rannd.plan.stage_costs.recompute import MOST_BOUNDS, DividedStage, Table, least_memory, segments
 
 
 def tables(random: Random, count: int, *, equal: bool = False) -> tuple[Table, Table, Table]:

@@ -1,0 +1,55 @@
+"""What a plan promised, after memory ran out: per device, also where it has several stages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from plan_graphs import chain
+from plan_instances import deploy
+
+from rannd.config import Config
+from rannd.plan.deployment import Deployment
+from rannd.plan.slot_memory import device_bytes, fullest_bytes
+from rannd.runtime.comm.world import World
+from rannd.runtime.planning import memory_fit
+from rannd.runtime.planning.memory_promise import LOWER, MemoryPromise
+from rannd.units import amount
+
+
+def _promise(deployment: Deployment) -> MemoryPromise:
+    world = cast(World, SimpleNamespace(device=torch.device("cpu")))
+    return MemoryPromise(world, Config(), cast(Any, None), deployment, 1 << 30, None, None)
+
+
+def test_the_next_plan_gets_less_than_the_device_needed() -> None:
+    one = deploy(chain(12, param=100_000), 2, partition_num=2, schedule="1f1b")
+    for stage, each in enumerate(one.stages):
+        assert _promise(one).marks(stage)["limit"] == int(each.estimate.total_bytes * LOWER)
+    assert _promise(one).marks(None)["limit"] == int(fullest_bytes(one) * LOWER)
+    assert "and also" not in _promise(one).text(MemoryError("tried to allocate 3 bytes"), 0)
+
+    two = deploy(chain(12, param=100_000), 2, schedule="interleaved_1f1b", virtual_stages="2")
+    sizes = device_bytes(two)
+    for stage, each in enumerate(two.stages):
+        assert sizes[each.slots] > each.estimate.total_bytes
+        assert _promise(two).marks(stage)["limit"] == int(sizes[each.slots] * LOWER)
+    told = _promise(two).text(MemoryError("tried to allocate 3 bytes"), 1)
+    assert f"the plan estimated {amount(sizes[two.stages[1].slots])} for each device with stage 1 and also 3" in told
+
+
+def test_a_rank_lacks_what_all_of_its_stages_need() -> None:
+    found = deploy(chain(12, param=100_000), 2, schedule="interleaved_1f1b", virtual_stages="2")
+    sizes = device_bytes(found)
+    for slot in range(2):
+        size = sizes[next(slots for slots in sizes if slot in slots)]
+
+        def gathered(numbers: list[int], size: int = size) -> list[list[int]]:
+            assert numbers[0] == size
+            return [numbers, [0, 0]]
+
+        ranks = SimpleNamespace(
+            slot=slot, device=torch.device("cpu"), local_size=1, mates=(0,), gather_numbers=gathered
+        )
+        assert memory_fit.short(cast(World, ranks), torch.nn.Linear(1, 1), found) is None
