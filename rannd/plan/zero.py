@@ -123,6 +123,8 @@ def held(
     )
 
 
+LEAST_OFFLOADED = 1 << 18
+"""Bytes from which a gradient, or a value that a segment starts from, is worth being elsewhere."""
 ASSUMED_RATES = {"cuda": 20e3}
 """Bytes per microsecond between the device and where state is between steps: pinned memory over PCIe 4."""
 ASSUMED_FILE_RATE = 2e3
