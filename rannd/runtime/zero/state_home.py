@@ -271,7 +271,10 @@ class MappedFile(StateHome):
                     f"no room for {amount(size)} more of what is offloaded, beside {amount(self._end)} of this file "
                     f"({exc.strerror}; {amount(free)} are free)"
                 )
-                advice = "; choose a folder with more space, or set offload_optimizer=false or offload_params=false"
+                advice = (
+                    "; choose a folder with more space, or set offload_optimizer, offload_params or "
+                    "offload_activations to false"
+                )
             raise UsageError(f"offload_dir={self._folder}: {what}{advice}") from exc
 
     def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
