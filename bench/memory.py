@@ -15,8 +15,9 @@ fit         the memory limit is hardly more than the least that a plan of one st
             is 1 if the model does not train within the limit, or with one stage without ZeRO
 offload     one rank: what of the training state is in memory and what in files between steps, beside the plan's
             numbers, and the step's time with offload_optimizer, offload_params and both and without, in turns, and
-            with offload_activations beside recomputing in memory; goal: at most 1.3 of it. The files are in the cache's folder, or RANNC_OFFLOAD_DIR. The exit code is 1 if more
-            than 2 % of what is offloaded is in memory, or a loss differs
+            with offload_activations beside recomputing in memory; goal: at most 1.3 of it. The files are in the
+            cache's folder, or RANNC_OFFLOAD_DIR. The exit code is 1 if more than 2 % of what is offloaded is in memory,
+            or a loss differs
 """
 
 from __future__ import annotations
