@@ -25,7 +25,7 @@ class Trained(NamedTuple):
     """What of it belongs to parameters that other stages read, too."""
 
 
-class Units(NamedTuple):
+class WholeBytes(NamedTuple):
     """Bytes of what each replica has as a whole while a block needs it, of parameters that replicas divide."""
 
     params: Table
@@ -69,7 +69,7 @@ def held(
     trainable: Trained,
     gradients: Trained,
     optimizer: Trained,
-    units: Units,
+    units: WholeBytes,
     offload: float = 0.0,
     away: bool = False,
     grads_away: bool = False,

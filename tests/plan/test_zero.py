@@ -16,7 +16,7 @@ from rannd.plan.deployment import decode, encode
 from rannd.plan.plan_text import plan_line
 from rannd.plan.run_modes import Offload
 from rannd.plan.stage_costs.estimate import StageTables
-from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, LEAST_OFFLOADED, Trained, Units, held, offload_us
+from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, LEAST_OFFLOADED, Trained, WholeBytes, held, offload_us
 
 
 def _trained(each: float) -> Trained:
@@ -44,7 +44,7 @@ def test_two_buckets_of_state_are_on_the_device(
         trainable=trained,
         gradients=trained,
         optimizer=state,
-        units=Units(*(np.array([unit]) for _ in Units._fields)),
+        units=WholeBytes(*(np.array([unit]) for _ in WholeBytes._fields)),
         offload=offload,
     )
     assert (found.optimizer[0], found.offloaded[0]) == (here, elsewhere)
@@ -65,7 +65,7 @@ def test_what_is_whole_for_a_block_takes_memory_for_a_while(
     zero: int, replicas: int, away: bool, working: float
 ) -> None:
     trained = _trained(1000.0)
-    units = Units(*(np.array([each]) for each in (11.0, 16.0, 10.0, 15.0, 7.0)))
+    units = WholeBytes(*(np.array([each]) for each in (11.0, 16.0, 10.0, 15.0, 7.0)))
     found = held(
         zero,
         np.array([replicas]),
