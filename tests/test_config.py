@@ -52,6 +52,7 @@ OWN += [
     "reduce_dtype",
     "offload_optimizer",
     "offload_params",
+    "offload_activations",
     "offload_dir",
 ]
 OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "timeout_start", "tune", "preflight"]
@@ -64,6 +65,7 @@ PLAN_AFFECTING = {
     "reduce_dtype",
     "offload_optimizer",
     "offload_params",
+    "offload_activations",
     "interleave_loss",
     "sync_allreduce",
     "decomposer",

@@ -162,6 +162,15 @@ class Config:
         plan_affecting=True,
         choices=("auto", "true", "false"),
     )
+    offload_activations: str = item(
+        "auto",
+        "What recomputed blocks start from is, between forward and backward, in pinned host memory (GPUs) or in files "
+        "below offload_dir (CPUs). true: all blocks recompute; auto: only if no other plan fits memory, and where "
+        "activations do not.",
+        group=_PLAN,
+        plan_affecting=True,
+        choices=("auto", "true", "false"),
+    )
     reduce_dtype: str = item(
         "auto",
         "Type in which gradients are accumulated over microbatches and reduced. auto: that of the parameter, float32 "
@@ -202,8 +211,8 @@ class Config:
     )
     offload_dir: str = item(
         "",
-        "Folder on a disk for offload_optimizer and offload_params on CPUs; empty: in that of the cache. Its files "
-        "have no names, and go with the process.",
+        "Folder on a disk for what CPUs offload (offload_optimizer, offload_params, offload_activations); empty: in "
+        "that of the cache. Its files have no names, and go with the process.",
         group=_MEMORY,
         plan_affecting=False,
     )

@@ -58,12 +58,13 @@ class StageEstimate(msgspec.Struct, frozen=True):
     weight_bytes: int = 0
     """Of each microbatch, what stays until its delayed gradients of parameters are computed; 0 if none are delayed."""
     offloaded_bytes: int = 0
-    """Parameters, gradients and optimizer state that are elsewhere while they are not needed; `optimizer_bytes` and
-    `working_bytes` have what of them is on the device at a time."""
+    """Parameters, gradients, optimizer state and activations that are elsewhere while they are not needed;
+    `optimizer_bytes` and `working_bytes` have what of them is on the device at a time."""
     offload_us: float = 0.0
-    """Time to copy it to the device and back, in each step."""
+    """Time to copy what of it a step changes to the device and back, in each step."""
     fetch_us: float = 0.0
-    """Time to copy the parameters among it to the device, in each forward and each backward of a microbatch."""
+    """Time to copy the parameters among it to the device, in each forward and each backward of a microbatch; copies of
+    activations are in `forward_us` and `backward_us`."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -110,6 +111,8 @@ OFFLOAD = "offload"
 """What of a plan a `Reason` for offloading the optimizer's state is about."""
 OFFLOAD_PARAMS = "offload params"
 """The same for parameters."""
+OFFLOAD_ACTIVATIONS = "offload activations"
+"""The same for activations."""
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -174,8 +177,15 @@ class Deployment(msgspec.Struct, frozen=True):
     """Between steps the optimizer's state is not in the device's memory."""
     offload_params: bool = False
     """Parameters are in the device's memory only while a segment reads them; with ZeRO stage 3."""
+    offload_activations: bool = False
+    """What segments that recompute start from is not in the device's memory between forward and backward."""
     reasons: tuple[Reason, ...] = ()
     """Why it was chosen; empty: nothing was compared."""
+
+    @property
+    def offloads(self) -> tuple[bool, bool, bool]:
+        """Whether it offloads optimizer state, parameters, activations."""
+        return self.offload, self.offload_params, self.offload_activations
 
 
 class _Header(msgspec.Struct):
@@ -248,7 +258,7 @@ def _wrong(deployment: Deployment) -> str:
         return f"it offloads parameters with ZeRO stage {deployment.zero}, not 3"
     ops: set[str] = set()
     for place, stage in enumerate(stages):
-        if stage.estimate.offloaded_bytes and not (deployment.offload or deployment.offload_params):
+        if stage.estimate.offloaded_bytes and not any(deployment.offloads):
             return f"stages[{place}] offloads {stage.estimate.offloaded_bytes} bytes of a plan that offloads nothing"
         if len(set(stage.slots)) < len(stage.slots):
             return f"stages[{place}] uses a slot twice: {stage.slots}"

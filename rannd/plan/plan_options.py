@@ -58,6 +58,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """'true': between steps the optimizer's state is not in the device's memory; 'auto': if nothing else fits."""
     offload_params: str = AUTO
     """'true': parameters are not in the device's memory but while they are used; 'auto': if nothing else fits."""
+    offload_activations: str = AUTO
+    """'true': all blocks recompute, and what they start from is not in the device's memory; 'auto': of stages that
+    would not fit otherwise, if no other plan fits."""
     device: str = "auto"
     """Type of the devices: to a GPU's memory state comes from the host's, to a CPU's from files."""
     reduce_dtype: str = "auto"
@@ -93,7 +96,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         schedules = ITEMS["schedule"].choices or ()
         if self.schedule not in schedules:
             raise PlanError(f"schedule={self.schedule!r} is not known; use one of {', '.join(schedules)}")
-        for item in ("virtual_stages", "offload_optimizer", "offload_params"):
+        for item in ("virtual_stages", "offload_optimizer", "offload_params", "offload_activations"):
             choices = ITEMS[item].choices or ()
             if getattr(self, item) not in choices:
                 raise PlanError(f"{item}={getattr(self, item)!r}; use one of {', '.join(choices)}")

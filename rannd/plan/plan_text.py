@@ -87,8 +87,9 @@ def _offloaded(deployment: Deployment) -> str:
         sum(deployment.stages[number].estimate.offloaded_bytes for number in numbers)
         for numbers in stages_by_slots(deployment).values()
     )
-    what = "training state" if deployment.offload_params else "optimizer state"
-    return f", {math.ceil(most / _MIB):,} MiB of {what} offloaded" if most else ""
+    what = ["training state" if deployment.offload_params else "optimizer state"] * any(deployment.offloads[:2])
+    what += ["activations"] * deployment.offload_activations
+    return f", {math.ceil(most / _MIB):,} MiB of {' and '.join(what)} offloaded" if most else ""
 
 
 def title(deployment: Deployment) -> str:
@@ -223,7 +224,7 @@ def _memory(deployment: Deployment) -> str:
         (
             str(number),
             *(_bytes(getattr(stage.estimate, kind)) for kind in kinds),
-            _bytes(stage.estimate.offloaded_bytes) if deployment.offload or deployment.offload_params else "",
+            _bytes(stage.estimate.offloaded_bytes) if any(deployment.offloads) else "",
         )
         for number, stage in enumerate(deployment.stages)
     ]

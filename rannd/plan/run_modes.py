@@ -56,22 +56,38 @@ class Offload(msgspec.Struct, frozen=True, order=True):
     """The optimizer's state, between steps."""
     params: bool = False
     """Parameters, between the segments that read them: divided as with ZeRO 3, also if a stage has one replica."""
+    activations: bool = False
+    """What segments that recompute start from, between their forward and backward."""
+
+    @classmethod
+    def asked(cls, options: PlanOptions) -> Offload:
+        """What options ask for."""
+        return cls(*(getattr(options, f"offload_{name}") == "true" for name in cls.__struct_fields__))
 
     @property
     def settings(self) -> list[str]:
         """The configuration items that ask for it."""
-        return ["offload_optimizer"] * self.optimizer + ["offload_params"] * self.params
+        return [f"offload_{name}" for name in self.__struct_fields__ if getattr(self, name)]
 
     def applied(self, options: PlanOptions) -> PlanOptions:
-        """The options, asking for this and no more."""
-        optimizer, params = (str(each).lower() for each in (self.optimizer, self.params))
-        return msgspec.structs.replace(options, offload_optimizer=optimizer, offload_params=params)
+        """The options, asking for this and no more; all blocks recompute if `offload_activations` is set."""
+        asked: dict[str, object] = {
+            f"offload_{name}": str(getattr(self, name)).lower() for name in self.__struct_fields__
+        }
+        if options.offload_activations == "true":
+            asked |= {"checkpointing": True, "checkpointing_no_last": False}
+        return msgspec.structs.replace(options, **asked)
 
 
 PARAMS_ZERO = 3
 """The ZeRO stage with which parameters can be offloaded."""
 
-OFFLOADS = tuple(Offload(optimizer, params) for params in (False, True) for optimizer in (False, True))
+OFFLOADS = tuple(
+    Offload(optimizer, params, activations)
+    for params in (False, True)
+    for activations in (False, True)
+    for optimizer in (False, True)
+)
 """All that may be offloaded, in the order in which it is tried until a plan fits."""
 
 

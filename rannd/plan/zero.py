@@ -25,7 +25,7 @@ class Trained(NamedTuple):
     """What of it belongs to parameters that other stages read, too."""
 
 
-class Units(NamedTuple):
+class WholeBytes(NamedTuple):
     """Bytes of what each replica has as a whole while a block needs it, of parameters that replicas divide."""
 
     params: Table
@@ -69,7 +69,7 @@ def held(
     trainable: Trained,
     gradients: Trained,
     optimizer: Trained,
-    units: Units,
+    units: WholeBytes,
     offload: float = 0.0,
     away: bool = False,
     grads_away: bool = False,
@@ -123,6 +123,8 @@ def held(
     )
 
 
+LEAST_OFFLOADED = 1 << 18
+"""Bytes from which a gradient, or a value that a segment starts from, is worth being elsewhere."""
 ASSUMED_RATES = {"cuda": 20e3}
 """Bytes per microsecond between the device and where state is between steps: pinned memory over PCIe 4."""
 ASSUMED_FILE_RATE = 2e3

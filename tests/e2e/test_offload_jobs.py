@@ -1,4 +1,4 @@
-"""Jobs whose optimizer's state, or parameters, leave memory because nothing else fits: both items are auto."""
+"""Jobs whose optimizer state, parameters or activations leave memory because nothing else fits: items are auto."""
 
 from __future__ import annotations
 
@@ -85,5 +85,26 @@ def test_parameters_larger_than_memory(job: Job, tmp_path: Path) -> None:
         assert (int(sizes[2]) < limit_mib) == enough
     # the limit is one
     output = job.run("rannc-run", "-np", "1", program, str(limit_mib), code=1, **malloc, RANNC_OFFLOAD_PARAMS="0")
+    assert "step 0" in output
+    assert "step 1: loss" not in output
+
+
+def test_activations_larger_than_memory(job: Job, tmp_path: Path) -> None:
+    """What blocks start from alone is more than the limit: recomputing is not enough."""
+    program, limit_mib = "tests/e2e/programs/large_activations.py", 520
+    malloc = {"RANNC_PIPELINE_NUM": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    whole = job.run("rannc-run", "-np", "1", program, **malloc)
+    scarce = {**malloc, "RANNC_MEM_LIMIT_GB": "0.25", "RANNC_OFFLOAD_DIR": str(tmp_path / "offload")}
+    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), **scarce)
+    assert len(re.findall("Activations are offloaded: without it .* of each device would be needed", output)) == 1
+    assert re.search(r"3\d\d MiB of activations offloaded", output)
+    assert _losses(output) == _losses(whole)
+    for text, enough in ((whole, False), (output, True)):
+        most = re.search(r"most memory (\d+) MiB", text)
+        assert most is not None
+        assert (int(most[1]) < limit_mib) == enough
+    # the limit is one
+    without = {**malloc, "RANNC_CHECKPOINTING": "1", "RANNC_OFFLOAD_ACTIVATIONS": "0"}
+    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), code=1, **without)
     assert "step 0" in output
     assert "step 1: loss" not in output

@@ -16,7 +16,7 @@ from rannd.plan.run_modes import Offload
 def test_compact_covers_every_possible_pair() -> None:
     """What `possible` does not ask for takes every value with every choice: it is varied by one or two at once."""
     covered = set().union(*map(pairs_of, _cover()))
-    free = ("optimizer", "script", "recompute")
+    free = ("optimizer", "script", "recompute", "activations")
     params = [Offload(), Offload(params=True)]  # what may be without them may be with an offloaded state as well
     choices = [
         choice
@@ -37,7 +37,7 @@ def test_compact_covers_every_possible_pair() -> None:
         wanted |= pairs_of(choices[0]._replace(script=script, recompute=recompute))
     for offload in FACTORS["offload"]:
         base = next(choice for choice in choices if possible(choice._replace(offload=offload)))
-        for name in ("optimizer", "script"):
+        for name in ("optimizer", "script", "activations"):
             for value in FACTORS[name]:
                 wanted |= pairs_of(base._replace(**{name: value, "offload": offload}))
     assert wanted <= covered

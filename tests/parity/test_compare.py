@@ -108,7 +108,7 @@ def test_the_first_difference_in_time_comes_first(truth: list[Record], got: list
     assert order == ["1/0/loss", "1/grad/layers.0.bias", "4/0/loss", "end/param/layers.0.bias"]
 
 
-def _plan(replicas: list[int], micro: int, offload: tuple[bool, bool] = (False, False)) -> Record:
+def _plan(replicas: list[int], micro: int, offload: tuple[bool, ...] = (False, False, False)) -> Record:
     return {
         "plan/replicas": np.array(replicas),
         "plan/micro": np.array(micro),
@@ -130,8 +130,8 @@ def test_a_plan_that_was_not_forced_is_named(replicas: list[int], micro: int, wo
 
 
 def test_what_was_offloaded_without_being_asked_to_is_named() -> None:
-    (told,) = plan_differences(CASE, [_plan([1, 1], 2, offload=(True, False))])
-    assert "Offload(optimizer=True, params=False) was elsewhere instead of" in told
+    (told,) = plan_differences(CASE, [_plan([1, 1], 2, offload=(True, False, False))])
+    assert "Offload(optimizer=True, params=False, activations=False) was elsewhere instead of" in told
 
 
 def test_the_forced_plan_agrees() -> None:

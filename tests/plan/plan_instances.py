@@ -24,14 +24,22 @@ OTHER = [way for way in RUN_MODES if way.zero or way.schedule not in ("1f1b", "g
 
 
 def deploy(
-    graph: TaskGraph, world: int, *, memory: int = 10**15, rows: int = 64, ranked: bool = False, **items: object
+    graph: TaskGraph,
+    world: int,
+    *,
+    memory: int = 10**15,
+    rows: int = 64,
+    ranked: bool = False,
+    activation: float = 1000.0,
+    **items: object,
 ) -> Deployment:
+    """Plan with equal costs of all blocks, which keep `activation` bytes for each row."""
     options = PlanOptions(**items)  # type: ignore[arg-type]
     blocks = make_blocks(Partitioning.of(graph), options, world=world)
     return plan(
         graph,
         blocks,
-        costs_for(len(blocks)),
+        costs_for(len(blocks), activation=activation),
         world=world,
         slots=tuple(Slot(0, device) for device in range(world)),
         batch_rows=rows * world,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from rannd.plan.deployment import decode, encode
 from rannd.plan.plan_text import plan_line
 from rannd.plan.run_modes import Offload
 from rannd.plan.stage_costs.estimate import StageTables
-from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, Trained, Units, held, offload_us
+from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, LEAST_OFFLOADED, Trained, WholeBytes, held, offload_us
 
 
 def _trained(each: float) -> Trained:
@@ -43,7 +44,7 @@ def test_two_buckets_of_state_are_on_the_device(
         trainable=trained,
         gradients=trained,
         optimizer=state,
-        units=Units(*(np.array([unit]) for _ in Units._fields)),
+        units=WholeBytes(*(np.array([unit]) for _ in WholeBytes._fields)),
         offload=offload,
     )
     assert (found.optimizer[0], found.offloaded[0]) == (here, elsewhere)
@@ -64,7 +65,7 @@ def test_what_is_whole_for_a_block_takes_memory_for_a_while(
     zero: int, replicas: int, away: bool, working: float
 ) -> None:
     trained = _trained(1000.0)
-    units = Units(*(np.array([each]) for each in (11.0, 16.0, 10.0, 15.0, 7.0)))
+    units = WholeBytes(*(np.array([each]) for each in (11.0, 16.0, 10.0, 15.0, 7.0)))
     found = held(
         zero,
         np.array([replicas]),
@@ -195,3 +196,63 @@ def test_state_goes_before_parameters() -> None:
     found = [deploy(graph, 1, memory=int(least * share), **given) for share in (1.0, 0.9, 0.5, 0.3)]
     told = [(each.offload, each.offload_params) for each in found]
     assert told == [(False, False), (True, False), (False, True), (True, True)]
+
+
+IN_MEMORY: dict[str, Any] = {"offload_optimizer": "false", "offload_params": "false"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_activations_are_elsewhere_only_if_nothing_else_fits(device: str) -> None:
+    graph = chain(20, param=1000, size=100_000.0)  # 6.4 MB between blocks
+    given: dict[str, Any] = {"partition_num": 1, "pipeline_num": 1, "device": device, "activation": 3e5}
+    with pytest.raises(DoesNotFitError, match="With offload_activations=true, ") as caught:
+        deploy(graph, 1, memory=1, offload_activations="false", **given, **IN_MEMORY)
+    least = caught.value.needed
+    kept = deploy(graph, 1, memory=least, ranked=True, **given, **IN_MEMORY)
+    assert (kept.offload_activations, kept.stages[0].recompute) == (False, True)
+    memory = least - 10**6  # more than all of the training state
+    found = deploy(graph, 1, memory=memory, ranked=True, **given)
+    assert found.offloads == (False, False, True)
+    assert decode(encode(found)) == found
+    (stage,) = found.stages
+    assert all(stage.segments)
+    away = 19 * (6_400_000 - LEAST_OFFLOADED)
+    assert stage.estimate.offloaded_bytes == pytest.approx(away)
+    assert stage.estimate.total_bytes <= memory
+    assert "112 MiB of activations offloaded" in plan_line(found)
+    why = {each.what: each.why for each in found.reasons}
+    assert re.match(r"without it \S+ \S+ of each device would be needed", why["offload activations"])
+    copies = 2 * away / ASSUMED_RATES.get(device, ASSUMED_FILE_RATE)
+    repeated = kept.stages[0].estimate.backward_us - found.stages[0].estimate.backward_us + copies / 2
+    assert found.step_us == pytest.approx(kept.step_us - repeated + copies, rel=0.02)
+    assert found.e_us == pytest.approx(found.step_us, rel=0.02)
+
+
+def test_what_is_asked_for_is_offloaded_though_memory_is_plenty() -> None:
+    graph = chain(8, param=1000, size=100_000.0)
+    given: dict[str, Any] = {"pipeline_num": 2, "activation": 3e5, "offload_activations": "true", "ranked": True}
+    found = deploy(graph, 2, partition_num=2, **given)
+    several = deploy(graph, 2, virtual_stages="2", **given)
+    for each in (found, several):
+        assert each.offload_activations
+        assert all(all(stage.segments) for stage in each.stages)
+        assert sum(stage.estimate.offloaded_bytes for stage in each.stages) > 4 * LEAST_OFFLOADED
+        why = {reason.what: (reason.chosen, reason.why) for reason in each.reasons}
+        assert why["offload activations"] == ("yes", "set by offload_activations=true")
+        assert why["recompute"] == ("yes", "set by offload_activations=true")
+
+
+def test_a_stage_that_fits_keeps_its_activations() -> None:
+    given: dict[str, Any] = {"partition_num": 2, "pipeline_num": 4, "schedule": "1f1b", "activation": 1.1e5}
+    graph = chain(40, param=1000, size=100_000.0)
+    with pytest.raises(DoesNotFitError) as caught:
+        deploy(graph, 2, memory=1, offload_activations="false", **given, **IN_MEMORY)
+    memory = caught.value.needed - 1
+    found = deploy(graph, 2, memory=memory, ranked=True, **given, **IN_MEMORY)
+    assert found.offload_activations
+    first, last = found.stages
+    assert first.estimate.in_flight > last.estimate.in_flight
+    assert all(first.segments)
+    assert first.estimate.offloaded_bytes > memory / 2
+    assert (last.segments, last.estimate.offloaded_bytes) == ((False,), 0)
+    assert all(stage.estimate.total_bytes <= memory for stage in found.stages)

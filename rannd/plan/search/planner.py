@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.fx.ir import TaskGraph
@@ -124,7 +124,7 @@ def plan(
     ) -> list[StageTables]:
         asked = offload.applied(options)
         if recompute:
-            asked = msgspec.structs.replace(asked, checkpointing=True, checkpointing_no_last=False)
+            asked = replace(asked, checkpointing=True, checkpointing_no_last=False)
         return [
             StageTables(
                 intervals,
@@ -171,8 +171,8 @@ def plan(
         ranking = rank([*best, *among], make, graph, costs, options, partial(alike, others))
         search = Searched(every, plain.choice, others, needs, stages=stages, counts=counts, coupled=graph.rows_coupled)
         told = reasons(ranking, search, options, way=way, interleaved=interleaved)
-        deployment = msgspec.structs.replace(ranking.deployment, reasons=told)
-        return challenged(job, asked, msgspec.structs.replace(ranking, deployment=deployment), used)
+        deployment = replace(ranking.deployment, reasons=told)
+        return challenged(job, asked, replace(ranking, deployment=deployment), used)
     need = _least(*needs)
     params = all(each.params for each in offloads)
     if need is None and (min(zeros) >= 2 or params):
@@ -205,10 +205,8 @@ def plan(
 
 def _allows(options: PlanOptions, what: Offload) -> bool:
     """Whether the configuration allows plans that offload this, and no more or less."""
-    return all(
-        asked == AUTO or (asked == "true") == does
-        for asked, does in ((options.offload_optimizer, what.optimizer), (options.offload_params, what.params))
-    )
+    asked = {name: getattr(options, f"offload_{name}") for name in Offload.__struct_fields__}
+    return all(value == AUTO or (value == "true") == getattr(what, name) for name, value in asked.items())
 
 
 def _offloads(options: PlanOptions, chosen: RunMode, way: RunMode | None) -> list[Offload]:
@@ -237,20 +235,30 @@ def _unasked(
     """
     found: list[tuple[str, tuple[Sequence[int], Sequence[Offload]]]] = []
     allowed = [each for each in OFFLOADS if _allows(options, each) and (PARAMS_ZERO in rest or not each.params)]
-    state, params, both = Offload(optimizer=True), Offload(params=True), Offload(optimizer=True, params=True)
     away = options.steps_apart and options.offload_optimizer == "false"
+    divided = options.offload_params == "false" and options.divides
+
+    def others(**changes: str) -> list[Offload]:
+        changed = replace(options, **changes)
+        return [each for each in OFFLOADS if _allows(changed, each) and not _allows(options, each)]
+
     if rest:
         found.append(("zero_stage={}", (rest, allowed)))
     if away:
-        found.append(("offload_optimizer=true", (zeros, [both if options.offload_params == "true" else state])))
-    if options.offload_params == "false" and options.divides:
+        tried = [each for each in others(offload_optimizer="true") if each.params == (options.offload_params == "true")]
+        found.append(("offload_optimizer=true", (zeros, tried)))
+    if divided:
         also = "" if options.zero_stage in (AUTO, str(PARAMS_ZERO)) else f" and zero_stage={PARAMS_ZERO}"
-        tried = [each for each in (params, both) if options.offload_optimizer in (AUTO, str(each.optimizer).lower())]
-        found.append((f"offload_params=true{also}", ([PARAMS_ZERO], tried)))
+        found.append((f"offload_params=true{also}", ([PARAMS_ZERO], others(offload_params="true"))))
         if away:
-            found.append((f"offload_params=true{also} and offload_optimizer=true", ([PARAMS_ZERO], [both])))
+            tried = others(offload_params="true", offload_optimizer="true")
+            found.append((f"offload_params=true{also} and offload_optimizer=true", ([PARAMS_ZERO], tried)))
+    if options.offload_activations == "false":
+        tried = [replace(each, activations=True) for each in offloads]
+        found.append(("offload_activations=true", (zeros, tried)))
     if rest and away:
-        found.append(("zero_stage={} and offload_optimizer=true", (rest, [state])))
+        tried = [each for each in others(offload_optimizer="true") if not each.params]
+        found.append(("zero_stage={} and offload_optimizer=true", (rest, tried)))
     return found
 
 
@@ -402,4 +410,5 @@ def _deployment(
         zero=choice.variant.zero if max(choice.replicas) > 1 or table.offload.params else 0,
         offload=table.offload.optimizer,
         offload_params=table.offload.params,
+        offload_activations=table.offload.activations,
     )

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rannd.plan.deployment import OFFLOAD, OFFLOAD_PARAMS, Reason
+from rannd.plan.deployment import OFFLOAD, OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMS, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, RunMode
 from rannd.plan.search.candidates import Candidate
@@ -67,6 +67,11 @@ def reasons(
         Reason(OFFLOAD, "yes" if ranking.deployment.offload else "no", _offload(ranking, searched, options)),
         Reason(
             OFFLOAD_PARAMS, "yes" if ranking.deployment.offload_params else "no", _params(ranking, searched, options)
+        ),
+        Reason(
+            OFFLOAD_ACTIVATIONS,
+            "yes" if ranking.deployment.offload_activations else "no",
+            _activations(ranking, searched, options),
         ),
         Reason("recompute", *_recompute(ranking, options)),
     )
@@ -160,6 +165,11 @@ def _params(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
     return _away("offload_params", ranking.deployment.offload_params, needs, ranking, options)
 
 
+def _activations(ranking: Ranking, searched: Searched, options: PlanOptions) -> str:
+    needs = [need for need in searched.failed if need is not None and not need.offload.activations]
+    return _away("offload_activations", ranking.deployment.offload_activations, needs, ranking, options)
+
+
 def _away(item: str, chosen: bool, needs: Sequence[Need], ranking: Ranking, options: PlanOptions) -> str:
     """Why something is offloaded or not; `needs`: what plans without need, of which none fits."""
     asked = getattr(options, item)
@@ -174,6 +184,8 @@ def _recompute(ranking: Ranking, options: PlanOptions) -> tuple[str, str]:
     if options.checkpointing:
         last = ", checkpointing_no_last=true" if options.checkpointing_no_last else ""
         return "yes", f"set by checkpointing=true{last}"
+    if options.offload_activations == "true":
+        return "yes", "set by offload_activations=true"
     chosen, table = ranking.chosen.choice, ranking.chosen.table
     told: list[str] = []
     again: list[str] = []

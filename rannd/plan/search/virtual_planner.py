@@ -85,7 +85,7 @@ def forced(job: VirtualJob, asked: VirtualAsked, offloads: Sequence[Offload]) ->
 def challenged(job: VirtualJob, asked: VirtualAsked, ranking: Ranking, zeros: Sequence[int]) -> Deployment:
     """Return the best plan with one stage per slot, or one with several that is faster by enough."""
     best = ranking.deployment
-    plans = job.plans(Offload(best.offload, best.offload_params))
+    plans = job.plans(Offload(*best.offloads))
     tried = shapes_of(plans, asked, counts=job.counts, zeros=zeros, allowed=job.replicas)
     if not tried:
         return replace(best, reasons=(*best.reasons, why_one(asked, None, None, devices=plans.world)))

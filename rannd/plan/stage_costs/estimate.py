@@ -23,7 +23,17 @@ from rannd.plan.stage_costs.intervals import Intervals, at
 from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
 from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
-from rannd.plan.zero import ReplicaBytes, Trained, Units, computing, fetch_us, held, in_files, offload_us
+from rannd.plan.zero import (
+    LEAST_OFFLOADED,
+    ReplicaBytes,
+    Trained,
+    WholeBytes,
+    computing,
+    fetch_us,
+    held,
+    in_files,
+    offload_us,
+)
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -83,7 +93,7 @@ class StageTables:
         """Whether forward and backward take turns."""
         self.splits = schedule.delays_weights
         """Whether parameter gradients are delayed until a slot would be idle."""
-        self.offload = Offload(options.offload_optimizer == "true", options.offload_params == "true")
+        self.offload = Offload.asked(options)
         """What is elsewhere while it is not needed."""
         self.waiting = -(-world // self.replicas)
         """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""
@@ -114,10 +124,20 @@ class StageTables:
         One stage delays nothing."""
         self.between = at(intervals.inner, rows)
         """Bytes per microbatch that blocks of the stage hand to each other, kept if they recompute one by one."""
+        self.stays = self.between
+        """What of it stays in the device's memory then."""
+        if self.offload.activations:
+            lengths = np.arange(self.blocks + 1)
+            self.stays = np.minimum(self.between, LEAST_OFFLOADED * np.maximum(lengths - lengths[:, None] - 1, 0))
+        self.away_us = fetch_us(self.between - self.stays, options.device)
+        """Time per microbatch to copy the rest of it there, and as much to copy it back."""
         if variant.zero >= 2:
             self.kept = self.kept + self.between  # each block is a segment
         self.kept_apart = intervals.largest_of(np.diagonal(self.kept, 1))
-        """Bytes kept by the block of the stage that keeps most."""
+        """Bytes that the largest block of the stage has in its backward if it recomputes."""
+        if self.offload.activations and not in_files(options.device):  # what two segments start from comes back
+            handed = np.diagonal(intervals.handed(0, self.blocks, rows), 1)
+            self.kept_apart = self.kept_apart + 2.0 * intervals.largest_of(handed)
         self.working = 2.0 * intervals.largest(rows)
         """Temporary bytes of a backward: gradients of the outputs and inputs of the largest operator."""
         sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
@@ -197,7 +217,9 @@ class StageTables:
         """Return forward and backward per microbatch, and the part of the backward that zb_h1 delays."""
         rows = slice(0, end)
         forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
-        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
+        copies = np.where(again, self.away_us[rows, end, None], 0.0)
+        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0) + copies
+        forward = forward + copies
         waits = np.where(again, 0.0, self.weight_us[rows, end, None])
         if self.variant.zero >= 2:
             gather = self.reductions.gather(end, inside)[:, : again.shape[1]]
@@ -326,7 +348,7 @@ class StageTables:
             trainable=those(tables.trainable),
             gradients=those(tables.gradients),
             optimizer=those(tables.optimizer),
-            units=Units(*(table[starts, ends, ..., None] for table in tables.units)),
+            units=WholeBytes(*(table[starts, ends, ..., None] for table in tables.units)),
             offload=float(BUCKET) if self.offload.optimizer else 0.0,
             away=self.offload.params,
             grads_away=self.offload.params and in_files(self.options.device),
@@ -351,7 +373,7 @@ class StageTables:
             return plain
         flying = self.in_flight(end, used, split=False)
         kept = self.kept[:end, end, None]
-        less = np.minimum(kept, self.between[:end, end, None] * flying + self.kept_apart[:end, end, None])
+        less = np.minimum(kept, self.stays[:end, end, None] * flying + self.kept_apart[:end, end, None])
         whole = self._plain(end, used, split=False) if self.splits else plain
         return np.where(again, whole - kept * flying + less, plain)
 
@@ -393,7 +415,7 @@ class StageTables:
         pieces = np.ones(1) if self.steady else self.pieces
         border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
         kept = self.kept[:, :, None]
-        again = np.minimum(kept, (self.between + self.kept_apart)[:, :, None])
+        again = np.minimum(kept, (self.stays + self.kept_apart)[:, :, None])
         return border + kept * pieces, border + again
 
     def memory_at_least(self) -> float:
@@ -468,6 +490,8 @@ class StageTables:
         flights = self.in_flight(end, used, split=False)
         flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
         activation = self.kept[start : end + 1, start : end + 1]
+        if self.offload.activations:
+            return self.away(start, end)
         handed = self.intervals.handed(start, end, self.rows)
         least = least_memory(forward, activation, handed, flying, apart=apart)
         if self._forced(end):
@@ -479,6 +503,13 @@ class StageTables:
             budget = self.limit - float(others)
             self._segments[key] = segments(forward, activation, handed, flying, budget, apart=apart) or least
         return self._segments[key]
+
+    def away(self, start: int, end: int) -> DividedStage:
+        """Return a stage whose blocks all recompute, from values that are not in the device's memory."""
+        count, stays = end - start, float(self.stays[start, end])
+        forward, largest = np.diagonal(self.forward_us, 1)[start:end], float(self.kept_apart[start, end])
+        away = float(self.between[start, end]) - stays
+        return DividedStage(tuple(range(1, count + 1)), (True,) * count, stays, largest, float(forward.sum()), away)
 
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
@@ -517,8 +548,9 @@ class StageTables:
         """
         pieces = int(self.pieces[replicas - 1])
         first, flying = flight
-        forward = self.forward_us[start, end] * pieces
-        backward = (self.backward_us[start, end] + divided.forward_us) * pieces
+        copies = float(fetch_us(np.array(divided.away), self.options.device))
+        forward = (self.forward_us[start, end] + copies) * pieces
+        backward = (self.backward_us[start, end] + divided.forward_us + copies) * pieces
         backward += self.add_us[start, end] * (pieces - 1)
         weight = at(self.intervals.weight, self.rows)[start, end] * pieces if split else 0.0
         zero = self.variant.zero
@@ -552,7 +584,7 @@ class StageTables:
             weight_us=float(weight),
             working_bytes=working,
             weight_bytes=math.ceil(later) if waits else 0,
-            offloaded_bytes=math.ceil(own.offloaded[0]),
+            offloaded_bytes=math.ceil(own.offloaded[0] + divided.away * flying),
             offload_us=float(offload_us(own.offloaded, self.options.device)[0]),
             fetch_us=float(fetch_us(own.fetched, self.options.device)[0]),
         )

@@ -17,7 +17,7 @@ from rannd.graph.fx.ir import Size, TaskGraph
 from rannd.plan.blocks.blocks import Block
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.precision import state_weights
-from rannd.plan.zero import Trained, Units
+from rannd.plan.zero import Trained, WholeBytes
 from rannd.profile.costs import BlockCost
 from rannd.profile.delayed_gradients import delayed_bytes, separable
 from rannd.profile.kept_values import Memory
@@ -185,7 +185,7 @@ class Intervals:
             first = next(reader for reader in readers if reader >= start)
             table[:, start, first + 1 :] += size[:, 0]
 
-    def _units(self, graph: TaskGraph, readers: Mapping[int, set[int]], options: PlanOptions) -> Units:
+    def _units(self, graph: TaskGraph, readers: Mapping[int, set[int]], options: PlanOptions) -> WholeBytes:
         """Parameters that several blocks of a run read count if no block outside of it does: others are not divided."""
         own = np.zeros((2, self.count))
         tied: dict[tuple[int, ...], Table] = defaultdict(lambda: np.zeros(2))
@@ -216,7 +216,7 @@ class Intervals:
         two_grads = np.zeros_like(tied_grads)
         for start in range(self.count):
             two_grads[start, start + 1 :] = _largest_two(own[1, start:])
-        return Units(whole[0], whole[1], self.largest_of(own[1]), two_grads, tied_grads)
+        return WholeBytes(whole[0], whole[1], self.largest_of(own[1]), two_grads, tied_grads)
 
     def _params(self, graph: TaskGraph, block_of: dict[int, int], options: PlanOptions) -> None:
         readers: dict[int, set[int]] = defaultdict(set)

@@ -37,6 +37,8 @@ class DividedStage(msgspec.Struct, frozen=True):
     """Activations of the largest segment that recomputes."""
     forward_us: float
     """Time of the repeated forwards of a microbatch."""
+    away: float = 0.0
+    """What segments start from and is elsewhere between forward and backward, per microbatch."""
 
     def bytes(self, flying: int) -> float:
         """Bytes with `flying` microbatches between forward and backward."""

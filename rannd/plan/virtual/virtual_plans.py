@@ -261,6 +261,7 @@ class VirtualPlans:
             zero=shape.mode.zero,
             offload=self.table(shape).offload.optimizer,
             offload_params=self.table(shape).offload.params,
+            offload_activations=self.table(shape).offload.activations,
         )
 
     def _asked(self, stage: int, stages: int) -> bool:
@@ -279,6 +280,8 @@ class VirtualPlans:
     ) -> DividedStage:
         """The segments of a stage that keep at most `budget` bytes, or the least."""
         start, end = span
+        if table.offload.activations:
+            return table.away(start, end)
         forward = np.diagonal(table.forward_us, 1)[start:end]
         activation = table.kept[start : end + 1, start : end + 1]
         handed = self.intervals.handed(start, end, table.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rannd.plan.deployment import OFFLOAD, OFFLOAD_PARAMS, Reason
+from rannd.plan.deployment import OFFLOAD, OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMS, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import VIRTUAL_GAIN
 from rannd.plan.virtual.virtual_asked import VirtualAsked
@@ -34,7 +34,7 @@ def won_reasons(
     found: VirtualFound, plan: VirtualPlan, against: Against, others: tuple[Reason, ...]
 ) -> tuple[Reason, ...]:
     """Reasons of a plan with several stages per slot that was faster than the best with one, which had `others`."""
-    offload = tuple(each for each in others if each.what in (OFFLOAD, OFFLOAD_PARAMS))
+    offload = tuple(each for each in others if each.what in (OFFLOAD, OFFLOAD_PARAMS, OFFLOAD_ACTIVATIONS))
     why = f"1 per slot ({against.name}) {against.step_us / plan.step_us - 1:.1%} slower"
     return (*_common(found, plan), *offload, _recompute(plan, None), Reason(VIRTUAL, str(plan.shape.passes), why))
 
@@ -54,6 +54,7 @@ def forced_reasons(found: VirtualFound, plan: VirtualPlan, options: PlanOptions)
         *_common(found, plan),
         away(OFFLOAD, "offload_optimizer", plan.deployment.offload),
         away(OFFLOAD_PARAMS, "offload_params", plan.deployment.offload_params),
+        away(OFFLOAD_ACTIVATIONS, "offload_activations", plan.deployment.offload_activations),
         _recompute(plan, options),
         Reason(VIRTUAL, str(plan.shape.passes), f"set by {asked}"),
     )
@@ -88,6 +89,8 @@ def _recompute(plan: VirtualPlan, options: PlanOptions | None) -> Reason:
     again = sum(stage.recompute for stage in plan.deployment.stages)
     if options is not None and options.checkpointing:
         return Reason("recompute", "yes", "set by checkpointing=true")
+    if options is not None and options.offload_activations == "true":
+        return Reason("recompute", "yes", "set by offload_activations=true")
     if not again:
         return Reason("recompute", "no", "all activations fit")
     return Reason("recompute", f"{again} of {plan.shape.stages} stages", "their slots would need too much memory")

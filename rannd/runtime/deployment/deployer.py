@@ -254,7 +254,10 @@ class Deployer:
         compiled = compile_bound(self._context, bound, state, rows)
         if values is not None:
             values.leave()
-        return Executor(self._context, bound, state, deployed.reducer, deployed.anchor, seed, compiled)
+        home = None
+        if deployed.deployment.offload_activations and graph.signature.mode.grad:
+            home = state_home(self._world.device, self._config.offload_dir)
+        return Executor(self._context, bound, state, deployed.reducer, deployed.anchor, seed, compiled, home)
 
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
         if self._config.dump_graph and self._world.rank == 0:

@@ -41,6 +41,7 @@ from rannd.runtime.execution.step import Step
 from rannd.runtime.gradients.autograd_inputs import NOTHING, Anchor, Asked
 from rannd.runtime.gradients.reducer import Reducer
 from rannd.runtime.gradients.scaling import Factor, scaled
+from rannd.runtime.zero.state_home import StateHome
 
 MOST_SIZES = 64
 """Maximum number of cached mini-batch sizes."""
@@ -51,7 +52,8 @@ _FORWARD, _BACKWARD, _BOTH = "forward", "backward", "both"
 class Executor:
     """Executes one bound graph with `state`, the tensors of this rank's stages by name.
 
-    `compiled`: code of the segments of each stage, by its number; a stage without any runs eagerly.
+    `compiled`: code of the segments of each stage, by its number; a stage without any runs eagerly. `home`: where
+    values that segments recompute from are between forward and backward; None: in the device's memory.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Executor:
         anchor: Anchor,
         seed: int,
         compiled: Mapping[int, Sequence[CompiledStage]],
+        home: StateHome | None = None,
     ) -> None:
         self.anchor = anchor
         self.world = world = context.world
@@ -72,7 +75,7 @@ class Executor:
         self._tensors = SlotTensors(world, bound, state, None if reducer.sharded is None else reducer.sharded.values)
         self.stages: Mapping[int, Computing] = {
             stage.number: Computing(
-                context, bound, stage, self._tensors, seed, compiled.get(stage.number, ()), reducer.sharded
+                context, bound, stage, self._tensors, seed, compiled.get(stage.number, ()), reducer.sharded, home
             )
             for stage in bound.stages
         }

@@ -16,18 +16,21 @@ from rannd.device.generators import States, seeded
 from rannd.graph.weight_gradients.separation import separate
 from rannd.graph.weight_gradients.weight_queue import WeightQueue
 from rannd.plan.schedule.program import ActionKind
+from rannd.plan.zero import LEAST_OFFLOADED
 from rannd.runtime.binding.bound_graph import BoundGraph, BoundStage
 from rannd.runtime.comm.context import Context
 from rannd.runtime.compiling.compiled_stage import CompiledStage, backward_again
 from rannd.runtime.execution.slot_tensors import SlotTensors
 from rannd.runtime.execution.step import Saved, Step
 from rannd.runtime.gradients.sharded_gradients import ShardedGradients, first_readers
+from rannd.runtime.zero.state_home import StateHome
 
 
 class Computing:
     """Runs a stage of this rank of a bound graph, with this rank's tensors.
 
-    `sharded`: what the replicas of the rank's stages share of the gradients of their parameters.
+    `sharded`: what the replicas of the rank's stages share of the gradients of their parameters. `home`: where values
+    that segments recompute from are between forward and backward; None: in the device's memory.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Computing:
         seed: int,
         compiled: Sequence[CompiledStage] = (),
         sharded: ShardedGradients | None = None,
+        home: StateHome | None = None,
     ) -> None:
         self.seed = seed
         """Base seed of the stage's random numbers."""
@@ -61,6 +65,7 @@ class Computing:
         self.arrivals = Counter(name for part in parts for name in part.tensors)
         """Number of segments that read each tensor: how often its gradient is accumulated in a backward."""
         self._sharded = sharded
+        self._home = home
         self._complete: list[list[int]] = []
         """The shared parameters whose gradients are complete after the backward of each segment."""
         if sharded is not None:
@@ -142,6 +147,7 @@ class Computing:
         buffers = {name: tensor.clone() for name, tensor in self._before.items()}
         records = graph.signature.mode.grad
         saved: list[Saved] = []
+        laid: dict[Node, torch.Tensor] = {}
         random: States | None = None  # as if the stage were one segment
         for number, segment in enumerate(self._stage.segments):
             inputs: dict[Node, torch.Tensor] = {}
@@ -154,12 +160,14 @@ class Computing:
                 del values[node]
             self._gather(number, number + 1)
             before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
+            kept = self._elsewhere(inputs, laid) if records and segment.recompute else inputs
             with torch.set_grad_enabled(records and not segment.recompute):
                 outputs, after = self._run(step, piece, number, inputs, buffers, random)
             values.update((node, self._lasting(value.detach())) for node, value in outputs.items())
             if records:
-                kept = outputs if live is None else {node: each for node, each in outputs.items() if node in live}
-                saved.append(Saved(inputs, {} if segment.recompute else kept, before, random))
+                needed = outputs if live is None else {node: each for node, each in outputs.items() if node in live}
+                away = frozenset(node for node in laid if node in kept)
+                saved.append(Saved(kept, {} if segment.recompute else needed, before, away, random))
             random = after
         for node, reader in self._bound.traffic_of(inside=step.interleaved).leaving.get(stage, ()):
             step.values[piece, node, reader] = values[node]
@@ -189,11 +197,12 @@ class Computing:
             if not step.keep:
                 every[number] = Saved({}, {}, {})
             self._gather(number, number - 1)
+            inputs = self._brought(saved, every[number - 1] if number else None)
             outputs = saved.outputs
             if segment.recompute:
                 buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
                 with torch.enable_grad():
-                    outputs, _ = self._run(step, piece, number, saved.inputs, buffers, saved.random)
+                    outputs, _ = self._run(step, piece, number, inputs, buffers, saved.random)
             roots, seeds = [], []
             for node, value in outputs.items():
                 given = [gradients.pop(node, None)]
@@ -209,15 +218,15 @@ class Computing:
                 with backward_again() if step.keep and self._compiled else contextlib.nullcontext():
                     torch.autograd.backward(roots, seeds, retain_graph=step.keep)
                 if self._finite.every:
-                    found = {node: value.grad for node, value in saved.inputs.items()}
+                    found = {node: value.grad for node, value in inputs.items()}
                     self._finite.gradients(dict(enumerate(seeds)), found)
             if self._sharded is not None:
                 self._sharded.send(self._complete[number])
-            for node, value in saved.inputs.items():
+            for node, value in inputs.items():
                 found_here, value.grad = value.grad, None
                 if node in live and found_here is not None:
                     gradients[node] = gradients[node] + found_here if node in gradients else found_here
-            del saved, outputs, roots, seeds
+            del saved, inputs, outputs, roots, seeds
         for node, value in entering.items():
             gradient = gradients.get(node)
             if gradient is None:
@@ -227,6 +236,34 @@ class Computing:
                 step.add(piece, node, gradient)
             else:
                 step.outgoing[piece, node, stage] = gradient
+
+    def _elsewhere(self, inputs: dict[Node, torch.Tensor], laid: dict[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
+        """The values that a segment recomputes from; `laid`: those that are elsewhere, also for earlier segments.
+
+        What enters the stage stays, which may be in a message buffer, and what a segment writes.
+        """
+        if self._home is None:
+            return inputs
+        found = dict(inputs)
+        for node, value in inputs.items():
+            stays = node in self._entering or node in self._bound.graph.placement.writers
+            if not stays and value.nbytes >= LEAST_OFFLOADED:
+                if node not in laid:
+                    laid[node] = self._home.lay(value.detach()).requires_grad_(value.requires_grad)
+                found[node] = laid[node]
+        return found
+
+    def _brought(self, saved: Saved, following: Saved | None) -> dict[Node, torch.Tensor]:
+        """The inputs of a segment, on the device; begins to bring those of the segment whose backward follows."""
+        if self._home is None or not saved.away:
+            return saved.inputs
+        found = {
+            node: self._home.back(value).requires_grad_(value.requires_grad) if node in saved.away else value
+            for node, value in saved.inputs.items()
+        }
+        if following is not None:
+            self._home.coming(following.inputs[node] for node in following.away)
+        return found
 
     def stand_by(self, kind: ActionKind) -> None:
         """Take part in what the replicas do together in a microbatch, without a microbatch."""

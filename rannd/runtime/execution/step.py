@@ -29,6 +29,8 @@ class Saved:
     outputs: dict[Node, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     """Buffers before the segment, if its forward is recomputed."""
+    away: frozenset[Node] = frozenset()
+    """Those of `inputs` that are elsewhere (`offload_activations`)."""
     random: States | None = None
     """Where its random numbers begin; None: those of the stage."""
 

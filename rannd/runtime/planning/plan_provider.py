@@ -28,7 +28,16 @@ from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.repeated_layers import parts_of
 from rannd.plan.compatibility import check_belongs, differences, plain
-from rannd.plan.deployment import OFFLOAD, OFFLOAD_PARAMS, Deployment, Provenance, Slot, decode, encode
+from rannd.plan.deployment import (
+    OFFLOAD,
+    OFFLOAD_ACTIVATIONS,
+    OFFLOAD_PARAMS,
+    Deployment,
+    Provenance,
+    Slot,
+    decode,
+    encode,
+)
 from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_lines
 from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.plan_text import plan_line
@@ -58,6 +67,12 @@ It has to be less than the 30 minutes after which the other ranks' process group
 """
 
 _LIMIT = msgspec.msgpack.Decoder(int)
+_OFFLOADED = (
+    ("offload_optimizer", "the optimizer's state", "The optimizer's state is", OFFLOAD),
+    ("offload_params", "parameters", "Parameters are", OFFLOAD_PARAMS),
+    ("offload_activations", "activations", "Activations are", OFFLOAD_ACTIVATIONS),
+)
+"""What may be offloaded: its item, what messages call it, and what of a plan its reason is about."""
 
 
 @dataclass(frozen=True)
@@ -197,14 +212,11 @@ class Planner:
         lacking = short(self._world, self._context.model, deployment)
         if lacking is not None:
             other.append(_shortage(*lacking))
-        asked = self._config.offload_optimizer
-        if asked != AUTO and (asked == "true") != deployment.offload:
-            does = "offloads" if deployment.offload else "does not offload"
-            other.append(f"it {does} the optimizer's state (offload_optimizer={asked})")
-        asked = self._config.offload_params
-        if asked != AUTO and (asked == "true") != deployment.offload_params:
-            does = "offloads" if deployment.offload_params else "does not offload"
-            other.append(f"it {does} parameters (offload_params={asked})")
+        for (item, what, *_), offloads in zip(_OFFLOADED, deployment.offloads, strict=True):
+            asked = getattr(self._config, item)
+            if asked != AUTO and (asked == "true") != offloads:
+                does = "offloads" if offloads else "does not offload"
+                other.append(f"it {does} {what} ({item}={asked})")
         for each in other if self._world.rank == 0 else ():
             logger.warning("The deployment in %s is used although %s", file, each)
         return deployment
@@ -493,10 +505,9 @@ class Planner:
             line = plan_line(deployment, self._world.rank_of_slot)
             log.get("RaNNCModule").info("Plan%s: %s", self._source, line)
             why = {each.what: plain(each.why) for each in deployment.reasons}
-            if deployment.offload and OFFLOAD in why:
-                log.get("RaNNCModule").info("The optimizer's state is offloaded: %s", why[OFFLOAD])
-            if deployment.offload_params and OFFLOAD_PARAMS in why:
-                log.get("RaNNCModule").info("Parameters are offloaded: %s", why[OFFLOAD_PARAMS])
+            for (_, _, told, reason), offloads in zip(_OFFLOADED, deployment.offloads, strict=True):
+                if offloads and reason in why:
+                    log.get("RaNNCModule").info("%s offloaded: %s", told, why[reason])
 
 
 def _zero_stage(context: Context) -> str:

@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 import psutil
@@ -31,12 +31,11 @@ from rannd.device.identity import is_accelerator
 from rannd.device.memory import trim_heap
 from rannd.device.streams import SideStream
 from rannd.errors import DaemonError, UsageError
+from rannd.plan.zero import LEAST_OFFLOADED
 from rannd.units import amount
 
 ALIGNMENT = 64
 """Bytes: a tensor begins at a multiple of this in the file."""
-LOANED = 1 << 18
-"""Bytes from which a gradient is worth a file."""
 CHUNK = 1 << 30
 """Bytes by which the file grows at most, but for larger tensors."""
 _COLD = 20
@@ -124,6 +123,18 @@ class StateHome(ABC):
         """The tensor, or a copy that is elsewhere as long as somebody has it, and can be used as any other."""
         return tensor
 
+    @abstractmethod
+    def lay(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that is elsewhere as long as somebody has it, for `back`."""
+
+    def coming(self, laid: Iterable[torch.Tensor]) -> None:
+        """Begin to bring back what `lay` has returned."""
+        del laid
+
+    def back(self, laid: torch.Tensor) -> torch.Tensor:
+        """What `lay` has returned, on the device; without a gradient."""
+        return laid.detach()
+
     def restore(self, name: str, state: dict[str, Any]) -> None:
         """Put copies in the device's memory in the place of what was kept of a parameter's state."""
         self._each(name, state, lambda place, tensor: self._back(tensor) if self._is_home(place, tensor) else tensor)
@@ -192,16 +203,17 @@ class MappedFile(StateHome):
         super().keep(name, state, size)
 
     def loan(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.nbytes < LOANED:
-            return tensor
+        return tensor if tensor.nbytes < LEAST_OFFLOADED else self.lay(tensor)
+
+    def lay(self, tensor: torch.Tensor) -> torch.Tensor:
         # A file of its own, which goes with its memory.
         with self._told(tensor.nbytes), tempfile.TemporaryFile(dir=self._folder) as file:
             self._take(file, 0, tensor.nbytes)
             # Python's mmap would keep a descriptor for each, of which there may be too few.
             found = torch.from_file(
                 f"/proc/self/fd/{file.fileno()}", shared=True, size=tensor.numel(), dtype=tensor.dtype
-            ).view(tensor.shape)
-        return found.copy_(tensor)
+            )
+        return torch.as_strided(found, tensor.shape, _dense_stride(tensor)).copy_(tensor)
 
     def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         self._advise(names, mmap.MADV_WILLNEED)
@@ -259,7 +271,10 @@ class MappedFile(StateHome):
                     f"no room for {amount(size)} more of what is offloaded, beside {amount(self._end)} of this file "
                     f"({exc.strerror}; {amount(free)} are free)"
                 )
-                advice = "; choose a folder with more space, or set offload_optimizer=false or offload_params=false"
+                advice = (
+                    "; choose a folder with more space, or set offload_optimizer, offload_params or "
+                    "offload_activations to false"
+                )
             raise UsageError(f"offload_dir={self._folder}: {what}{advice}") from exc
 
     def _store(self, tensor: torch.Tensor, home: torch.Tensor) -> None:
@@ -291,6 +306,8 @@ class HostMemory(StateHome):
         self._device, self._pinned = device, pinned
         self._stream = SideStream(device)
         self._coming: dict[Place, torch.Tensor] = {}
+        self._returning: dict[int, torch.Tensor] = {}
+        """By the identity of what was laid."""
 
     def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         def come(place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -317,6 +334,25 @@ class HostMemory(StateHome):
 
     def drop(self, name: str) -> None:
         self._coming.pop(Place(name, _VALUES, 0), None)
+
+    def lay(self, tensor: torch.Tensor) -> torch.Tensor:
+        home = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._pinned)
+        home = home.as_strided(tensor.shape, _dense_stride(tensor))
+        self._store(tensor.detach(), home)
+        return home
+
+    def coming(self, laid: Iterable[torch.Tensor]) -> None:
+        with self._stream.inside():
+            for home in laid:
+                if id(home) not in self._returning:
+                    self._returning[id(home)] = home.detach().to(self._device, non_blocking=self._pinned, copy=True)
+
+    def back(self, laid: torch.Tensor) -> torch.Tensor:
+        self.coming([laid])
+        self._stream.join()
+        found = self._returning.pop(id(laid)).detach()
+        self._stream.lend(found)
+        return found
 
     def finish(self) -> None:
         self._coming.clear()
@@ -395,6 +431,11 @@ def _replaced(
     elif type(value) is tuple:
         return tuple(_replaced(each, name, key, new, seen) for each in value)
     return value
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, or of a contiguous one if its elements are not all those of its memory."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

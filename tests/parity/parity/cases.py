@@ -13,6 +13,8 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from parity.case import Case
 from parity.script import SCRIPTS
 from parity.zoo import OPTIMIZERS, ZOO
@@ -33,6 +35,8 @@ class Choice(NamedTuple):
     zero: int
     recompute: bool
     offload: Offload
+    activations: bool
+    """Whether these are offloaded, too."""
 
 
 def _rows(pattern: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -75,7 +79,8 @@ FACTORS: dict[str, Sequence[Any]] = {
     "rows": ROWS,
     "zero": sorted({way.zero for way in RUN_MODES}),
     "recompute": [False, True],
-    "offload": OFFLOADS,
+    "offload": [each for each in OFFLOADS if not each.activations],
+    "activations": [False, True],
 }
 
 PAIRS = [
@@ -105,6 +110,11 @@ PAIRS = [
     ("zero", "offload"),
     ("optimizer", "offload"),
     ("script", "offload"),
+    ("zero", "activations"),
+    ("offload", "activations"),
+    ("schedule", "activations"),
+    ("stages", "activations"),
+    ("script", "activations"),
 ]
 """Pairs of factors, or of traits that follow from them, of which `COMPACT` covers all possible values."""
 
@@ -152,7 +162,7 @@ def _case(choice: Choice) -> Case:
         late_rows=late,
         zero=choice.zero,
         recompute=choice.recompute,
-        offload=choice.offload,
+        offload=msgspec.structs.replace(choice.offload, activations=choice.activations),
     )
 
 
@@ -257,7 +267,10 @@ def _full() -> list[Case]:
                 schedule = "asked"
             for pattern in (rows, "uneven"):
                 recompute = source.choice(FACTORS["recompute"])
-                attempt = Choice(model, shape, micro, schedule, optimizer, script, pattern, 0, recompute, Offload())
+                away = source.random() < 0.25
+                attempt = Choice(
+                    model, shape, micro, schedule, optimizer, script, pattern, 0, recompute, Offload(), away
+                )
                 attempts = [
                     again
                     for zero, offload in itertools.product(FACTORS["zero"], FACTORS["offload"])

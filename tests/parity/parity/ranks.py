@@ -18,10 +18,11 @@ from parity.script import play
 from parity.zoo import OPTIMIZERS, ZOO, build_batch, build_model
 from rannd.device.reads import LateReads
 from rannd.runtime.comm.world import made
+from rannd.runtime.execution import stage
 from rannd.runtime.parameters.state_elsewhere import TensorElsewhere
 from rannd.runtime.transport.gloo_transport import GlooTransport
 from rannd.runtime.transport.strict_transport import StrictTransport
-from rannd.runtime.zero import sharded_step
+from rannd.runtime.zero import sharded_step, state_home
 
 Found = TypeVar("Found")
 
@@ -68,6 +69,7 @@ class Rannc:
 
         self._pyrannc = pyrannc
         sharded_step.MOST = 4 << 10  # bytes: state that is elsewhere comes in several buckets
+        stage.LEAST_OFFLOADED = state_home.LEAST_OFFLOADED = 1  # bytes
         self.rank = pyrannc.get_rank()
         self._strict: StrictTransport | None = None
 
@@ -119,7 +121,7 @@ class Rannc:
         deployment = cast(Any, model).deployment
         record["plan/replicas"] = array(torch.tensor([len(stage.slots) for stage in deployment.stages]))
         record["plan/micro"] = array(torch.tensor(deployment.microbatches))
-        record["plan/offload"] = array(torch.tensor([deployment.offload, deployment.offload_params]))
+        record["plan/offload"] = array(torch.tensor(deployment.offloads))
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from rannd.plan.run_modes import Offload
 
 INTERLEAVED, ZB_V = "interleaved_1f1b", "zb_v"
 ASKED = (("RANNC_INTERLEAVE_LOSS", "false"),)
+ACTIVATIONS = Offload(activations=True)
 STATE, PARAMS, BOTH = Offload(optimizer=True), Offload(params=True), Offload(optimizer=True, params=True)
 
 SEVERAL = [
@@ -61,6 +62,8 @@ SEVERAL = [
     Case("skip", ranks=2, stages=4, passes=2, micro=4, schedule=ZB_V, env=ASKED, optimizer="adagrad"),
     Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=1, offload=STATE, optimizer="adam"),
     Case("tied", ranks=2, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, offload=PARAMS, optimizer="adam"),
+    Case("gpt2", ranks=2, stages=4, passes=2, micro=4, schedule=ZB_V, offload=ACTIVATIONS, optimizer="adam"),
+    Case("skip", ranks=2, stages=4, passes=2, micro=2, schedule=INTERLEAVED, offload=ACTIVATIONS, script="accumulate"),
     Case("skip", ranks=2, stages=4, passes=2, micro=4, schedule=INTERLEAVED, zero=3, offload=BOTH, script="accumulate"),
     Case("mean", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, offload=BOTH, optimizer="adamw"),
     Case("gpt2", ranks=4, stages=4, passes=2, micro=2, schedule=INTERLEAVED, zero=3, offload=PARAMS, script="evaluate"),

@@ -13,7 +13,17 @@ from rannd.errors import DoesNotFitError
 from rannd.plan.deployment import Deployment, Reason, decode, encode
 from rannd.plan.plan_text import show
 
-WHAT = ["stages", "microbatches", "schedule", "ZeRO", "offload", "offload params", "recompute", "virtual stages"]
+WHAT = [
+    "stages",
+    "microbatches",
+    "schedule",
+    "ZeRO",
+    "offload",
+    "offload params",
+    "offload activations",
+    "recompute",
+    "virtual stages",
+]
 
 
 def _why(found: Deployment) -> dict[str, tuple[str, str]]:

@@ -99,7 +99,17 @@ def test_a_pipeline_with_a_large_bubble_gets_several_stages_per_slot() -> None:
     assert free.alternatives[0].step_us == one.step_us
     assert free.alternatives[0].most_bytes == fullest_bytes(one)
     why = _why(free)
-    chosen = ["stages", "microbatches", "schedule", "ZeRO", "offload", "offload params", "recompute", "virtual stages"]
+    chosen = [
+        "stages",
+        "microbatches",
+        "schedule",
+        "ZeRO",
+        "offload",
+        "offload params",
+        "offload activations",
+        "recompute",
+        "virtual stages",
+    ]
     assert list(why) == chosen
     assert why["virtual stages"][0] == "4"
     assert why["virtual stages"][1].startswith("1 per slot (4 stages, 2 microbatches) ")

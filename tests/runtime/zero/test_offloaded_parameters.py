@@ -41,7 +41,7 @@ def _offloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANNC_PIPELINE_NUM", "1")
     monkeypatch.setenv("RANNC_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("RANNC_OFFLOAD_DIR", str(tmp_path / "offload"))
-    monkeypatch.setattr(state_home, "LOANED", 1)  # bytes: all gradients go to files
+    monkeypatch.setattr(state_home, "LEAST_OFFLOADED", 1)  # bytes: all gradients go to files
     monkeypatch.setattr(division, "MOST", 2000)  # bytes: several buckets
 
 

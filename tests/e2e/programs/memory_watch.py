@@ -1,0 +1,32 @@
+"""The most private memory that a process has in use, and a limit for it."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from pathlib import Path
+
+
+class MemoryWatch(threading.Thread):
+    """Looks at the private memory in use, in MiB, a hundred times a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = 0
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.01):
+            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+            self.most = max(self.most, *(int(line.split()[1]) >> 10 for line in lines if line.startswith("RssAnon:")))
+
+    def end(self) -> int:
+        """Stop looking; returns the most."""
+        self._ended.set()
+        self.join()
+        return self.most
+
+
+def limit(mib: int) -> None:
+    """Limit private memory, into which mapped files do not count (RLIMIT_DATA)."""
+    resource.setrlimit(resource.RLIMIT_DATA, (mib << 20, mib << 20))
