@@ -34,6 +34,7 @@ OTHERS = {
     "_keys_to_ignore_on_load_unexpected": "of transformers' models",
     "_rannd_told": "of errors that rannd has told other ranks of",
     "_session": "of RaNNCModule, which rannd.runtime.checkpoint.checkpoint_api reads",
+    "_tensors": "of rannd's Computing, which bench/runtime.py reads",
 }
 """Private attributes that are used in another file than the one that defines them, and are not torch's."""
 

@@ -165,8 +165,8 @@ class Config:
     offload_activations: str = item(
         "auto",
         "What recomputed blocks start from is, between forward and backward, in pinned host memory (GPUs) or in files "
-        "below offload_dir (CPUs). true: all blocks recompute; auto: only if no other plan fits memory, and where "
-        "activations do not.",
+        "below offload_dir (CPUs). true: all blocks recompute; auto: only if no plan with them in memory fits, but "
+        "before offload_params, and where activations do not fit.",
         group=_PLAN,
         plan_affecting=True,
         choices=("auto", "true", "false"),

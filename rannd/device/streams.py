@@ -61,6 +61,11 @@ class SideStream:
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 
+    def catch_up(self, mark: torch.Event | None) -> None:
+        """Let the current stream wait for a mark of this stream, which was made `inside`."""
+        if self._stream is not None and mark is not None:
+            torch.accelerator.current_stream(self._device).wait_event(mark)
+
     def join(self) -> None:
         """Let the current stream wait for what this stream was given up to now."""
         if self._stream is not None:

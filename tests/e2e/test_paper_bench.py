@@ -12,7 +12,7 @@ ROWS, DEVICES, SEQUENCE = 4, 4, 32
 TIGHT = """\
 device = "Tesla V100-SXM2-32GB"
 devices_per_node = 2
-memory_gib = 0.1
+memory_gib = 0.09
 memory_gb_per_s = 900.0
 op_latency_us = 6.0
 
@@ -85,11 +85,11 @@ def test_table_and_plan_are_those_of_the_page_and_of_rannc_run(job: Job, tmp_pat
     )
     assert told is not None, shown
     row = dict(zip(header, found, strict=True))
-    assert row["plan"] == f"{DEVICES}-way data parallel, ZeRO 2"  # fits, and four stages do, but slower
+    assert row["plan"] == f"{DEVICES}-way data parallel, ZeRO 1"
     assert told["stages"] == "1"
-    assert "schedule  1f1b, ZeRO 2;" in shown
+    assert "schedule  1f1b, ZeRO 1;" in shown
     assert row["microbatches"].startswith(f"{told['microbatches']} x ")
     assert float(row["samples/s"]) == pytest.approx(ROWS * DEVICES / float(told["ms"]) * 1e3, rel=1e-3)
     assert float(row["GiB"]) == pytest.approx(float(told["mib"]) / 1024, abs=0.051)
     assert row["data parallel"] == "is the plan"
-    assert row["next best"].startswith("4 stages, ")
+    assert row["next best"] == "none that fits"

@@ -241,7 +241,8 @@ class Reference:
         if not recompute:
             return fixed + kept * flying
         largest = max(block.activation_bytes.at(rows) for block in self.costs.blocks[start:end])
-        return fixed + min(kept, between * flying + largest)
+        apart = between * flying + largest
+        return fixed + (apart if self.zero >= 2 and count > 1 else min(kept, apart))
 
     def _waits(self, plan: Plan, number: int) -> bool:
         """Whether gradients of parameters of a stage wait."""

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soak_leaks
@@ -100,9 +101,11 @@ def test_lines_that_are_cut_off_are_none() -> None:
 
 def test_processes_of_a_job_are_found() -> None:
     mark = f"test-{os.getpid()}"
-    sleeping = [sys.executable, "-c", "import time; time.sleep(1000)", "x y"]
-    with subprocess.Popen(sleeping, env={**os.environ, soak_leaks.MARK: mark}, start_new_session=True) as process:
+    sleeping = [sys.executable, "-c", "print(flush=True); import time; time.sleep(1000)", "x y"]
+    given: dict[str, Any] = {"env": {**os.environ, soak_leaks.MARK: mark}, "start_new_session": True}
+    with subprocess.Popen(sleeping, stdout=subprocess.PIPE, **given) as process:
         try:
+            assert process.stdout.readline(), "it has its environment"  # type: ignore[union-attr]
             assert set(soak_leaks.processes_of(mark)) == {process.pid}
             assert soak_leaks.processes_of(mark[:-1]) == {}
         finally:

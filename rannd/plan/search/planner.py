@@ -410,5 +410,5 @@ def _deployment(
         zero=choice.variant.zero if max(choice.replicas) > 1 or table.offload.params else 0,
         offload=table.offload.optimizer,
         offload_params=table.offload.params,
-        offload_activations=table.offload.activations,
+        offload_activations=table.offload.activations and any(any(part.divided.again) for part in parts),
     )

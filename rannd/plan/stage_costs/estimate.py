@@ -95,6 +95,8 @@ class StageTables:
         """Whether parameter gradients are delayed until a slot would be idle."""
         self.offload = Offload.asked(options)
         """What is elsewhere while it is not needed."""
+        self.apart = (variant.zero >= 2) & ((self.replicas > 1) | self.offload.params)
+        """Whether each block has to be a segment, by number of replicas: its gradients are given away."""
         self.waiting = -(-world // self.replicas)
         """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""
 
@@ -126,18 +128,17 @@ class StageTables:
         """Bytes per microbatch that blocks of the stage hand to each other, kept if they recompute one by one."""
         self.stays = self.between
         """What of it stays in the device's memory then."""
+        read = two = np.zeros_like(self.between)
         if self.offload.activations:
-            lengths = np.arange(self.blocks + 1)
-            self.stays = np.minimum(self.between, LEAST_OFFLOADED * np.maximum(lengths - lengths[:, None] - 1, 0))
-        self.away_us = fetch_us(self.between - self.stays, options.device)
-        """Time per microbatch to copy the rest of it there, and as much to copy it back."""
+            self.stays, read, two = intervals.handed_apart(rows, LEAST_OFFLOADED)
+        self.leaving_us, self.coming_us = (fetch_us(each, options.device) for each in (self.between - self.stays, read))
+        """Time per microbatch to copy the rest of it there, and back for each block that reads it."""
         if variant.zero >= 2:
             self.kept = self.kept + self.between  # each block is a segment
         self.kept_apart = intervals.largest_of(np.diagonal(self.kept, 1))
         """Bytes that the largest block of the stage has in its backward if it recomputes."""
-        if self.offload.activations and not in_files(options.device):  # what two segments start from comes back
-            handed = np.diagonal(intervals.handed(0, self.blocks, rows), 1)
-            self.kept_apart = self.kept_apart + 2.0 * intervals.largest_of(handed)
+        if not in_files(options.device):  # what a segment starts from is there again, and what the next one does
+            self.kept_apart = self.kept_apart + two
         self.working = 2.0 * intervals.largest(rows)
         """Temporary bytes of a backward: gradients of the outputs and inputs of the largest operator."""
         sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
@@ -217,9 +218,9 @@ class StageTables:
         """Return forward and backward per microbatch, and the part of the backward that zb_h1 delays."""
         rows = slice(0, end)
         forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
-        copies = np.where(again, self.away_us[rows, end, None], 0.0)
-        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0) + copies
-        forward = forward + copies
+        coming, leaving = (np.where(again, each[rows, end, None], 0.0) for each in (self.coming_us, self.leaving_us))
+        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0) + coming
+        forward = forward + leaving
         waits = np.where(again, 0.0, self.weight_us[rows, end, None])
         if self.variant.zero >= 2:
             gather = self.reductions.gather(end, inside)[:, : again.shape[1]]
@@ -373,7 +374,8 @@ class StageTables:
             return plain
         flying = self.in_flight(end, used, split=False)
         kept = self.kept[:end, end, None]
-        less = np.minimum(kept, self.stays[:end, end, None] * flying + self.kept_apart[:end, end, None])
+        less = self.stays[:end, end, None] * flying + self.kept_apart[:end, end, None]
+        less = np.where(self.apart, less, np.minimum(kept, less))
         whole = self._plain(end, used, split=False) if self.splits else plain
         return np.where(again, whole - kept * flying + less, plain)
 
@@ -415,7 +417,8 @@ class StageTables:
         pieces = np.ones(1) if self.steady else self.pieces
         border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
         kept = self.kept[:, :, None]
-        again = np.minimum(kept, (self.stays + self.kept_apart)[:, :, None])
+        again = (self.stays + self.kept_apart)[:, :, None]
+        again = np.where(self.apart, again, np.minimum(kept, again))
         return border + kept * pieces, border + again
 
     def memory_at_least(self) -> float:
@@ -442,7 +445,7 @@ class StageTables:
         backward = self.backward_us.copy()
         for end in range(1, self.blocks + 1):
             if self._forced(end) or self._is_tight(end):
-                backward[:, end] += self.forward_us[:, end]  # some may recompute
+                backward[:, end] += self.forward_us[:, end] + self.coming_us[:, end]  # some may recompute
         zero = self.variant.zero
         whole, tail, gather = self.reductions.least(zero)
         # If a backward waits for gradients to be scattered, only their last bucket may be left.
@@ -483,7 +486,7 @@ class StageTables:
         gradients, each block is a segment: its gradients are given away after its backward.
         """
         forward = np.diagonal(self.forward_us, 1)[start:end]
-        apart = self.variant.zero >= 2 and (replicas > 1 or self.offload.params)
+        apart = bool(self.apart[replicas - 1])
         if not self.recomputes(start, end, replicas, used=used):
             ends = tuple(range(1, end - start + 1)) if apart else (end - start,)
             return DividedStage(ends, (False,) * len(ends), float(self.kept[start, end]), 0.0, 0.0)
@@ -491,7 +494,7 @@ class StageTables:
         flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
         activation = self.kept[start : end + 1, start : end + 1]
         if self.offload.activations:
-            return self.away(start, end)
+            return self.away(start, end, flying, apart=apart)
         handed = self.intervals.handed(start, end, self.rows)
         least = least_memory(forward, activation, handed, flying, apart=apart)
         if self._forced(end):
@@ -504,12 +507,17 @@ class StageTables:
             self._segments[key] = segments(forward, activation, handed, flying, budget, apart=apart) or least
         return self._segments[key]
 
-    def away(self, start: int, end: int) -> DividedStage:
-        """Return a stage whose blocks all recompute, from values that are not in the device's memory."""
+    def away(self, start: int, end: int, flying: int, *, apart: bool) -> DividedStage:
+        """Return a stage that recomputes: each block, from values that are elsewhere, or all together if that is less.
+
+        `apart`: each block has to be a segment.
+        """
         count, stays = end - start, float(self.stays[start, end])
-        forward, largest = np.diagonal(self.forward_us, 1)[start:end], float(self.kept_apart[start, end])
-        away = float(self.between[start, end]) - stays
-        return DividedStage(tuple(range(1, count + 1)), (True,) * count, stays, largest, float(forward.sum()), away)
+        forward_us = float(np.diagonal(self.forward_us, 1)[start:end].sum())
+        largest, away = float(self.kept_apart[start, end]), float(self.between[start, end]) - stays
+        alone = DividedStage(tuple(range(1, count + 1)), (True,) * count, stays, largest, forward_us, away)
+        together = DividedStage((count,), (True,), 0.0, float(self.kept[start, end]), forward_us)
+        return together if not apart and together.bytes(flying) <= alone.bytes(flying) else alone
 
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
@@ -548,9 +556,9 @@ class StageTables:
         """
         pieces = int(self.pieces[replicas - 1])
         first, flying = flight
-        copies = float(fetch_us(np.array(divided.away), self.options.device))
-        forward = (self.forward_us[start, end] + copies) * pieces
-        backward = (self.backward_us[start, end] + divided.forward_us + copies) * pieces
+        leaving, coming = (each[start, end] * (divided.away > 0) for each in (self.leaving_us, self.coming_us))
+        forward = (self.forward_us[start, end] + leaving) * pieces
+        backward = (self.backward_us[start, end] + divided.forward_us + coming) * pieces
         backward += self.add_us[start, end] * (pieces - 1)
         weight = at(self.intervals.weight, self.rows)[start, end] * pieces if split else 0.0
         zero = self.variant.zero

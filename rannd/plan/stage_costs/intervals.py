@@ -88,6 +88,26 @@ class Intervals:
                 found[: home - start + 1, home - start + 1 : last - start + 1] += size.at(rows)
         return found
 
+    def handed_apart(self, rows: float, least: float) -> tuple[Table, Table, Table]:
+        """Divide what blocks of a run hand to later ones of it into small and large values, of `least` bytes or more.
+
+        Returns ``[i, j]``: bytes of small values, each once; of large values, once for each block that reads one; of
+        the two neighbouring blocks that read most large values.
+        """
+        small, read = (np.zeros((self.count + 1, self.count + 1)) for _ in range(2))
+        by_reader = np.zeros(self.count)
+        for home, readers, size in self._handed:
+            found = size.at(rows)
+            if found < least:
+                small[: home + 1, readers[0] + 1 :] += found
+            for reader in readers if found >= least else ():
+                read[: home + 1, reader + 1 :] += found
+                by_reader[reader] += found
+        two = np.zeros_like(read)
+        for start in range(self.count):
+            two[start, start + 1 :] = _largest_two(by_reader[start:])
+        return small, read, two
+
     def largest_of(self, each: Table) -> Table:
         """Return the maximum over each run of one number per block."""
         found = np.zeros((self.count + 1, self.count + 1))

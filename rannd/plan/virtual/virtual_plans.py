@@ -246,6 +246,7 @@ class VirtualPlans:
 
     def deployment(self, shape: Shape, parts: Sequence[StagePart]) -> Deployment:
         """Return the deployment with these stages."""
+        offload, again = self.table(shape).offload, any(any(each.divided.again) for each in parts)
         return Deployment(
             format=FORMAT,
             graph_hash=self.graph.graph_hash,
@@ -259,9 +260,9 @@ class VirtualPlans:
             placement=shape.placement,
             memory_bytes=self.memory_bytes,
             zero=shape.mode.zero,
-            offload=self.table(shape).offload.optimizer,
-            offload_params=self.table(shape).offload.params,
-            offload_activations=self.table(shape).offload.activations,
+            offload=offload.optimizer,
+            offload_params=offload.params,
+            offload_activations=offload.activations and again,
         )
 
     def _asked(self, stage: int, stages: int) -> bool:
@@ -281,7 +282,7 @@ class VirtualPlans:
         """The segments of a stage that keep at most `budget` bytes, or the least."""
         start, end = span
         if table.offload.activations:
-            return table.away(start, end)
+            return table.away(start, end, flying, apart=apart)
         forward = np.diagonal(table.forward_us, 1)[start:end]
         activation = table.kept[start : end + 1, start : end + 1]
         handed = self.intervals.handed(start, end, table.rows)

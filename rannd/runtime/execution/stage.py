@@ -94,6 +94,12 @@ class Computing:
             for number, part in enumerate(parts)
         ]
         """Values that no segment behind each segment reads."""
+        writers = bound.graph.placement.writers
+        self._writes = [
+            {node for node in segment.part.inputs if not segment.members.isdisjoint(writers.get(node, ()))}
+            for segment in stage.segments
+        ]
+        """Inputs that each segment writes in place."""
         self._before: dict[str, torch.Tensor] = {}
         """Buffers written by the stage, as they were before the call: every microbatch starts with them."""
         results = zip(bound.graph.traced.results, bound.graph.results, strict=True)
@@ -150,17 +156,14 @@ class Computing:
         laid: dict[Node, torch.Tensor] = {}
         random: States | None = None  # as if the stage were one segment
         for number, segment in enumerate(self._stage.segments):
-            inputs: dict[Node, torch.Tensor] = {}
-            for node in segment.part.inputs:
-                value = values[node].detach()
-                if node in graph.placement.writers:
-                    value = value.clone()  # it may be the script's own tensor, or part of a message buffer
-                inputs[node] = value.requires_grad_() if node in differentiable else value
+            given = {node: values[node].detach().requires_grad_(node in differentiable) for node in segment.part.inputs}
+            inputs = self._unwritten(given, number)  # it may be the script's own tensor, or part of a message buffer
+            kept = self._elsewhere(given, laid) if records and segment.recompute else inputs
+            del given
             for node in self._last[number]:
                 del values[node]
             self._gather(number, number + 1)
             before = {name: buffers[name].clone() for name in self._written_by[number]} if segment.recompute else {}
-            kept = self._elsewhere(inputs, laid) if records and segment.recompute else inputs
             with torch.set_grad_enabled(records and not segment.recompute):
                 outputs, after = self._run(step, piece, number, inputs, buffers, random)
             values.update((node, self._lasting(value.detach())) for node, value in outputs.items())
@@ -202,6 +205,7 @@ class Computing:
             if segment.recompute:
                 buffers = {name: tensor.clone() for name, tensor in saved.buffers.items()}
                 with torch.enable_grad():
+                    inputs = self._unwritten(inputs, number)
                     outputs, _ = self._run(step, piece, number, inputs, buffers, saved.random)
             roots, seeds = [], []
             for node, value in outputs.items():
@@ -240,18 +244,24 @@ class Computing:
     def _elsewhere(self, inputs: dict[Node, torch.Tensor], laid: dict[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
         """The values that a segment recomputes from; `laid`: those that are elsewhere, also for earlier segments.
 
-        What enters the stage stays, which may be in a message buffer, and what a segment writes.
+        What enters the stage stays, which may be in a message buffer.
         """
         if self._home is None:
             return inputs
         found = dict(inputs)
         for node, value in inputs.items():
-            stays = node in self._entering or node in self._bound.graph.placement.writers
-            if not stays and value.nbytes >= LEAST_OFFLOADED:
+            if node not in self._entering and value.layout is torch.strided and value.nbytes >= LEAST_OFFLOADED:
                 if node not in laid:
                     laid[node] = self._home.lay(value.detach()).requires_grad_(value.requires_grad)
                 found[node] = laid[node]
         return found
+
+    def _unwritten(self, inputs: dict[Node, torch.Tensor], number: int) -> dict[Node, torch.Tensor]:
+        """The inputs, with copies of those that a segment writes."""
+        return {
+            node: value.detach().clone().requires_grad_(value.requires_grad) if node in self._writes[number] else value
+            for node, value in inputs.items()
+        }
 
     def _brought(self, saved: Saved, following: Saved | None) -> dict[Node, torch.Tensor]:
         """The inputs of a segment, on the device; begins to bring those of the segment whose backward follows."""
@@ -280,6 +290,8 @@ class Computing:
         """Let go of what is needed during a phase only."""
         if self._values is not None:
             self._values.leave()
+        if self._home is not None:
+            self._home.forget()
 
     def _lasting(self, value: torch.Tensor) -> torch.Tensor:
         """The value, in memory of its own if it is a view of a parameter that replicas share."""

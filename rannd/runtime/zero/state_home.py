@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
@@ -36,6 +37,8 @@ from rannd.units import amount
 
 ALIGNMENT = 64
 """Bytes: a tensor begins at a multiple of this in the file."""
+MOST_LEAVING = 2
+"""Values that may be on their way to the host's memory at a time."""
 CHUNK = 1 << 30
 """Bytes by which the file grows at most, but for larger tensors."""
 _COLD = 20
@@ -127,13 +130,17 @@ class StateHome(ABC):
     def lay(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy that is elsewhere as long as somebody has it, for `back`."""
 
+    @abstractmethod
     def coming(self, laid: Iterable[torch.Tensor]) -> None:
         """Begin to bring back what `lay` has returned."""
-        del laid
 
+    @abstractmethod
     def back(self, laid: torch.Tensor) -> torch.Tensor:
         """What `lay` has returned, on the device; without a gradient."""
-        return laid.detach()
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Let go of what `coming` has brought, and nobody has asked for."""
 
     def restore(self, name: str, state: dict[str, Any]) -> None:
         """Put copies in the device's memory in the place of what was kept of a parameter's state."""
@@ -210,10 +217,24 @@ class MappedFile(StateHome):
         with self._told(tensor.nbytes), tempfile.TemporaryFile(dir=self._folder) as file:
             self._take(file, 0, tensor.nbytes)
             # Python's mmap would keep a descriptor for each, of which there may be too few.
-            found = torch.from_file(
-                f"/proc/self/fd/{file.fileno()}", shared=True, size=tensor.numel(), dtype=tensor.dtype
-            )
+            path, size = f"/proc/self/fd/{file.fileno()}", tensor.numel()
+            try:
+                found = torch.from_file(path, shared=True, size=size, dtype=tensor.dtype)
+            except RuntimeError as exc:  # which reads as if the device had too little memory
+                raise UsageError(
+                    f"offload_dir={self._folder}: {amount(tensor.nbytes)} more of what is offloaded cannot be mapped "
+                    f"({exc}); each tensor is a mapping, of which a process may have vm.max_map_count"
+                ) from exc
         return torch.as_strided(found, tensor.shape, _dense_stride(tensor)).copy_(tensor)
+
+    def coming(self, laid: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def back(self, laid: torch.Tensor) -> torch.Tensor:
+        return laid.detach()
+
+    def forget(self) -> None:
+        pass
 
     def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         self._advise(names, mmap.MADV_WILLNEED)
@@ -306,8 +327,11 @@ class HostMemory(StateHome):
         self._device, self._pinned = device, pinned
         self._stream = SideStream(device)
         self._coming: dict[Place, torch.Tensor] = {}
-        self._returning: dict[int, torch.Tensor] = {}
-        """By the identity of what was laid."""
+        self._leaving: deque[tuple[torch.Event | None, torch.Tensor]] = deque()
+        """What is being laid, with the end of its copy. Computations wait for it before its memory is used again: with
+        `record_stream` the allocator would not know of the end while the host queues kernels, and take more memory."""
+        self._returning: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the identity of what was laid: this, which keeps its identity from being another's, and its copy."""
 
     def ahead(self, names: Sequence[str], states: Sequence[dict[str, Any]]) -> None:
         def come(place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -338,21 +362,34 @@ class HostMemory(StateHome):
     def lay(self, tensor: torch.Tensor) -> torch.Tensor:
         home = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._pinned)
         home = home.as_strided(tensor.shape, _dense_stride(tensor))
-        self._store(tensor.detach(), home)
+        self._stream.wait_for(self._stream.mark())
+        with self._stream.inside():
+            home.copy_(tensor.detach(), non_blocking=self._pinned)
+            self._leaving.append((self._stream.mark(), tensor))
+        while len(self._leaving) > MOST_LEAVING:
+            self._stream.catch_up(self._leaving.popleft()[0])
         return home
 
     def coming(self, laid: Iterable[torch.Tensor]) -> None:
-        with self._stream.inside():
-            for home in laid:
-                if id(home) not in self._returning:
-                    self._returning[id(home)] = home.detach().to(self._device, non_blocking=self._pinned, copy=True)
+        new = [home for home in laid if id(home) not in self._returning]
+        # Of the stream that computes, so that its memory is free as soon as it is let go of.
+        copies = [torch.empty_like(home, device=self._device, requires_grad=False) for home in new]
+        self._stream.wait_for(self._stream.mark())
+        with self._stream.inside(), torch.no_grad():
+            for home, copy in zip(new, copies, strict=True):
+                copy.copy_(home, non_blocking=self._pinned)
+                self._returning[id(home)] = home, copy
 
     def back(self, laid: torch.Tensor) -> torch.Tensor:
         self.coming([laid])
         self._stream.join()
-        found = self._returning.pop(id(laid)).detach()
-        self._stream.lend(found)
+        _, found = self._returning.pop(id(laid))
         return found
+
+    def forget(self) -> None:
+        self._stream.join()
+        self._leaving.clear()
+        self._returning.clear()
 
     def finish(self) -> None:
         self._coming.clear()

@@ -75,3 +75,26 @@ def test_what_replicas_have_as_a_whole_at_a_time(seed: int) -> None:
             wholes = [sum(pair) for pair in pairwise(whole)] or whole
             expected = (max(whole), max(wholes), max(own), max(both), 120 * inside)
             assert tuple(float(table[start, end]) for table in units) == expected
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_blocks_start_from_is_large_or_small(seed: int) -> None:
+    random = Random(seed)
+    graph = random_graph(random, 8)
+    blocks, rows, least = [Block((at,)) for at in range(len(graph.ops))], 3, 100.0
+    intervals = Intervals(graph, blocks, random_costs(random, len(blocks)).blocks)
+    small, read, two = intervals.handed_apart(rows, least)
+    for start in range(len(blocks)):
+        for end in range(start + 1, len(blocks) + 1):
+            here = range(start, end)
+            readers = {
+                index: [at for at in here if at > value.producer and index in graph.ops[at].inputs]
+                for index, value in enumerate(graph.values)
+                if value.producer in here
+            }
+            size = {index: graph.values[index].bytes.at(rows) for index in readers}
+            assert small[start, end] == sum(size[index] for index in readers if readers[index] and size[index] < least)
+            large = {index: at for index, at in readers.items() if size[index] >= least}
+            assert read[start, end] == sum(size[index] * len(at) for index, at in large.items())
+            by_reader = [sum(size[index] for index, at in large.items() if block in at) for block in here]
+            assert two[start, end] >= max(map(sum, pairwise(by_reader)), default=by_reader[0])

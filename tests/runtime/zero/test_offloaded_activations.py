@@ -29,7 +29,7 @@ class Layer(nn.Module):
         self.norm, self.writes = nn.BatchNorm1d(WIDTH), number == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.relu_() if self.writes else x.relu()
+        x = x.mul_(0.9).relu_() if self.writes else x.relu()
         return self.norm(self.drop(self.linear(x))) + x
 
 
@@ -146,6 +146,61 @@ def test_nothing_is_left_of_a_step_and_evaluation_brings_nothing_away(laid: Coun
     with torch.no_grad():
         wrapped(_batch(9))
     assert not laid
+
+
+class Writes(nn.Module):
+    """Writes what it is given, which its caller must not see, and what its first layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x.mul_(0.5)).add_(1.0).tanh()).square().mean()
+
+
+@pytest.mark.parametrize("item", ["CHECKPOINTING", "OFFLOAD_ACTIVATIONS"])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_recomputed_block_writes_is_written_once(
+    monkeypatch: pytest.MonkeyPatch, item: str, again: bool
+) -> None:
+    monkeypatch.setenv("RANNC_OFFLOAD_ACTIVATIONS", "false")
+    monkeypatch.setenv(f"RANNC_{item}", "true")
+    monkeypatch.setenv("RANNC_INTERLEAVE_LOSS", str(not again))
+    model = Writes()
+    other = copy.deepcopy(model)
+    wrapped = pyrannc.RaNNCModule(model, _adam(model))
+    batch = _batch(0)
+    loss, plain = wrapped(batch), other(_batch(0))
+    for keep in (True, False) if again else (False,):
+        loss.backward(retain_graph=keep)
+        plain.backward(retain_graph=keep)
+    assert all(stage.recompute for stage in wrapped.deployment.stages)
+    assert torch.equal(loss, plain)
+    assert torch.equal(batch, _batch(0))
+    for one, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, expected.grad, rtol=1e-12, atol=0)
+
+
+def test_what_was_brought_for_a_backward_that_failed_is_not_of_the_next_one() -> None:
+    home = HostMemory(torch.device("cpu"), pinned=False)
+    one = home.lay(torch.ones(3))
+    home.coming([one])
+    home.forget()
+    one.fill_(2.0)
+    assert float(home.back(one).sum()) == 6.0
+
+
+def test_more_mappings_than_a_process_may_have_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home = MappedFile(str(tmp_path))
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("unable to mmap 8 bytes from file: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "from_file", full)
+    with pytest.raises(UsageError, match=r"cannot be mapped .*vm.max_map_count"):
+        home.lay(torch.ones(3))
 
 
 def test_it_needs_no_optimizer() -> None:
