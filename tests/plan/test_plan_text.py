@@ -136,6 +136,9 @@ def test_the_plan_in_one_line_is_what_a_person_asks_first() -> None:
         f"{math.ceil(most / 2**20):,} of 10,847 MiB per device"
     )
     assert "embed..layers.3 on devices 0:0-1,3, layers.4..head on device 1:0;" in plan_line(found)
+    tight = msgspec.structs.replace(found, memory_bytes=most)
+    assert most % 2**20
+    assert f"; {most // 2**20} of {most // 2**20} MiB per device" in plan_line(tight), "what fits is not above the limit"
     assert title(found) == "Net 11.1M, 2 stages"
     short = msgspec.structs.replace(found, microbatches=1, step_us=9_644.0, memory_bytes=0)
     assert "; 1 microbatch; step about 9.6 ms; 1 MiB per device" in plan_line(short)
