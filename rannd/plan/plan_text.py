@@ -63,7 +63,9 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
         stages[_MOST_STAGES - 2 : -1] = [f"{len(stages) - _MOST_STAGES + 1} more"]
     seconds = deployment.step_us / 1e6
     most = fullest_bytes(deployment)
-    allowed = f" of {deployment.memory_bytes // _MIB:,}" if deployment.memory_bytes else ""
+    limit = deployment.memory_bytes // _MIB
+    allowed = f" of {limit:,}" if limit else ""
+    shown = min(math.ceil(most / _MIB), limit) if limit and most <= deployment.memory_bytes else math.ceil(most / _MIB)
     return "; ".join(
         (
             f"{_count(len(deployment.stages), 'stage')}{_together(deployment)}"
@@ -71,7 +73,7 @@ def plan_line(deployment: Deployment, rank_of_slot: Sequence[int] | None = None)
             f"{', '.join(stages)}{_offloaded(deployment)}",
             _count(deployment.microbatches, "microbatch"),
             f"step about {f'{seconds:.2f} s' if seconds >= _SHORT_S else f'{seconds * 1e3:.1f} ms'}",
-            f"{math.ceil(most / _MIB):,}{allowed} MiB per device",
+            f"{shown:,}{allowed} MiB per device",
         )
     )
 

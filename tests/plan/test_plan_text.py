@@ -12,6 +12,7 @@ from plan_instances import deploy
 from rannd.errors import UsageError
 from rannd.plan.deployment import Alternative, Deployment, Provenance, Slot
 from rannd.plan.plan_text import bubble, piece_rows, plan_line, scaled, show, title
+from rannd.plan.slot_memory import fullest_bytes
 
 
 def some() -> Deployment:
@@ -139,6 +140,14 @@ def test_the_plan_in_one_line_is_what_a_person_asks_first() -> None:
     assert title(found) == "Net 11.1M, 2 stages"
     short = msgspec.structs.replace(found, microbatches=1, step_us=9_644.0, memory_bytes=0)
     assert "; 1 microbatch; step about 9.6 ms; 1 MiB per device" in plan_line(short)
+
+
+def test_a_plan_that_fits_does_not_read_as_one_above_its_limit() -> None:
+    found = deploy(chain(2, param=4_000_000), 1)
+    most = fullest_bytes(found)
+    assert most % 2**20
+    tight = plan_line(msgspec.structs.replace(found, memory_bytes=most))
+    assert tight.endswith(f"; {most >> 20} of {most >> 20} MiB per device")
 
 
 def test_one_stage_is_the_whole_model_and_of_many_stages_the_first_and_last_are_named() -> None:
