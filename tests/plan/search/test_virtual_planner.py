@@ -62,7 +62,7 @@ def deep(
 ) -> Deployment:
     """A plan of many equal layers with few rows: with one stage per slot, the bubble is large."""
     graph = graph or chain(24, param=SHARED)
-    options = PlanOptions(zero_stage="0", **items)  # type: ignore[arg-type]
+    options = PlanOptions(**{"zero_stage": "0", **items})  # type: ignore[arg-type]
     blocks = make_blocks(Partitioning.of(graph), options, world=world)
     each = BlockCost(Size(0, forward), Size(0, 2 * forward), Size(0, 1e6), Size(0, weight))
     return plan(
@@ -270,6 +270,9 @@ def test_what_does_not_fit_names_the_memory_of_what_was_tried() -> None:
     offloaded = deep(virtual_stages="2", memory=caught.value.needed * 9 // 10)
     assert offloaded.offload
     assert _why(offloaded)["offload"] == ("yes", "no plan fits without it")
+    for schedule in ("interleaved_1f1b", "zb_v"):  # the second cannot have ZeRO 3, which offloaded parameters need
+        with pytest.raises(DoesNotFitError, match="the smallest one that was tried needs"):
+            deep(schedule=schedule, memory=1, zero_stage="auto")
 
 
 def test_a_forced_plan_is_looked_for_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
