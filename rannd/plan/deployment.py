@@ -113,6 +113,8 @@ OFFLOAD_PARAMS = "offload params"
 """The same for parameters."""
 OFFLOAD_ACTIVATIONS = "offload activations"
 """The same for activations."""
+OFFLOAD_REASONS = (OFFLOAD, OFFLOAD_PARAMS, OFFLOAD_ACTIVATIONS)
+"""All of them, in the order of `Deployment.offloads`."""
 
 
 class Reason(msgspec.Struct, frozen=True):

@@ -60,20 +60,29 @@ class Offload(msgspec.Struct, frozen=True, order=True):
     """What segments that recompute start from, between their forward and backward."""
 
     @classmethod
+    def items(cls) -> list[str]:
+        """The configuration items, in the order of what they are about."""
+        return [f"offload_{name}" for name in cls.__struct_fields__]
+
+    @classmethod
     def asked(cls, options: PlanOptions) -> Offload:
         """What options ask for."""
-        return cls(*(getattr(options, f"offload_{name}") == "true" for name in cls.__struct_fields__))
+        return cls(*(getattr(options, item) == "true" for item in cls.items()))
 
     @property
     def settings(self) -> list[str]:
         """The configuration items that ask for it."""
-        return [f"offload_{name}" for name in self.__struct_fields__ if getattr(self, name)]
+        return [item for item, does in zip(self.items(), msgspec.structs.astuple(self), strict=True) if does]
+
+    def allowed_by(self, options: PlanOptions) -> bool:
+        """Whether options allow plans that offload this, and no more or less."""
+        asked = zip(self.items(), msgspec.structs.astuple(self), strict=True)
+        return all(getattr(options, item) in ("auto", str(does).lower()) for item, does in asked)
 
     def applied(self, options: PlanOptions) -> PlanOptions:
         """The options, asking for this and no more; all blocks recompute if `offload_activations` is set."""
-        asked: dict[str, object] = {
-            f"offload_{name}": str(getattr(self, name)).lower() for name in self.__struct_fields__
-        }
+        does = (str(each).lower() for each in msgspec.structs.astuple(self))
+        asked: dict[str, object] = dict(zip(self.items(), does, strict=True))
         if options.offload_activations == "true":
             asked |= {"checkpointing": True, "checkpointing_no_last": False}
         return msgspec.structs.replace(options, **asked)

@@ -105,7 +105,7 @@ def held(
         here = np.minimum(state, 2.0 * largest * weight)
     # A sum of gradients takes as much again, but for a replica's own part, to receive those of the other replicas.
     received = (count - 1) / count * np.maximum(units.grads, units.tied_grads)
-    grads_whole = units.tied_grads + np.maximum(2.0 * units.grads, units.two_grads + received)
+    grads_whole = units.tied_grads + units.two_grads + units.grads + 2.0 * received
     working = (zero >= 2) * grads_whole + (zero >= 3) * units.two_params
     own = parts(trainable)
     fetched = own - trainable.shared if away else np.zeros_like(own)

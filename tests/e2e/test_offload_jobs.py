@@ -69,42 +69,41 @@ def test_an_optimizer_that_cannot_step_parameters_apart_is_never_offloaded(job: 
     assert "would do" not in output
 
 
-def test_parameters_larger_than_memory(job: Job, tmp_path: Path) -> None:
-    """Training state is more than four times the limit."""
-    program, limit_mib = "tests/e2e/programs/large_model.py", 450
+def _fits(
+    job: Job, tmp_path: Path, program: str, mib: int, planned_gb: str, told: str, **without: str
+) -> tuple[str, str]:
+    """Output of a program as it is, and with `planned_gb` within `mib` of private memory.
+
+    Its plan has to say `told`. With the variables `without` it does not fit.
+    """
     malloc = {"RANNC_PIPELINE_NUM": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     whole = job.run("rannc-run", "-np", "1", program, **malloc)
-    scarce = {**malloc, "RANNC_MEM_LIMIT_GB": "0.4", "RANNC_OFFLOAD_DIR": str(tmp_path / "offload")}
-    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), **scarce)
-    assert len(re.findall("Parameters are offloaded: without it .* of each device would be needed", output)) == 1
+    scarce = {**malloc, "RANNC_MEM_LIMIT_GB": planned_gb, "RANNC_OFFLOAD_DIR": str(tmp_path / "offload")}
+    output = job.run("rannc-run", "-np", "1", program, str(mib), **scarce)
+    assert len(re.findall(f"{told} are offloaded: without it .* of each device would be needed", output)) == 1
     assert _losses(output) == _losses(whole)
-    for text, enough in ((whole, False), (output, True)):
-        sizes = re.search(r"parameters (\d+) MiB, most memory (\d+) MiB", text)
-        assert sizes is not None
-        assert int(sizes[1]) > limit_mib
-        assert (int(sizes[2]) < limit_mib) == enough
+    most = [re.search(r"most memory (\d+) MiB", text) for text in (whole, output)]
+    assert [found is not None and int(found[1]) < mib for found in most] == [False, True]
     # the limit is one
-    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), code=1, **malloc, RANNC_OFFLOAD_PARAMS="0")
-    assert "step 0" in output
-    assert "step 1: loss" not in output
+    ended = job.run("rannc-run", "-np", "1", program, str(mib), code=1, **malloc, **without)
+    assert "step 0" in ended
+    assert "step 1: loss" not in ended
+    return whole, output
+
+
+def test_parameters_larger_than_memory(job: Job, tmp_path: Path) -> None:
+    """Training state is more than four times the limit."""
+    program = "tests/e2e/programs/large_model.py"
+    found = _fits(job, tmp_path, program, 450, "0.4", "Parameters", RANNC_OFFLOAD_PARAMS="0")
+    for text in found:
+        sizes = re.search(r"parameters (\d+) MiB", text)
+        assert sizes is not None
+        assert int(sizes[1]) > 450
 
 
 def test_activations_larger_than_memory(job: Job, tmp_path: Path) -> None:
-    """What blocks start from alone is more than the limit: recomputing is not enough."""
-    program, limit_mib = "tests/e2e/programs/large_activations.py", 520
-    malloc = {"RANNC_PIPELINE_NUM": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    whole = job.run("rannc-run", "-np", "1", program, **malloc)
-    scarce = {**malloc, "RANNC_MEM_LIMIT_GB": "0.25", "RANNC_OFFLOAD_DIR": str(tmp_path / "offload")}
-    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), **scarce)
-    assert len(re.findall("Activations are offloaded: without it .* of each device would be needed", output)) == 1
+    """Recomputing is not enough: what blocks start from alone is more than what may be planned."""
+    program = "tests/e2e/programs/large_activations.py"
+    without = {"RANNC_CHECKPOINTING": "1", "RANNC_OFFLOAD_ACTIVATIONS": "0"}
+    _, output = _fits(job, tmp_path, program, 520, "0.25", "Activations", **without)
     assert re.search(r"3\d\d MiB of activations offloaded", output)
-    assert _losses(output) == _losses(whole)
-    for text, enough in ((whole, False), (output, True)):
-        most = re.search(r"most memory (\d+) MiB", text)
-        assert most is not None
-        assert (int(most[1]) < limit_mib) == enough
-    # the limit is one
-    without = {**malloc, "RANNC_CHECKPOINTING": "1", "RANNC_OFFLOAD_ACTIVATIONS": "0"}
-    output = job.run("rannc-run", "-np", "1", program, str(limit_mib), code=1, **without)
-    assert "step 0" in output
-    assert "step 1: loss" not in output

@@ -320,7 +320,7 @@ class Reference:
         largest, two = sizes([each - several for each in read])
         tied, _ = sizes([several])
         received = max(largest, tied) * (count - 1) / count
-        grads = tied + max(2 * largest, two + received)
+        grads = tied + two + largest + 2 * received
         return grads + (sizes(read)[1] if self.zero == 3 else 0)
 
     def _gradients(self, start: int, end: int) -> tuple[int, int]:

@@ -19,6 +19,18 @@ from rannd.plan.simulate.simulator import Simulation, predict
 from rannd.profile.costs import CostTable
 
 PLENTY = 10**15
+WHAT = [
+    "stages",
+    "microbatches",
+    "schedule",
+    "ZeRO",
+    "offload",
+    "offload params",
+    "offload activations",
+    "recompute",
+    "virtual stages",
+]
+"""What of a plan there are reasons for, in their order."""
 OTHER = [way for way in RUN_MODES if way.zero or way.schedule not in ("1f1b", "gpipe")]
 """All run modes but the plain ones."""
 

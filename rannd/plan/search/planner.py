@@ -203,17 +203,11 @@ def plan(
     raise does_not_fit(graph, blocks, need, memory_bytes, options, world, helps)
 
 
-def _allows(options: PlanOptions, what: Offload) -> bool:
-    """Whether the configuration allows plans that offload this, and no more or less."""
-    asked = {name: getattr(options, f"offload_{name}") for name in Offload.__struct_fields__}
-    return all(value == AUTO or (value == "true") == getattr(what, name) for name, value in asked.items())
-
-
 def _offloads(options: PlanOptions, chosen: RunMode, way: RunMode | None) -> list[Offload]:
     """What may be offloaded, in the order in which it is tried. PlanError if what has to be cannot be."""
     divided = options.zero_stage in (AUTO, str(PARAMS_ZERO)) if way is None else way.zero == PARAMS_ZERO
     divided &= RunMode(chosen.schedule, PARAMS_ZERO) in RUN_MODES
-    found = [each for each in OFFLOADS if _allows(options, each) and (divided or not each.params)]
+    found = [each for each in OFFLOADS if each.allowed_by(options) and (divided or not each.params)]
     if not found:
         raise PlanError(
             f"offload_params=true divides parameters as zero_stage={PARAMS_ZERO} does, which "
@@ -234,13 +228,13 @@ def _unasked(
         rest: Others that can be run.
     """
     found: list[tuple[str, tuple[Sequence[int], Sequence[Offload]]]] = []
-    allowed = [each for each in OFFLOADS if _allows(options, each) and (PARAMS_ZERO in rest or not each.params)]
+    allowed = [each for each in OFFLOADS if each.allowed_by(options) and (PARAMS_ZERO in rest or not each.params)]
     away = options.steps_apart and options.offload_optimizer == "false"
     divided = options.offload_params == "false" and options.divides
 
     def others(**changes: str) -> list[Offload]:
         changed = replace(options, **changes)
-        return [each for each in OFFLOADS if _allows(changed, each) and not _allows(options, each)]
+        return [each for each in OFFLOADS if each.allowed_by(changed) and not each.allowed_by(options)]
 
     if rest:
         found.append(("zero_stage={}", (rest, allowed)))

@@ -71,6 +71,8 @@ def forced(job: VirtualJob, asked: VirtualAsked, offloads: Sequence[Offload]) ->
     for offload in offloads:
         plans, used = job.plans(offload), (PARAMS_ZERO,) if offload.params else zeros
         tried = shapes_of(plans, asked, counts=job.counts, zeros=used, allowed=job.replicas)
+        if failed and not tried:
+            continue  # the schedule does not divide parameters
         try:
             found = forced_plan(plans, asked, tried, options)
         except DoesNotFitError as exc:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rannd.plan.deployment import OFFLOAD, OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMS, Reason
+from rannd.plan.deployment import OFFLOAD_REASONS, Reason
 from rannd.plan.plan_options import AUTO, PlanOptions
-from rannd.plan.run_modes import VIRTUAL_GAIN
+from rannd.plan.run_modes import VIRTUAL_GAIN, Offload
 from rannd.plan.virtual.virtual_asked import VirtualAsked
 from rannd.plan.virtual.virtual_search import Against, VirtualFound, VirtualPlan
 
@@ -34,7 +34,7 @@ def won_reasons(
     found: VirtualFound, plan: VirtualPlan, against: Against, others: tuple[Reason, ...]
 ) -> tuple[Reason, ...]:
     """Reasons of a plan with several stages per slot that was faster than the best with one, which had `others`."""
-    offload = tuple(each for each in others if each.what in (OFFLOAD, OFFLOAD_PARAMS, OFFLOAD_ACTIVATIONS))
+    offload = tuple(each for each in others if each.what in OFFLOAD_REASONS)
     why = f"1 per slot ({against.name}) {against.step_us / plan.step_us - 1:.1%} slower"
     return (*_common(found, plan), *offload, _recompute(plan, None), Reason(VIRTUAL, str(plan.shape.passes), why))
 
@@ -52,9 +52,7 @@ def forced_reasons(found: VirtualFound, plan: VirtualPlan, options: PlanOptions)
         asked = f"virtual_stages={options.virtual_stages}"
     return (
         *_common(found, plan),
-        away(OFFLOAD, "offload_optimizer", plan.deployment.offload),
-        away(OFFLOAD_PARAMS, "offload_params", plan.deployment.offload_params),
-        away(OFFLOAD_ACTIVATIONS, "offload_activations", plan.deployment.offload_activations),
+        *map(away, OFFLOAD_REASONS, Offload.items(), plan.deployment.offloads),
         _recompute(plan, options),
         Reason(VIRTUAL, str(plan.shape.passes), f"set by {asked}"),
     )

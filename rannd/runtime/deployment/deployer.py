@@ -41,9 +41,11 @@ from rannd.runtime.planning.graph_dumps import dump
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.plan_provider import Planner
 from rannd.runtime.traces.trace_provider import placed
+from rannd.runtime.zero.host_memory import HostMemory
+from rannd.runtime.zero.mapped_file import MappedFile
 from rannd.runtime.zero.replica_exchange import ReplicaExchange
 from rannd.runtime.zero.sharded_parameters import ShardedParameters
-from rannd.runtime.zero.state_home import state_home
+from rannd.runtime.zero.state_home import StateHome
 
 
 class DryRunDone(SystemExit):
@@ -262,3 +264,8 @@ class Deployer:
     def _dump(self, graph: ModelGraph, deployment: Deployment, stage_of: Mapping[Node, int]) -> None:
         if self._config.dump_graph and self._world.rank == 0:
             dump(self._config, graph, deployment, stage_of)
+
+
+def state_home(device: torch.device, folder: str) -> StateHome:
+    """Where a rank with this device has what is offloaded; `folder` as of `MappedFile`."""
+    return HostMemory(device, pinned=True) if is_accelerator(device) else MappedFile(folder)

@@ -10,6 +10,7 @@ After the backward of a segment, of any microbatch, the whole gradients of its p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from rannd.runtime.zero.division import Bucket, Piece
 from rannd.runtime.zero.replica_exchange import PendingSum, ReplicaExchange
 from rannd.runtime.zero.sharded_parameters import ShardedParameters
 from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
+
+MOST_PENDING = 2
+"""Buckets whose sums may be on their way at a time; each takes memory of almost two (`rannd.plan.zero.held`)."""
 
 _NOTHING = Piece(0, 0)
 
@@ -59,8 +63,7 @@ class ShardedGradients:
         self._pieces = {
             name: bucket.pieces(exchange.replica).get(name, _NOTHING) for bucket in buckets for name in bucket.names
         }
-        self._pending: tuple[Bucket, PendingSum] | None = None
-        """A sum that is on its way: one, since it takes memory of almost two buckets (`rannd.plan.zero.held`)."""
+        self._pending: deque[tuple[Bucket, PendingSum]] = deque()
         self._sums: dict[str, torch.Tensor] = {}
         self._present: set[str] = set()
         parameters.shared = self
@@ -71,7 +74,7 @@ class ShardedGradients:
     @property
     def waits(self) -> bool:
         """Whether there are sums that were not delivered yet."""
-        return len(self._sums) > 0 or self._pending is not None
+        return len(self._sums) + len(self._pending) > 0
 
     # -- during a backward ------------------------------------------------------------------------------------
 
@@ -82,13 +85,14 @@ class ShardedGradients:
             aliases = [self._parameters.aliases[name] for name in bucket.names]
             if not any(alias.requires_grad for alias in aliases):  # on all replicas alike
                 continue
-            self._settle()
+            if len(self._pending) == MOST_PENDING:
+                self._settle()
             flat = self._flat(bucket, aliases)
             for name, alias in zip(bucket.names, aliases, strict=True):
                 if alias.grad is not None:
                     self._present.add(name)
                     alias.grad = None
-            self._pending = bucket, self.exchange.sum(flat)
+            self._pending.append((bucket, self.exchange.sum(flat)))
 
     def _flat(self, bucket: Bucket, aliases: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradients of a bucket, end to end; zeros for those that there are not."""
@@ -110,10 +114,8 @@ class ShardedGradients:
         return flat
 
     def _settle(self) -> None:
-        """Wait for the sum that is on its way, if one is, and add it to what is there."""
-        if self._pending is None:
-            return
-        (bucket, pending), self._pending = self._pending, None
+        """Wait for the oldest sum that is on its way, and add it to what is there."""
+        bucket, pending = self._pending.popleft()
         own, begin = pending.wait(), 0
         home = None if self.values is None else self.values.home
         if home is not None and bucket.names[0] not in self._sums:  # all of a bucket come together
@@ -136,7 +138,8 @@ class ShardedGradients:
 
     def take(self) -> Sums:
         """Take all sums; there are none afterwards."""
-        self._settle()
+        while self._pending:
+            self._settle()
         found = Sums(self._sums, frozenset(self._present))
         self._sums, self._present = {}, set()
         return found

@@ -22,7 +22,7 @@ from rannd.runtime.execution import stage
 from rannd.runtime.parameters.state_elsewhere import TensorElsewhere
 from rannd.runtime.transport.gloo_transport import GlooTransport
 from rannd.runtime.transport.strict_transport import StrictTransport
-from rannd.runtime.zero import sharded_step, state_home
+from rannd.runtime.zero import mapped_file, sharded_step
 
 Found = TypeVar("Found")
 
@@ -69,7 +69,7 @@ class Rannc:
 
         self._pyrannc = pyrannc
         sharded_step.MOST = 4 << 10  # bytes: state that is elsewhere comes in several buckets
-        stage.LEAST_OFFLOADED = state_home.LEAST_OFFLOADED = 1  # bytes
+        stage.LEAST_OFFLOADED = mapped_file.LEAST_OFFLOADED = 1  # bytes
         self.rank = pyrannc.get_rank()
         self._strict: StrictTransport | None = None
 

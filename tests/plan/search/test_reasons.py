@@ -7,23 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 from plan_graphs import chain, transformer
-from plan_instances import deploy
+from plan_instances import WHAT, deploy
 
 from rannd.errors import DoesNotFitError
 from rannd.plan.deployment import Deployment, Reason, decode, encode
 from rannd.plan.plan_text import show
-
-WHAT = [
-    "stages",
-    "microbatches",
-    "schedule",
-    "ZeRO",
-    "offload",
-    "offload params",
-    "offload activations",
-    "recompute",
-    "virtual stages",
-]
 
 
 def _why(found: Deployment) -> dict[str, tuple[str, str]]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from plan_graphs import GraphBuilder, chain
+from plan_instances import WHAT
 
 from rannd.errors import DoesNotFitError, PlanError
 from rannd.graph.fx.ir import Size, TaskGraph
@@ -62,7 +63,7 @@ def deep(
 ) -> Deployment:
     """A plan of many equal layers with few rows: with one stage per slot, the bubble is large."""
     graph = graph or chain(24, param=SHARED)
-    options = PlanOptions(zero_stage="0", **items)  # type: ignore[arg-type]
+    options = PlanOptions(**{"zero_stage": "0", **items})  # type: ignore[arg-type]
     blocks = make_blocks(Partitioning.of(graph), options, world=world)
     each = BlockCost(Size(0, forward), Size(0, 2 * forward), Size(0, 1e6), Size(0, weight))
     return plan(
@@ -99,18 +100,7 @@ def test_a_pipeline_with_a_large_bubble_gets_several_stages_per_slot() -> None:
     assert free.alternatives[0].step_us == one.step_us
     assert free.alternatives[0].most_bytes == fullest_bytes(one)
     why = _why(free)
-    chosen = [
-        "stages",
-        "microbatches",
-        "schedule",
-        "ZeRO",
-        "offload",
-        "offload params",
-        "offload activations",
-        "recompute",
-        "virtual stages",
-    ]
-    assert list(why) == chosen
+    assert list(why) == WHAT
     assert why["virtual stages"][0] == "4"
     assert why["virtual stages"][1].startswith("1 per slot (4 stages, 2 microbatches) ")
     assert why["schedule"][0] == "interleaved_1f1b"
@@ -270,6 +260,9 @@ def test_what_does_not_fit_names_the_memory_of_what_was_tried() -> None:
     offloaded = deep(virtual_stages="2", memory=caught.value.needed * 9 // 10)
     assert offloaded.offload
     assert _why(offloaded)["offload"] == ("yes", "no plan fits without it")
+    for schedule in ("interleaved_1f1b", "zb_v"):  # the second cannot have ZeRO 3, which offloaded parameters need
+        with pytest.raises(DoesNotFitError, match="the smallest one that was tried needs"):
+            deep(schedule=schedule, memory=1, zero_stage="auto")
 
 
 def test_a_forced_plan_is_looked_for_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:

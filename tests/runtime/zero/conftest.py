@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rannd.runtime.zero.state_home import HostMemory
+from rannd.runtime.zero.host_memory import HostMemory
 
 
 @pytest.fixture(params=["file", "host memory"])

@@ -15,7 +15,9 @@ from torch import nn
 import pyrannc
 from rannd.errors import UsageError
 from rannd.runtime.execution import stage
-from rannd.runtime.zero.state_home import HostMemory, MappedFile, StateHome
+from rannd.runtime.zero.host_memory import HostMemory
+from rannd.runtime.zero.mapped_file import MappedFile
+from rannd.runtime.zero.state_home import StateHome
 
 LAYERS, WIDTH = 5, 20
 

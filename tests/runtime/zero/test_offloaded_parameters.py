@@ -15,8 +15,8 @@ import pyrannc
 from rannd.errors import UsageError
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.parameters.absent import part_of
-from rannd.runtime.zero import division, state_home
-from rannd.runtime.zero.state_home import MappedFile
+from rannd.runtime.zero import division, mapped_file
+from rannd.runtime.zero.mapped_file import MappedFile
 from rannd.runtime.zero.tensor_piece import TensorPiece, flat_part
 
 
@@ -41,7 +41,7 @@ def _offloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANNC_PIPELINE_NUM", "1")
     monkeypatch.setenv("RANNC_OFFLOAD_PARAMS", "true")
     monkeypatch.setenv("RANNC_OFFLOAD_DIR", str(tmp_path / "offload"))
-    monkeypatch.setattr(state_home, "LEAST_OFFLOADED", 1)  # bytes: all gradients go to files
+    monkeypatch.setattr(mapped_file, "LEAST_OFFLOADED", 1)  # bytes: all gradients go to files
     monkeypatch.setattr(division, "MOST", 2000)  # bytes: several buckets
 
 

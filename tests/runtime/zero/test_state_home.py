@@ -15,8 +15,8 @@ from torch import nn
 import pyrannc
 from rannd.errors import UsageError
 from rannd.runtime.optim.coupling import ELEMENTWISE, steps_apart
-from rannd.runtime.zero import sharded_step, state_home
-from rannd.runtime.zero.state_home import MappedFile
+from rannd.runtime.zero import mapped_file, sharded_step
+from rannd.runtime.zero.mapped_file import MappedFile
 
 
 class Layers(nn.Module):
@@ -227,7 +227,7 @@ def test_a_full_disk_is_told_with_folder_and_sizes(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_is_no_disk_and_files_have_no_names(tmp_path: Path) -> None:
-    if state_home._filesystem("/dev/shm") == "tmpfs":
+    if mapped_file._filesystem("/dev/shm") == "tmpfs":
         with pytest.raises(UsageError, match="tmpfs, which is in memory"):
             MappedFile("/dev/shm")
     made = MappedFile(str(tmp_path / "below" / "it"))
