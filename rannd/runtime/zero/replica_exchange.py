@@ -32,16 +32,24 @@ class PendingSum:
     works: list[object]
     parts: list[torch.Tensor]
     """What each replica has given; of one element: the sum."""
+    own: int
+    """Which of them is this replica's."""
     home: torch.device
     source: torch.Tensor
     """The buffer, which has to stay until all was sent."""
 
     def wait(self) -> torch.Tensor:
-        """This rank's range of the sum, on the device; replicas are added in their order."""
+        """This rank's range of the sum, on the device; replicas are added in their order.
+
+        The sum is where another's part was received: new memory for each would take 2 % of a step on CPUs.
+        """
         for work in self.works:
             finish(work)
-        total = self.parts[0] if len(self.parts) == 1 else self.parts[0] + self.parts[1]
-        for part in self.parts[2:]:
+        if len(self.parts) == 1:
+            return self.parts[0].to(self.home)
+        first, second, *others = self.parts
+        total = second.add_(first) if self.own == 0 else first.add_(second)
+        for part in others:
             total += part
         return total.to(self.home)
 
@@ -88,11 +96,11 @@ class ReplicaExchange:
         """
         length = flat.numel() // self.replicas
         if self.replicas == 1:
-            return PendingSum([], [flat], flat.device, flat)
+            return PendingSum([], [flat], 0, flat.device, flat)
         if not self.uneven:
             mine = flat.new_empty(length)
             return PendingSum(
-                [_reduce_scatter(mine, flat, group=self._group, async_op=True)], [mine], flat.device, flat
+                [_reduce_scatter(mine, flat, group=self._group, async_op=True)], [mine], 0, flat.device, flat
             )
         host = flat if flat.device.type == "cpu" else moved(flat, _CPU)
         parts = list(host.split(length))
@@ -101,7 +109,7 @@ class ReplicaExchange:
             works.append(dist.isend(parts[number], rank, group=self._group, tag=_SUM))
             parts[number] = torch.empty_like(parts[number])
             works.append(dist.irecv(parts[number], rank, group=self._group, tag=_SUM))
-        return PendingSum(works, parts, flat.device, host)
+        return PendingSum(works, parts, self.replica, flat.device, host)
 
     def gather(self, flat: torch.Tensor, length: int) -> PendingGather:
         """Begin to fill a buffer, of which each replica has its range of `length` elements, with the others' ranges.
