@@ -168,7 +168,7 @@ def zoo(options: argparse.Namespace) -> Iterator[tuple[str, Workshop]]:
     """The zoo's models, where memory is scarce."""
     from planner import PART, ROWS, Case, zoo_graphs
 
-    from rannd.plan.stage_costs.estimate import Variant
+    from rannd.plan.stage_costs.variant import Variant
 
     for name, graph in zoo_graphs():
         if graph.rows_coupled:

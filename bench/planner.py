@@ -44,9 +44,10 @@ from rannd.plan.plan_options import PlanOptions
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_costs
 from rannd.plan.simulate.simulator import predict
-from rannd.plan.stage_costs.estimate import StageTables, Variant
+from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.intervals import Intervals
 from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Machine, place
 from rannd.profile.analytic import analytic_costs
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
@@ -283,8 +284,8 @@ def rannc_table(case: Case, table: StageTables, stages: int) -> tuple[float, lis
                     if terms.recompute[start, number - 1] != again:  # fits only with a setting that RaNNC does not use
                         continue
                     share = world / number
-                    f = share * (table.forward_us[start, end] + link.p2p_us(table.received[start, end]))
-                    b = share * (table.backward_us[start, end] + link.p2p_us(table.sent_grad[start, end]))
+                    f = share * (table.forward_us[start, end] + link.p2p_us(table.memory.received[start, end]))
+                    b = share * (table.backward_us[start, end] + link.p2p_us(table.memory.sent_grad[start, end]))
                     b += share * table.forward_us[start, end] if again else 0.0
                     a = link.allreduce_us(float(table.intervals.trainable.whole[start, end]), number)
                     state = (max(forward, f), max(backward, b), max(reduce, a), [*starts, start], [*replicas, number])

@@ -76,7 +76,7 @@ class Bounds:
         fill = forward + (backward - waits) + values + grads + tables.ranks_us
         fill[0] += tables.to_ranks + tables.agreeing_us
         backward = backward + tables.add_us
-        if tables.steady:
+        if tables.counts.steady:
             return np.maximum(np.maximum(forward + backward, values), grads) - self._filled(waits), fill
         return np.maximum(forward, values) + np.maximum(backward, grads), fill
 

@@ -24,10 +24,11 @@ from rannd.plan.search.shortage import does_not_fit, modules_of, opaque_code, re
 from rannd.plan.search.stages import Found, Need, best_choice, smallest_memory
 from rannd.plan.search.virtual_planner import VirtualJob, challenged, forced
 from rannd.plan.simulate.layout import piece_rows
-from rannd.plan.stage_costs.estimate import StageTables, Variant
+from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.intervals import Intervals
 from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.stage_costs.stage_parts import StagePart, stage_name, stages_of
+from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Machine, Mask, place
 from rannd.plan.virtual.virtual_asked import VirtualAsked, asked_for
 from rannd.plan.zero import replica_counts

@@ -23,7 +23,8 @@ import numpy as np
 
 from rannd.plan.run_modes import Offload, preference_us
 from rannd.plan.search.bounds import COARSE, FINE, Bounds
-from rannd.plan.stage_costs.estimate import StageTables, Variant
+from rannd.plan.stage_costs.estimate import StageTables
+from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Table
 
 EFFORT = 200_000
@@ -146,7 +147,7 @@ def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...])
     """Return the given plan with its E; None if it is not possible."""
     choice = Choice(table.variant, starts, replicas, 0.0)
     fill = left_over = 0.0
-    rounds = np.zeros(1 if table.steady else 2)
+    rounds = np.zeros(1 if table.counts.steady else 2)
     for start, end, count, used in reversed(choice.spans(table.blocks)):
         terms = table.stages(end, used)
         place = (start, count - 1)
@@ -163,7 +164,7 @@ class _Search:
     def __init__(self, table: StageTables, stages: int) -> None:
         self.table = table
         self.bounds = Bounds(table, stages)
-        self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if table.steady else 3) + (0.0,))
+        self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if table.counts.steady else 3) + (0.0,))
 
     def children(self, partial: _Partial, below: float) -> Iterator[tuple[float, _Partial]]:
         """Yield `partial` extended by one stage, with the bound of E, where that is below `below`."""

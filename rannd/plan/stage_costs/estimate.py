@@ -1,4 +1,4 @@
-"""The closed form E: for every possible stage, what it adds to the step time, and its memory.
+"""The closed form E: for every possible stage, what it adds to the step time, and whether it fits.
 
 docs/planning.md states E and derives it. Stages are put together from the last one on, because what a stage needs
 depends on the later ones: under 1F1B it keeps a microbatch until all later stages have run it, and its gradients are
@@ -11,42 +11,21 @@ import math
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rannd.plan.deployment import StageEstimate
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.run_modes import Offload
-from rannd.plan.schedule.program import AHEAD
 from rannd.plan.schedule.schedules import ALL_SCHEDULES
-from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.stage_costs.intervals import Intervals, at
+from rannd.plan.stage_costs.microbatch_counts import MicrobatchCounts
 from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
 from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.stage_memory import StageMemory
+from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
-from rannd.plan.zero import (
-    LEAST_OFFLOADED,
-    ReplicaBytes,
-    Trained,
-    WholeBytes,
-    computing,
-    fetch_us,
-    held,
-    in_files,
-    offload_us,
-)
+from rannd.plan.zero import computing, fetch_us, offload_us
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
-
-
-class Variant(msgspec.Struct, frozen=True, order=True):
-    """Properties that all stages of a plan share."""
-
-    schedule: str
-    microbatches: int
-    placement: str
-    zero: int = 0
-    """ZeRO stage, see zero.py."""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -65,7 +44,7 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class StageTables:
-    """Terms of E, memory and estimates of all possible stages of one variant."""
+    """Terms of E and estimates of all possible stages of one variant."""
 
     def __init__(
         self,
@@ -85,86 +64,41 @@ class StageTables:
         self.reductions = reductions
         world = self.world = machine.world
         self.blocks = intervals.count
-        self.replicas = np.arange(1, world + 1)
-        self.pieces = -(-world * variant.microbatches // self.replicas)
-        """Maximum number of microbatches of a replica, by number of replicas."""
-        schedule = ALL_SCHEDULES[variant.schedule]
-        self.steady = schedule.takes_turns
-        """Whether forward and backward take turns."""
-        self.splits = schedule.delays_weights
-        """Whether parameter gradients are delayed until a slot would be idle."""
-        self.offload = Offload.asked(options)
-        """What is elsewhere while it is not needed."""
-        self.apart = (variant.zero >= 2) & ((self.replicas > 1) | self.offload.params)
-        """Whether each block has to be a segment, by number of replicas: its gradients are given away."""
-        self.waiting = -(-world // self.replicas)
-        """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""
-
         self.forward_us = at(intervals.forward, rows)
         self.backward_us = at(intervals.backward, rows)
-        self.weight_us = np.minimum(at(intervals.weight, rows), self.backward_us) * self.splits
+        delays = ALL_SCHEDULES[variant.schedule].delays_weights
+        self.weight_us = np.minimum(at(intervals.weight, rows), self.backward_us) * delays
         """The delayed part of it; not if a stage recomputes."""
         self.add_us = intervals.adding
         """Added to each backward but the first: accumulates the gradients."""
-        received, sent = at(intervals.received, rows), at(intervals.sent_grad, rows)
-        self.values_us = [p2p_us(link, received) for link in (machine.link, machine.between)]
+        self.counts = counts = MicrobatchCounts(world, variant, self.weight_us > 0)
+        self.memory = memory = StageMemory(
+            intervals, counts, options, zero=variant.zero, rows=rows, delays=self.weight_us > 0
+        )
+        self.offload = memory.offload
+        """What is elsewhere while it is not needed."""
+        self.values_us = [p2p_us(link, memory.received) for link in (machine.link, machine.between)]
         """Time to receive a microbatch's activations, inside a node and from another."""
-        self.grads_us = [p2p_us(link, sent) for link in (machine.link, machine.between)]
-        self.given = at(intervals.given, rows)
-        """Bytes of the model's inputs per microbatch; those of all microbatches are there from the start."""
-        self.received = received
-        """Bytes per microbatch that come from other stages."""
-        self.sent_grad = sent
-        """Bytes of the gradients that come back per microbatch."""
-        self.crossing = received + at(intervals.sent, rows) + at(intervals.output, rows)
-        """Bytes per microbatch that cross the stage's border and stay until its backward."""
-        self.kept = at(intervals.activation, rows)
-        delayed = at(intervals.delayed, rows)
-        self.delayed = np.where(self.weight_us > 0, np.where(delayed > 0, delayed, self.kept), 0.0)
-        self.delayed[0, self.blocks] = 0.0
-        """Bytes per microbatch that wait for delayed gradients of parameters; all that is kept where that is not known.
-        One stage delays nothing."""
-        self.between = at(intervals.inner, rows)
-        """Bytes per microbatch that blocks of the stage hand to each other, kept if they recompute one by one."""
-        self.stays = self.between
-        """What of it stays in the device's memory then."""
-        read = two = np.zeros_like(self.between)
-        if self.offload.activations:
-            self.stays, read, two = intervals.handed_apart(rows, LEAST_OFFLOADED)
-        self.leaving_us, self.coming_us = (fetch_us(each, options.device) for each in (self.between - self.stays, read))
-        """Time per microbatch to copy the rest of it there, and back for each block that reads it."""
-        if variant.zero >= 2:
-            self.kept = self.kept + self.between  # each block is a segment
-        self.kept_apart = intervals.largest_of(np.diagonal(self.kept, 1))
-        """Bytes that the largest block of the stage has in its backward if it recomputes."""
-        if not in_files(options.device):  # what a segment starts from is there again, and what the next one does
-            self.kept_apart = self.kept_apart + two
-        self.working = 2.0 * intervals.largest(rows)
-        """Temporary bytes of a backward: gradients of the outputs and inputs of the largest operator."""
-        sharded = self._held(slice(None), slice(None), self.replicas if variant.zero else 1)
-        self.copies_us = offload_us(sharded.offloaded, options.device)
+        self.grads_us = [p2p_us(link, memory.sent_grad) for link in (machine.link, machine.between)]
+        self.leaving_us = fetch_us(memory.between - memory.stays, options.device)
+        """Time per microbatch to copy what blocks start from elsewhere, if they recompute,"""
+        self.coming_us = fetch_us(memory.read_back, options.device)
+        """and back for each block that reads it."""
+        self.copies_us = offload_us(memory.offloaded, options.device)
         """``[start, end, replicas - 1]``, or one entry for all: time of copying what a step changes in and out."""
-        self.fetch_us = fetch_us(sharded.fetched, options.device)
+        self.fetch_us = fetch_us(memory.fetched, options.device)
         """The same: time of copying parameters in, in each forward and backward of a microbatch."""
-        self.state = sharded.state
-        """The same: bytes of parameters, gradients (also those of a delayed step) and optimizer state."""
-        self.temporary = sharded.working + self.working[:, :, None]
-        """The same: bytes that are needed while something is computed."""
-        self.fixed = self.state + self.temporary
-        """The same: bytes that do not depend on microbatches."""
-        ranks = p2p_us(machine.link, at(intervals.given, rows)) + p2p_us(machine.link, at(intervals.output_grad, rows))
+        ranks = p2p_us(machine.link, memory.given) + p2p_us(machine.link, at(intervals.output_grad, rows))
         self.ranks_us = ranks
         """Time of the first input from a rank and of the first gradient of an output from it."""
         last = self.blocks
-        outputs = at(intervals.output, rows)[0, last]
+        outputs = memory.output[0, last]
         inputs_grad = max(intervals.inputs_grad.at(rows), 0.0)
         self.agreeing_us = machine.agreeing_us
         self.to_ranks = machine.link.p2p_us(float(outputs)) + machine.link.p2p_us(float(inputs_grad))
         """Time of the outputs and input gradients of the last microbatch."""
         self._apart = machine.several and variant.placement == "replicas"
         """Whether it matters which slots a stage has."""
-        self.late = variant.microbatches * float(outputs + inputs_grad)
-        """Bytes of a rank's own outputs, and gradients of its own inputs, which arrive at the end of the step."""
         self._segments: dict[tuple[int, int, int, int], DividedStage] = {}
         self._bases: dict[int, tuple[Terms, bool]] = {}
         self._known: dict[tuple[int, int], Terms] = {}
@@ -188,7 +122,7 @@ class StageTables:
         left = self.world - used
         if end not in self._bases:
             # If memory is tight, 1F1B terms depend on the later stages: they determine the microbatches in flight.
-            self._bases[end] = (self._terms(end, None, None), self.steady and self._is_tight(end))
+            self._bases[end] = (self._terms(end, None, None), self.counts.steady and self._is_tight(end))
         base, tight = self._bases[end]
         if self._apart or tight:
             base = self._terms(end, used, self._links(used) if self._apart else None)
@@ -206,10 +140,10 @@ class StageTables:
         """Adapt the terms of one stage on all devices: it transfers nothing, every rank runs its own microbatches."""
         if np.isfinite(terms.fill[0, -1]):
             forward, backward, _ = (each[0, -1] for each in self._computing(self.blocks, terms.recompute, None))
-            more = float(self.pieces[-1] - 1)
+            more = float(self.counts.pieces[-1] - 1)
             terms.fill[0, -1] = forward + backward + self.agreeing_us
             again = backward + self.add_us[0, self.blocks]
-            rounds = [forward + again] if self.steady else [forward, again]
+            rounds = [forward + again] if self.counts.steady else [forward, again]
             terms.rounds[:, 0, -1] = np.array(rounds) * more
             terms.drain[0, -1] = backward
             terms.exposed[0, -1] = self._exposed(self.blocks, np.array(backward), None)[0, -1]
@@ -233,7 +167,7 @@ class StageTables:
         rows = slice(0, end)
         values_inside, grads_inside = (self._inside, self._inside) if links is None else links[:2]
         replicas_inside = links[2] if links is not None else None
-        plain = self._plain(end, used)
+        plain = self.memory.plain(end, used)
         again = self._recomputes(end, plain, used)
         forward, backward, waits = self._computing(end, again, replicas_inside)
         values = np.where(values_inside, self.values_us[0][rows, end, None], self.values_us[1][rows, end, None])
@@ -241,25 +175,25 @@ class StageTables:
         fill = forward + (backward - waits) + values + grads + self.ranks_us[rows, end, None]
         if end < self.blocks or self.world > 1:
             fill[0] += self.to_ranks + self.agreeing_us
-        more = (self.pieces - 1).astype(float)
+        more = (self.counts.pieces - 1).astype(float)
         later = backward + self.add_us[rows, end, None]
-        if self.steady:
+        if self.counts.steady:
             longest = np.maximum(np.maximum(forward + later, values), grads) * more
             # Delayed gradients fill the time in which the slot would wait for others: one forward per microbatch.
-            rounds = (longest + waits - np.minimum(self.waiting - 1, more) * np.minimum(waits, forward))[None]
+            rounds = (longest + waits - np.minimum(self.counts.waiting - 1, more) * np.minimum(waits, forward))[None]
         else:
             rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
-        fits = self.allowed[rows, end] & (self._memory(end, used, plain, again) <= self.limit)
+        fits = self.allowed[rows, end] & (self.memory.recomputing(end, used, plain, again) <= self.limit)
         fill[~fits] = np.inf
         exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
         # Under zb_h1 all slots end at about the same time.
-        drain = np.zeros_like(backward) if self.splits else backward + grads
+        drain = np.zeros_like(backward) if self.counts.splits else backward + grads
         return Terms(fill, rounds, exposed, drain, again)
 
     def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
         """Whether activations, gradients, reductions stay inside nodes, for stages before the last `used` slots."""
         end = np.full(self.world, self.world - used)
-        start = end - self.replicas
+        start = end - self.counts.replicas
         return (
             self.machine.same(start - 1, end - 1),
             self.machine.same(start, end),
@@ -275,85 +209,7 @@ class StageTables:
         left = left + self.copies_us[:end, end]
         return left + self.reductions.gather(end, inside) if zero in (1, 2) else left
 
-    # -- memory -----------------------------------------------------------------------------------------------
-
-    def in_flight(self, end: int, used: int | None, *, split: bool = True) -> Counts:
-        """Return the maximum number of microbatches that a stage keeps, if later stages have `used` devices.
-
-        They are counted from forward to backward, or to its second half if the backward is split (`split`). With `used`
-        None, the result is the maximum for any later stages. See schedules.py for the numbers of 1F1B and zb_h1. The
-        result is ``[start, replicas - 1]``, or one row for all starts.
-        """
-        if not self.steady or used is None:
-            return self.pieces[None]
-        window = np.ones_like(self.pieces) if used == 0 else -(-(used + self.replicas) // self.replicas) + 1
-        found = window[None]
-        if self.splits and split:
-            found = np.where(self.weight_us[:end, end, None] > 0, self.waiting + 1, found)
-            if end == self.blocks:
-                found[0, -1] = window[-1]  # one stage delays nothing
-        result: Counts = np.minimum(self.pieces, found)
-        return result
-
-    def _activations(self, end: int, used: int | None) -> Table:
-        """Return the bytes kept of all microbatches in flight, not recomputing, if parameter gradients may wait."""
-        kept, later = self.kept[:end, end, None], self.delayed[:end, end, None]
-        pieces, first = (self.in_flight(end, used, split=split) for split in (True, False))
-        result: Table = np.maximum(kept, later) * first + later * (pieces - first)
-        return result
-
-    def _plain(self, end: int, used: int | None, *, split: bool = True) -> Table:
-        """Return the bytes of stages that end at `end`, not recomputing; `split`: parameter gradients may wait."""
-        pieces = self.in_flight(end, used, split=split)
-        rows = slice(0, end)
-        kept = self._activations(end, used) if split and self.splits else self.kept[rows, end, None] * pieces
-        return self.fixed[rows, end] + self._posted(rows, end, pieces) + self.crossing[rows, end, None] * pieces + kept
-
-    def _posted(self, starts: slice, end: int, flying: Counts) -> Table:
-        """Return the bytes of messages beyond those kept per microbatch: receives are posted `AHEAD` early."""
-        early = np.where(flying < self.pieces, self.received[starts, end, None], 0.0)
-        grads = self.sent_grad[starts, end, None] * np.minimum(self.pieces, AHEAD + 1)
-        result: Table = self.given[starts, end, None] * self.pieces + early + grads + self.late
-        return result
-
-    def held_with(self, replicas: int, flight: tuple[int, int], moment: tuple[int, int]) -> Table:
-        """Return the bytes of all stages, but what is temporary, at a moment: ``[start, end]``.
-
-        Nothing is recomputed. What a rank gets at the end of a step (`late`) is not included.
-
-        Args:
-            replicas: Number of replicas.
-            flight: Maximum number of microbatches between forward and backward, and between forward and the second half
-                of it.
-            moment: Those at the moment.
-        """
-        (first, most), (now, waiting) = flight, moment
-        place = min(replicas, self.state.shape[2]) - 1
-        kept = np.maximum(self.kept, self.delayed) * now + self.delayed * (waiting - now)
-        pieces = int(self.pieces[replicas - 1])
-        posted = self.given * pieces + self.sent_grad * min(pieces, AHEAD + 1)
-        result: Table = self.state[:, :, place] + posted + self.crossing * most + kept
-        return result + self.received if first < pieces else result
-
-    def _held(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> ReplicaBytes:
-        """Return the memory of stages for parameters, gradients and optimizer state."""
-        tables = self.intervals
-
-        def those(each: Trained) -> Trained:
-            return Trained(*(table[starts, ends, ..., None] for table in each))
-
-        return held(
-            self.variant.zero,
-            replicas,
-            params=tables.params[starts, ends, ..., None],
-            trainable=those(tables.trainable),
-            gradients=those(tables.gradients),
-            optimizer=those(tables.optimizer),
-            units=WholeBytes(*(table[starts, ends, ..., None] for table in tables.units)),
-            offload=float(BUCKET) if self.offload.optimizer else 0.0,
-            away=self.offload.params,
-            grads_away=self.offload.params and in_files(self.options.device),
-        )
+    # -- whether a stage fits ---------------------------------------------------------------------------------
 
     def _forced(self, end: int) -> bool:
         """Whether stages that end at `end` recompute all blocks because that was asked for."""
@@ -364,31 +220,13 @@ class StageTables:
         """Whether stages recompute, given that they need `plain` bytes without."""
         if self._forced(end):
             return np.ones((len(plain), self.world), dtype=bool)
-        if used is None and self.steady:  # only called if everything fits
+        if used is None and self.counts.steady:  # only called if everything fits
             return np.zeros((len(plain), self.world), dtype=bool)
         return np.greater(plain, self.limit)
 
-    def _memory(self, end: int, used: int | None, plain: Table, again: Mask) -> Table:
-        """Return the bytes of a replica; `plain` are those without recomputing."""
-        if not again.any():
-            return plain
-        flying = self.in_flight(end, used, split=False)
-        kept = self.kept[:end, end, None]
-        less = self.stays[:end, end, None] * flying + self.kept_apart[:end, end, None]
-        less = np.where(self.apart, less, np.minimum(kept, less))
-        whole = self._plain(end, used, split=False) if self.splits else plain
-        return np.where(again, whole - kept * flying + less, plain)
-
-    def _least(self, end: int, used: int | None) -> Table:
-        """Return the bytes of a replica, with recomputing if that needs less."""
-        plain = self._plain(end, used)
-        everywhere = np.ones((end, self.world), dtype=bool)
-        result: Table = np.minimum(plain, self._memory(end, used, plain, everywhere))
-        return result
-
     def _is_tight(self, end: int) -> bool:
         """Whether some stage that ends here might not fit without recomputing."""
-        return bool((self._plain(end, None) > self.limit).any())
+        return bool((self.memory.plain(end, None) > self.limit).any())
 
     @property
     def tight(self) -> bool:
@@ -400,7 +238,7 @@ class StageTables:
 
         ``[start, end]``; NEVER if the stage is not possible, or is a plan of its own.
         """
-        kept, less = self._at_least()
+        kept, less = self.memory.at_least()
         plain = np.less_equal(kept, self.limit)
         if self.options.checkpointing:  # all but the last stage
             plain[:, : self.blocks] = False
@@ -412,18 +250,9 @@ class StageTables:
             found.append(np.where(possible.any(axis=2), possible.argmax(axis=2) + 1, NEVER))
         return found[0], found[1]
 
-    def _at_least(self) -> tuple[Table, Table]:
-        """Return lower bounds of the bytes of a replica without and with recomputing, for any later stages."""
-        pieces = np.ones(1) if self.steady else self.pieces
-        border = self.fixed + self.late + (self.crossing + self.given)[:, :, None] * pieces
-        kept = self.kept[:, :, None]
-        again = (self.stays + self.kept_apart)[:, :, None]
-        again = np.where(self.apart, again, np.minimum(kept, again))
-        return border + kept * pieces, border + again
-
     def memory_at_least(self) -> float:
         """Return a lower bound of the memory of any plan: what some block needs in the stage that suits it best."""
-        kept, less = self._at_least()
+        kept, less = self.memory.at_least()
         least = np.where(self.allowed, np.minimum(kept, less), np.inf).min(axis=2)
         holding = np.minimum.accumulate(least, axis=0)  # [block, end]: of stages that begin at the block or before it
         return float(max(holding[block, block + 1 :].min() for block in range(self.blocks)))
@@ -458,7 +287,7 @@ class StageTables:
 
     def least_memory(self, end: int, used: int) -> Table:
         """Return the minimum bytes of stages that end here, recomputing if that is less; infinite if not allowed."""
-        memory = self._least(end, used)
+        memory = self.memory.least(end, used)
         left = self.world - used
         memory = np.where(self.allowed[:end, end], memory, np.inf)[:, :left]
         memory[0, : left - 1] = np.inf
@@ -467,11 +296,11 @@ class StageTables:
 
     def bytes_needed(self, start: int, end: int, replicas: int, *, used: int) -> float:
         """Return the minimum bytes of one stage, with recomputing if that is less."""
-        return float(self._least(end, used)[start, replicas - 1])
+        return float(self.memory.least(end, used)[start, replicas - 1])
 
     def bytes_kept(self, start: int, end: int, replicas: int, *, used: int) -> float:
         """Return the bytes of one stage that keeps all activations."""
-        return float(self._plain(end, used)[start, replicas - 1])
+        return float(self.memory.plain(end, used)[start, replicas - 1])
 
     def recomputes(self, start: int, end: int, replicas: int, *, used: int) -> bool:
         """Whether a stage recomputes its activations."""
@@ -486,13 +315,12 @@ class StageTables:
         gradients, each block is a segment: its gradients are given away after its backward.
         """
         forward = np.diagonal(self.forward_us, 1)[start:end]
-        apart = bool(self.apart[replicas - 1])
+        apart = bool(self.memory.apart[replicas - 1])
         if not self.recomputes(start, end, replicas, used=used):
             ends = tuple(range(1, end - start + 1)) if apart else (end - start,)
-            return DividedStage(ends, (False,) * len(ends), float(self.kept[start, end]), 0.0, 0.0)
-        flights = self.in_flight(end, used, split=False)
-        flying = int(flights[start if len(flights) > 1 else 0, replicas - 1])
-        activation = self.kept[start : end + 1, start : end + 1]
+            return DividedStage(ends, (False,) * len(ends), float(self.memory.kept[start, end]), 0.0, 0.0)
+        flying = self.counts.most_of(start, end, replicas, used=used, split=False)
+        activation = self.memory.kept[start : end + 1, start : end + 1]
         if self.offload.activations:
             return self.away(start, end, flying, apart=apart)
         handed = self.intervals.handed(start, end, self.rows)
@@ -501,8 +329,8 @@ class StageTables:
             return least
         key = (start, end, replicas, used)
         if key not in self._segments:
-            plain = self._plain(end, used, split=False)
-            others = plain[start, replicas - 1] - self.kept[start, end] * flying
+            plain = self.memory.plain(end, used, split=False)
+            others = plain[start, replicas - 1] - self.memory.kept[start, end] * flying
             budget = self.limit - float(others)
             self._segments[key] = segments(forward, activation, handed, flying, budget, apart=apart) or least
         return self._segments[key]
@@ -512,21 +340,18 @@ class StageTables:
 
         `apart`: each block has to be a segment.
         """
-        count, stays = end - start, float(self.stays[start, end])
+        count, stays = end - start, float(self.memory.stays[start, end])
         forward_us = float(np.diagonal(self.forward_us, 1)[start:end].sum())
-        largest, away = float(self.kept_apart[start, end]), float(self.between[start, end]) - stays
+        largest, away = float(self.memory.kept_apart[start, end]), float(self.memory.between[start, end]) - stays
         alone = DividedStage(tuple(range(1, count + 1)), (True,) * count, stays, largest, forward_us, away)
-        together = DividedStage((count,), (True,), 0.0, float(self.kept[start, end]), forward_us)
+        together = DividedStage((count,), (True,), 0.0, float(self.memory.kept[start, end]), forward_us)
         return together if not apart and together.bytes(flying) <= alone.bytes(flying) else alone
 
     def estimate(self, start: int, end: int, replicas: int, *, used: int) -> StageEstimate:
         """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
         # Where a stage cannot keep everything, its backward is not split: that alone may make it fit.
         split = not self.recomputes(start, end, replicas, used=used)
-        first, most = (
-            int(each[start if len(each) > 1 else 0, replicas - 1])
-            for each in (self.in_flight(end, used, split=delays) for delays in (False, split))
-        )
+        first, most = (self.counts.most_of(start, end, replicas, used=used, split=delays) for delays in (False, split))
         inside = self._links(used)[2] if self._apart else None
         divided = self.segments(start, end, replicas, used=used)
         return self.estimate_of(start, end, replicas, divided, (first, most), split=split, inside=inside)
@@ -554,7 +379,7 @@ class StageTables:
             split: Whether gradients of parameters may be delayed, if the schedule does so.
             inside: By number of replicas, whether they are on one node; None: they count as on different nodes.
         """
-        pieces = int(self.pieces[replicas - 1])
+        pieces = int(self.counts.pieces[replicas - 1])
         first, flying = flight
         leaving, coming = (each[start, end] * (divided.away > 0) for each in (self.leaving_us, self.coming_us))
         forward = (self.forward_us[start, end] + leaving) * pieces
@@ -565,22 +390,22 @@ class StageTables:
         reduce = self.reductions.of(end, inside, zero)[0][start, replicas - 1]
         if zero in (1, 2):
             reduce += self.reductions.gather(end, inside)[start, replicas - 1]
-        own = self._held(start, end, replicas)
+        own = self.memory.replica_bytes(start, end, replicas)
         param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
-        later = float(self.delayed[start, end])
+        later = float(self.memory.delayed[start, end])
         waits = later > 0 and split
         activation = math.ceil(divided.kept * flying)
         if waits:
             activation = math.ceil(max(divided.kept, later) * first + later * (flying - first))
-        working = math.ceil(self.working[start, end] + own.working[0] + divided.working)
-        posted = self._posted(slice(0, end), end, np.full((1, self.world), flying))[start, replicas - 1]
-        comm = math.ceil(self.crossing[start, end] * flying + posted)
+        working = math.ceil(self.memory.working[start, end] + own.working[0] + divided.working)
+        posted = self.memory.posted(slice(0, end), end, np.full((1, self.world), flying))[start, replicas - 1]
+        comm = math.ceil(self.memory.crossing[start, end] * flying + posted)
         return StageEstimate(
             forward_us=float(forward),
             backward_us=float(backward),
             allreduce_us=float(reduce),
-            input_bytes=math.ceil(self.received[start, end] + self.given[start, end]),
-            output_bytes=math.ceil(self.crossing[start, end] - self.received[start, end]),
+            input_bytes=math.ceil(self.memory.received[start, end] + self.memory.given[start, end]),
+            output_bytes=math.ceil(self.memory.crossing[start, end] - self.memory.received[start, end]),
             param_bytes=param,
             grad_bytes=grad,
             activation_bytes=activation,

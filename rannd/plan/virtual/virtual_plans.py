@@ -148,18 +148,18 @@ class VirtualPlans:
         for flight, moments in zip(flown.most, flown.moments, strict=True):
             for moment in moments:
                 if (flight, moment) not in held:
-                    held[flight, moment] = table.held_with(replicas, flight, moment)
+                    held[flight, moment] = table.memory.held_with(replicas, flight, moment)
         return SlotCosts(
             homes=shape.homes,
-            pieces=int(table.pieces[replicas - 1]),
+            pieces=int(table.counts.pieces[replicas - 1]),
             rounds=forward + backward,
             fill=np.maximum(forward + backward - 2 * table.weight_us, forward),
             held=[
                 [held[flight, moment] for moment in moments]
                 for flight, moments in zip(flown.most, flown.moments, strict=True)
             ],
-            working=table.temporary[:, :, min(replicas, table.temporary.shape[2]) - 1],
-            limit=limit - table.late - ROUNDED * shape.passes,
+            working=table.memory.temporary[:, :, min(replicas, table.memory.temporary.shape[2]) - 1],
+            limit=limit - table.memory.late - ROUNDED * shape.passes,
             may_begin=self.may_begin,
         )
 
@@ -203,7 +203,7 @@ class VirtualPlans:
 
     def least_bytes(self, shape: Shape) -> float:
         """Return a lower bound of the memory of the fullest device: what all stages of a replica always hold."""
-        state = self.table(shape).state
+        state = self.table(shape).memory.state
         return float(state[0, -1, min(shape.replicas, state.shape[2]) - 1]) / shape.positions
 
     def fitted(self, shape: Shape, starts: Sequence[int]) -> tuple[list[StagePart], int]:
@@ -274,7 +274,7 @@ class VirtualPlans:
     def _whole(table: StageTables, start: int, end: int, *, apart: bool) -> DividedStage:
         """A stage that recomputes nothing; `apart`: its blocks are segments."""
         ends = tuple(range(1, end - start + 1)) if apart else (end - start,)
-        return DividedStage(ends, (False,) * len(ends), float(table.kept[start, end]), 0.0, 0.0)
+        return DividedStage(ends, (False,) * len(ends), float(table.memory.kept[start, end]), 0.0, 0.0)
 
     def _divided(
         self, table: StageTables, span: tuple[int, int], flying: int, budget: float, *, apart: bool
@@ -284,7 +284,7 @@ class VirtualPlans:
         if table.offload.activations:
             return table.away(start, end, flying, apart=apart)
         forward = np.diagonal(table.forward_us, 1)[start:end]
-        activation = table.kept[start : end + 1, start : end + 1]
+        activation = table.memory.kept[start : end + 1, start : end + 1]
         handed = self.intervals.handed(start, end, table.rows)
         found = segments(forward, activation, handed, flying, budget, apart=apart) if budget > 0 else None
         return found or least_memory(forward, activation, handed, flying, apart=apart)
@@ -307,7 +307,7 @@ class VirtualPlans:
                 read for block in self.blocks[start:end] for op in block.ops for read in self.graph.ops[op].params
             }
             if home in seen:
-                estimate = self._less(estimate, params & seen[home], late=math.floor(table.late))
+                estimate = self._less(estimate, params & seen[home], late=math.floor(table.memory.late))
             seen[home] = seen.get(home, set()) | params
             found.append(StagePart(start, end, slots, chosen[stage], estimate))
         return found, flown

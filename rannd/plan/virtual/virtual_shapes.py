@@ -10,7 +10,7 @@ import msgspec
 from rannd.plan.run_modes import RunMode
 from rannd.plan.schedule.schedules import DEFAULT_SCHEDULE, DELAYING
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES, Slots
-from rannd.plan.stage_costs.estimate import Variant
+from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import place
 
 PASSES = (2, 4)

@@ -22,9 +22,10 @@ from rannd.plan.search.bounds import FINE, Bounds
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.simulate.step_costs import BUCKET
-from rannd.plan.stage_costs.estimate import StageTables, Variant
+from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.intervals import Intervals
 from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Machine
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
 

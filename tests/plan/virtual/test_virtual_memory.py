@@ -104,7 +104,9 @@ def test_the_best_of_all_cuts_that_fit_is_found(schedule: str, passes: int) -> N
             costs = plans.costs_of(shape, PLENTY)
             for part in (1.0, 0.5, 0.1):
                 sizes = {starts: e_of_cuts(costs, starts)[1] for starts in every}
-                limit = sorted(sizes.values())[int((len(sizes) - 1) * part)] + 16 * passes + plans.table(shape).late
+                limit = (
+                    sorted(sizes.values())[int((len(sizes) - 1) * part)] + 16 * passes + plans.table(shape).memory.late
+                )
                 fitting = [starts for starts, size in sizes.items() if size <= costs.limit - PLENTY + limit]
                 found = best_cuts(plans.costs_of(shape, limit))
                 assert found is not None
@@ -114,7 +116,7 @@ def test_the_best_of_all_cuts_that_fit_is_found(schedule: str, passes: int) -> N
             for starts, deployment in every.items():
                 # Shared parameters of stages of one slot count once in the deployment, in cuts twice.
                 alike = sum(plans.graph.params[read].bytes for read in range(len(plans.graph.params)))
-                size = e_of_cuts(costs, starts)[1] + plans.table(shape).late
+                size = e_of_cuts(costs, starts)[1] + plans.table(shape).memory.late
                 assert size - 10 * alike <= fullest_bytes(deployment) <= size + 16 * passes
     assert tried > 30
 

@@ -1,0 +1,56 @@
+"""How many microbatches a replica runs, and how many of them are between forward and backward at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rannd.plan.schedule.schedules import ALL_SCHEDULES
+from rannd.plan.stage_costs.variant import Variant
+from rannd.plan.topology import Counts, Mask
+
+
+class MicrobatchCounts:
+    """Numbers of microbatches of all possible stages of one variant.
+
+    Args:
+        world: Number of devices.
+        variant: Schedule and microbatches.
+        delays: ``[start, end]``: whether a stage delays gradients of parameters, if the schedule does so.
+    """
+
+    def __init__(self, world: int, variant: Variant, delays: Mask) -> None:
+        schedule = ALL_SCHEDULES[variant.schedule]
+        self.steady = schedule.takes_turns
+        """Whether forward and backward take turns."""
+        self.splits = schedule.delays_weights
+        """Whether parameter gradients are delayed until a slot would be idle."""
+        self.blocks = delays.shape[1] - 1
+        self.replicas = np.arange(1, world + 1)
+        self.pieces = -(-world * variant.microbatches // self.replicas)
+        """Maximum number of microbatches of a replica, by number of replicas."""
+        self.waiting = -(-world // self.replicas)
+        """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""
+        self._delays = delays
+
+    def most(self, end: int, used: int | None, *, split: bool = True) -> Counts:
+        """Return the maximum number of microbatches that a stage keeps, if later stages have `used` devices.
+
+        They are counted from forward to backward, or to its second half if the backward is split (`split`). With `used`
+        None, the result is the maximum for any later stages. See schedules.py for the numbers of 1F1B and zb_h1. The
+        result is ``[start, replicas - 1]``, or one row for all starts.
+        """
+        if not self.steady or used is None:
+            return self.pieces[None]
+        window = np.ones_like(self.pieces) if used == 0 else -(-(used + self.replicas) // self.replicas) + 1
+        found = window[None]
+        if self.splits and split:
+            found = np.where(self._delays[:end, end, None], self.waiting + 1, found)
+            if end == self.blocks:
+                found[0, -1] = window[-1]  # one stage delays nothing
+        result: Counts = np.minimum(self.pieces, found)
+        return result
+
+    def most_of(self, start: int, end: int, replicas: int, *, used: int, split: bool) -> int:
+        """The same for one stage."""
+        found = self.most(end, used, split=split)
+        return int(found[start if len(found) > 1 else 0, replicas - 1])
