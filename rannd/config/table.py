@@ -142,7 +142,7 @@ class Config:
     reshard_after_forward: bool = item(
         False,
         "ZeRO 3: whole parameters of a block are let go of after each forward and each backward of it. false: only in "
-        "stages whose memory is too small to keep them until the last microbatch.",
+        "stages whose memory is too small to keep them until the last microbatch, and with offload_params.",
         group=_PLAN,
         plan_affecting=True,
     )

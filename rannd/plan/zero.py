@@ -192,8 +192,8 @@ def computing(
         backward = np.maximum(backward, gather)
     if zero == 3:
         first, again = gathers
-        forward = np.maximum(forward, first * gather) + first * fetch
-        backward = np.maximum(backward, (1.0 + again) * gather) + again * fetch
+        forward, backward = np.maximum(forward, first * gather), np.maximum(backward, (1.0 + again) * gather)
+        forward, backward = forward + fetch, backward + fetch
     return forward, backward
 
 

@@ -101,6 +101,8 @@ class StageTables:
         """Time of the outputs and input gradients of the last microbatch."""
         self._apart = machine.several and variant.placement == "replicas"
         """Whether it matters which slots a stage has."""
+        self._may_stay = variant.zero == 3 and not (options.reshard_after_forward or self.offload.params)
+        """Whether parameters may stay whole until the last microbatch."""
         self._segments: dict[tuple[int, int, int, int], DividedStage] = {}
         self._bases: dict[int, tuple[Terms, bool]] = {}
         self._known: dict[tuple[int, int], Terms] = {}
@@ -232,9 +234,9 @@ class StageTables:
         return np.greater(plain, self.limit)
 
     def _stays_whole(self, end: int, again: Mask, memory: Table) -> Mask:
-        """Whether parameters of stages that need `memory` stay whole until the last microbatch: where there is room
-        and a stage does not recompute for want of it."""
-        if self.variant.zero < 3 or self.options.reshard_after_forward:
+        """Whether parameters of stages that need `memory` bytes stay whole until the last microbatch: where there is
+        room, and neither recomputing nor offloaded parameters make some."""
+        if not self._may_stay:
             return np.zeros_like(again)
         room = memory + self.memory.staying[:end, end] <= self.limit
         found: Mask = room if self._forced(end) else room & ~again
@@ -243,7 +245,7 @@ class StageTables:
     def _lets_go(self, end: int) -> bool:
         """Whether parameters of some stage that ends here might not stay whole for want of memory."""
         more = self.memory.plain(end, None) + self.memory.staying[:end, end]
-        return self.variant.zero == 3 and bool((more > self.limit).any())
+        return self._may_stay and bool((more > self.limit).any())
 
     def _is_tight(self, end: int) -> bool:
         """Whether some stage that ends here might not fit without recomputing."""
@@ -328,9 +330,8 @@ class StageTables:
         return bool(self.stages(end, used).recompute[start, replicas - 1])
 
     def stays_whole(self, start: int, end: int, replicas: int, *, used: int) -> bool:
-        """Whether a stage's parameters stay whole until the last microbatch, if its replicas divide them."""
-        divides = replicas > 1 or self.offload.params
-        return divides and bool(self.stages(end, used).stays_whole[start, replicas - 1])
+        """Whether a stage's parameters, which its replicas divide, stay whole until the last microbatch."""
+        return replicas > 1 and bool(self.stages(end, used).stays_whole[start, replicas - 1])
 
     # -- one stage --------------------------------------------------------------------------------------------
 
