@@ -14,7 +14,7 @@ from plan_instances import deploy
 
 from rannd.errors import DeploymentError, DoesNotFitError, PlanError
 from rannd.plan.deployment import decode, encode
-from rannd.plan.plan_text import plan_line
+from rannd.plan.plan_text import plan_line, show
 from rannd.plan.run_modes import Offload
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, LEAST_OFFLOADED, Trained, WholeBytes, held, offload_us
@@ -279,6 +279,8 @@ def test_parameters_stay_whole_until_the_last_microbatch_where_memory_suffices()
         assert found.stages[0].stays_whole == whole
         assert found.stages[0].estimate.total_bytes <= limit
     assert decode(encode(kept)) == kept
+    assert "1f1b, ZeRO 3 (parameters whole until the last microbatch); " in show(kept)
+    assert "1f1b, ZeRO 3; " in show(freed)
     with pytest.raises(DeploymentError, match=r"parameters of stages\[0\] stay whole for a while, with ZeRO stage 2"):
         decode(encode(msgspec.structs.replace(kept, zero=2)))
 
