@@ -7,8 +7,9 @@ GPT-2 of transformers with AdamW, one stage, every rank a replica (gloo, one thr
 bytes       what each rank has between steps and at the peak of one, beside the plan's numbers. A part that a stage of
             ZeRO shares has to be 1 / ranks of the whole within 2 %, any other whole; else the exit code is 1
 throughput  two ranks, with each stage of ZeRO, compared with DistributedDataParallel, and ZeRO 3 with torch's FSDP2
-            (fully_shard of each layer and of the whole), in the same processes, in turns. A ratio above 1.0 means that
-            rannd is faster; goals: 0.97 for ZeRO 1, 0.95 for ZeRO 2, 1.0 of FSDP2's for ZeRO 3
+            (fully_shard of each layer and of the whole), both with parameters that stay whole between forward and
+            backward and with others (reshard_after_forward), in the same processes, in turns. A ratio above 1.0 means
+            that rannd is faster; goals: 0.97 for ZeRO 1, 0.95 for ZeRO 2, 1.0 of FSDP2's for ZeRO 3
 fit         the memory limit is hardly more than the least that a plan of one stage needs with ZeRO: without it, none
             fits. The planner is left to take ZeRO (zero_stage=auto), first with one stage, then with as many as it
             likes. Mini-batches are small, so that memory is what the optimizer and the parameters need. The exit code
@@ -28,6 +29,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from _in_turns import GptSizes, Training, compare, gpt2, training
@@ -88,9 +90,18 @@ WAYS = (
     Way("ZeRO 0", {"RANNC_ZERO_STAGE": "0"}),
     Way("ZeRO 1", {"RANNC_ZERO_STAGE": "1"}, ("optimizer",), 0.97),
     Way("ZeRO 2", {"RANNC_ZERO_STAGE": "2"}, ("gradients", "optimizer"), 0.95),
-    Way("ZeRO 3", {"RANNC_ZERO_STAGE": "3"}, ("parameters", "gradients", "optimizer"), 1.0, "FSDP2"),
+    Way("ZeRO 3", {"RANNC_ZERO_STAGE": "3"}, PARTS, 1.0, "FSDP2"),
+    Way(
+        "ZeRO 3, resharding",
+        {"RANNC_ZERO_STAGE": "3", "RANNC_RESHARD_AFTER_FORWARD": "1"},
+        PARTS,
+        1.0,
+        "FSDP2, resharding",
+    ),
 )
-DDP, FSDP2 = "DistributedDataParallel", "FSDP2"
+DDP = "DistributedDataParallel"
+FSDP2 = {"FSDP2": False, "FSDP2, resharding": True}
+"""Whether parameters are let go of after a forward."""
 
 
 def main() -> None:
@@ -195,11 +206,12 @@ def throughput(sizes: GptSizes, rounds: int, steps: int) -> bool:
 
     sides = {way.name: wrapped(sizes, {**ONE_STAGE, **way.variables}).step for way in WAYS}
     sides[DDP] = training(sizes, pyrannc.get_rank(), lambda model, _: DistributedDataParallel(model)).step
-    sides[FSDP2] = training(sizes, pyrannc.get_rank(), sharded).step
+    for name, reshards in FSDP2.items():
+        sides[name] = training(sizes, pyrannc.get_rank(), partial(sharded, reshards)).step
     pairs = [
         *((way.name, DDP) for way in WAYS),
-        *((way.name, FSDP2) for way in WAYS if way.peer == FSDP2),
-        (FSDP2, DDP),
+        *((way.name, way.peer) for way in WAYS if way.peer in FSDP2),
+        *((name, DDP) for name in FSDP2),
     ]
     found = compare(sides, rounds, steps, pairs)
     for way in WAYS if found else ():
@@ -209,7 +221,7 @@ def throughput(sizes: GptSizes, rounds: int, steps: int) -> bool:
     return True
 
 
-def sharded(model: Any, optimizer: Any) -> Any:
+def sharded(reshards: bool, model: Any, optimizer: Any) -> Any:
     """The model under FSDP2, and its optimizer with the parameters that it has then."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -218,8 +230,8 @@ def sharded(model: Any, optimizer: Any) -> Any:
 
     mesh = init_device_mesh("cpu", (pyrannc.get_world_size(),))
     for layer in model.transformer.h:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     (group,) = optimizer.param_groups
     group["params"][:] = list(model.parameters())
     return model

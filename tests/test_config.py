@@ -48,6 +48,7 @@ OWN += [
     "transport",
     "compile_stages",
     "zero_stage",
+    "reshard_after_forward",
     "master_weights",
     "reduce_dtype",
     "offload_optimizer",
@@ -61,6 +62,7 @@ OWN += ["nproc", "hosts", "hostfile", "log_dir", "show_ranks", "grace_period", "
 PLAN_AFFECTING = {
     "compile_stages",
     "zero_stage",
+    "reshard_after_forward",
     "master_weights",
     "reduce_dtype",
     "offload_optimizer",

@@ -139,6 +139,13 @@ class Config:
         plan_affecting=True,
         choices=("auto", "0", "1", "2", "3"),
     )
+    reshard_after_forward: bool = item(
+        False,
+        "ZeRO 3: whole parameters of a block are let go of after each forward and each backward of it. false: only in "
+        "stages whose memory is too small to keep them until the last microbatch, and with offload_params.",
+        group=_PLAN,
+        plan_affecting=True,
+    )
     master_weights: bool = item(
         False,
         "The optimizer steps float32 copies of bfloat16 and float16 parameters, which get the rounded values.",

@@ -87,6 +87,9 @@ class Stage(msgspec.Struct, frozen=True):
     Empty: the stage is one segment."""
     recomputed: tuple[bool, ...] = ()
     """Whether each segment recomputes its activations; empty: as `recompute` says."""
+    stays_whole: bool = False
+    """With ZeRO 3: parameters that replicas divide stay whole from the first forward until the last microbatch. False:
+    those of a segment, and of the next one, are gathered for each forward and each backward of it."""
 
     @property
     def segments(self) -> tuple[bool, ...]:
@@ -269,6 +272,8 @@ def _wrong(deployment: Deployment) -> str:
         if len(ops) + len(stage.ops) != len(ops.union(stage.ops)):
             return f"an operator of stages[{place}] occurs twice"
         ops.update(stage.ops)
+        if stage.stays_whole and deployment.zero != 3:
+            return f"the parameters of stages[{place}] stay whole for a while, with ZeRO stage {deployment.zero}, not 3"
         if stage.segment_of:
             if len(stage.segment_of) != len(stage.ops) or set(stage.segment_of) != set(range(len(stage.recomputed))):
                 return f"the segments of stages[{place}] do not have each of its operators once"

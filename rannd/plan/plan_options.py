@@ -52,6 +52,8 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With `checkpointing`, the last stage recomputes as few as memory demands."""
     zero_stage: str = AUTO
     """ZeRO stage; 'auto': what is fastest of those that fit."""
+    reshard_after_forward: bool = False
+    """ZeRO 3: let go of a block's parameters after each forward and backward of it, whatever memory allows."""
     master_weights: bool = False
     """Half-precision parameters have float32 copies, which the optimizer steps."""
     offload_optimizer: str = AUTO

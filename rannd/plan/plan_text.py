@@ -94,6 +94,12 @@ def _offloaded(deployment: Deployment) -> str:
     return f", {math.ceil(most / _MIB):,} MiB of {' and '.join(what)} offloaded" if most else ""
 
 
+def _whole(deployment: Deployment) -> str:
+    staying = [str(number) for number, stage in enumerate(deployment.stages) if stage.stays_whole]
+    where = "" if len(staying) == len(deployment.stages) else f" of stages {', '.join(staying)}"
+    return f" (parameters{where} whole until the last microbatch)" if staying else ""
+
+
 def title(deployment: Deployment) -> str:
     """Name the model and the number of stages: ``GPT2LMHeadModel 11.1M, 2 stages``."""
     return f"{plain(deployment.model) or 'a model'}, {_count(len(deployment.stages), 'stage')}"
@@ -155,7 +161,7 @@ def _head(deployment: Deployment, planned: int) -> str:
             ("times", f"{plain(made.costs)}, by rannd {plain(made.rannd)} and torch {plain(made.torch)}"),
         ]
     stages = len(deployment.stages)
-    schedule = plain(deployment.schedule) + (f", ZeRO {deployment.zero}" if deployment.zero else "")
+    schedule = plain(deployment.schedule) + (f", ZeRO {deployment.zero}{_whole(deployment)}" if deployment.zero else "")
     lines += [
         ("devices", f"{world} on {_count(nodes, 'node')}, {_count(stages, 'stage')}{_together(deployment)}"),
         (

@@ -4,7 +4,8 @@ A stage's own parameters are sharded across its replicas; those that other stage
 are all-gathered, and with stages 2 and 3 gradients reduce-scattered; each takes half of an all-reduce (a ring
 all-reduce is the one and then the other). With stages 1 and 2 parameters are gathered after the optimizer. With stage 2
 the gradients of every microbatch are scattered after its backward. With stage 3 a replica gathers the parameters of a
-block, and of the next one, for each forward and each backward of a microbatch.
+block, and of the next one, for each forward and each backward of a microbatch, or, where memory suffices, for the first
+forward: they stay whole until the last microbatch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Table = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 
 class Trained(NamedTuple):
@@ -165,16 +167,39 @@ def reduced_part(zero: int) -> float:
 
 
 def computing(
-    zero: int, forward: Table, backward: Table, gather: Table, fetch: Table | float = 0.0
+    zero: int,
+    forward: Table,
+    backward: Table,
+    gather: Table,
+    fetch: Table | float = 0.0,
+    *,
+    gathers: tuple[Table | float, Table | float] = (1.0, 1.0),
 ) -> tuple[Table, Table]:
     """Return the forward and backward time of a microbatch with the collectives of ZeRO.
 
-    `gather` is the time to gather all parameters, or to scatter all gradients; `fetch` that to copy a replica's own
-    parameters to the device, if they are elsewhere. Collectives overlap with computing; only what exceeds the computing
-    time adds to it. Copies are counted as if they did not, as those from files do not.
+    Collectives overlap with computing; only what exceeds the computing time adds to it. Copies are counted as if they
+    did not, as those from files do not.
+
+    Args:
+        zero: ZeRO stage.
+        forward: Time without collectives.
+        backward: The same.
+        gather: Time to gather all parameters, or to scatter all gradients.
+        fetch: Time to copy a replica's own parameters to the device, if they are elsewhere.
+        gathers: How often a forward, and a backward, gathers parameters with stage 3, see `gathers_of`.
     """
     if zero == 2:
         backward = np.maximum(backward, gather)
     if zero == 3:
-        forward, backward = np.maximum(forward, gather) + fetch, np.maximum(backward, 2.0 * gather) + fetch
+        first, again = gathers
+        forward, backward = np.maximum(forward, first * gather), np.maximum(backward, (1.0 + again) * gather)
+        forward, backward = forward + fetch, backward + fetch
     return forward, backward
+
+
+def gathers_of(stays_whole: Mask | bool, pieces: npt.ArrayLike) -> tuple[Table, Table]:
+    """How often a forward, and a backward, gathers parameters with stage 3.
+
+    Where they stay whole only the first of all forwards does: in the mean of `pieces` microbatches, one of them.
+    """
+    return np.where(stays_whole, 1.0 / np.asarray(pieces, dtype=float), 1.0), np.where(stays_whole, 0.0, 1.0)

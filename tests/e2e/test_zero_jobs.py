@@ -93,3 +93,19 @@ def test_sparse_gradients(job: Job, zero: int) -> None:
 def test_what_scripts_do_with_parameters(job: Job, ranks: int, stages: int) -> None:
     output = job.train(ranks, "tests/e2e/programs/sharded_parameters.py", **_plan(3, stages))
     assert output.count(f"has right parameters under {stages} stages, ZeRO 3") == ranks
+
+
+def test_parameters_are_gathered_once_if_they_stay_whole(job: Job) -> None:
+    plan = {**_plan(3, 1), "RANNC_PIPELINE_NUM": "4", "RANNC_CHECKPOINTING": "false"}
+    told = re.compile(r"rank 0: (\d+) gathers of (\d+) segments, whole \[(\w+)\], loss (\S+)")
+
+    def trained(**more: str) -> tuple[int, int, bool, str]:
+        found = told.search(output := job.train(2, "tests/e2e/programs/gathers.py", **plan, **more))
+        assert found is not None, output
+        return int(found[1]), int(found[2]), found[3] == "True", found[4]
+
+    gathers, segments, whole, loss = trained()
+    assert (gathers, whole) == (segments, True)
+    again, segments, whole, other = trained(RANNC_RESHARD_AFTER_FORWARD="true")
+    # The last segment of a forward is whole for the backward that follows, the first of that for the next forward.
+    assert (again, whole, other) == (4 * (2 * segments - 2) + 1, False, loss)

@@ -86,8 +86,9 @@ def check_calls(loaded: Traced) -> None:
     for node in loaded.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             namespace, _, name = node.target._schema.name.partition("::")
-            assert namespace in ("aten", "prims", "rannd", "transformers")
-            assert not name.endswith("_backward")
+            # Other tests of the same process may have operators of their own.
+            assert namespace in ("aten", "prims", "rannd", "transformers") or namespace.startswith("rannd_test_")
+            assert not (namespace in ("aten", "prims") and name.endswith("_backward"))
             assert not (name.startswith(("_convert", "_segment", "_sparse", "_indices", "_print", "_pad_packed")))
             assert not {"unsafe", "filename"} & {argument.name for argument in node.target._schema.arguments}
     for call in loaded.leaves.calls.values() if loaded.leaves is not None else ():

@@ -6,7 +6,7 @@ It enumerates every plan and adds up each from the graph's values and parameters
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -88,8 +88,8 @@ class Reference:
                             for placement in ("stages", "replicas"):
                                 yield Plan((0, *cuts, count), replicas, microbatches, self.schedule, placement)
 
-    def step_us(self, plan: Plan, again: Sequence[bool]) -> float:
-        """E of one plan."""
+    def step_us(self, plan: Plan, again: Sequence[bool], staying: Collection[int] = ()) -> float:
+        """E of one plan; `staying`: stages whose parameters stay whole until the last microbatch."""
         link, between = self.costs.link, self.costs.between or self.costs.link
         pieces = self.world * plan.microbatches
         rows = self._rows(plan.microbatches)
@@ -118,6 +118,8 @@ class Reference:
             half = over.allreduce_us(own, count) / 2
             if self.zero == 2:
                 backward = max(backward, half)
+            elif self.zero == 3 and number in staying:  # gathered in the first forward of a step
+                forward, backward = max(forward, half / most), max(backward, half)
             elif self.zero == 3:
                 forward, backward = max(forward, half), max(backward, 2 * half)
             values = grads = 0.0
@@ -265,13 +267,16 @@ class Reference:
         """The least E of all plans that fit, recomputing where a stage does not fit without."""
         found = []
         for plan in self.plans():
-            again, fits = [], True
+            again, whole, fits = [], [], True
             for number in range(len(plan.replicas)):
                 recompute = self.options.checkpointing or self.memory(plan, number, recompute=False) > limit
                 again.append(recompute)
-                fits &= self.memory(plan, number, recompute=recompute) <= limit
+                needed = self.memory(plan, number, recompute=recompute)
+                fits &= needed <= limit
+                if not recompute or self.options.checkpointing:
+                    whole += [number] * (needed + self._staying(*plan.bounds[number : number + 2]) <= limit)
             if fits:
-                found.append(self.step_us(plan, again))
+                found.append(self.step_us(plan, again, whole))
         return min(found, default=None)
 
     def smallest_memory(self) -> float:
@@ -322,6 +327,18 @@ class Reference:
         received = max(largest, tied) * (count - 1) / count
         grads = tied + two + largest + 2 * received
         return grads + (sizes(read)[1] if self.zero == 3 else 0)
+
+    def _staying(self, start: int, end: int) -> int:
+        """Bytes of parameters that replicas divide, but for those that two blocks have as a whole anyway."""
+        outside = self._params(0, start) | self._params(end, len(self.blocks))
+        divided = {index for index in self._params(start, end) - outside if self.graph.params[index].trainable}
+        read = [self._params(block, block + 1) & divided for block in range(start, end)]
+
+        def size(indices: set[int]) -> int:
+            return sum(self.graph.params[index].bytes for index in indices)
+
+        two = max((size(one) + size(other) for one, other in pairwise(read)), default=size(read[0]))
+        return max(size(divided) - two, 0)
 
     def _gradients(self, start: int, end: int) -> tuple[int, int]:
         """Bytes of trainable parameters that only these blocks read, and of those that others read too."""

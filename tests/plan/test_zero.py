@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ from plan_instances import deploy
 
 from rannd.errors import DeploymentError, DoesNotFitError, PlanError
 from rannd.plan.deployment import decode, encode
-from rannd.plan.plan_text import plan_line
+from rannd.plan.plan_text import plan_line, show
 from rannd.plan.run_modes import Offload
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, LEAST_OFFLOADED, Trained, WholeBytes, held, offload_us
@@ -256,3 +257,47 @@ def test_a_stage_that_fits_keeps_its_activations() -> None:
     assert first.estimate.offloaded_bytes > memory / 2
     assert (last.segments, last.estimate.offloaded_bytes) == ((False,), 0)
     assert all(stage.estimate.total_bytes <= memory for stage in found.stages)
+
+
+DIVIDED: dict[str, Any] = {"zero_stage": "3", "partition_num": 1, "pipeline_num": 4, "ranked": True, **IN_MEMORY}
+"""One stage under ZeRO 3, in whose step gathering takes more than computing."""
+
+
+def test_parameters_stay_whole_until_the_last_microbatch_where_memory_suffices() -> None:
+    graph, param = chain(10, param=60_000_000), 60_000_000
+    kept = deploy(graph, 2, **DIVIDED)
+    freed = deploy(graph, 2, reshard_after_forward=True, **DIVIDED)
+    (one,), (other,) = kept.stages, freed.stages
+    assert (one.stays_whole, other.stays_whole) == (True, False)
+    # Two neighbours are whole anyway.
+    two = 2 * math.ceil(10 / len(set(other.segment_of))) * param
+    assert one.estimate.total_bytes - other.estimate.total_bytes == 10 * param - two
+    assert kept.step_us < 0.8 * freed.step_us
+    assert (kept.e_us, freed.e_us) == pytest.approx((kept.step_us, freed.step_us), rel=1e-3)
+    for limit, whole in ((one.estimate.total_bytes, True), (one.estimate.total_bytes - 1, False)):
+        found = deploy(graph, 2, memory=limit, **DIVIDED)
+        assert found.stages[0].stays_whole == whole
+        assert found.stages[0].estimate.total_bytes <= limit
+    assert decode(encode(kept)) == kept
+    assert "1f1b, ZeRO 3 (parameters whole until the last microbatch); " in show(kept)
+    assert "1f1b, ZeRO 3; " in show(freed)
+    with pytest.raises(DeploymentError, match=r"parameters of stages\[0\] stay whole for a while, with ZeRO stage 2"):
+        decode(encode(msgspec.structs.replace(kept, zero=2)))
+
+
+def test_parameters_that_are_offloaded_are_let_go_of() -> None:
+    found = deploy(chain(10, param=60_000_000), 2, **{**DIVIDED, "offload_params": "true"})
+    assert found.offload_params
+    assert not found.stages[0].stays_whole
+
+
+def test_where_recomputing_makes_room_parameters_do_not_take_it() -> None:
+    graph = chain(10, param=600_000)
+    given = {**DIVIDED, "activation": 3e5, "offload_activations": "false"}
+    plain = deploy(graph, 2, **given)
+    assert plain.stages[0].stays_whole
+    less = deploy(graph, 2, memory=plain.stages[0].estimate.total_bytes * 2 // 3, **given)
+    assert less.stages[0].recompute
+    assert not less.stages[0].stays_whole
+    # Asked for, it makes no room, and they may have it.
+    assert deploy(graph, 2, checkpointing=True, **given).stages[0].stays_whole

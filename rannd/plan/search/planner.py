@@ -382,6 +382,7 @@ def _deployment(
             home,
             table.segments(start, end, replicas, used=later),
             table.estimate(start, end, replicas, used=later),
+            table.stays_whole(start, end, replicas, used=later),
         )
         for (start, end, replicas, later), home in zip(
             choice.spans(len(blocks)), place(choice.replicas, choice.variant.placement), strict=True

@@ -18,7 +18,7 @@ from rannd.plan.schedule.program import Edge, Layout
 from rannd.plan.schedule.schedules import window
 from rannd.plan.simulate.step_costs import StepCosts, bucket_sizes
 from rannd.plan.topology import agreeing_us
-from rannd.plan.zero import computing, reduced_part
+from rannd.plan.zero import computing, gathers_of, reduced_part
 from rannd.profile.costs import LinkCost
 
 
@@ -109,9 +109,11 @@ def step_costs(
 
     gathers = [0.5 * allreduce([stage], trained.get((stage,), 0)) for stage in range(len(layout.stages))]
     forwards, backwards = [], []
-    for each, count, gather in zip(estimates, pieces, gathers, strict=True):
+    for stage, count, gather in zip(deployment.stages, pieces, gathers, strict=True):
+        each = stage.estimate
         times = np.array(each.forward_us / count), np.array(each.backward_us / count)
-        forward, backward = computing(deployment.zero, *times, np.array(gather), each.fetch_us)
+        often = gathers_of(stage.stays_whole, count)
+        forward, backward = computing(deployment.zero, *times, np.array(gather), each.fetch_us, gathers=often)
         forwards.append(float(forward))
         backwards.append(float(backward))
     return StepCosts(

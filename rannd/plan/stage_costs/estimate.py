@@ -22,7 +22,7 @@ from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.stage_costs.stage_memory import StageMemory
 from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
-from rannd.plan.zero import computing, fetch_us, offload_us
+from rannd.plan.zero import computing, fetch_us, gathers_of, offload_us
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -41,6 +41,8 @@ class Terms(msgspec.Struct, frozen=True):
     drain: Table
     """Backward of the last microbatch, with which reductions of later stages overlap."""
     recompute: Mask
+    stays_whole: Mask
+    """Whether parameters stay whole until the last microbatch (ZeRO 3)."""
 
 
 class StageTables:
@@ -99,6 +101,8 @@ class StageTables:
         """Time of the outputs and input gradients of the last microbatch."""
         self._apart = machine.several and variant.placement == "replicas"
         """Whether it matters which slots a stage has."""
+        self._may_stay = variant.zero == 3 and not (options.reshard_after_forward or self.offload.params)
+        """Whether parameters may stay whole until the last microbatch."""
         self._segments: dict[tuple[int, int, int, int], DividedStage] = {}
         self._bases: dict[int, tuple[Terms, bool]] = {}
         self._known: dict[tuple[int, int], Terms] = {}
@@ -122,13 +126,14 @@ class StageTables:
         left = self.world - used
         if end not in self._bases:
             # If memory is tight, 1F1B terms depend on the later stages: they determine the microbatches in flight.
-            self._bases[end] = (self._terms(end, None, None), self.counts.steady and self._is_tight(end))
+            depends = self._is_tight(end) or self._lets_go(end)
+            self._bases[end] = (self._terms(end, None, None), self.counts.steady and depends)
         base, tight = self._bases[end]
         if self._apart or tight:
             base = self._terms(end, used, self._links(used) if self._apart else None)
         cut = Terms(
             base.fill[:, :left].copy(), base.rounds[:, :, :left], base.exposed[:, :left], base.drain[:, :left],
-            base.recompute[:, :left],
+            base.recompute[:, :left], base.stays_whole[:, :left],
         )  # fmt: skip
         cut.fill[0, : left - 1] = np.inf
         cut.fill[1:, left - 1] = np.inf
@@ -139,7 +144,8 @@ class StageTables:
     def _alone(self, terms: Terms) -> None:
         """Adapt the terms of one stage on all devices: it transfers nothing, every rank runs its own microbatches."""
         if np.isfinite(terms.fill[0, -1]):
-            forward, backward, _ = (each[0, -1] for each in self._computing(self.blocks, terms.recompute, None))
+            found = self._computing(self.blocks, terms.recompute, terms.stays_whole, None)
+            forward, backward, _ = (each[0, -1] for each in found)
             more = float(self.counts.pieces[-1] - 1)
             terms.fill[0, -1] = forward + backward + self.agreeing_us
             again = backward + self.add_us[0, self.blocks]
@@ -148,7 +154,7 @@ class StageTables:
             terms.drain[0, -1] = backward
             terms.exposed[0, -1] = self._exposed(self.blocks, np.array(backward), None)[0, -1]
 
-    def _computing(self, end: int, again: Mask, inside: Mask | None) -> tuple[Table, Table, Table]:
+    def _computing(self, end: int, again: Mask, whole: Mask, inside: Mask | None) -> tuple[Table, Table, Table]:
         """Return forward and backward per microbatch, and the part of the backward that zb_h1 delays."""
         rows = slice(0, end)
         forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
@@ -157,9 +163,10 @@ class StageTables:
         forward = forward + leaving
         waits = np.where(again, 0.0, self.weight_us[rows, end, None])
         if self.variant.zero >= 2:
-            gather = self.reductions.gather(end, inside)[:, : again.shape[1]]
-            fetch = self.fetch_us[rows, end, : again.shape[1]]
-            forward, backward = computing(self.variant.zero, forward, backward, gather, fetch)
+            width = again.shape[1]
+            gather, fetch = self.reductions.gather(end, inside)[:, :width], self.fetch_us[rows, end, :width]
+            gathers = gathers_of(whole, self.counts.pieces[:width])
+            forward, backward = computing(self.variant.zero, forward, backward, gather, fetch, gathers=gathers)
         return forward, backward, waits
 
     def _terms(self, end: int, used: int | None, links: tuple[Mask, Mask, Mask] | None) -> Terms:
@@ -169,7 +176,9 @@ class StageTables:
         replicas_inside = links[2] if links is not None else None
         plain = self.memory.plain(end, used)
         again = self._recomputes(end, plain, used)
-        forward, backward, waits = self._computing(end, again, replicas_inside)
+        memory = self.memory.recomputing(end, used, plain, again)
+        whole = self._stays_whole(end, again, memory)
+        forward, backward, waits = self._computing(end, again, whole, replicas_inside)
         values = np.where(values_inside, self.values_us[0][rows, end, None], self.values_us[1][rows, end, None])
         grads = np.where(grads_inside, self.grads_us[0][rows, end, None], self.grads_us[1][rows, end, None])
         fill = forward + (backward - waits) + values + grads + self.ranks_us[rows, end, None]
@@ -183,12 +192,12 @@ class StageTables:
             rounds = (longest + waits - np.minimum(self.counts.waiting - 1, more) * np.minimum(waits, forward))[None]
         else:
             rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
-        fits = self.allowed[rows, end] & (self.memory.recomputing(end, used, plain, again) <= self.limit)
+        fits = self.allowed[rows, end] & (memory <= self.limit)
         fill[~fits] = np.inf
         exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
         # Under zb_h1 all slots end at about the same time.
         drain = np.zeros_like(backward) if self.counts.splits else backward + grads
-        return Terms(fill, rounds, exposed, drain, again)
+        return Terms(fill, rounds, exposed, drain, again, whole)
 
     def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
         """Whether activations, gradients, reductions stay inside nodes, for stages before the last `used` slots."""
@@ -223,6 +232,20 @@ class StageTables:
         if used is None and self.counts.steady:  # only called if everything fits
             return np.zeros((len(plain), self.world), dtype=bool)
         return np.greater(plain, self.limit)
+
+    def _stays_whole(self, end: int, again: Mask, memory: Table) -> Mask:
+        """Whether parameters of stages that need `memory` bytes stay whole until the last microbatch: where there is
+        room, and neither recomputing nor offloaded parameters make some."""
+        if not self._may_stay:
+            return np.zeros_like(again)
+        room = memory + self.memory.staying[:end, end] <= self.limit
+        found: Mask = room if self._forced(end) else room & ~again
+        return found
+
+    def _lets_go(self, end: int) -> bool:
+        """Whether parameters of some stage that ends here might not stay whole for want of memory."""
+        more = self.memory.plain(end, None) + self.memory.staying[:end, end]
+        return self._may_stay and bool((more > self.limit).any())
 
     def _is_tight(self, end: int) -> bool:
         """Whether some stage that ends here might not fit without recomputing."""
@@ -306,6 +329,10 @@ class StageTables:
         """Whether a stage recomputes its activations."""
         return bool(self.stages(end, used).recompute[start, replicas - 1])
 
+    def stays_whole(self, start: int, end: int, replicas: int, *, used: int) -> bool:
+        """Whether a stage's parameters, which its replicas divide, stay whole until the last microbatch."""
+        return replicas > 1 and bool(self.stages(end, used).stays_whole[start, replicas - 1])
+
     # -- one stage --------------------------------------------------------------------------------------------
 
     def segments(self, start: int, end: int, replicas: int, *, used: int) -> DividedStage:
@@ -354,7 +381,8 @@ class StageTables:
         first, most = (self.counts.most_of(start, end, replicas, used=used, split=delays) for delays in (False, split))
         inside = self._links(used)[2] if self._apart else None
         divided = self.segments(start, end, replicas, used=used)
-        return self.estimate_of(start, end, replicas, divided, (first, most), split=split, inside=inside)
+        whole = self.stays_whole(start, end, replicas, used=used)
+        return self.estimate_of(start, end, replicas, divided, (first, most), split=split, whole=whole, inside=inside)
 
     def estimate_of(
         self,
@@ -365,6 +393,7 @@ class StageTables:
         flight: tuple[int, int],
         *,
         split: bool,
+        whole: bool = False,
         inside: Mask | None = None,
     ) -> StageEstimate:
         """Return the estimate of a stage with given segments and microbatches in flight.
@@ -377,6 +406,7 @@ class StageTables:
             flight: Maximum number of microbatches between forward and backward, and between forward and the second half
                 of it.
             split: Whether gradients of parameters may be delayed, if the schedule does so.
+            whole: Whether parameters that replicas divide stay whole until the last microbatch.
             inside: By number of replicas, whether they are on one node; None: they count as on different nodes.
         """
         pieces = int(self.counts.pieces[replicas - 1])
@@ -397,7 +427,8 @@ class StageTables:
         activation = math.ceil(divided.kept * flying)
         if waits:
             activation = math.ceil(max(divided.kept, later) * first + later * (flying - first))
-        working = math.ceil(self.memory.working[start, end] + own.working[0] + divided.working)
+        staying = float(self.memory.staying[start, end, replicas - 1]) if whole else 0.0
+        working = math.ceil(self.memory.working[start, end] + own.working[0] + divided.working + staying)
         posted = self.memory.posted(slice(0, end), end, np.full((1, self.world), flying))[start, replicas - 1]
         comm = math.ceil(self.memory.crossing[start, end] * flying + posted)
         return StageEstimate(

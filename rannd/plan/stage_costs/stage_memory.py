@@ -88,6 +88,10 @@ class StageMemory:
         self.offloaded, self.fetched = sharded.offloaded, sharded.fetched
         """``[start, end, replicas - 1]``, or one entry for all: of what a step changes elsewhere; of the parameters
         among it."""
+        trainable, two = intervals.trainable, intervals.units.two_params
+        self.staying = np.maximum(trainable.whole - trainable.shared - two, 0.0)[:, :, None] * (counts.replicas > 1)
+        """``[start, end, replicas - 1]``: of what is whole in addition, if parameters that replicas divide stay whole
+        until the last microbatch; those of a block and the next one are `temporary`."""
         self.state = sharded.state
         """The same: of parameters, gradients (also those of a delayed step) and optimizer state."""
         self.temporary = sharded.working + self.working[:, :, None]

@@ -29,6 +29,7 @@ class StagePart(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
     divided: DividedStage
     estimate: StageEstimate
+    stays_whole: bool = False
 
 
 def stages_of(graph: TaskGraph, blocks: Sequence[Block], parts: Sequence[StagePart]) -> tuple[Stage, ...]:
@@ -53,6 +54,7 @@ def stages_of(graph: TaskGraph, blocks: Sequence[Block], parts: Sequence[StagePa
                 modules=modules,
                 segment_of=tuple(segment_of[op] for op in own) if several else (),
                 recomputed=divided.again if several else (),
+                stays_whole=part.stays_whole,
             )
         )
     return tuple(found)

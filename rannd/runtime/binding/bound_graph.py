@@ -42,6 +42,8 @@ class BoundStage:
     constants: Mapping[str, torch.Tensor]
     splits: bool
     """Whether its backwards come in two halves, in calls whose backward runs inside."""
+    stays_whole: bool
+    """Whether parameters that replicas divide (ZeRO 3) stay whole until the last microbatch."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def bind(
             _segments(graph, deployment, number, parts[number], stage_of, segment_owners),
             {name: graph.traced.constants[name] for name in parts[number].tensors if name in graph.traced.constants},
             number in split,
+            deployment.stages[number].stays_whole,
         )
         for number in layout.stages_of(slot)
     )

@@ -301,7 +301,8 @@ class Computing:
         """Have the parameters of a segment that replicas share, and get those of the segment that follows."""
         if self._values is not None:
             inside = 0 <= following < len(self._reads)
-            self._values.enter(self._reads[number], self._reads[following] if inside else ())
+            following_reads = self._reads[following] if inside else ()
+            self._values.enter(self._reads[number], following_reads, keep=self._stage.stays_whole)
 
     def weights(self, step: Step, piece: int, arrived: Callable[[str], None]) -> None:
         """Second half of a backward: the gradients of parameters that the first one has left.

@@ -6,6 +6,8 @@ while the segment computes. The rest is let go of::
     forward     gather 0    run 0, gather 1    run 1, gather 2    run 2     (2 stays for the backward that follows)
     backward                                                      run 2, gather 1    run 1, gather 0    run 0
 
+Where memory suffices (`Stage.stays_whole`) nothing is let go of before the last microbatch, so all is gathered once.
+
 With `offload_params` a rank's pieces are elsewhere (`state_home.py`), also where a stage has one replica. Those of the
 next segment begin to come while a segment computes.
 
@@ -130,10 +132,11 @@ class ShardedParameters:
             for read in segments
         ]
 
-    def enter(self, numbers: Sequence[int], following: Sequence[int] = ()) -> None:
-        """Make buckets whole, begin to gather those that are needed next, and let go of others. Collective of the
-        replicas, with the same numbers on all."""
-        self._keep({*numbers, *following})
+    def enter(self, numbers: Sequence[int], following: Sequence[int] = (), *, keep: bool = False) -> None:
+        """Make buckets whole, begin to gather those that are needed next, and let go of others (not with `keep`).
+        Collective of the replicas, with the same arguments on all."""
+        if not keep:
+            self._keep({*numbers, *following})
         self._begin(numbers)
         for number in numbers:
             self._finish(number)

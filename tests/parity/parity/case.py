@@ -36,6 +36,8 @@ class Case(msgspec.Struct, frozen=True):
     """Activations are recomputed in backward."""
     offload: Offload = Offload()
     """What is elsewhere while it is not needed; nothing leaves it to the planner, and memory is plentiful."""
+    reshard: bool = False
+    """ZeRO 3 lets go of whole parameters also where memory suffices."""
     script: str = "plain"
     """Name in `script.SCRIPTS`."""
     rows: tuple[int, ...] = (8,)
@@ -60,6 +62,7 @@ class Case(msgspec.Struct, frozen=True):
         )
         parts += [f"v{self.passes}"] if self.passes > 1 else []
         parts += [f"zero{self.zero}"] if self.zero > 0 else []
+        parts += ["reshard"] if self.reshard else []
         parts += ["recompute"] if self.recompute else []
         parts += [each.replace("_", "") for each in self.offload.settings]
         parts += [self.precision] if self.precision != "float64" else []
@@ -87,6 +90,8 @@ class Case(msgspec.Struct, frozen=True):
             forced["RANNC_ZERO_STAGE"] = str(self.zero)
         if self.recompute:
             forced["RANNC_CHECKPOINTING"] = "true"
+        if self.reshard:
+            forced["RANNC_RESHARD_AFTER_FORWARD"] = "true"
         forced |= {f"RANNC_{each.upper()}": "true" for each in self.offload.settings}
         if self.schedule == "asked":
             forced["RANNC_INTERLEAVE_LOSS"] = "false"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -150,6 +151,7 @@ def pairs_of(choice: Choice) -> set[tuple[str, object, str, object]]:
 def _case(choice: Choice) -> Case:
     ranks, stages = choice.shape
     rows, late = _rows(choice.rows, ranks)
+    may_stay = choice.zero == PARAMS_ZERO and not choice.offload.params
     return Case(
         model=choice.model,
         ranks=ranks,
@@ -161,6 +163,7 @@ def _case(choice: Choice) -> Case:
         rows=rows,
         late_rows=late,
         zero=choice.zero,
+        reshard=may_stay and zlib.crc32(repr(choice).encode()) % 2 > 0,  # in half of the cases
         recompute=choice.recompute,
         offload=msgspec.structs.replace(choice.offload, activations=choice.activations),
     )
@@ -223,6 +226,13 @@ EXTRA = [
     Case("gpt2", ranks=2, stages=2, micro=4, schedule="zb_h1", optimizer="adam", script="delay"),
     Case("gpt2masked", ranks=4, stages=2, micro=2, schedule="zb_h1", zero=1, optimizer="adamw", rows=(8, 5, 3, 7)),
     Case("t5", ranks=3, stages=3, micro=2, schedule="zb_h1", optimizer="adamw", rows=(4, 7, 2), script="average"),
+    # ZeRO 3: parameters stay whole until the last microbatch, or not
+    Case("gpt2", ranks=4, stages=2, micro=4, zero=3, optimizer="adamw"),
+    Case("gpt2", ranks=4, stages=2, micro=4, zero=3, reshard=True, optimizer="adamw", rows=(8, 5, 3, 7)),
+    Case("tied", ranks=2, stages=1, micro=4, zero=3, schedule="asked", script="together", optimizer="adam"),
+    Case("mean", ranks=4, stages=2, micro=2, zero=3, schedule="gpipe", script="delay", rows=(8, 5, 3, 7)),
+    Case("sum", ranks=2, stages=1, micro=8, zero=3, script="evaluate", rows=(3, 2)),
+    Case("frozen", ranks=3, stages=1, micro=2, zero=3, recompute=True, script="accumulate", rows=(8, 5, 0)),
     # one-row pieces, fewer rows than microbatches
     Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
     Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),
