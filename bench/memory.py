@@ -231,7 +231,7 @@ def sharded(reshards: bool, model: Any, optimizer: Any) -> Any:
     mesh = init_device_mesh("cpu", (pyrannc.get_world_size(),))
     for layer in model.transformer.h:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh)  # the rest stays whole, torch's default
     (group,) = optimizer.param_groups
     group["params"][:] = list(model.parameters())
     return model

@@ -54,7 +54,7 @@ class StageEstimate(msgspec.Struct, frozen=True):
     weight_us: float = 0.0
     """The part of `backward_us` that a schedule may delay (parameter gradients)."""
     working_bytes: int = 0
-    """Temporary memory of a backward, activations that are computed again included."""
+    """Temporary memory of a backward, activations that are computed again and `whole_bytes` included."""
     weight_bytes: int = 0
     """Of each microbatch, what stays until its delayed gradients of parameters are computed; 0 if none are delayed."""
     offloaded_bytes: int = 0
@@ -62,6 +62,8 @@ class StageEstimate(msgspec.Struct, frozen=True):
     `optimizer_bytes` and `working_bytes` have what of them is on the device at a time."""
     offload_us: float = 0.0
     """Time to copy what of it a step changes to the device and back, in each step."""
+    whole_bytes: int = 0
+    """Parameters and gradients that replicas divide and have as a whole for a while (ZeRO 2 and 3)."""
     fetch_us: float = 0.0
     """Time to copy the parameters among it to the device, in each forward and each backward of a microbatch; copies of
     activations are in `forward_us` and `backward_us`."""
@@ -88,8 +90,9 @@ class Stage(msgspec.Struct, frozen=True):
     recomputed: tuple[bool, ...] = ()
     """Whether each segment recomputes its activations; empty: as `recompute` says."""
     stays_whole: bool = False
-    """With ZeRO 3: parameters that replicas divide stay whole from the first forward until the last microbatch. False:
-    those of a segment, and of the next one, are gathered for each forward and each backward of it."""
+    """With ZeRO 3: parameters that replicas divide stay whole from the first forward until the last microbatch (and are
+    gathered once more for a backward that runs after the call). False: those of a segment, and of the next one, are
+    gathered for each forward and each backward of it."""
 
     @property
     def segments(self) -> tuple[bool, ...]:
@@ -272,8 +275,12 @@ def _wrong(deployment: Deployment) -> str:
         if len(ops) + len(stage.ops) != len(ops.union(stage.ops)):
             return f"an operator of stages[{place}] occurs twice"
         ops.update(stage.ops)
-        if stage.stays_whole and deployment.zero != 3:
-            return f"the parameters of stages[{place}] stay whole for a while, with ZeRO stage {deployment.zero}, not 3"
+        divided = deployment.zero == 3 and len(stage.slots) > 1
+        if stage.stays_whole and (not divided or deployment.offload_params or passes > 1):
+            return (
+                f"the parameters of stages[{place}] stay whole for a while, with ZeRO stage {deployment.zero} and "
+                f"{len(stage.slots)} replicas, {passes} stages on each slot{', offloaded' * deployment.offload_params}"
+            )
         if stage.segment_of:
             if len(stage.segment_of) != len(stage.ops) or set(stage.segment_of) != set(range(len(stage.recomputed))):
                 return f"the segments of stages[{place}] do not have each of its operators once"

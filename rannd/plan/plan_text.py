@@ -117,14 +117,11 @@ def scaled(deployment: Deployment, batch_size: int) -> Deployment:
     stages = []
     for stage in deployment.stages:
         each = stage.estimate
-        rows = {
-            name: getattr(each, name) * factor for name in ("forward_us", "backward_us", "weight_us")
-        } | {
+        rows = {name: getattr(each, name) * factor for name in ("forward_us", "backward_us", "weight_us")} | {
             name: math.ceil(getattr(each, name) * factor)
-            for name in (
-                "input_bytes", "output_bytes", "activation_bytes", "comm_bytes", "working_bytes", "weight_bytes"
-            )
-        }  # fmt: skip
+            for name in ("input_bytes", "output_bytes", "activation_bytes", "comm_bytes", "weight_bytes")
+        }
+        rows["working_bytes"] = math.ceil((each.working_bytes - each.whole_bytes) * factor) + each.whole_bytes
         grown = replace(each, **rows)
         more = sum(
             getattr(grown, name) - getattr(each, name) for name in ("activation_bytes", "comm_bytes", "working_bytes")

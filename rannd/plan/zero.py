@@ -5,7 +5,7 @@ are all-gathered, and with stages 2 and 3 gradients reduce-scattered; each takes
 all-reduce is the one and then the other). With stages 1 and 2 parameters are gathered after the optimizer. With stage 2
 the gradients of every microbatch are scattered after its backward. With stage 3 a replica gathers the parameters of a
 block, and of the next one, for each forward and each backward of a microbatch, or, where memory suffices, for the first
-forward: they stay whole until the last microbatch.
+forward: they stay whole until the last microbatch (and are gathered once more for a backward outside of the call).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ReplicaBytes(NamedTuple):
     fetched: Table
     """The parameters among them."""
     working: Table
-    """Temporary: whole gradients of a block, those of the block before on their way, whole parameters of a block and
-    the next one."""
+    """Temporary: whole gradients of a block, those of the two blocks before on their way, whole parameters of a block
+    and the next one."""
 
     @property
     def state(self) -> Table:
@@ -192,14 +192,14 @@ def computing(
         backward = np.maximum(backward, gather)
     if zero == 3:
         first, again = gathers
-        forward, backward = np.maximum(forward, first * gather), np.maximum(backward, (1.0 + again) * gather)
-        forward, backward = forward + fetch, backward + fetch
+        forward = first * np.maximum(forward, gather) + (1.0 - first) * forward + fetch
+        backward = np.maximum(backward, (1.0 + again) * gather) + fetch
     return forward, backward
 
 
 def gathers_of(stays_whole: Mask | bool, pieces: npt.ArrayLike) -> tuple[Table, Table]:
-    """How often a forward, and a backward, gathers parameters with stage 3.
+    """How often a forward, and a backward, gathers parameters with stage 3, in the mean of `pieces` microbatches.
 
-    Where they stay whole only the first of all forwards does: in the mean of `pieces` microbatches, one of them.
+    Where they stay whole only the first of all forwards does, if backward runs inside of the call.
     """
     return np.where(stays_whole, 1.0 / np.asarray(pieces, dtype=float), 1.0), np.where(stays_whole, 0.0, 1.0)

@@ -119,7 +119,7 @@ class Reference:
             if self.zero == 2:
                 backward = max(backward, half)
             elif self.zero == 3 and number in staying:  # gathered in the first forward of a step
-                forward, backward = max(forward, half / most), max(backward, half)
+                forward, backward = (max(forward, half) + (most - 1) * forward) / most, max(backward, half)
             elif self.zero == 3:
                 forward, backward = max(forward, half), max(backward, 2 * half)
             values = grads = 0.0

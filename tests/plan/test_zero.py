@@ -14,7 +14,7 @@ from plan_instances import deploy
 
 from rannd.errors import DeploymentError, DoesNotFitError, PlanError
 from rannd.plan.deployment import decode, encode
-from rannd.plan.plan_text import plan_line, show
+from rannd.plan.plan_text import plan_line, scaled, show
 from rannd.plan.run_modes import Offload
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.zero import ASSUMED_FILE_RATE, ASSUMED_RATES, LEAST_OFFLOADED, Trained, WholeBytes, held, offload_us
@@ -281,8 +281,13 @@ def test_parameters_stay_whole_until_the_last_microbatch_where_memory_suffices()
     assert decode(encode(kept)) == kept
     assert "1f1b, ZeRO 3 (parameters whole until the last microbatch); " in show(kept)
     assert "1f1b, ZeRO 3; " in show(freed)
-    with pytest.raises(DeploymentError, match=r"parameters of stages\[0\] stay whole for a while, with ZeRO stage 2"):
-        decode(encode(msgspec.structs.replace(kept, zero=2)))
+    # The whole does not grow with the rows.
+    grown = scaled(kept, 4 * kept.batch_rows).stages[0].estimate
+    assert one.estimate.whole_bytes > 5 * param
+    assert grown.working_bytes - one.estimate.whole_bytes == 4 * (one.estimate.working_bytes - one.estimate.whole_bytes)
+    for wrong, text in (({"zero": 2}, "with ZeRO stage 2 and 2 replicas"), ({"offload_params": True}, "offloaded")):
+        with pytest.raises(DeploymentError, match=rf"parameters of stages\[0\] stay whole for a while, .*{text}"):
+            decode(encode(msgspec.structs.replace(kept, **wrong)))
 
 
 def test_parameters_that_are_offloaded_are_let_go_of() -> None:

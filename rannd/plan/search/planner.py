@@ -125,7 +125,7 @@ def plan(
     ) -> list[StageTables]:
         asked = offload.applied(options)
         if recompute:
-            asked = replace(asked, checkpointing=True, checkpointing_no_last=False)
+            asked = replace(asked, checkpointing=True, checkpointing_no_last=False, reshard_after_forward=True)
         return [
             StageTables(
                 intervals,

@@ -244,8 +244,9 @@ class StageTables:
 
     def _lets_go(self, end: int) -> bool:
         """Whether parameters of some stage that ends here might not stay whole for want of memory."""
-        more = self.memory.plain(end, None) + self.memory.staying[:end, end]
-        return self._may_stay and bool((more > self.limit).any())
+        if not self._may_stay:
+            return False
+        return bool((self.memory.plain(end, None) + self.memory.staying[:end, end] > self.limit).any())
 
     def _is_tight(self, end: int) -> bool:
         """Whether some stage that ends here might not fit without recomputing."""
@@ -428,6 +429,7 @@ class StageTables:
         if waits:
             activation = math.ceil(max(divided.kept, later) * first + later * (flying - first))
         staying = float(self.memory.staying[start, end, replicas - 1]) if whole else 0.0
+        whole_bytes = math.ceil(own.working[0] + staying)
         working = math.ceil(self.memory.working[start, end] + own.working[0] + divided.working + staying)
         posted = self.memory.posted(slice(0, end), end, np.full((1, self.world), flying))[start, replicas - 1]
         comm = math.ceil(self.memory.crossing[start, end] * flying + posted)
@@ -447,6 +449,7 @@ class StageTables:
             in_flight=flying,
             weight_us=float(weight),
             working_bytes=working,
+            whole_bytes=whole_bytes,
             weight_bytes=math.ceil(later) if waits else 0,
             offloaded_bytes=math.ceil(own.offloaded[0] + divided.away * flying),
             offload_us=float(offload_us(own.offloaded, self.options.device)[0]),

@@ -78,12 +78,16 @@ class MemoryPromise:
                 f"the plan estimated {amount(e.total_bytes)} for stage {stage} ({planned.name}): parameters "
                 f"{amount(e.param_bytes)}, gradients {amount(e.grad_bytes)}, activations {amount(e.activation_bytes)}, "
                 f"optimizer {amount(e.optimizer_bytes)}, transfers {amount(e.comm_bytes)}, temporary memory of an "
-                f"operator's backward {amount(e.working_bytes)}; its limit was {amount(self.usable)}"
+                f"operator's backward {amount(e.working_bytes - e.whole_bytes)}"
+                + (f", whole parameters and gradients of ZeRO {amount(e.whole_bytes)}" if e.whole_bytes else "")
+                + f"; its limit was {amount(self.usable)}"
             )
         count = self.deployment.microbatches
         todo = [f"more and smaller microbatches (pipeline_num={2 * count})"]
         if not self.config.checkpointing:
             todo.append("checkpointing=true")
+        if stage is not None and self.deployment.stages[stage].stays_whole:
+            todo.append("reshard_after_forward=true")
         limit = self.marks(stage)["limit"] / GIB
         todo += [f"a lower mem_limit_gb ({limit:.3g})", "more ranks", "smaller mini-batches"]
         parts.append("what helps: " + ", ".join(todo))

@@ -6,7 +6,8 @@ while the segment computes. The rest is let go of::
     forward     gather 0    run 0, gather 1    run 1, gather 2    run 2     (2 stays for the backward that follows)
     backward                                                      run 2, gather 1    run 1, gather 0    run 0
 
-Where memory suffices (`Stage.stays_whole`) nothing is let go of before the last microbatch, so all is gathered once.
+Where memory suffices (`Stage.stays_whole`) nothing is let go of before the last microbatch, so all is gathered once,
+and once more for a backward that runs after the call.
 
 With `offload_params` a rank's pieces are elsewhere (`state_home.py`), also where a stage has one replica. Those of the
 next segment begin to come while a segment computes.
@@ -53,6 +54,10 @@ class _Buffer:
         """Whether this rank's range is on its way to the device, and in no buffer yet."""
         self.pending: PendingGather | None = None
 
+    @property
+    def address(self) -> int:
+        return self._storage.data_ptr()
+
     def allocate(self) -> None:
         self._storage.resize_(self._bytes)
 
@@ -87,6 +92,8 @@ class ShardedParameters:
         self._own: list[torch.Tensor] = []
         """This rank's range of each bucket."""
         self._buffers: list[_Buffer] = []
+        self._addresses: set[int] = set()
+        """Of the buffers that have memory."""
         with torch.no_grad():
             for bucket in buckets:
                 self._divide(bucket)
@@ -146,11 +153,7 @@ class ShardedParameters:
         """Whether a tensor is a view of whole parameters, which go when they are let go of."""
         if tensor.layout is not torch.strided:
             return False
-        where = tensor.untyped_storage().data_ptr()
-        return any(
-            buffer.full and not buffer.coming and where == buffer.raw.untyped_storage().data_ptr()
-            for buffer in self._buffers
-        )
+        return tensor.untyped_storage().data_ptr() in self._addresses
 
     def leave(self) -> None:
         """Let go of all whole parameters."""
@@ -173,6 +176,7 @@ class ShardedParameters:
         buffer, own = self._buffers[number], self._own[number]
         buffer.coming = False
         buffer.allocate()
+        self._addresses.add(buffer.address)
         if self.home is None:
             self._range(buffer.raw).copy_(own)
         else:
@@ -196,6 +200,7 @@ class ShardedParameters:
                     buffer.coming = buffer.full = False
                     continue
                 self._finish(number)
+                self._addresses.discard(buffer.address)
                 buffer.free()
 
     def changed(self) -> None:
@@ -205,6 +210,7 @@ class ShardedParameters:
 
     def restore(self) -> None:
         """Give the user's parameters their whole values back. Collective of the replicas."""
+        self.leave()  # after an error in a phase
         for number, bucket in enumerate(self._buckets):
             self.enter([number])
             *parts, _ = self._buffers[number].raw.split(
