@@ -142,8 +142,8 @@ class Config:
     reshard_after_forward: bool = item(
         False,
         "ZeRO 3: whole parameters of a block are let go of after each forward and each backward of it. false: only in "
-        "stages whose memory is too small to keep them until the last microbatch, so that they recompute or do not "
-        "fit, and with offload_params or several stages per device.",
+        "stages that would not fit memory with them until the last microbatch, or that recompute to fit, and with "
+        "offload_params or several stages per device.",
         group=_PLAN,
         plan_affecting=True,
     )

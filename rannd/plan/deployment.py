@@ -55,6 +55,8 @@ class StageEstimate(msgspec.Struct, frozen=True):
     """The part of `backward_us` that a schedule may delay (parameter gradients)."""
     working_bytes: int = 0
     """Temporary memory of a backward, activations that are computed again and `whole_bytes` included."""
+    whole_bytes: int = 0
+    """Parameters and gradients that replicas divide and have as a whole for a while (ZeRO 2 and 3), for any rows."""
     weight_bytes: int = 0
     """Of each microbatch, what stays until its delayed gradients of parameters are computed; 0 if none are delayed."""
     offloaded_bytes: int = 0
@@ -62,8 +64,6 @@ class StageEstimate(msgspec.Struct, frozen=True):
     `optimizer_bytes` and `working_bytes` have what of them is on the device at a time."""
     offload_us: float = 0.0
     """Time to copy what of it a step changes to the device and back, in each step."""
-    whole_bytes: int = 0
-    """Parameters and gradients that replicas divide and have as a whole for a while (ZeRO 2 and 3)."""
     fetch_us: float = 0.0
     """Time to copy the parameters among it to the device, in each forward and each backward of a microbatch; copies of
     activations are in `forward_us` and `backward_us`."""

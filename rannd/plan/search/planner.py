@@ -124,7 +124,7 @@ def plan(
         schedules: Sequence[str] = (chosen.schedule,),
     ) -> list[StageTables]:
         asked = offload.applied(options)
-        if recompute:
+        if recompute:  # the least memory that plans may have, to tell what those that do not fit lack
             asked = replace(asked, checkpointing=True, checkpointing_no_last=False, reshard_after_forward=True)
         return [
             StageTables(

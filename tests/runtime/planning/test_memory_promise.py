@@ -39,6 +39,17 @@ def test_the_next_plan_gets_less_than_the_device_needed() -> None:
     assert f"the plan estimated {amount(sizes[two.stages[1].slots])} for each device with stage 1 and also 3" in told
 
 
+def test_parameters_that_stay_whole_are_told_apart_with_their_remedy() -> None:
+    given: dict[str, Any] = {"zero_stage": "3", "partition_num": 1}
+    for reshards in (False, True):
+        found = deploy(chain(12, param=100_000), 2, reshard_after_forward=reshards, **given)
+        (each,) = (stage.estimate for stage in found.stages)
+        told = _promise(found).text(MemoryError("tried to allocate 3 bytes"), 0)
+        assert f"operator's backward {amount(each.working_bytes - each.whole_bytes)}, whole parameters" in told
+        assert f"whole parameters and gradients of ZeRO {amount(each.whole_bytes)};" in told
+        assert ("reshard_after_forward=true" in told) != reshards
+
+
 def test_a_rank_lacks_what_all_of_its_stages_need() -> None:
     found = deploy(chain(12, param=100_000), 2, schedule="interleaved_1f1b", virtual_stages="2")
     sizes = device_bytes(found)
