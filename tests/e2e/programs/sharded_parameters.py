@@ -25,6 +25,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(11, 20)
         self.first = nn.Linear(20, 70)
         self.middle = nn.Linear(70, 20)
+        self.cut = pyrannc.CutPoint()  # another branch reads `first` and `middle` once more, on the same stage
         self.norm = nn.LayerNorm(20)
         self.out = nn.Linear(20, 11, bias=False)
         self.out.weight = self.embed.weight
@@ -40,7 +41,7 @@ class Model(nn.Module):
         hidden = hidden + self.middle(torch.tanh(self.first(hidden)))
         if twice:
             hidden = hidden + self.middle(torch.tanh(self.first(hidden)))
-        logits = self.out(self.norm(hidden))
+        logits = self.out(self.norm(self.cut(hidden)))
         return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 11), tokens[:, 1:].reshape(-1))
 
 
