@@ -23,7 +23,7 @@ from rannd.daemon.client.cache import Lease
 from rannd.daemon.common.keys import Key, deployment_key, limit_key
 from rannd.daemon.common.versions import version
 from rannd.device.identity import device_model
-from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError, UsageError
+from rannd.errors import CutError, DeploymentError, DoesNotFitError, RanndError
 from rannd.graph.model import ModelGraph
 from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.repeated_layers import parts_of
@@ -39,7 +39,7 @@ from rannd.plan.deployment import (
     encode,
 )
 from rannd.plan.plan_lines import alternative_lines, assignment_lines, estimate_lines
-from rannd.plan.plan_options import AUTO, PlanOptions
+from rannd.plan.plan_options import AUTO
 from rannd.plan.plan_text import plan_line
 from rannd.plan.search.planner import plan
 from rannd.profile.analytic import analytic_costs
@@ -49,9 +49,9 @@ from rannd.profile.graph_profile import GraphProfile
 from rannd.runtime.binding.planned_cut import check_planned_cut, planned_stages
 from rannd.runtime.comm.cache_client import GIB, holder, tell_miss, understood
 from rannd.runtime.comm.context import Context
-from rannd.runtime.optim.coupling import NOT_DIVIDED, check_masters, check_offload, divides, may_offload
 from rannd.runtime.planning.deployment_file import named, read_file
 from rannd.runtime.planning.job_flags import job_flags, words
+from rannd.runtime.planning.job_options import job_options
 from rannd.runtime.planning.memory_fit import lower_limit, short
 from rannd.runtime.planning.memory_promise import MemoryPromise
 from rannd.runtime.planning.profile_file import ProfileFile
@@ -110,18 +110,7 @@ class Planner:
         self._optimizer = (
             "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
-        if config.master_weights:
-            check_masters(context.model, context.optimizer)
-        zero, offload = _zero_stage(context), _offload_optimizer(context)
-        self._options = msgspec.structs.replace(
-            PlanOptions.of(config),
-            zero_stage=zero,
-            offload_optimizer=offload,
-            device=world.device.type,
-            divides=(zero, config.zero_stage) != ("0", AUTO),
-            offload_params=_offload_params(context, zero),
-            steps_apart=(offload, config.offload_optimizer) != ("false", AUTO),
-        )
+        self._options = job_options(context)
         self._interleaved = (
             config.interleave_loss and graph.sole_loss is not None and (scaled or not graph.signature.mode.float16)
         )
@@ -508,58 +497,6 @@ class Planner:
             for (_, _, told, reason), offloads in zip(_OFFLOADED, deployment.offloads, strict=True):
                 if offloads and reason in why:
                     log.get("RaNNCModule").info("%s offloaded: %s", told, why[reason])
-
-
-def _zero_stage(context: Context) -> str:
-    """The item `zero_stage`; '0' in place of 'auto' where the optimizer cannot step parts of parameters.
-
-    UsageError where it would have to.
-    """
-    asked, optimizer = context.config.zero_stage, context.optimizer
-    if asked == "0":
-        return asked
-    if optimizer is None:
-        if asked != "auto":
-            raise UsageError(f"zero_stage={asked} divides the optimizer's state: RaNNCModule(model, optimizer)")
-        return "0"
-    if not divides(optimizer):
-        if asked != "auto":
-            raise UsageError(NOT_DIVIDED.format(type(optimizer).__name__))
-        return "0"
-    return asked
-
-
-def _offload_optimizer(context: Context) -> str:
-    """The item `offload_optimizer`; 'false' in place of 'auto' where the optimizer cannot step its parameters apart.
-
-    UsageError where it would have to.
-    """
-    asked, optimizer = context.config.offload_optimizer, context.optimizer
-    if asked == "true":
-        check_offload(optimizer)
-    return "false" if asked == AUTO and not may_offload(optimizer) else asked
-
-
-def _offload_params(context: Context, zero: str) -> str:
-    """The item `offload_params`; 'false' in place of 'auto' where parameters cannot be divided.
-
-    UsageError where they would have to. `zero` is the item `zero_stage`, as `_zero_stage` returns it.
-    """
-    asked, optimizer = context.config.offload_params, context.optimizer
-    compiled = context.config.compile_stages != "off"  # which has whole parameters, all at once
-    if asked != "true":
-        undivided = optimizer is None or (zero, context.config.zero_stage) == ("0", AUTO)
-        return "false" if asked == AUTO and (undivided or compiled) else asked
-    if compiled:
-        raise UsageError(
-            f"offload_params=true and compile_stages={context.config.compile_stages}: stages are compiled with all of "
-            "their parameters in memory; set compile_stages=off"
-        )
-    if optimizer is None:
-        raise UsageError("offload_params=true needs the optimizer: RaNNCModule(model, optimizer)")
-    if not divides(optimizer):
-        raise UsageError(NOT_DIVIDED.format(type(optimizer).__name__))
-    return asked
 
 
 def _titled(model: torch.nn.Module) -> str:
