@@ -41,7 +41,7 @@ class PendingSum:
     def wait(self) -> torch.Tensor:
         """This rank's range of the sum, on the device; replicas are added in their order.
 
-        The sum is where another's part was received: new memory for each would take 2 % of a step on CPUs.
+        The sum is where another's part was received, so that it needs no other memory.
         """
         for work in self.works:
             finish(work)
