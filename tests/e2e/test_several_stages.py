@@ -25,7 +25,7 @@ def plan(stages: int, **more: str) -> dict[str, str]:
 
 def test_placement_changes_nothing(job: Job, tmp_path: Path) -> None:
     program, pieces = f"{PROGRAMS}/interleaved.py", 8
-    job.train(4, program, str(tmp_path), RANNC_PARTITION_NUM="4", RANNC_PIPELINE_NUM="2")
+    job.train(4, program, str(tmp_path), **plan(4, RANNC_PIPELINE_NUM="2", RANNC_SCHEDULE="1f1b"))
     wanted = torch.load(tmp_path / "1f1b-4.pt", weights_only=True)
     for ranks in (2, 4):
         for schedule in ("interleaved_1f1b", "zb_v"):
