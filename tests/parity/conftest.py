@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 from parity.cases import SEED
-from parity.launch import Home
+from parity.launch import Home, Outcome
 
 
 def pytest_report_header() -> str:
     return f"parity cases drawn with TEST_SEED={SEED}"
+
+
+@pytest.fixture(scope="session")
+def outcomes() -> dict[str, Outcome]:
+    """What became of the cases that ran so far."""
+    return {}
 
 
 @pytest.fixture(scope="session")
