@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from rannd.graph.fx.sizes import number_at
 from rannd.graph.model import ModelGraph
-from rannd.graph.partition.cut import Part, cut
+from rannd.graph.partition.cut import Part, cut, extract_segments
 
 
 def random_stages(graph: ModelGraph, stages: int, generator: random.Random) -> dict[Node, int]:
@@ -78,6 +78,14 @@ def parts_of(graph: ModelGraph, stage_of: Mapping[Node, int]) -> tuple[Part, ...
     """The stages as modules."""
     count = max(stage_of.values(), default=0) + 1
     return cut(graph.traced, graph.placement, stage_of, [f"Stage{number}" for number in range(count)])
+
+
+def segments_of(graph: ModelGraph, number_of: Mapping[Node, int], recompute: bool = False) -> tuple[Part, ...]:
+    """The same parts as segments of one stage."""
+    numbers = range(max(number_of.values(), default=0) + 1)
+    members = [{node for node, number in number_of.items() if number == each} for each in numbers]
+    segments = [(f"Segment{number}", mine, recompute) for number, mine in enumerate(members)]
+    return tuple(extract_segments(graph.traced, graph.placement, segments))
 
 
 @contextmanager

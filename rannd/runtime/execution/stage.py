@@ -158,7 +158,10 @@ class Computing:
         for number, segment in enumerate(self._stage.segments):
             given = {node: values[node].detach().requires_grad_(node in differentiable) for node in segment.part.inputs}
             inputs = self._unwritten(given, number)  # it may be the script's own tensor, or part of a message buffer
-            kept = self._elsewhere(given, laid) if records and segment.recompute else inputs
+            if records and segment.recompute:
+                kept = self._elsewhere(given, laid)
+            else:  # backward needs those that get a gradient: what others were for is in the graph of autograd
+                kept = {node: value for node, value in inputs.items() if value.requires_grad}
             del given
             for node in self._last[number]:
                 del values[node]
