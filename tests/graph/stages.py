@@ -119,7 +119,7 @@ def run_stages(graph: ModelGraph, model: nn.Module, parts: tuple[Part, ...], ten
         inputs = {}
         for node in part.inputs:
             value = values[node].detach()
-            value = value if node in graph.traced.placeholders else value.contiguous()
+            value = value.contiguous() if node in graph.placement.group else value  # not what segments hand over
             inputs[node] = value.requires_grad_() if node in graph.placement.requires_grad else value
         found = part.module(*inputs.values(), *(state[name] for name in part.tensors), *part.numbers_at(rows))
         outputs = dict(zip(part.outputs, found, strict=True))

@@ -69,8 +69,8 @@ class ShardedGradients:
         own = [[self._pieces[name].size for name in each.names] for each in buckets]
         self._own_sizes = [[*sizes, each.length - sum(sizes)] for each, sizes in zip(buckets, own, strict=True)]
         """The same of this rank's pieces."""
-        self._pending: deque[tuple[int, torch.dtype, PendingSum]] = deque()
-        """Numbers of buckets, what their sums are accumulated in, and the sums."""
+        self._pending: deque[tuple[int, PendingSum]] = deque()
+        """Numbers of buckets, and their sums."""
         self._sums: dict[str, torch.Tensor] = {}
         self._present: set[str] = set()
         parameters.shared = self
@@ -96,13 +96,13 @@ class ShardedGradients:
 
     def _begin(self, number: int, aliases: Sequence[torch.Tensor]) -> None:
         names = self.buckets[number].names
-        dtypes = self._parameters.gradient_dtypes(names[0])  # of all in the bucket
-        flat = self._flat(number, [alias.grad for alias in aliases], dtypes.reduced)
+        dtype = self._parameters.gradient_dtypes(names[0]).reduced
+        flat = self._flat(number, [alias.grad for alias in aliases], dtype)
         for name, alias in zip(names, aliases, strict=True):
             if alias.grad is not None:
                 self._present.add(name)
                 alias.grad = None
-        self._pending.append((number, dtypes.accumulated, self.exchange.sum(flat)))
+        self._pending.append((number, self.exchange.sum(flat)))
 
     def _flat(self, number: int, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """The gradients of a bucket, end to end; zeros for those that there are not."""
@@ -122,15 +122,16 @@ class ShardedGradients:
 
     def _settle(self) -> None:
         """Wait for the oldest sum that is on its way, and add it to what is there."""
-        number, dtype, pending = self._pending.popleft()
-        names, own = self.buckets[number].names, pending.wait().to(dtype)
+        number, pending = self._pending.popleft()
+        names, own = self.buckets[number].names, pending.wait()
         home = None if self.values is None else self.values.home
         if home is not None and names[0] not in self._sums:  # all of a bucket come together
-            own = home.loan(own)
+            own = home.loan(own.to(self._parameters.gradient_dtypes(names[0]).accumulated))
         here: list[torch.Tensor] = []
         more: list[torch.Tensor] = []
         *parts, _ = own.split_with_sizes(self._own_sizes[number])
-        for name, part in zip(names, parts, strict=True):
+        for name, reduced in zip(names, parts, strict=True):
+            part = reduced.to(self._parameters.gradient_dtypes(name).accumulated)
             if name in self._sums:
                 here.append(self._sums[name])
                 more.append(part)

@@ -146,10 +146,7 @@ class WholeOptimizer:
         ]
         wide = self._halves(parameters, parameters.own) if masters else []
         tensors = [(name, parameters.tensors[name]) for name in names]
-        kinds = [
-            (name, each.numel(), each.element_size(), f"{each.dtype} {each.grad_dtype} {segments.get(name, ())}")
-            for name, each in tensors
-        ]
+        kinds = [(n, p.numel(), p.element_size(), f"{p.dtype} {segments.get(n, ())}") for n, p in tensors]
         buckets = divide(kinds, len(slots))
         if not any(bucket.is_shared_by_all for bucket in buckets):
             names, buckets = [], []
