@@ -237,6 +237,8 @@ EXTRA = [
     Case("mean", ranks=4, stages=2, micro=2, zero=3, schedule="gpipe", script="delay", rows=(8, 5, 3, 7)),
     Case("sum", ranks=2, stages=1, micro=8, zero=3, script="evaluate", rows=(3, 2)),
     Case("frozen", ranks=3, stages=1, micro=2, zero=3, recompute=True, script="accumulate", rows=(8, 5, 0)),
+    # an operator with an LSTM, which keeps references to the weights that it was run with
+    Case("opaque", ranks=2, stages=1, zero=3, script="evaluate", optimizer="adam"),
     # some blocks recompute, others keep what they have
     Case("skip", ranks=2, stages=2, micro=2, recompute=True, every_other=True, optimizer="adam"),
     Case("gpt2", ranks=2, stages=1, micro=2, zero=2, recompute=True, every_other=True, schedule="asked"),
