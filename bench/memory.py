@@ -1,6 +1,6 @@
 """Measures what ZeRO saves and costs: bytes of each rank, time of a step, models that only fit with it.
 
-    python bench/memory.py [bytes throughput fit offload] [--ranks 2 4] [--rounds 20] [--steps 4] [--layers 10 ..]
+    python bench/memory.py [bytes throughput fit larger offload] [--ranks 2 4] [--rounds 20] [--steps 4] [--layers 10 .]
 
 GPT-2 of transformers with AdamW, one stage, every rank a replica (gloo, one thread per rank).
 
@@ -14,6 +14,9 @@ fit         the memory limit is hardly more than the least that a plan of one st
             fits. The planner is left to take ZeRO (zero_stage=auto), first with one stage, then with as many as it
             likes. Mini-batches are small, so that memory is what the optimizer and the parameters need. The exit code
             is 1 if the model does not train within the limit, or with one stage without ZeRO
+larger      one rank, a model of four times the layers and twice the width, and a process that may have a third of the
+            training state (values, gradients and AdamW's state) as private memory; the planner is left to offload what
+            it likes. The exit code is 1 if the model does not train within the limit
 offload     one rank: what of the training state is in memory and what in files between steps, beside the plan's
             numbers, and the step's time with offload_optimizer, offload_params and both and without, in turns, and
             with offload_activations beside recomputing in memory; goal: at most 1.3 of it. The files are in the
@@ -34,9 +37,9 @@ from typing import Any
 
 from _in_turns import GptSizes, Training, compare, gpt2, training
 from _starting import SCRIPTS
-from _tensor_bytes import lying, lying_and_peak, mapped_files, regions
+from _tensor_bytes import PrivateMemory, lying, lying_and_peak, mapped_files, private_bytes, regions
 
-WHAT = ("bytes", "throughput", "fit", "offload")
+WHAT = ("bytes", "throughput", "fit", "larger", "offload")
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off", "RANNC_MEM_MARGIN": "0"}
 ONE_STAGE = {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}
 PARTS = ("parameters", "gradients", "optimizer")
@@ -69,6 +72,12 @@ OFFLOADED = {
 WARM_UP = 3
 MORE = 1.02
 """The limit of `fit` / the least memory that suffices with ZeRO."""
+STATE_PER_VALUE = 4
+"""Value, gradient and AdamW's two moments."""
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""glibc gives back the memory of freed tensors, so that a process has what is in use."""
+SHARE = 3
+"""The training state / the limit of `larger`."""
 SMALL = {"rows": 2, "length": 32}
 """The mini-batch of `fit`."""
 
@@ -119,10 +128,11 @@ def main() -> None:
     given = [f"--{name}={getattr(options, name)}" for name in ("rounds", "steps", *vars(sizes))]
     worst = 0
     for what in options.what or WHAT:
-        for ranks in {"throughput": [2], "offload": [1]}.get(what, options.ranks):
+        for ranks in {"throughput": [2], "larger": [1], "offload": [1]}.get(what, options.ranks):
             print(f"-- {what}, {ranks} ranks", flush=True)
             command = [str(SCRIPTS / "rannc-run"), "-np", str(ranks), "--show-ranks", "0", __file__, what, *given]
-            worst = max(worst, subprocess.run(command, env={**os.environ, **PLAIN}, check=False).returncode)
+            variables = {**os.environ, **PLAIN, **(GIVEN_BACK if what == "larger" else {})}
+            worst = max(worst, subprocess.run(command, env=variables, check=False).returncode)
     sys.exit(worst)
 
 
@@ -132,6 +142,8 @@ def measure(what: str, sizes: GptSizes, rounds: int, steps: int) -> bool:
         return tensor_bytes(sizes)
     if what == "offload":
         return offload(sizes, rounds, steps)
+    if what == "larger":
+        return larger(replace(sizes, layers=4 * sizes.layers, width=2 * sizes.width, **SMALL))
     return throughput(sizes, rounds, steps) if what == "throughput" else fit(replace(sizes, **SMALL))
 
 
@@ -253,7 +265,7 @@ def fit(sizes: GptSizes) -> bool:
     first = not pyrannc.get_rank()
     whole, *others = gathered([needed(way) for way in WAYS])[0]  # rank 0's error has the number
     shared = min(others)
-    state = 4 * sum(each.numel() * each.element_size() for each in gpt2(sizes).parameters())
+    state = training_state(sizes)
     limit = MORE * shared
     if first:
         print(f"one stage needs at least {whole / 2**20:.1f} MiB without ZeRO, {shared / 2**20:.1f} with it;", end=" ")
@@ -271,6 +283,27 @@ def fit(sizes: GptSizes) -> bool:
         good &= most <= limit and losses[-1] < losses[0] and (made.wrapped.deployment.zero > 0 or not variables)
         pyrannc.clear()
     return good
+
+
+def larger(sizes: GptSizes) -> bool:
+    import transformers  # noqa: F401  # before the memory of libraries is looked at
+
+    from rannd.plan.plan_text import plan_line
+
+    state, own = training_state(sizes), private_bytes()
+    limit = state / SHARE
+    made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr((limit - own) / 2**30)})
+    with PrivateMemory() as watch:
+        losses = [float(made.step()) for _ in range(WARM_UP)]
+    print(f"training state {state / 2**20:.0f} MiB; limit of a process {limit / 2**20:.0f}, with", end=" ")
+    print(f"{own / 2**20:.0f} of Python and libraries; {plan_line(made.wrapped.deployment)}")
+    print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}, most private memory {watch.most / 2**20:.0f} MiB")
+    return watch.most <= limit and losses[-1] < losses[0]
+
+
+def training_state(sizes: GptSizes) -> int:
+    """Bytes of values, gradients and AdamW's state of the model."""
+    return STATE_PER_VALUE * sum(each.numel() * each.element_size() for each in gpt2(sizes).parameters())
 
 
 def offload(sizes: GptSizes, rounds: int, steps: int) -> bool:

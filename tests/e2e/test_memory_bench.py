@@ -40,3 +40,15 @@ def test_zero_divides_state_and_trains_where_nothing_else_fits(job: Job) -> None
     needed = re.search(r"at least (\S+) MiB without ZeRO, \S+ with it; limit (\S+);", output)
     assert needed is not None, output
     assert float(needed[1]) > float(needed[2])
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_third_of_the_training_state_is_memory_enough(job: Job) -> None:
+    output = job.run(sys.executable, "bench/memory.py", "larger", "--layers", "8")
+    found = re.search(
+        r"^training state (\d+) MiB; limit of a process (\d+),[^$]* most private memory (\d+) MiB$", output, re.M
+    )
+    assert found is not None, output
+    state, limit, most = map(int, found.groups())
+    assert most <= limit <= state // 3 + 1

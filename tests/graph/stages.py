@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from rannd.graph.fx.sizes import number_at
 from rannd.graph.model import ModelGraph
-from rannd.graph.partition.cut import Part, cut
+from rannd.graph.partition.cut import Part, cut, extract_segments
 
 
 def random_stages(graph: ModelGraph, stages: int, generator: random.Random) -> dict[Node, int]:
@@ -80,6 +80,14 @@ def parts_of(graph: ModelGraph, stage_of: Mapping[Node, int]) -> tuple[Part, ...
     return cut(graph.traced, graph.placement, stage_of, [f"Stage{number}" for number in range(count)])
 
 
+def segments_of(graph: ModelGraph, number_of: Mapping[Node, int], recompute: bool = False) -> tuple[Part, ...]:
+    """The same parts as segments of one stage."""
+    numbers = range(max(number_of.values(), default=0) + 1)
+    members = [{node for node, number in number_of.items() if number == each} for each in numbers]
+    segments = [(f"Segment{number}", mine, recompute) for number, mine in enumerate(members)]
+    return tuple(extract_segments(graph.traced, graph.placement, segments))
+
+
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Puts the buffers back at the end; gives a dict that is filled with their values just before that."""
@@ -111,7 +119,7 @@ def run_stages(graph: ModelGraph, model: nn.Module, parts: tuple[Part, ...], ten
         inputs = {}
         for node in part.inputs:
             value = values[node].detach()
-            value = value if node in graph.traced.placeholders else value.contiguous()
+            value = value.contiguous() if node in graph.placement.group else value  # not what segments hand over
             inputs[node] = value.requires_grad_() if node in graph.placement.requires_grad else value
         found = part.module(*inputs.values(), *(state[name] for name in part.tensors), *part.numbers_at(rows))
         outputs = dict(zip(part.outputs, found, strict=True))

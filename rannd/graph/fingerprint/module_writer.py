@@ -68,6 +68,8 @@ class ModuleWriter(ValueWriter):
         if tensor.device.type == "meta" or text.startswith("?"):
             return text
         size = tensor.numel() * tensor.element_size()
+        if size and not tensor.untyped_storage().nbytes():
+            return f"{text} without memory"  # that replicas divide (ZeRO 3), while no segment reads it
         if self._bytes + size > KEY_BYTES:
             raise Hidden(
                 f"{self._where}: a tensor of {size} bytes that is neither parameter nor buffer is too large to read "

@@ -265,15 +265,22 @@ def _substituted(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterat
         for key, tensor in held.items()
         if id(tensor) in given
     ]
-    flat = [(each, each._flat_weights) for each in module.modules() if isinstance(each, nn.RNNBase)]
+    flat = [
+        (each, each._flat_weights, each._flat_weight_refs) for each in module.modules() if isinstance(each, nn.RNNBase)
+    ]
     for held, key, tensor in places:
         held[key] = given[id(tensor)]  # type: ignore[assignment]
-    for each, weights in flat:  # nn.RNNBase keeps a second list of its parameters
+    for (
+        each,
+        weights,
+        _,
+    ) in flat:  # nn.RNNBase keeps a second list of its parameters, and looks whether it is that of now
         each._flat_weights = [given.get(id(weight), weight) for weight in weights]
+        each._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in each._flat_weights]
     try:
         yield
     finally:
         for held, key, tensor in places:
             held[key] = tensor  # type: ignore[assignment]
-        for each, weights in flat:
-            each._flat_weights = weights
+        for each, weights, references in flat:
+            each._flat_weights, each._flat_weight_refs = weights, references

@@ -17,8 +17,14 @@ from rannd.graph.fingerprint.state_rules import GUARD_BYTES, IGNORED_OF_TENSORS,
 
 
 def has_memory(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a dense tensor or parameter with storage, no subclass and not on the meta device."""
-    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta  # type: ignore[attr-defined]
+    """Whether a value is a dense tensor or parameter with storage, no subclass and not on the meta device.
+
+    Parameters that replicas divide (ZeRO 3) have none while no segment reads them.
+    """
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    dense = value.layout is torch.strided and not value.is_meta
+    return dense and (value.numel() == 0 or value.untyped_storage().nbytes() > 0)
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

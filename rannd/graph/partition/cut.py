@@ -1,11 +1,13 @@
 """Extract subgraphs from a traced graph: pipeline stages, and blocks to be profiled.
 
 A subgraph takes explicit arguments: values of other subgraphs, parameters and buffers, and numbers computed from the
-number of rows. Recomputed nodes are copied into every subgraph that reads them.
+number of rows. Recomputed nodes are copied into every subgraph that reads them, but for those that one segment of a
+stage hands over to the others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from rannd.errors import CutError
 from rannd.graph.fx.fx_names import graph_module
 from rannd.graph.fx.memory_layout import reshape
-from rannd.graph.fx.sizes import is_number, number_at, shape_at
+from rannd.graph.fx.sizes import is_known, is_number, is_plain_tensor, number_at, numel_at, shape_at
+from rannd.graph.fx.symbolic_values import TensorValue
 from rannd.graph.fx.traced import Traced
 from rannd.graph.partition.placement import Placement
 
@@ -41,10 +44,21 @@ class Part:
         return [number_at(node.meta["val"], rows) for node in self.numbers]
 
 
-def extract(traced: Traced, placement: Placement, members: Set[Node], name: str) -> Part:
-    """Extract the placed nodes `members`, with copies of the recomputed nodes that they read."""
+def extract(
+    traced: Traced,
+    placement: Placement,
+    members: Set[Node],
+    name: str,
+    *,
+    given: Set[Node] = frozenset(),
+    asked: Set[Node] = frozenset(),
+) -> Part:
+    """Extract the placed nodes `members`, with copies of the recomputed nodes that they read.
+
+    `given`: recomputed nodes whose values are inputs instead; `asked`: those that are outputs, where there are copies.
+    """
     results = set(traced.results)
-    needed = _needed(placement, members)
+    needed = _needed(placement, members, given)
     inputs: dict[Node, None] = {}
     tensors: dict[str, list[Node]] = {}
     numbers: dict[str, list[Node]] = {}
@@ -85,7 +99,9 @@ def extract(traced: Traced, placement: Placement, members: Set[Node], name: str)
                 reshape(copies[node])
             if is_number(node.meta.get("val")):
                 continue  # every stage computes it from the number of rows
-            if node in members and (node in results or any(user not in needed for user in node.users)):
+            if node in asked or (
+                node in members and (node in results or any(user not in needed for user in node.users))
+            ):
                 outputs.append(node)
     graph.output(tuple(copies[node] for node in outputs))
     module = graph_module(traced.root, graph, name)
@@ -93,12 +109,48 @@ def extract(traced: Traced, placement: Placement, members: Set[Node], name: str)
     return Part(module, tuple(inputs), tuple(tensors), tuple(n[0] for n in numbers.values()), tuple(outputs), random)
 
 
-def _needed(placement: Placement, members: Set[Node]) -> set[Node]:
+def extract_segments(
+    traced: Traced, placement: Placement, segments: Sequence[tuple[str, Set[Node], bool]]
+) -> list[Part]:
+    """Extract the segments of a stage, given by name, placed nodes, and whether each recomputes, in their order.
+
+    What several segments compute from arguments alone (masks, positions) the first of them hands over to the others,
+    unless it is larger than all else that enters them: it stays in memory from the first to the last. Segments that
+    recompute compute it themselves, so that they keep nothing but what the plan counts.
+    """
+    needs = [set() if again else _needed(placement, members) - members for _, members, again in segments]
+    often = Counter(node for need in needs for node in need)
+    shared = {node for node, count in often.items() if count > 1 and node in placement.early and is_plain_tensor(node)}
+    parts: list[Part] = []
+    asked: set[Node] = set()
+    for number, (name, members, _) in reversed(list(enumerate(segments))):
+        entering = {source for node in members for source in placement.reads[node]} - members
+        largest = max(map(_size, entering), default=0)
+        earlier = {node for need in needs[:number] for node in need}
+        given = {node for node in shared & needs[number] & earlier if _size(node) <= largest}
+        part = extract(traced, placement, members, name, given=given, asked=asked & (needs[number] - given))
+        asked = asked.difference(part.outputs) | given.intersection(part.inputs)
+        parts.append(part)
+    return parts[::-1]
+
+
+def _size(node: Node) -> int:
+    """Bytes of a value for two rows."""
+    value = node.meta.get("val")
+    return numel_at(value, 2) * value.dtype.itemsize if isinstance(value, TensorValue) and is_known(value) else 0
+
+
+def _needed(placement: Placement, members: Set[Node], given: Set[Node] = frozenset()) -> set[Node]:
     needed = set(members)
     stack = list(members)
     while stack:
         for source in stack.pop().all_input_nodes:
-            if source in placement.recomputed and source not in needed and not is_number(source.meta.get("val")):
+            if (
+                source in placement.recomputed
+                and source not in needed
+                and source not in given
+                and not is_number(source.meta.get("val"))
+            ):
                 needed.add(source)
                 stack.append(source)
     return needed

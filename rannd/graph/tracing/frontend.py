@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,9 +96,20 @@ def trace(
     number of rows. Raises TraceError if the model itself fails, returns no tensor, or has to run on a device that this
     process does not have.
     """
-    traced, signature = _FrontEnd(model, signature, leaves, device, assumed, opaque).run()
+    with _counting():
+        traced, signature = _FrontEnd(model, signature, leaves, device, assumed, opaque).run()
     settle_types(traced, signature, device)
     return traced, signature
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[None]:
+    """Leaves inference mode, whose tensors do not count their changes, as torch.export requires."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class _FrontEnd:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from rannd.errors import DeploymentError
 from rannd.graph.model import ModelGraph
-from rannd.graph.partition.cut import Part, check_order, cut, extract, segments_by_owner, stages_by_owner
+from rannd.graph.partition.cut import Part, check_order, cut, extract_segments, segments_by_owner, stages_by_owner
 from rannd.plan.deployment import Deployment
 from rannd.plan.schedule.program import ActionKind, Edge, Layout
 from rannd.plan.simulate.layout import layout_of
@@ -108,12 +108,15 @@ def bind(
     segment_owners: Mapping[str, tuple[int, ...]] | None = None,
     *,
     all_outputs: bool = False,
+    compiled: bool = False,
 ) -> BoundGraph:
     """Partition `graph` for `deployment`: as planned, or by the `owners` of its parameters for any other graph.
 
     `segment_owners`: for any other graph, the segments that hold its parameters, numbered through all stages.
 
     `all_outputs`: in training, outputs besides the loss are sent to the ranks regardless of their size.
+
+    `compiled`: the units of which segments are compiled have copies of all that is recomputed.
     """
     count = len(deployment.stages)
     if owners is None:
@@ -140,7 +143,7 @@ def bind(
         BoundStage(
             number,
             parts[number],
-            _segments(graph, deployment, number, parts[number], stage_of, segment_owners),
+            _segments(graph, deployment, number, parts[number], stage_of, segment_owners, compiled=compiled),
             {name: graph.traced.constants[name] for name in parts[number].tensors if name in graph.traced.constants},
             number in split,
             deployment.stages[number].stays_whole,
@@ -175,6 +178,8 @@ def _segments(
     part: Part,
     stage_of: Mapping[Node, int],
     owners: Mapping[str, tuple[int, ...]] | None,
+    *,
+    compiled: bool,
 ) -> tuple[Segment, ...]:
     """Divide a stage into its segments: as planned, or by the `owners` of its tensors for any other graph."""
     planned = deployment.stages[stage]
@@ -195,9 +200,11 @@ def _segments(
     for number, recompute in enumerate(settings):
         mine = frozenset(node for node in members if segment_of[node] == first + number)
         if mine:
-            name = f"{planned.name}_{number}"
-            found.append(Segment(extract(graph.traced, graph.placement, mine, name), mine, recompute))
-    return tuple(found)
+            found.append((f"{planned.name}_{number}", mine, recompute))
+    made = extract_segments(
+        graph.traced, graph.placement, [(name, mine, again or compiled) for name, mine, again in found]
+    )
+    return tuple(Segment(own, mine, again) for own, (_, mine, again) in zip(made, found, strict=True))
 
 
 def _check_planned(bound: Layout, planned: Layout) -> None:

@@ -245,6 +245,7 @@ class Deployer:
             owners,
             None if planned else deployed.segment_owners,
             all_outputs=self._context.options.all_outputs,
+            compiled=self._config.compile_stages != "off",
         )
         bound = connect(self._world, bound)
         self._dump(graph, deployed.deployment, bound.stage_of)

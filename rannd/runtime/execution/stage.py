@@ -158,7 +158,10 @@ class Computing:
         for number, segment in enumerate(self._stage.segments):
             given = {node: values[node].detach().requires_grad_(node in differentiable) for node in segment.part.inputs}
             inputs = self._unwritten(given, number)  # it may be the script's own tensor, or part of a message buffer
-            kept = self._elsewhere(given, laid) if records and segment.recompute else inputs
+            if records and segment.recompute:
+                kept = self._elsewhere(given, laid)
+            else:  # backward needs those that get a gradient: what others were for is in the graph of autograd
+                kept = {node: value for node, value in inputs.items() if value.requires_grad}
             del given
             for node in self._last[number]:
                 del values[node]
@@ -168,9 +171,12 @@ class Computing:
                 outputs, after = self._run(step, piece, number, inputs, buffers, random)
             values.update((node, self._lasting(value.detach())) for node, value in outputs.items())
             if records:
-                needed = outputs if live is None else {node: each for node, each in outputs.items() if node in live}
-                away = frozenset(node for node in laid if node in kept)
-                saved.append(Saved(kept, {} if segment.recompute else needed, before, away, random))
+                if segment.recompute:
+                    away = frozenset(node for node in laid if node in kept)
+                    saved.append(Saved(kept, {}, before, away, random))
+                else:
+                    roots = {node: value for node, value in outputs.items() if value.requires_grad}
+                    saved.append(Saved(kept, {n: each for n, each in roots.items() if live is None or n in live}, {}))
             random = after
         for node, reader in self._bound.traffic_of(inside=step.interleaved).leaving.get(stage, ()):
             step.values[piece, node, reader] = values[node]

@@ -26,6 +26,7 @@ class Saved:
     """Tensors saved for the backward of a microbatch through a segment."""
 
     inputs: dict[Node, torch.Tensor]
+    """Those that get a gradient; all, if its forward is recomputed."""
     outputs: dict[Node, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     """Buffers before the segment, if its forward is recomputed."""

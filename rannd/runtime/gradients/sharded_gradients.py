@@ -63,7 +63,14 @@ class ShardedGradients:
         self._pieces = {
             name: bucket.pieces(exchange.replica).get(name, _NOTHING) for bucket in buckets for name in bucket.names
         }
-        self._pending: deque[tuple[Bucket, PendingSum]] = deque()
+        count = exchange.replicas
+        self._whole_sizes = [[*each.sizes, each.length * count - sum(each.sizes)] for each in buckets]
+        """Numbers of elements of each bucket's gradients, and of what is behind them."""
+        own = [[self._pieces[name].size for name in each.names] for each in buckets]
+        self._own_sizes = [[*sizes, each.length - sum(sizes)] for each, sizes in zip(buckets, own, strict=True)]
+        """The same of this rank's pieces."""
+        self._pending: deque[tuple[int, PendingSum]] = deque()
+        """Numbers of buckets, and their sums."""
         self._sums: dict[str, torch.Tensor] = {}
         self._present: set[str] = set()
         parameters.shared = self
@@ -81,51 +88,50 @@ class ShardedGradients:
     def send(self, numbers: Iterable[int]) -> None:
         """Begin to sum up the gradients of some buckets, and take them from the aliases. Collective of the replicas."""
         for number in numbers:
-            bucket = self.buckets[number]
-            aliases = [self._parameters.aliases[name] for name in bucket.names]
-            if not any(alias.requires_grad for alias in aliases):  # on all replicas alike
-                continue
-            if len(self._pending) == MOST_PENDING:
-                self._settle()
-            flat = self._flat(bucket, aliases)
-            for name, alias in zip(bucket.names, aliases, strict=True):
-                if alias.grad is not None:
-                    self._present.add(name)
-                    alias.grad = None
-            self._pending.append((bucket, self.exchange.sum(flat)))
+            aliases = [self._parameters.aliases[name] for name in self.buckets[number].names]
+            if any(alias.requires_grad for alias in aliases):  # on all replicas alike
+                if len(self._pending) == MOST_PENDING:
+                    self._settle()
+                self._begin(number, aliases)
 
-    def _flat(self, bucket: Bucket, aliases: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _begin(self, number: int, aliases: Sequence[torch.Tensor]) -> None:
+        names = self.buckets[number].names
+        dtype = self._parameters.gradient_dtypes(names[0]).reduced
+        flat = self._flat(number, [alias.grad for alias in aliases], dtype)
+        for name, alias in zip(names, aliases, strict=True):
+            if alias.grad is not None:
+                self._present.add(name)
+                alias.grad = None
+        self._pending.append((number, self.exchange.sum(flat)))
+
+    def _flat(self, number: int, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """The gradients of a bucket, end to end; zeros for those that there are not."""
-        first, size = aliases[0], bucket.length * self.exchange.replicas
-        gradients = [alias.grad for alias in aliases]
-        alone = gradients[0]
-        reduced = self._parameters.gradient_dtypes(bucket.names[0]).reduced
-        fits = alone is not None and alone.numel() == size and alone.dtype == reduced
-        if len(gradients) == 1 and alone is not None and fits:
-            return flattened(alone).contiguous()
-        flat = torch.empty(size, dtype=reduced, device=first.device)
-        *parts, rest = flat.split([*bucket.sizes, size - sum(bucket.sizes)])
-        rest.zero_()
-        for part, gradient in zip(parts, gradients, strict=True):
-            if gradient is None:
-                part.zero_()
-            else:
-                part.copy_(flattened(gradient))
+        sizes = self._whole_sizes[number]
+        if len(gradients) == 1 and not sizes[-1]:
+            (alone,) = gradients
+            if alone is not None and alone.dtype == dtype:
+                return flattened(alone).contiguous()
+        flat = torch.empty(sum(sizes), dtype=dtype, device=self.exchange.device)
+        *parts, rest = flat.split_with_sizes(sizes)
+        there = [(part, flattened(each)) for part, each in zip(parts, gradients, strict=True) if each is not None]
+        if there:
+            torch._foreach_copy_([part for part, _ in there], [each for _, each in there])
+        for part in (rest, *(part for part, each in zip(parts, gradients, strict=True) if each is None)):
+            part.zero_()
         return flat
 
     def _settle(self) -> None:
         """Wait for the oldest sum that is on its way, and add it to what is there."""
-        bucket, pending = self._pending.popleft()
-        own, begin = pending.wait(), 0
+        number, pending = self._pending.popleft()
+        names, own = self.buckets[number].names, pending.wait()
         home = None if self.values is None else self.values.home
-        if home is not None and bucket.names[0] not in self._sums:  # all of a bucket come together
-            own = home.loan(own.to(self._parameters.gradient_dtypes(bucket.names[0]).accumulated))
+        if home is not None and names[0] not in self._sums:  # all of a bucket come together
+            own = home.loan(own.to(self._parameters.gradient_dtypes(names[0]).accumulated))
         here: list[torch.Tensor] = []
         more: list[torch.Tensor] = []
-        for name in bucket.names:
-            size = self._pieces[name].size
-            part = own[begin : begin + size].to(self._parameters.gradient_dtypes(name).accumulated)
-            begin += size
+        *parts, _ = own.split_with_sizes(self._own_sizes[number])
+        for name, reduced in zip(names, parts, strict=True):
+            part = reduced.to(self._parameters.gradient_dtypes(name).accumulated)
             if name in self._sums:
                 here.append(self._sums[name])
                 more.append(part)

@@ -84,6 +84,9 @@ class ReplicaExchange:
         self.replica = self._ranks.index(world.rank)
         """This rank's number among the replicas."""
         self.replicas = len(self._ranks)
+        order = [(self.replica + step) % self.replicas for step in range(1, self.replicas)]
+        self._others = [(number, self._ranks[number]) for number in order]
+        """(number, rank) of the other replicas, the next one first, so that not all send to the same."""
         self.device = world.device
         self._group = world.group_of(tuple(slots))
         self.uneven = world.transport.backend == "gloo"
@@ -103,9 +106,9 @@ class ReplicaExchange:
                 [_reduce_scatter(mine, flat, group=self._group, async_op=True)], [mine], 0, flat.device, flat
             )
         host = flat if flat.device.type == "cpu" else moved(flat, _CPU)
-        parts = list(host.split(length))
+        parts = list(host.split_with_sizes([length] * self.replicas))
         works: list[object] = []
-        for number, rank in self._others():
+        for number, rank in self._others:
             works.append(dist.isend(parts[number], rank, group=self._group, tag=_SUM))
             parts[number] = torch.empty_like(parts[number])
             works.append(dist.irecv(parts[number], rank, group=self._group, tag=_SUM))
@@ -124,7 +127,7 @@ class ReplicaExchange:
         host = None if flat.device.type == "cpu" else moved(flat, _CPU)
         parts = (flat if host is None else host).split(length)
         works: list[object] = []
-        for number, rank in self._others():
+        for number, rank in self._others:
             if self.replica < len(parts):
                 works.append(dist.isend(parts[self.replica], rank, group=self._group, tag=_GATHER))
             if number < len(parts):
@@ -135,8 +138,3 @@ class ReplicaExchange:
         """Replace numbers by the largest of all replicas."""
         if self.replicas > 1:
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
-
-    def _others(self) -> list[tuple[int, int]]:
-        """(number, rank) of the other replicas, the next one first, so that not all send to the same."""
-        order = [(self.replica + step) % self.replicas for step in range(1, self.replicas)]
-        return [(number, self._ranks[number]) for number in order]

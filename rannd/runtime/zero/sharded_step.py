@@ -63,8 +63,10 @@ class ShardedStep:
         self._tensors = {name: parameters.tensors[name] for bucket in buckets for name in bucket.names}
         self.pieces: dict[str, Piece] = {}
         """What this rank owns, by name; a parameter of which it owns nothing is left out."""
-        for bucket in self._buckets:
-            self.pieces |= bucket.pieces(self._gathering.replica)
+        self._pieces_of = {each: [each.pieces(replica) for replica in range(each.replicas)] for each in buckets}
+        """What every replica owns of each bucket."""
+        for every in self._pieces_of.values():
+            self.pieces |= every[self._gathering.replica]
         self.masters = frozenset(masters)
         self._stepped = {**self._tensors, **{name: parameters.tensors[name] for name in masters}}
         """Parameters in whose place the optimizer steps a part."""
@@ -348,7 +350,7 @@ class ShardedStep:
 
     def _copy(self, bucket: Bucket, flat: torch.Tensor, replica: int, *, out: bool) -> None:
         """Copy a replica's pieces out of the parameters, or into them."""
-        pieces = bucket.pieces(replica)
+        pieces = self._pieces_of[bucket][replica]
         here, there, begin = [], [], replica * bucket.length
         for name, piece in pieces.items():
             here.append(self._tensors[name].detach().view(-1)[piece.start : piece.stop])

@@ -99,6 +99,15 @@ def test_weights_and_batch_size_do_not_matter() -> None:
     assert seen(model) == reference()
 
 
+def test_a_tensor_whose_memory_was_let_go_of() -> None:
+    """As parameters that replicas divide are outside of their use: to read one would end the process."""
+    model = Net()
+    model.value = [torch.ones(1 << 20)]
+    model.value[0].untyped_storage().resize_(0)
+    assert differences(seen(model), reference()) == {"modules"}
+    graph_of(model, torch.randn(2, 4))
+
+
 @pytest.mark.parametrize(
     ("options", "where"),
     [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from pieces import Small, assert_same, graph_of
 from row_cases import INDEPENDENT, img, marks, seq, x
-from stages import buffers_kept, parts_of, random_stages, run_eager, run_stages
+from stages import buffers_kept, parts_of, random_stages, run_eager, run_stages, segments_of
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -63,6 +65,22 @@ def _mask(m: Any, a: Tensor) -> Tensor:
     return a
 
 
+def _padding(m: Any, a: Tensor, y: Tensor) -> Tensor:
+    mask = torch.ones(5, 5, dtype=torch.bool).tril() & (y >= 0)[:, None]
+    for _ in range(3):
+        a = (a @ m.w).tanh()
+        a = (a @ a.mT).masked_fill(~mask, -9.0).softmax(-1) @ a
+    return a
+
+
+def _wide_bias(m: Any, a: Tensor, y: Tensor) -> Tensor:
+    bias = (y[:, :, None] >= 0) * torch.arange(40.0)  # larger than the values that go through the layers
+    for _ in range(3):
+        a = (a @ m.w + bias.amax(-1, keepdim=True)).tanh()
+        a = a * bias.sum(-1, keepdim=True)
+    return a
+
+
 def _views(m: Any, a: Tensor) -> Tensor:
     b = (a @ m.w).view(-1, 2, 3)
     top = b[:, 0]
@@ -87,6 +105,8 @@ CASES: dict[str, tuple[Any, list[Any]]] = {
     "tuples": (_tuples, [seq]),
     "skips": (_skips, [x]),
     "mask": (_mask, [seq]),
+    "padding": (_padding, [seq, marks]),
+    "wide bias": (_wide_bias, [seq, marks]),
     "views": (_views, [x]),
     "regions": (_regions, [x]),
     "images": (lambda m, a: m.group_norm(m.conv(a)).relu_().flatten(1).tanh().sum(1), [img]),
@@ -115,13 +135,41 @@ def test_stage_by_stage_is_exact(name: str) -> None:
     with buffers_kept(model) as buffers:
         expected = run_eager(graph, model, tensors)
     generator = random.Random(name)
-    for stages in (1, 2, 3, 4, 5, 5):
-        parts = parts_of(graph, random_stages(graph, stages, generator))
+    for stages, divided in itertools.product((1, 2, 3, 4, 5, 5), (parts_of, segments_of)):
+        parts = divided(graph, random_stages(graph, stages, generator))
         with buffers_kept(model) as found:
             outcome = run_stages(graph, model, parts, tensors)
         assert_same(outcome, expected, exact="padded" not in name)
         for key, buffer in buffers.items():
             assert torch.equal(found[key], buffer), key
+
+
+def _by_matmul(graph: ModelGraph) -> dict[Node, int]:
+    """A number for each op: how many products of matrices there are up to it."""
+    count, found = 0, {}
+    for node in graph.placement.placed:
+        count += "matmul" in node.name
+        found[node] = count
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_segments_hand_over_what_is_computed_from_arguments(recompute: bool) -> None:
+    graph = graph_of(Small(_padding), seq(), marks())
+    parts = segments_of(graph, _by_matmul(graph), recompute)
+    made = Counter(node.name for part in parts for node in part.module.graph.nodes if node.op == "call_function")
+    mask = next(node for node in graph.placement.early if node.name == "and_1")
+    assert made["tril"] == made["and_1"] == (3 if recompute else 1)
+    readers = [number for number, part in enumerate(parts) if mask in part.inputs]
+    assert len(readers) == (0 if recompute else 2)
+    assert [mask in part.outputs for part in parts].count(True) == (0 if recompute else 1)
+
+
+def test_segments_do_not_hand_over_what_is_larger_than_all_else() -> None:
+    graph = graph_of(Small(_wide_bias), seq(), marks())
+    bias = next(node for node in graph.placement.early if node.name == "mul")
+    for part in segments_of(graph, _by_matmul(graph)):
+        assert bias not in (*part.inputs, *part.outputs)
 
 
 def test_written_tensors_get_gradients_at_a_boundary() -> None:

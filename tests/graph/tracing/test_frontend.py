@@ -123,6 +123,15 @@ def test_any_number_of_rows_traces_the_same(rows: int) -> None:
         torch.testing.assert_close(found, model(a))
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_first_call_in_inference_mode_is_exported(inside: bool) -> None:
+    """Also one whose code reads sizes: what is made in inference mode does not count its changes."""
+    model = Small(lambda m, a: torch.relu(a @ m.w + torch.arange(a.shape[1])))
+    outside = torch.randn(3, 6)
+    with torch.inference_mode():
+        assert traced(model, torch.randn(3, 6) if inside else outside).record == ()
+
+
 class Deciding(nn.Module):
     def forward(self, a: Tensor) -> Tensor:
         if a.sum() > 0:  # the line that is named

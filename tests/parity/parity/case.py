@@ -34,6 +34,8 @@ class Case(msgspec.Struct, frozen=True):
     """ZeRO stage; -1 leaves it to the planner."""
     recompute: bool = False
     """Activations are recomputed in backward."""
+    every_other: bool = False
+    """Only every other block recomputes, as where memory suffices for some of them, see recomputing.py."""
     offload: Offload = Offload()
     """What is elsewhere while it is not needed; nothing leaves it to the planner, and memory is plentiful."""
     reshard: bool = False
@@ -63,7 +65,7 @@ class Case(msgspec.Struct, frozen=True):
         parts += [f"v{self.passes}"] if self.passes > 1 else []
         parts += [f"zero{self.zero}"] if self.zero > 0 else []
         parts += ["reshard"] if self.reshard else []
-        parts += ["recompute"] if self.recompute else []
+        parts += [f"recompute{'some' if self.every_other else ''}"] if self.recompute else []
         parts += [each.replace("_", "") for each in self.offload.settings]
         parts += [self.precision] if self.precision != "float64" else []
         parts += [f"{key.removeprefix('RANNC_').lower()}={value}" for key, value in self.env]

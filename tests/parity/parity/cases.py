@@ -34,7 +34,8 @@ class Choice(NamedTuple):
     script: str
     rows: str
     zero: int
-    recompute: bool
+    recompute: str
+    """Blocks that recompute: none, some or all."""
     offload: Offload
     activations: bool
     """Whether these are offloaded, too."""
@@ -79,7 +80,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "script": list(SCRIPTS),
     "rows": ROWS,
     "zero": sorted({way.zero for way in RUN_MODES}),
-    "recompute": [False, True],
+    "recompute": ["none", "all", "some"],
     "offload": [each for each in OFFLOADS if not each.activations],
     "activations": [False, True],
 }
@@ -135,6 +136,8 @@ def possible(choice: Choice) -> bool:
         return False  # all stages have equally many replicas
     if choice.zero not in runnable_zero("gpipe" if choice.schedule == "asked" else choice.schedule):
         return False
+    if choice.recompute == "some" and choice.activations:
+        return False  # all recompute then
     if choice.schedule in ("gpipe", "zb_h1") and choice.shape[1] == 1:
         return False  # the same as 1f1b
     return not entry.coupled or choice.micro == 1
@@ -164,7 +167,8 @@ def _case(choice: Choice) -> Case:
         late_rows=late,
         zero=choice.zero,
         reshard=may_stay and zlib.crc32(repr(choice).encode()) % 2 > 0,  # in half of the cases
-        recompute=choice.recompute,
+        recompute=choice.recompute != "none",
+        every_other=choice.recompute == "some",
         offload=msgspec.structs.replace(choice.offload, activations=choice.activations),
     )
 
@@ -233,6 +237,11 @@ EXTRA = [
     Case("mean", ranks=4, stages=2, micro=2, zero=3, schedule="gpipe", script="delay", rows=(8, 5, 3, 7)),
     Case("sum", ranks=2, stages=1, micro=8, zero=3, script="evaluate", rows=(3, 2)),
     Case("frozen", ranks=3, stages=1, micro=2, zero=3, recompute=True, script="accumulate", rows=(8, 5, 0)),
+    # an operator with an LSTM, which keeps references to the weights that it was run with
+    Case("opaque", ranks=2, stages=1, zero=3, script="evaluate", optimizer="adam"),
+    # some blocks recompute, others keep what they have
+    Case("skip", ranks=2, stages=2, micro=2, recompute=True, every_other=True, optimizer="adam"),
+    Case("gpt2", ranks=2, stages=1, micro=2, zero=2, recompute=True, every_other=True, schedule="asked"),
     # one-row pieces, fewer rows than microbatches
     Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
     Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),
@@ -277,7 +286,7 @@ def _full() -> list[Case]:
                 schedule = "asked"
             for pattern in (rows, "uneven"):
                 recompute = source.choice(FACTORS["recompute"])
-                away = source.random() < 0.25
+                away = source.random() < 0.25 and recompute != "some"
                 attempt = Choice(
                     model, shape, micro, schedule, optimizer, script, pattern, 0, recompute, Offload(), away
                 )

@@ -120,6 +120,9 @@ def plan_differences(case: Case, got: list[Record]) -> list[str]:
         wanted = min(case.micro, case.total_rows(0))  # more would be without rows
         if case.micro and micro != wanted:
             found.append(f"rank {rank}: {micro} microbatches ran instead of {wanted}")
+        keeps, recomputes = record["plan/recompute"].any(0).tolist()
+        if case.recompute and not (recomputes and keeps == case.every_other):
+            found.append(f"rank {rank}: {'some' if keeps else 'all' if recomputes else 'no'} blocks recompute")
         offloaded = Offload(*record["plan/offload"].tolist())
         if offloaded != case.offload:
             found.append(f"rank {rank}: {offloaded} was elsewhere instead of {case.offload}")

@@ -106,21 +106,24 @@ class Rannc:
 
     @contextlib.contextmanager
     def placing(self, case: Case) -> Iterator[None]:
-        if case.passes == 1:
-            yield
-            return
         from parity.placing import place_plans  # the yardstick must not need it
+        from parity.recomputing import recompute_every_other
 
-        undo = place_plans(case.schedule, case.passes, max(case.zero, 0))
-        try:
+        with contextlib.ExitStack() as undone:
+            if case.passes > 1:
+                undone.callback(place_plans(case.schedule, case.passes, max(case.zero, 0)))
+            if case.every_other:
+                undone.callback(recompute_every_other())
             yield
-        finally:
-            undo()
 
     def plan(self, model: nn.Module, record: Record) -> None:
         deployment = cast(Any, model).deployment
         record["plan/replicas"] = array(torch.tensor([len(stage.slots) for stage in deployment.stages]))
         record["plan/micro"] = array(torch.tensor(deployment.microbatches))
+        settings = [set(stage.segments) for stage in deployment.stages]
+        record["plan/recompute"] = array(
+            torch.tensor([[again in each for again in (False, True)] for each in settings])
+        )
         record["plan/offload"] = array(torch.tensor(deployment.offloads))
 
     @contextlib.contextmanager

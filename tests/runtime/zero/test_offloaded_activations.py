@@ -8,12 +8,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.plan.deployment import encode
 from rannd.runtime.execution import stage
 from rannd.runtime.zero.host_memory import HostMemory
 from rannd.runtime.zero.mapped_file import MappedFile
@@ -115,6 +117,30 @@ def test_steps_equal_those_of_a_plain_model(monkeypatch: pytest.MonkeyPatch, lai
     assert all(again for planned in wrapped.deployment.stages for again in planned.segments)
     assert laid["lay"] >= 4 * (LAYERS - 2)
     assert laid["back"] >= laid["lay"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_block_that_keeps_its_values_reads_what_is_elsewhere_for_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, laid: Counter[str], first: int
+) -> None:
+    model, other = _pair()
+    file = tmp_path / "plan"
+    wrapped = pyrannc.RaNNCModule(copy.deepcopy(model), None)
+    wrapped(_batch(0)).backward()
+    planned = wrapped.deployment
+    (only,) = planned.stages
+    every_other = tuple((number + first) % 2 == 0 for number in range(len(only.segments)))
+    assert len(every_other) > 3
+    stages = (msgspec.structs.replace(only, recomputed=every_other),)
+    file.write_bytes(encode(msgspec.structs.replace(planned, stages=stages)))
+    monkeypatch.setenv("RANNC_LOAD_DEPLOYMENT", "true")
+    monkeypatch.setenv("RANNC_DEPLOYMENT_FILE", str(file))
+    laid.clear()
+    optimizer = _adam(model)
+    wrapped = pyrannc.RaNNCModule(model, optimizer)
+    assert _train(wrapped, optimizer) == _train(other, _adam(other))
+    assert wrapped.deployment.stages[0].segments == every_other
+    assert laid["lay"]
 
 
 @pytest.mark.usefixtures("home")
