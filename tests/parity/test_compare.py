@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
 import numpy as np
 import pytest
 from parity.case import Case
@@ -108,8 +109,12 @@ def test_the_first_difference_in_time_comes_first(truth: list[Record], got: list
     assert order == ["1/0/loss", "1/grad/layers.0.bias", "4/0/loss", "end/param/layers.0.bias"]
 
 
-def _plan(replicas: list[int], micro: int, offload: tuple[bool, ...] = (False, False, False)) -> Record:
+def _plan(
+    replicas: list[int], micro: int, offload: tuple[bool, ...] = (False, False, False), recompute: str = "none"
+) -> Record:
+    settings = {"none": (True, False), "some": (True, True), "all": (False, True)}
     return {
+        "plan/recompute": np.array([settings[recompute]] * len(replicas)),
         "plan/replicas": np.array(replicas),
         "plan/micro": np.array(micro),
         "plan/offload": np.array(offload),
@@ -132,6 +137,14 @@ def test_a_plan_that_was_not_forced_is_named(replicas: list[int], micro: int, wo
 def test_what_was_offloaded_without_being_asked_to_is_named() -> None:
     (told,) = plan_differences(CASE, [_plan([1, 1], 2, offload=(True, False, False))])
     assert "Offload(optimizer=True, params=False, activations=False) was elsewhere instead of" in told
+
+
+@pytest.mark.parametrize("asked", ["some", "all"])
+@pytest.mark.parametrize("found", ["none", "some", "all"])
+def test_which_blocks_recompute_is_compared(asked: str, found: str) -> None:
+    case = msgspec.structs.replace(CASE, recompute=True, every_other=asked == "some")
+    wrong = [] if found == asked else [f"rank 0: {found.replace('none', 'no')} blocks recompute"]
+    assert plan_differences(case, [_plan([1, 1], 2, recompute=found)]) == wrong
 
 
 def test_the_forced_plan_agrees() -> None:

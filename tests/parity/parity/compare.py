@@ -122,7 +122,7 @@ def plan_differences(case: Case, got: list[Record]) -> list[str]:
             found.append(f"rank {rank}: {micro} microbatches ran instead of {wanted}")
         keeps, recomputes = record["plan/recompute"].any(0).tolist()
         if case.recompute and not (recomputes and keeps == case.every_other):
-            found.append(f"rank {rank}: {'some' if keeps else 'all' if recomputes else 'no'} blocks recompute")
+            found.append(f"rank {rank}: {'no' if not recomputes else 'some' if keeps else 'all'} blocks recompute")
         offloaded = Offload(*record["plan/offload"].tolist())
         if offloaded != case.offload:
             found.append(f"rank {rank}: {offloaded} was elsewhere instead of {case.offload}")
