@@ -1,8 +1,7 @@
-"""Measures the memory of tensors during a step with torch's profiler, and of the process."""
+"""Measures the memory of tensors during a step with torch's profiler."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,33 +46,6 @@ def mapped_files() -> list[range]:
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     spans = [line.split()[0].split("-") for line in lines if line.endswith("(deleted)")]
     return [range(int(low, 16), int(high, 16)) for low, high in spans]
-
-
-def private_bytes() -> int:
-    """Private memory of this process that is in use; mapped files are not."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
-
-
-class PrivateMemory(threading.Thread):
-    """The most of `private_bytes` while it is entered, looked at a hundred times a second."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most = 0
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.wait(0.01):
-            self.most = max(self.most, private_bytes())
-
-    def __enter__(self) -> PrivateMemory:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
 
 
 def lying_and_peak(step: Callable[[], Any], wrapped: Any, optimizer: Any) -> tuple[int, int]:

@@ -33,12 +33,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from _in_turns import GptSizes, Training, compare, gpt2, training
 from _starting import SCRIPTS
-from _tensor_bytes import PrivateMemory, lying, lying_and_peak, mapped_files, private_bytes, regions
+from _tensor_bytes import lying, lying_and_peak, mapped_files, regions
 
+PROGRAMS = Path(__file__).resolve().parent.parent / "tests" / "e2e" / "programs"
 WHAT = ("bytes", "throughput", "fit", "larger", "offload")
 PLAIN = {"RANNC_LOG_LEVEL": "warn", "OMP_NUM_THREADS": "1", "RANNC_CACHE": "off", "RANNC_MEM_MARGIN": "0"}
 ONE_STAGE = {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}
@@ -286,19 +288,24 @@ def fit(sizes: GptSizes) -> bool:
 
 
 def larger(sizes: GptSizes) -> bool:
-    import transformers  # noqa: F401  # before the memory of libraries is looked at
+    sys.path.insert(0, str(PROGRAMS))
+    from memory_watch import MemoryWatch, private_mib
 
     from rannd.plan.plan_text import plan_line
 
-    state, own = training_state(sizes), private_bytes()
-    limit = state / SHARE
-    made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr((limit - own) / 2**30)})
-    with PrivateMemory() as watch:
-        losses = [float(made.step()) for _ in range(WARM_UP)]
-    print(f"training state {state / 2**20:.0f} MiB; limit of a process {limit / 2**20:.0f}, with", end=" ")
-    print(f"{own / 2**20:.0f} of Python and libraries; {plan_line(made.wrapped.deployment)}")
-    print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}, most private memory {watch.most / 2**20:.0f} MiB")
-    return watch.most <= limit and losses[-1] < losses[0]
+    state = training_state(sizes) / 2**20
+    own, limit = private_mib(), state / SHARE  # libraries are imported now
+    made = wrapped(sizes, {"RANNC_MEM_LIMIT_GB": repr((limit - own) / 2**10)})
+    watch = MemoryWatch()
+    watch.start()
+    losses = [float(made.step()) for _ in range(WARM_UP)]
+    most = watch.end()
+    print(
+        f"training state {state:.0f} MiB; limit of a process {limit:.0f}, with {own} of Python and libraries;", end=" "
+    )
+    print(plan_line(made.wrapped.deployment))
+    print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}, most private memory {most} MiB")
+    return most <= limit and losses[-1] < losses[0]
 
 
 def training_state(sizes: GptSizes) -> int:

@@ -1,4 +1,4 @@
-"""One private home for all jobs of a test run."""
+"""The cases of a file, and one private home for all jobs of a test run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from parity.launch import Home, Outcome
 
 def pytest_report_header() -> str:
     return f"parity cases drawn with TEST_SEED={SEED}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames and hasattr(metafunc.module, "CASES"):
+        metafunc.parametrize("case", [pytest.param(case, id=case.name) for case in metafunc.module.CASES])
 
 
 @pytest.fixture(scope="session")

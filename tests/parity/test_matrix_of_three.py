@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from parity.case import Case
 from parity.cases import DRAWN, FULL
-from parity.check import check
-from parity.launch import Home, Outcome
+from parity.check import test_training_equals_the_emulation as test_training_equals_the_emulation
 
+pytestmark = pytest.mark.full
 CASES = [case for case in FULL if case.ranks == 3 and case not in DRAWN]
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.timeout(3600)  # as in test_parity.py
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_training_equals_the_emulation(
-    case: Case, request: pytest.FixtureRequest, home: Home, outcomes: dict[str, Outcome]
-) -> None:
-    check(case, request, home, outcomes)

@@ -270,11 +270,8 @@ def _substituted(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterat
     ]
     for held, key, tensor in places:
         held[key] = given[id(tensor)]  # type: ignore[assignment]
-    for (
-        each,
-        weights,
-        _,
-    ) in flat:  # nn.RNNBase keeps a second list of its parameters, and looks whether it is that of now
+    # nn.RNNBase keeps a second list of its parameters, and looks whether it is that of now.
+    for each, weights, _ in flat:
         each._flat_weights = [given.get(id(weight), weight) for weight in weights]
         each._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in each._flat_weights]
     try:

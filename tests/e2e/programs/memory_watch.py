@@ -7,6 +7,12 @@ import threading
 from pathlib import Path
 
 
+def private_mib() -> int:
+    """Private memory in use; mapped files do not count."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("RssAnon:"))
+
+
 class MemoryWatch(threading.Thread):
     """Looks at the private memory in use, in MiB, a hundred times a second."""
 
@@ -17,8 +23,7 @@ class MemoryWatch(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(0.01):
-            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-            self.most = max(self.most, *(int(line.split()[1]) >> 10 for line in lines if line.startswith("RssAnon:")))
+            self.most = max(self.most, private_mib())
 
     def end(self) -> int:
         """Stop looking; returns the most."""

@@ -1,4 +1,8 @@
-"""One case, run with others of its file in one start of ranks, and compared with the emulation."""
+"""The test of all files of cases: training under pyrannc equals the emulated training, case by case.
+
+Ranks are started once per number of ranks (and per `BATCH` cases); each test reads its own case's record, so a
+failure names the case and the first tensor that deviates, in the order of time. A file has its cases in `CASES`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,11 @@ SHOWN = 12
 """Differences that a failing test shows."""
 
 
-def check(case: Case, request: pytest.FixtureRequest, home: Home, outcomes: dict[str, Outcome]) -> None:
-    """Fail with the first differences, in the order of time; `outcomes`: of cases that ran before their turn."""
+@pytest.mark.ranks
+@pytest.mark.timeout(3600)  # the first test of a start waits for all its cases; hangs end in the worker
+def test_training_equals_the_emulation(
+    case: Case, request: pytest.FixtureRequest, home: Home, outcomes: dict[str, Outcome]
+) -> None:
     if case.name not in outcomes:
         outcomes.update(run(_batch_of(case, request), home))
     outcome = outcomes.pop(case.name)
