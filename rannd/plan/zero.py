@@ -125,6 +125,9 @@ def held(
     )
 
 
+SEGMENT = 8 << 20
+"""Bytes of gradients up to which neighbouring blocks are one segment with stages 2 and 3, where memory suffices: a
+segment costs its own run of autograd and its own messages, in each microbatch."""
 LEAST_OFFLOADED = 1 << 18
 """Bytes from which a gradient, or a value that a segment starts from, is worth being elsewhere."""
 ASSUMED_RATES = {"cuda": 20e3}

@@ -22,7 +22,7 @@ from rannd.plan.stage_costs.reduction_times import Reductions
 from rannd.plan.stage_costs.stage_memory import StageMemory
 from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
-from rannd.plan.zero import computing, fetch_us, gathers_of, offload_us
+from rannd.plan.zero import SEGMENT, computing, fetch_us, gathers_of, offload_us
 
 NEVER = 1 << 40
 """A number of devices that no job has, for 'impossible'."""
@@ -340,12 +340,13 @@ class StageTables:
         """Return what of a stage recomputes: the least that makes it fit, or all of it with `checkpointing`.
 
         E and the search count a stage that cannot keep everything as one that recomputes all. Where replicas share
-        gradients, each block is a segment: its gradients are given away after its backward.
+        gradients, each block is a segment, which gives its gradients away after its backward; small neighbours are one
+        together where nothing is recomputed and memory suffices.
         """
         forward = np.diagonal(self.forward_us, 1)[start:end]
         apart = bool(self.memory.apart[replicas - 1])
         if not self.recomputes(start, end, replicas, used=used):
-            ends = tuple(range(1, end - start + 1)) if apart else (end - start,)
+            ends = self._joined(start, end, replicas, used=used) if apart else (end - start,)
             return DividedStage(ends, (False,) * len(ends), float(self.memory.kept[start, end]), 0.0, 0.0)
         flying = self.counts.most_of(start, end, replicas, used=used, split=False)
         activation = self.memory.kept[start : end + 1, start : end + 1]
@@ -362,6 +363,20 @@ class StageTables:
             budget = self.limit - float(others)
             self._segments[key] = segments(forward, activation, handed, flying, budget, apart=apart) or least
         return self._segments[key]
+
+    def _joined(self, start: int, end: int, replicas: int, *, used: int) -> tuple[int, ...]:
+        """Return where segments of a stage end that recomputes nothing: runs of blocks with few gradients if what is
+        whole with them fits, otherwise each block."""
+        apart, joined = tuple(range(1, end - start + 1)), self.intervals.joined(start, end, SEGMENT)
+        stays = self.stays_whole(start, end, replicas, used=used)
+        separate, together = (
+            self.memory.divided_bytes(start, ends, replicas).state.item()
+            + self.memory.whole_bytes(start, ends, replicas, stays=stays)
+            for ends in (apart, joined)
+        )
+        fits = self.bytes_kept(start, end, replicas, used=used)
+        fits += float(self.memory.staying[start, end, replicas - 1]) * stays
+        return joined if fits - separate + together <= self.limit else apart
 
     def away(self, start: int, end: int, flying: int, *, apart: bool) -> DividedStage:
         """Return a stage that recomputes: each block, from values that are elsewhere, or all together if that is less.
@@ -421,16 +436,15 @@ class StageTables:
         reduce = self.reductions.of(end, inside, zero)[0][start, replicas - 1]
         if zero in (1, 2):
             reduce += self.reductions.gather(end, inside)[start, replicas - 1]
-        own = self.memory.replica_bytes(start, end, replicas)
+        own = self.memory.divided_bytes(start, divided.ends, replicas)
         param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
         later = float(self.memory.delayed[start, end])
         waits = later > 0 and split
         activation = math.ceil(divided.kept * flying)
         if waits:
             activation = math.ceil(max(divided.kept, later) * first + later * (flying - first))
-        staying = float(self.memory.staying[start, end, replicas - 1]) if whole else 0.0
-        whole_bytes = math.ceil(own.working[0] + staying)
-        working = math.ceil(self.memory.working[start, end] + own.working[0] + divided.working + staying)
+        at_a_time = self.memory.whole_bytes(start, divided.ends, replicas, stays=whole)
+        working = math.ceil(self.memory.working[start, end] + divided.working + at_a_time)
         posted = self.memory.posted(slice(0, end), end, np.full((1, self.world), flying))[start, replicas - 1]
         comm = math.ceil(self.memory.crossing[start, end] * flying + posted)
         return StageEstimate(
@@ -449,7 +463,7 @@ class StageTables:
             in_flight=flying,
             weight_us=float(weight),
             working_bytes=working,
-            whole_bytes=whole_bytes,
+            whole_bytes=math.ceil(at_a_time),
             weight_bytes=math.ceil(later) if waits else 0,
             offloaded_bytes=math.ceil(own.offloaded[0] + divided.away * flying),
             offload_us=float(offload_us(own.offloaded, self.options.device)[0]),

@@ -7,7 +7,7 @@ the batch are polynomials of a microbatch's rows, ``[power, i, j]``, evaluated b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -205,18 +205,50 @@ class Intervals:
             first = next(reader for reader in readers if reader >= start)
             table[:, start, first + 1 :] += size[:, 0]
 
-    def _units(self, graph: TaskGraph, readers: Mapping[int, set[int]], options: PlanOptions) -> WholeBytes:
-        """Parameters that several blocks of a run read count if no block outside of it does: others are not divided."""
-        own = np.zeros((2, self.count))
-        tied: dict[tuple[int, ...], Table] = defaultdict(lambda: np.zeros(2))
-        for index, blocks in readers.items():
-            param = graph.params[index]
-            if param.trainable:
-                size = param.bytes * np.array([1.0, state_weights(param.itemsize, options).reduced])
-                if len(blocks) == 1:
-                    own[:, min(blocks)] += size
+    def joined(self, start: int, end: int, most: float) -> tuple[int, ...]:
+        """Return where runs of neighbouring blocks with `most` bytes of gradients end, counted from `start`.
+
+        Each run has a block at least. What several blocks read counts in the last of them.
+        """
+        found, size = [], 0.0
+        last = self._own[1].copy()
+        for group, sizes in self._tied.items():
+            last[group[-1]] += sizes[1]
+        for block in range(start, end):
+            if block > start and size + last[block] > most:
+                found.append(block - start)
+                size = 0.0
+            size += float(last[block])
+        return (*found, end - start)
+
+    def units_of(self, start: int, ends: Sequence[int]) -> WholeBytes:
+        """Return what replicas have as a whole at a time if runs of blocks are segments; each an array of one entry.
+
+        Args:
+            start: First block.
+            ends: Blocks before the end of each segment, counted from `start`.
+        """
+        end = start + ends[-1]
+        segment_of = np.searchsorted(ends, np.arange(end - start), side="right")
+        each, tied_grads = np.zeros((2, len(ends))), 0.0
+        np.add.at(each, (slice(None), segment_of), self._own[:, start:end])
+        for group, (param, grad) in self._tied.items():
+            if start <= group[0] and group[-1] < end:
+                homes = np.unique(segment_of[np.array(group) - start])
+                each[0, homes] += param
+                if len(homes) == 1:
+                    each[1, homes] += grad
                 else:
-                    tied[tuple(sorted(blocks))] += size
+                    tied_grads += grad
+        (params, grads), (two_params, two_grads) = each.max(axis=1), (_largest_two(one)[-1] for one in each)
+        return WholeBytes(*(np.array([size]) for size in (params, two_params, grads, two_grads, tied_grads)))
+
+    def _units(self) -> WholeBytes:
+        """Return what replicas have as a whole at a time if each block is a segment.
+
+        Parameters that several blocks of a run read count if no block outside of it does: others are not divided.
+        """
+        own, tied = self._own, self._tied
         whole = np.zeros((2, self.count + 1, self.count + 1))
         tied_grads = np.zeros_like(whole[0])
         ordered = sorted(tied, key=lambda group: group[-1])
@@ -262,6 +294,18 @@ class Intervals:
                     trained[1, :, start, first + 1 : whole_from] += weighted
         self.trainable, self.reduced, self.gradients, self.optimizer = map(Trained, *trained)
         """Bytes of trainable parameters, of what is reduced of them, of their gradients and optimizer state."""
-        self.units = self._units(graph, readers, options)
-        """What replicas that divide parameters have as a whole at a time."""
+        self._own = np.zeros((2, self.count))
+        """Bytes of parameters that one block reads alone, and of their gradients as they are reduced."""
+        self._tied: dict[tuple[int, ...], Table] = defaultdict(lambda: np.zeros(2))
+        """The same of parameters that several blocks read, by these."""
+        for index, blocks in readers.items():
+            param = graph.params[index]
+            if param.trainable:
+                size = param.bytes * np.array([1.0, state_weights(param.itemsize, options).reduced])
+                if len(blocks) == 1:
+                    self._own[:, min(blocks)] += size
+                else:
+                    self._tied[tuple(sorted(blocks))] += size
+        self.units = self._units()
+        """What replicas that divide parameters have as a whole at a time, if each block is a segment."""
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)

@@ -6,6 +6,8 @@ run it: tables of stages that end at one block depend on the number of devices `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -139,8 +141,37 @@ class StageMemory:
         result: Table = self.state[:, :, place] + posted + self.crossing * most + kept
         return result + self.received if first < pieces else result
 
-    def replica_bytes(self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike) -> ReplicaBytes:
-        """Return the memory of stages for parameters, gradients and optimizer state."""
+    def divided_bytes(self, start: int, ends: Sequence[int], replicas: int) -> ReplicaBytes:
+        """Return what `replica_bytes` does for one stage; with ZeRO 2 and 3 its segments are runs of blocks.
+
+        Args:
+            start: First block of the stage.
+            ends: Blocks of the stage before the end of each segment.
+            replicas: Number of replicas.
+        """
+        units = self._intervals.units_of(start, ends) if self.apart[replicas - 1] else None
+        return self.replica_bytes(start, start + ends[-1], replicas, units)
+
+    def whole_bytes(self, start: int, ends: Sequence[int], replicas: int, *, stays: bool) -> float:
+        """Return the bytes of what a replica has as a whole at a time of parameters and gradients that are divided.
+
+        `start`, `ends`, `replicas`: of the stage, as for `divided_bytes`. `stays`: parameters stay whole until the last
+        microbatch.
+        """
+        end = start + ends[-1]
+        found = float(self.divided_bytes(start, ends, replicas).working[0])
+        if stays:
+            trainable, two = self._intervals.trainable, self._intervals.units_of(start, ends).two_params
+            found += max(float(trainable.whole[start, end] - trainable.shared[start, end] - two[0]), 0.0)
+        return found
+
+    def replica_bytes(
+        self, starts: slice | int, ends: slice | int, replicas: npt.ArrayLike, units: WholeBytes | None = None
+    ) -> ReplicaBytes:
+        """Return the memory of stages for parameters, gradients and optimizer state.
+
+        `units`: of segments of several blocks; None: each block is one.
+        """
         tables = self._intervals
 
         def those(each: Trained) -> Trained:
@@ -153,7 +184,7 @@ class StageMemory:
             trainable=those(tables.trainable),
             gradients=those(tables.gradients),
             optimizer=those(tables.optimizer),
-            units=WholeBytes(*(table[starts, ends, ..., None] for table in tables.units)),
+            units=units or WholeBytes(*(table[starts, ends, ..., None] for table in tables.units)),
             offload=float(BUCKET) if self.offload.optimizer else 0.0,
             away=self.offload.params,
             grads_away=self.offload.params and in_files(self._device),

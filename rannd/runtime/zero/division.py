@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ALONE = 1 << 20
+ALONE = 8 << 20
 """Bytes from which a parameter is a bucket of its own."""
 MOST = 25 << 20
 """Bytes of a bucket of smaller parameters."""

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 import pyrannc
+from rannd.plan.stage_costs import estimate
 from rannd.runtime.zero.replica_exchange import PendingGather, ReplicaExchange
 
+estimate.SEGMENT = 0  # bytes: each block is a segment, as in a large model
 WIDTH, LAYERS = 256, 6
 
 gather = ReplicaExchange.gather

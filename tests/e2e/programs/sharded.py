@@ -17,10 +17,12 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.plan.stage_costs import estimate
 from rannd.runtime.zero import sharded_step
 from rannd.runtime.zero.tensor_piece import TensorPiece
 
 MODE, FOLDER = sys.argv[1], sys.argv[2]
+estimate.SEGMENT = 0  # bytes: each block is a segment, as in a large model
 if "RANNC_OFFLOAD_OPTIMIZER" in os.environ:
     sharded_step.MOST = 1 << 19  # bytes: several buckets
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()

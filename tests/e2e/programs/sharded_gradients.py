@@ -9,7 +9,9 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.plan.stage_costs import estimate
 
+estimate.SEGMENT = 0  # bytes: each block is a segment, as in a large model
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
 ROWS = 8
 """Of the global batch."""

@@ -10,8 +10,10 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.plan.stage_costs import estimate
 from rannd.runtime.parameters.absent import part_of
 
+estimate.SEGMENT = 0  # bytes: each block is a segment, as in a large model
 RANK, WORLD = pyrannc.get_rank(), pyrannc.get_world_size()
 ROWS = 8
 """Of the global batch."""

@@ -36,6 +36,8 @@ class Case(msgspec.Struct, frozen=True):
     """Activations are recomputed in backward."""
     every_other: bool = False
     """Only every other block recomputes, as where memory suffices for some of them, see recomputing.py."""
+    joined: bool = False
+    """Under ZeRO 2 and 3 some neighbouring blocks are one segment, see joining.py."""
     offload: Offload = Offload()
     """What is elsewhere while it is not needed; nothing leaves it to the planner, and memory is plentiful."""
     reshard: bool = False
@@ -66,6 +68,7 @@ class Case(msgspec.Struct, frozen=True):
         parts += [f"zero{self.zero}"] if self.zero > 0 else []
         parts += ["reshard"] if self.reshard else []
         parts += [f"recompute{'some' if self.every_other else ''}"] if self.recompute else []
+        parts += ["joined"] if self.joined else []
         parts += [each.replace("_", "") for each in self.offload.settings]
         parts += [self.precision] if self.precision != "float64" else []
         parts += [f"{key.removeprefix('RANNC_').lower()}={value}" for key, value in self.env]

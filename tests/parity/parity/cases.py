@@ -155,6 +155,8 @@ def _case(choice: Choice) -> Case:
     ranks, stages = choice.shape
     rows, late = _rows(choice.rows, ranks)
     may_stay = choice.zero == PARAMS_ZERO and not choice.offload.params
+    may_join = choice.zero >= 2 and choice.recompute == "none"
+    number = zlib.crc32(repr(choice).encode())  # for what is so in half of the cases where it may be
     return Case(
         model=choice.model,
         ranks=ranks,
@@ -166,7 +168,8 @@ def _case(choice: Choice) -> Case:
         rows=rows,
         late_rows=late,
         zero=choice.zero,
-        reshard=may_stay and zlib.crc32(repr(choice).encode()) % 2 > 0,  # in half of the cases
+        reshard=may_stay and number & 1 > 0,
+        joined=may_join and number & 2 > 0,
         recompute=choice.recompute != "none",
         every_other=choice.recompute == "some",
         offload=msgspec.structs.replace(choice.offload, activations=choice.activations),
@@ -242,6 +245,9 @@ EXTRA = [
     # some blocks recompute, others keep what they have
     Case("skip", ranks=2, stages=2, micro=2, recompute=True, every_other=True, optimizer="adam"),
     Case("gpt2", ranks=2, stages=1, micro=2, zero=2, recompute=True, every_other=True, schedule="asked"),
+    # blocks that are one segment together
+    Case("gpt2", ranks=4, stages=2, micro=2, zero=2, joined=True, optimizer="adamw", rows=(8, 5, 3, 7)),
+    Case("skip", ranks=2, stages=1, micro=4, zero=3, joined=True, reshard=True, script="accumulate"),
     # one-row pieces, fewer rows than microbatches
     Case("mean", ranks=2, stages=2, micro=8, rows=(3, 2)),
     Case("masked", ranks=3, stages=2, micro=4, rows=(3, 1, 2)),

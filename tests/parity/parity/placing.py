@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rannd.daemon.common.keys import Key, make_key
+from parity.plan_keys import own_keys
 from rannd.plan.deployment import Deployment, Slot, decode, encode
 from rannd.plan.schedule.virtual_stages import VIRTUAL_SCHEDULES
 from rannd.runtime.planning.plan_provider import Planner, Target
@@ -36,20 +36,18 @@ def place_plans(schedule: str, passes: int, zero: int = 0) -> Callable[[], None]
     They are made for as many slots as stages, so that `zero_stage` has to be 0. In the cache they have keys of their
     own.
     """
-    make, key = Planner._make, Planner._key
+    make = Planner._make
 
     def made(self: Planner, target: Target | None = None) -> bytes:
         spread = tuple(Slot(0, device) for device in range(self._config.partition_num))
         planned = decode(make(self, Target(spread, sum(self._rows), self.usable_memory, self._made)))
         return encode(placed(planned, self._world.slots, schedule, passes, zero))
 
-    def own_key(self: Planner) -> Key:
-        found = key(self)
-        return make_key(found.kind, {**found.components, "placed": f"{schedule} {passes} {zero}"})
-
-    Planner._make, Planner._key = made, own_key  # type: ignore[method-assign]
+    Planner._make = made  # type: ignore[method-assign]
+    undo_keys = own_keys("placed", f"{schedule} {passes} {zero}")
 
     def undo() -> None:
-        Planner._make, Planner._key = make, key  # type: ignore[method-assign]
+        Planner._make = make  # type: ignore[method-assign]
+        undo_keys()
 
     return undo

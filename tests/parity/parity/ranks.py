@@ -106,7 +106,8 @@ class Rannc:
 
     @contextlib.contextmanager
     def placing(self, case: Case) -> Iterator[None]:
-        from parity.placing import place_plans  # the yardstick must not need it
+        from parity.joining import JOINED, join_blocks  # the yardstick must not need it
+        from parity.placing import place_plans
         from parity.recomputing import recompute_every_other
 
         with contextlib.ExitStack() as undone:
@@ -114,6 +115,7 @@ class Rannc:
                 undone.callback(place_plans(case.schedule, case.passes, max(case.zero, 0)))
             if case.every_other:
                 undone.callback(recompute_every_other())
+            undone.callback(join_blocks(JOINED if case.joined else 0))
             yield
 
     def plan(self, model: nn.Module, record: Record) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rannd.daemon.common.keys import Key, make_key
+from parity.plan_keys import own_keys
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.recompute import DividedStage
-from rannd.runtime.planning.plan_provider import Planner
 
 
 def recompute_every_other() -> Callable[[], None]:
@@ -16,7 +15,7 @@ def recompute_every_other() -> Callable[[], None]:
     Each block is a segment. The bytes are those of stages that recompute in all. In the cache plans have keys of their
     own.
     """
-    segments, key = StageTables.segments, Planner._key
+    segments = StageTables.segments
 
     def some(self: StageTables, start: int, end: int, replicas: int, *, used: int) -> DividedStage:
         found = segments(self, start, end, replicas, used=used)
@@ -25,13 +24,11 @@ def recompute_every_other() -> Callable[[], None]:
         again = tuple(number % 2 == 0 for number in range(end - start))
         return DividedStage(tuple(range(1, end - start + 1)), again, found.kept, found.working, found.forward_us)
 
-    def own_key(self: Planner) -> Key:
-        found = key(self)
-        return make_key(found.kind, {**found.components, "recompute": "every other block"})
-
-    StageTables.segments, Planner._key = some, own_key  # type: ignore[method-assign]
+    StageTables.segments = some  # type: ignore[method-assign]
+    undo_keys = own_keys("recompute", "every other block")
 
     def undo() -> None:
-        StageTables.segments, Planner._key = segments, key  # type: ignore[method-assign]
+        StageTables.segments = segments  # type: ignore[method-assign]
+        undo_keys()
 
     return undo

@@ -51,21 +51,32 @@ def test_what_several_blocks_keep_counts_once(seed: int) -> None:
                 assert found >= 10 + 100 * rows - 1e-6
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_what_replicas_have_as_a_whole_at_a_time(seed: int) -> None:
-    random = Random(seed)
-    graph = random_graph(random, 8)
-    count, tied = 8, sorted(random.sample(range(8), 2 + seed % 2))
-    sizes = [random.randint(1, 50) for _ in range(count)]
+def trained_graph(random: Random, sizes: list[int], tied: list[int]) -> TaskGraph:
+    """Operators with a parameter of `4 * size` bytes each; those of `tied` also read one of 120 bytes."""
+    count = len(sizes)
+    graph = msgspec.structs.replace(random_graph(random, count), unused_params=())
     params = [Param(f"p{at}", 4 * size, True) for at, size in enumerate([*sizes, 30])]
     params.append(Param("frozen", 400, False))
     ops = [
         msgspec.structs.replace(op, params=(at, *([count] if at in tied else []), count + 1))
         for at, op in enumerate(graph.ops)
     ]
-    graph = msgspec.structs.replace(graph, ops=tuple(ops), params=tuple(params))
+    return msgspec.structs.replace(graph, ops=tuple(ops), params=tuple(params))
+
+
+def intervals_of(random: Random, sizes: list[int], tied: list[int]) -> Intervals:
+    count = len(sizes)
     blocks = [Block((at,)) for at in range(count)]
-    units = Intervals(graph, blocks, random_costs(random, count).blocks).units
+    return Intervals(trained_graph(random, sizes, tied), blocks, random_costs(random, count).blocks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_replicas_have_as_a_whole_at_a_time(seed: int) -> None:
+    random = Random(seed)
+    count, tied = 8, sorted(random.sample(range(8), 2 + seed % 2))
+    sizes = [random.randint(1, 50) for _ in range(count)]
+    intervals = intervals_of(random, sizes, tied)
+    units = intervals.units
     for start in range(count):
         for end in range(start + 1, count + 1):
             inside = start <= tied[0] and tied[-1] < end
@@ -75,6 +86,45 @@ def test_what_replicas_have_as_a_whole_at_a_time(seed: int) -> None:
             wholes = [sum(pair) for pair in pairwise(whole)] or whole
             expected = (max(whole), max(wholes), max(own), max(both), 120 * inside)
             assert tuple(float(table[start, end]) for table in units) == expected
+            assert tuple(float(size[0]) for size in intervals.units_of(start, range(1, end - start + 1))) == expected
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_replicas_have_as_a_whole_at_a_time_in_segments_of_several_blocks(seed: int) -> None:
+    random = Random(seed)
+    tied = sorted(random.sample(range(8), 2 + seed % 2))
+    sizes = [random.randint(1, 50) for _ in range(8)]
+    start, end = random.choice([(0, 8), (1, 8), (0, 6), (2, 7)])
+    ends = [*sorted(random.sample(range(1, end - start), random.randint(0, 3))), end - start]
+    parts = [range(start + low, start + high) for low, high in pairwise([0, *ends])]
+    inside = start <= tied[0] and tied[-1] < end
+    together = inside and any(set(tied) <= set(part) for part in parts)
+    own = [sum(4 * sizes[at] for at in part) for part in parts]
+    grads = [size + 120 * (together and tied[0] in part) for size, part in zip(own, parts, strict=True)]
+    whole = [size + 120 * (inside and any(at in part for at in tied)) for size, part in zip(own, parts, strict=True)]
+    both, wholes = ([sum(pair) for pair in pairwise(each)] or each for each in (grads, whole))
+    found = intervals_of(random, sizes, tied).units_of(start, ends)
+    expected = (max(whole), max(wholes), max(grads), max(both), 120 * (inside and not together))
+    assert tuple(float(size[0]) for size in found) == expected
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_neighbours_are_joined_up_to_a_size(seed: int) -> None:
+    random = Random(seed)
+    tied = sorted(random.sample(range(8), 2))
+    sizes = [random.randint(1, 50) for _ in range(8)]
+    weights = [4 * size + 120 * (at == tied[-1]) for at, size in enumerate(sizes)]
+    intervals = intervals_of(random, sizes, tied)
+    assert intervals.joined(1, 8, 0) == tuple(range(1, 8))
+    assert intervals.joined(1, 8, 4000) == (7,)
+    most = random.randint(100, 400)
+    ends = [1 + end for end in intervals.joined(1, 8, most)]
+    assert ends[-1] == 8
+    for low, high in pairwise([1, *ends]):
+        size = sum(weights[low:high])
+        assert size <= most or high - low == 1
+        if high < 8:
+            assert size + weights[high] > most  # one more would be too much
 
 
 @pytest.mark.parametrize("seed", range(30))

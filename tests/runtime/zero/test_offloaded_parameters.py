@@ -13,6 +13,7 @@ from torch import nn
 
 import pyrannc
 from rannd.errors import UsageError
+from rannd.plan.stage_costs import estimate
 from rannd.runtime.execution.stage import Computing
 from rannd.runtime.parameters.absent import part_of
 from rannd.runtime.zero import division, mapped_file
@@ -43,6 +44,7 @@ def _offloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANNC_OFFLOAD_DIR", str(tmp_path / "offload"))
     monkeypatch.setattr(mapped_file, "LEAST_OFFLOADED", 1)  # bytes: all gradients go to files
     monkeypatch.setattr(division, "MOST", 2000)  # bytes: several buckets
+    monkeypatch.setattr(estimate, "SEGMENT", 0)  # bytes: each block is a segment
 
 
 def _batch(step: int, rows: int = 8) -> torch.Tensor:
