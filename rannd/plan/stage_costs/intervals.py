@@ -230,8 +230,8 @@ class Intervals:
         """
         end = start + ends[-1]
         segment_of = np.searchsorted(ends, np.arange(end - start), side="right")
-        each, tied_grads = np.zeros((2, len(ends))), 0.0
-        np.add.at(each, (slice(None), segment_of), self._own[:, start:end])
+        each = np.array([np.bincount(segment_of, weights=sizes) for sizes in self._own[:, start:end]])
+        tied_grads = 0.0
         for group, (param, grad) in self._tied.items():
             if start <= group[0] and group[-1] < end:
                 homes = np.unique(segment_of[np.array(group) - start])
@@ -301,11 +301,11 @@ class Intervals:
         for index, blocks in readers.items():
             param = graph.params[index]
             if param.trainable:
-                size = param.bytes * np.array([1.0, state_weights(param.itemsize, options).reduced])
+                sizes_of = param.bytes * np.array([1.0, state_weights(param.itemsize, options).reduced])
                 if len(blocks) == 1:
-                    self._own[:, min(blocks)] += size
+                    self._own[:, min(blocks)] += sizes_of
                 else:
-                    self._tied[tuple(sorted(blocks))] += size
+                    self._tied[tuple(sorted(blocks))] += sizes_of
         self.units = self._units()
         """What replicas that divide parameters have as a whole at a time, if each block is a segment."""
         self.params[0, 1:] += sum(graph.params[index].bytes for index in graph.unused_params)
