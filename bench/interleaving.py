@@ -261,7 +261,7 @@ class Workshop:
         """The fastest of all plans under a schedule that take less than `below` microseconds."""
         counts = microbatch_counts(self.options, rows_per_rank=self.rows, coupled=self.graph.rows_coupled)
         asked = VirtualAsked((schedule,), (passes,), True)
-        every = [True] * len(self.slots)
+        every = range(1, len(self.slots) + 1)
         shapes = shapes_of(self.plans, asked, counts=counts, zeros=ZEROS, allowed=every)
         best = None
         for least, shape in sorted((least_us(self.plans, shape), shape) for shape in shapes):

@@ -46,7 +46,7 @@ from rannd.plan.simulate.layout import layout_of, loss_layout, piece_rows, step_
 from rannd.plan.simulate.simulator import predict
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.intervals import Intervals
-from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.shared_tables import SharedTables
 from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Machine, place
 from rannd.profile.analytic import analytic_costs
@@ -173,14 +173,13 @@ class Case:
         machine = Machine(self.slots, self.costs.link, self.costs.between)
         count, world = len(self.blocks), len(self.slots)
         return StageTables(
-            intervals,
-            machine,
+            SharedTables(intervals, machine),
             PlanOptions(checkpointing=recompute),
             variant,
             rows=piece_rows(self.rows, world, variant.microbatches),
             limit=float(self.memory),
-            allowed=np.ones((count + 1, count + 1, world), dtype=bool),
-            reductions=Reductions(intervals, machine),
+            allowed=np.ones((count + 1, count + 1), dtype=bool),
+            replicas=np.arange(1, world + 1),
         )
 
     def deployment(self, table: StageTables, starts: list[int], replicas: list[int]) -> Deployment | None:
@@ -284,8 +283,8 @@ def rannc_table(case: Case, table: StageTables, stages: int) -> tuple[float, lis
                     if terms.recompute[start, number - 1] != again:  # fits only with a setting that RaNNC does not use
                         continue
                     share = world / number
-                    f = share * (table.forward_us[start, end] + link.p2p_us(table.memory.received[start, end]))
-                    b = share * (table.backward_us[start, end] + link.p2p_us(table.memory.sent_grad[start, end]))
+                    f = share * (table.forward_us[start, end] + link.p2p_us(table.microbatch.received[start, end]))
+                    b = share * (table.backward_us[start, end] + link.p2p_us(table.microbatch.sent_grad[start, end]))
                     b += share * table.forward_us[start, end] if again else 0.0
                     a = link.allreduce_us(float(table.intervals.trainable.whole[start, end]), number)
                     state = (max(forward, f), max(backward, b), max(reduce, a), [*starts, start], [*replicas, number])

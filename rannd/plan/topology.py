@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -50,18 +49,14 @@ class Machine:
         """Time of the small collectives of a step, beside activations and gradients."""
         return agreeing_us(self.between if self.several else self.link, self.world)
 
-    @cached_property
-    def pipelines_inside(self) -> Mask:
-        """For each number of replicas (from 1): whether each of the pipelines side by side stays inside a node.
+    def pipelines_inside(self, replicas: Counts) -> Mask:
+        """Return for numbers of replicas whether each of the pipelines side by side stays inside a node.
 
-        Pipeline g of R has the slots from g W / R to (g + 1) W / R.
+        Pipeline g of R has the slots from g W / R to (g + 1) W / R. It does where nodes do not matter.
         """
-        found = np.ones(self.world, dtype=bool)
-        for count in range(1, self.world + 1):
-            edges = np.arange(count + 1) * self.world
-            first, last = edges[:-1] // count, -(-edges[1:] // count) - 1
-            found[count - 1] = bool(np.all(self.nodes[first] == self.nodes[last]))
-        return found
+        borders = np.flatnonzero(np.diff(self.nodes)) + 1 if self.several else np.zeros(0, dtype=np.int64)
+        result: Mask = (borders[:, None] * replicas % self.world == 0).all(axis=0)
+        return result
 
     def same(self, first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> Mask:
         """Whether slots are on the same node, pair by pair; a slot out of range counts as on every node."""

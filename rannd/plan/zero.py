@@ -151,14 +151,13 @@ def fetch_us(offloaded: Table, device: str) -> Table:
     return offloaded / ASSUMED_RATES.get(device, ASSUMED_FILE_RATE)
 
 
-def replica_counts(zero: int, world: int) -> list[npt.NDArray[np.bool_]]:
-    """Whether a stage may have 1, 2, .. `world` replicas, once for each kind of plan.
+def replica_counts(zero: int, allowed: npt.NDArray[np.int64], world: int) -> list[npt.NDArray[np.int64]]:
+    """Return which of the allowed numbers of replicas stages of a plan may have, once for each kind of plan.
 
     With stages 2 and 3 replicas meet in each microbatch. Where stages have different numbers of replicas, some wait for
     others in a circle (`rannd.plan.schedule.stream_checker`), so all have equally many.
     """
-    counts = np.arange(1, world + 1)
-    return [counts > 0] if zero < 2 else [counts == count for count in counts if world % count == 0]
+    return [allowed] if zero < 2 else [np.array([count]) for count in allowed if world % count == 0]
 
 
 def reduced_part(zero: int) -> float:

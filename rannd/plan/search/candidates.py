@@ -11,15 +11,16 @@ from msgspec.structs import replace
 
 from rannd.plan.search.stages import Choice, e_of, preferred_choice
 from rannd.plan.stage_costs.estimate import StageTables
-from rannd.plan.topology import Mask
+from rannd.plan.topology import Counts
 
 EFFORT = 20_000
 """Effort of the search for each of them, see `stages.EFFORT`."""
 MOST = 9
 """Maximum number of stage counts to try."""
 
-MakeTables = Callable[[Mask, float, bool], list[StageTables]]
-"""Makes tables of all variants, from the allowed replicas, the bytes per device, and whether every stage recomputes."""
+MakeTables = Callable[[Counts, float, bool], list[StageTables]]
+"""Makes tables of all variants, from the allowed numbers of replicas, the bytes per device, and whether every stage
+recomputes."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None = None) -> Candidate:
     """Return `choice` with its memory; `over`: the bytes per device, if it needs more."""
-    table = next(table for table in tables if table.variant == choice.variant)
+    table = next(table for table in tables if table.variant == choice.variant and table.has(choice.replicas))
     sizes = [
         table.estimate(start, end, replicas, used=used).total_bytes
         for start, end, replicas, used in choice.spans(table.blocks)
@@ -67,23 +68,25 @@ def alike(tables: Sequence[StageTables], plan: Candidate) -> Iterator[Candidate]
                 yield candidate(choice, tables)
 
 
-def candidates(make: MakeTables, allowed: Mask, limit: float, sizes: Sequence[int], stages: int) -> Iterator[Candidate]:
+def candidates(
+    make: MakeTables, allowed: Counts, world: int, limit: float, sizes: Sequence[int], stages: int
+) -> Iterator[Candidate]:
     """Yield plans with 1, 2, 3 .. stages with equally many replicas: smallest E, and the most even split per variant.
 
     If none fits, the plan with the smallest E where all stages recompute is yielded with the memory it lacks.
 
     Args:
         make: Makes the tables of all variants.
-        allowed: ``[start, end, replicas - 1]``: stages that are allowed.
+        allowed: Numbers of replicas that are allowed.
+        world: Number of devices.
         limit: Bytes per device.
         sizes: Number of operators of each block.
         stages: Number of stages; 0: free.
     """
-    world, blocks = allowed.shape[2], allowed.shape[0] - 1
-    counts = [count for count in range(1, min(world, blocks) + 1) if world % count == 0]
+    counts = [count for count in range(1, min(world, len(sizes)) + 1) if world % count == 0]
     for count in [stages] if stages in counts else counts[:MOST] if not stages else []:
         replicas = world // count
-        only = allowed & (np.arange(1, world + 1) == replicas)
+        only = allowed[allowed == replicas]
         tables = make(only, limit, False)
         choice = preferred_choice(tables, stages=count, effort=EFFORT)
         if choice is not None:

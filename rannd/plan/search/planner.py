@@ -26,10 +26,10 @@ from rannd.plan.search.virtual_planner import VirtualJob, challenged, forced
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.intervals import Intervals
-from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.shared_tables import SharedTables
 from rannd.plan.stage_costs.stage_parts import StagePart, stage_name, stages_of
 from rannd.plan.stage_costs.variant import Variant
-from rannd.plan.topology import Machine, Mask, place
+from rannd.plan.topology import Counts, Machine, place
 from rannd.plan.virtual.virtual_asked import VirtualAsked, asked_for
 from rannd.plan.zero import replica_counts
 from rannd.profile.costs import CostTable
@@ -99,12 +99,9 @@ def plan(
     counts = microbatch_counts(options, rows_per_rank=rows_per_rank, coupled=graph.rows_coupled, why=opaque_code(graph))
     counts = sorted({min(count, batch_rows) for count in counts})  # more would be without rows
     counts = _measurable(graph, blocks, costs, counts, batch_rows, world)
-    intervals = Intervals(graph, blocks, costs.blocks, options)
-    reductions = Reductions(intervals, machine)
+    shared = SharedTables(Intervals(graph, blocks, costs.blocks, options), machine)
     replicas = _replicas(options, world)
-    job = VirtualJob(
-        graph, blocks, costs, slots, batch_rows, memory_bytes, options, intervals, reductions, counts, replicas.tolist()
-    )
+    job = VirtualJob(graph, blocks, costs, slots, batch_rows, memory_bytes, options, shared, counts, replicas.tolist())
     offloads = _offloads(options, chosen, way)
     if asked.forced:
         return forced(job, asked, offloads)
@@ -112,10 +109,10 @@ def plan(
     stages = _demanded(
         options, world=world, blocks=int(places.sum()) - 1, marked=has_cut_points(graph), why=opaque_code(graph)
     )
-    allowed = replicas & (places[:, None] & places[None, :])[:, :, None]
+    allowed = places[:, None] & places[None, :]
 
     def tables(
-        allowed: Mask,
+        replicas: Counts,
         limit: float,
         recompute: bool,
         *,
@@ -128,21 +125,20 @@ def plan(
             asked = replace(asked, checkpointing=True, checkpointing_no_last=False, reshard_after_forward=True)
         return [
             StageTables(
-                intervals,
-                machine,
+                shared,
                 asked,
                 Variant(schedule, count, placement, zero),
                 rows=piece_rows(batch_rows, world, count),
                 limit=limit,
-                allowed=allowed & replicas,
-                reductions=reductions,
+                allowed=allowed,
+                replicas=numbers,
             )
             for schedule in schedules
             for zero in zeros
-            for replicas in replica_counts(zero, world)
+            for numbers in replica_counts(zero, replicas, world)
             for placement in machine.placements
             for count in counts
-            if RunMode(schedule, zero) in RUN_MODES and (allowed & replicas).any()
+            if RunMode(schedule, zero) in RUN_MODES and len(numbers)
         ]
 
     limit = float(memory_bytes)
@@ -150,12 +146,12 @@ def plan(
     """What is configured needs at least, with each of what may be offloaded."""
     for offload in offloads:
         used = [PARAMS_ZERO] if offload.params else zeros
-        every = tables(allowed, limit, False, zeros=used, offload=offload)
+        every = tables(replicas, limit, False, zeros=used, offload=offload)
         found = plain = best_choice(every, stages=stages)
         free_zero = way is None and options.zero_stage == AUTO and not offload.params
         if free_zero and world > 1 and any(each.tight for each in every):
             used = runnable  # memory asks for it
-            more = tables(allowed, limit, False, zeros=runnable[1:], offload=offload)
+            more = tables(replicas, limit, False, zeros=runnable[1:], offload=offload)
             found = found.or_better(best_choice(more, stages=stages))
             every += more
         if found.choice is None:
@@ -167,8 +163,8 @@ def plan(
         best = [candidate(choice, every) for choice in found.passed[:_MOST_PASSED]]
         sizes = [len(block.ops) for block in blocks]
         alone = partial(tables, zeros=used, offload=offload)
-        among = candidates(alone, allowed, limit, sizes, stages)
-        others = alone(allowed, limit, False, schedules=DELAYING) if free else []
+        among = candidates(alone, replicas, world, limit, sizes, stages)
+        others = alone(replicas, limit, False, schedules=DELAYING) if free else []
         ranking = rank([*best, *among], make, graph, costs, options, partial(alike, others))
         search = Searched(every, plain.choice, others, needs, stages=stages, counts=counts, coupled=graph.rows_coupled)
         told = reasons(ranking, search, options, way=way, interleaved=interleaved)
@@ -195,7 +191,9 @@ def plan(
         tried = [
             each
             for offload in offloads
-            for each in tables(allowed, limit, False, zeros=[PARAMS_ZERO] if offload.params else zeros, offload=offload)
+            for each in tables(
+                replicas, limit, False, zeros=[PARAMS_ZERO] if offload.params else zeros, offload=offload
+            )
         ]
         return smallest_memory(tried, stages=stages, below=need.bytes)
 
@@ -314,15 +312,14 @@ def _measurable(
     return found
 
 
-def _replicas(options: PlanOptions, world: int) -> Mask:
-    """Return by number of replicas (from 1) whether a stage may have so many."""
+def _replicas(options: PlanOptions, world: int) -> Counts:
+    """Return the numbers of replicas that a stage may have, ascending."""
     counts = np.arange(1, world + 1)
-    found: Mask = counts > 0
     if options.replica_num:
-        found &= counts == options.replica_num
-    elif options.limit_dev_num_pot:
-        found &= ((counts & (counts - 1)) == 0) | (counts == world)
-    return found
+        return counts[counts == options.replica_num]
+    if options.limit_dev_num_pot:
+        return counts[((counts & (counts - 1)) == 0) | (counts == world)]
+    return counts
 
 
 def _demanded(options: PlanOptions, *, world: int, blocks: int, marked: bool, why: str) -> int:

@@ -193,7 +193,7 @@ def _recompute(ranking: Ranking, options: PlanOptions) -> tuple[str, str]:
         if table.recomputes(start, end, replicas, used=used):
             needed, limit = _apart(table.bytes_kept(start, end, replicas, used=used), table.limit)
             repeated = table.segments(start, end, replicas, used=used).forward_us
-            repeated *= int(table.counts.pieces[replicas - 1])
+            repeated *= int(table.counts.pieces[table.column(replicas)])
             again.append(str(number))
             told.append(f"stage {number} would need {needed} of {limit}, repeats {repeated / 1e3:.3g} ms")
     if not told:

@@ -117,7 +117,7 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
     best: Choice | None = None
     passed: list[Choice] = []
     for table in tables if stages in (0, 1) else ():
-        alone = e_of(table, (0,), (table.world,))
+        alone = e_of(table, (0,), (table.world,)) if table.has((table.world,)) else None
         if alone is not None and (best is None or alone.step_us < best.step_us):
             best = alone
             passed.append(alone)
@@ -145,12 +145,14 @@ def preferred_choice(tables: Sequence[StageTables], *, stages: int, effort: int 
 
 def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...]) -> Choice | None:
     """Return the given plan with its E; None if it is not possible."""
+    if not table.has(replicas):
+        return None
     choice = Choice(table.variant, starts, replicas, 0.0)
     fill = left_over = 0.0
     rounds = np.zeros(1 if table.counts.steady else 2)
     for start, end, count, used in reversed(choice.spans(table.blocks)):
         terms = table.stages(end, used)
-        place = (start, count - 1)
+        place = (start, table.column(count))
         fill += float(terms.fill[place])
         rounds = np.maximum(rounds, terms.rounds[(slice(None), *place)])
         left_over = max(float(terms.exposed[place]), left_over - float(terms.drain[place]))
@@ -175,10 +177,12 @@ class _Search:
     def _child(self, partial: _Partial, start: int, step: int, terms: Sequence[Table]) -> _Partial:
         fill, rounds, left_over = terms
         found = (float(fill[start, step]), *map(float, rounds[:, start, step]), float(left_over[start, step]))
-        return _Partial(start, partial.used + 1 + step, max(partial.stages - 1, 0), found, partial)
+        return _Partial(
+            start, partial.used + int(self.table.replicas[step]), max(partial.stages - 1, 0), found, partial
+        )
 
     def _extended(self, partial: _Partial) -> tuple[Table, Table, Table, Table]:
-        """Return bound of E, fill, rounds, remaining reduction with one more stage: ``[.., start, replicas - 1]``."""
+        """Return bound of E, fill, rounds, reduction left with one more stage: ``[.., start, number of replicas]``."""
         end, used = partial.start, partial.used
         stage = self.table.stages(end, used)
         left = self.table.world - used
@@ -280,7 +284,8 @@ def smallest_memory(tables: Sequence[StageTables], *, stages: int, below: float 
     for bound, table in sorted(((table.memory_at_least(), table) for table in tables), key=lambda each: each[0]):
         if bound >= below:
             break
-        what = (msgspec.structs.replace(table.variant, placement=""), table.offload, table.allowed.tobytes())
+        variant = msgspec.structs.replace(table.variant, placement="")
+        what = variant, table.offload, table.allowed.tobytes(), table.replicas.tobytes()
         if what in seen:
             continue  # where the slots are makes no difference to memory
         seen.add(what)
@@ -307,13 +312,14 @@ def _smallest(table: StageTables, stages: int, below: float) -> Need | None:
             for used in np.flatnonzero(np.isfinite(least[placed, end, :world])).tolist():
                 memory = table.least_memory(end, used)
                 largest = np.maximum(memory, least[placed, end, used])
-                there = least[after, :end, used + 1 :]
+                devices = used + table.replicas[: memory.shape[1]]
+                there = least[after, :end][:, devices]
                 better = (largest < there) & (largest < below)
                 for start, step in zip(*np.nonzero(better), strict=True):
-                    place = (after, int(start), used + 1 + int(step))
+                    place = (after, int(start), int(devices[step]))
                     came[place] = (placed, end, used)
                     sizes[place] = float(memory[start, step])
-                there[better] = largest[better]
+                least[after, :end][:, devices] = np.where(better, largest, there)
     place = (stages, 0, world)
     size = float(least[place])
     if not np.isfinite(size):

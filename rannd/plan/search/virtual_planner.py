@@ -15,8 +15,7 @@ from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import PARAMS_ZERO, Offload, RunMode
 from rannd.plan.search.ranking import MOST_TOLD, Ranking
 from rannd.plan.slot_memory import fullest_bytes
-from rannd.plan.stage_costs.intervals import Intervals
-from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.shared_tables import SharedTables
 from rannd.plan.virtual.virtual_asked import VirtualAsked, shapes_of
 from rannd.plan.virtual.virtual_plans import VirtualPlans
 from rannd.plan.virtual.virtual_reasons import forced_reasons, why_one, won_reasons
@@ -36,12 +35,11 @@ class VirtualJob(msgspec.Struct, frozen=True):
     batch_rows: int
     memory_bytes: int
     options: PlanOptions
-    intervals: Intervals
-    reductions: Reductions
+    shared: SharedTables
     counts: Sequence[int]
     """Numbers of microbatches to try."""
-    replicas: Sequence[bool]
-    """Whether a stage may have 1, 2, .. replicas."""
+    replicas: Sequence[int]
+    """Numbers of replicas that a stage may have."""
 
     def plans(self, offload: Offload) -> VirtualPlans:
         """Return the maker of plans that offload this."""
@@ -53,8 +51,7 @@ class VirtualJob(msgspec.Struct, frozen=True):
             batch_rows=self.batch_rows,
             memory_bytes=self.memory_bytes,
             options=offload.applied(self.options),
-            intervals=self.intervals,
-            reductions=self.reductions,
+            shared=self.shared,
         )
 
 

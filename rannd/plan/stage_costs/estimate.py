@@ -8,6 +8,8 @@ reduced while all earlier stages still run backward.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -15,13 +17,12 @@ import numpy as np
 from rannd.plan.deployment import StageEstimate
 from rannd.plan.plan_options import PlanOptions
 from rannd.plan.schedule.schedules import ALL_SCHEDULES
-from rannd.plan.stage_costs.intervals import Intervals, at
 from rannd.plan.stage_costs.microbatch_counts import MicrobatchCounts
 from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
-from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.shared_tables import SharedTables
 from rannd.plan.stage_costs.stage_memory import StageMemory
 from rannd.plan.stage_costs.variant import Variant
-from rannd.plan.topology import Counts, Machine, Mask, Table, p2p_us
+from rannd.plan.topology import Counts, Mask, Table
 from rannd.plan.zero import SEGMENT, computing, fetch_us, gathers_of, offload_us
 
 NEVER = 1 << 40
@@ -29,7 +30,7 @@ NEVER = 1 << 40
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What stages that end at one block add to E: tables ``[first block, replicas - 1]``, microseconds."""
+    """What stages that end at one block add to E: tables ``[first block, number of replicas]``, microseconds."""
 
     fill: Table
     """Paid once: one microbatch's way through the stage and back. Infinite if a stage is not possible."""
@@ -50,71 +51,83 @@ class StageTables:
 
     def __init__(
         self,
-        intervals: Intervals,
-        machine: Machine,
+        shared: SharedTables,
         options: PlanOptions,
         variant: Variant,
         *,
         rows: int,
         limit: float,
         allowed: Mask,
-        reductions: Reductions,
+        replicas: Counts,
     ) -> None:
-        """`rows`: of the largest microbatch; `limit`: bytes per device; `allowed`: ``[start, end, replicas - 1]``."""
-        self.intervals, self.machine, self.options, self.variant = intervals, machine, options, variant
-        self.rows, self.limit, self.allowed = rows, limit, allowed
-        self.reductions = reductions
-        world = self.world = machine.world
-        self.blocks = intervals.count
-        self.forward_us = at(intervals.forward, rows)
-        self.backward_us = at(intervals.backward, rows)
-        delays = ALL_SCHEDULES[variant.schedule].delays_weights
-        self.weight_us = np.minimum(at(intervals.weight, rows), self.backward_us) * delays
-        """The delayed part of it; not if a stage recomputes."""
-        self.add_us = intervals.adding
+        """Make the tables that all stages need.
+
+        Args:
+            shared: What other variants have, too.
+            options: What the plan has to be like.
+            variant: What all stages share.
+            rows: Rows of the largest microbatch.
+            limit: Bytes per device.
+            allowed: ``[start, end]``: whether these blocks may be a stage.
+            replicas: Numbers of replicas that stages may have, ascending: the last axis of tables has one place each.
+        """
+        self.intervals, self.machine, self.options, self.variant = shared.intervals, shared.machine, options, variant
+        self.rows, self.limit, self.allowed, self.replicas = rows, limit, allowed, replicas
+        self.reductions = shared.reductions
+        self.world = shared.machine.world
+        self.blocks = shared.intervals.count
+        self.microbatch = microbatch = shared.of_rows(rows)
+        self.forward_us, self.backward_us = microbatch.forward_us, microbatch.backward_us
+        self.weight_us = np.zeros_like(self.backward_us)
+        """The part of the backward that is delayed; not if a stage recomputes."""
+        if ALL_SCHEDULES[variant.schedule].delays_weights:
+            self.weight_us = np.minimum(microbatch.weight_us, self.backward_us)
+        self.add_us = shared.intervals.adding
         """Added to each backward but the first: accumulates the gradients."""
-        self.counts = counts = MicrobatchCounts(world, variant, self.weight_us > 0)
-        self.memory = memory = StageMemory(
-            intervals, counts, options, zero=variant.zero, rows=rows, delays=self.weight_us > 0
-        )
-        self.offload = memory.offload
+        delays = self.weight_us > 0
+        self.counts = counts = MicrobatchCounts(self.world, variant, replicas, delays)
+        state = shared.state(variant.zero, replicas, options)
+        self.memory = memory = StageMemory(microbatch, state, counts, options, zero=variant.zero, delays=delays)
+        self.offload = state.offload
         """What is elsewhere while it is not needed."""
-        self.values_us = [p2p_us(link, memory.received) for link in (machine.link, machine.between)]
-        """Time to receive a microbatch's activations, inside a node and from another."""
-        self.grads_us = [p2p_us(link, memory.sent_grad) for link in (machine.link, machine.between)]
-        self.leaving_us = fetch_us(memory.between - memory.stays, options.device)
+        self.leaving_us = fetch_us(microbatch.between - memory.stays, options.device)
         """Time per microbatch to copy what blocks start from elsewhere, if they recompute,"""
         self.coming_us = fetch_us(memory.read_back, options.device)
         """and back for each block that reads it."""
-        self.copies_us = offload_us(memory.offloaded, options.device)
-        """``[start, end, replicas - 1]``, or one entry for all: time of copying what a step changes in and out."""
-        self.fetch_us = fetch_us(memory.fetched, options.device)
-        """The same: time of copying parameters in, in each forward and backward of a microbatch."""
-        ranks = p2p_us(machine.link, memory.given) + p2p_us(machine.link, at(intervals.output_grad, rows))
-        self.ranks_us = ranks
-        """Time of the first input from a rank and of the first gradient of an output from it."""
-        last = self.blocks
-        outputs = memory.output[0, last]
-        inputs_grad = max(intervals.inputs_grad.at(rows), 0.0)
-        self.agreeing_us = machine.agreeing_us
-        self.to_ranks = machine.link.p2p_us(float(outputs)) + machine.link.p2p_us(float(inputs_grad))
-        """Time of the outputs and input gradients of the last microbatch."""
-        self._apart = machine.several and variant.placement == "replicas"
+        self.agreeing_us = shared.machine.agreeing_us
+        self._apart = shared.machine.several and variant.placement == "replicas"
         """Whether it matters which slots a stage has."""
         self._may_stay = variant.zero == 3 and not (options.reshard_after_forward or self.offload.params)
         """Whether parameters may stay whole until the last microbatch."""
         self._segments: dict[tuple[int, int, int, int], DividedStage] = {}
-        self._bases: dict[int, tuple[Terms, bool]] = {}
+        self._bases: dict[int, Terms] = {}
         self._known: dict[tuple[int, int], Terms] = {}
-        self._inside = machine.pipelines_inside if machine.several else np.ones(world, dtype=bool)
+        self._inside = shared.machine.pipelines_inside(replicas)
+        self._column = {int(count): place for place, count in enumerate(replicas)}
+
+    def column(self, replicas: int) -> int:
+        """Return the place of a number of replicas."""
+        return self._column[replicas]
+
+    def has(self, replicas: Iterable[int]) -> bool:
+        """Whether stages may have these numbers of replicas."""
+        return self._column.keys() >= set(replicas)
+
+    def copies_us(self, end: int) -> Table:
+        """Return the time of copying what a step changes in and out: ``[start, number of replicas]`` or one for all."""
+        return offload_us(self.memory.state.held.offloaded[:end, end], self.options.device)
+
+    def fetch_us(self, end: int) -> Table:
+        """Return the time of copying parameters in, for each forward and backward of a microbatch, likewise."""
+        return fetch_us(self.memory.state.held.fetched[:end, end], self.options.device)
 
     # -- what a stage adds ------------------------------------------------------------------------------------
 
     def stages(self, end: int, used: int) -> Terms:
         """Return the terms of all stages that end before block `end`, if later stages have `used` devices.
 
-        Tables are ``[start, replicas - 1]`` for ``start < end`` and as many replicas as there are devices left; a stage
-        that starts with block 0 takes them all, any other leaves at least one.
+        Tables are ``[start, number of replicas]`` for ``start < end`` and the numbers up to the devices that are left;
+        a stage that starts with block 0 takes them all, any other leaves at least one.
         """
         key = (end, used)
         found = self._known.get(key)
@@ -124,20 +137,22 @@ class StageTables:
 
     def _stages(self, end: int, used: int) -> Terms:
         left = self.world - used
-        if end not in self._bases:
+        if self._apart or (self.counts.steady and end in self._tight_ends):
             # If memory is tight, 1F1B terms depend on the later stages: they determine the microbatches in flight.
-            depends = self._is_tight(end) or self._lets_go(end)
-            self._bases[end] = (self._terms(end, None, None), self.counts.steady and depends)
-        base, tight = self._bases[end]
-        if self._apart or tight:
             base = self._terms(end, used, self._links(used) if self._apart else None)
+        else:
+            if end not in self._bases:
+                self._bases[end] = self._terms(end, None, None)
+            base = self._bases[end]
+        fit = int(np.searchsorted(self.replicas, left, side="right"))
         cut = Terms(
-            base.fill[:, :left].copy(), base.rounds[:, :, :left], base.exposed[:, :left], base.drain[:, :left],
-            base.recompute[:, :left], base.stays_whole[:, :left],
+            base.fill[:, :fit].copy(), base.rounds[:, :, :fit], base.exposed[:, :fit], base.drain[:, :fit],
+            base.recompute[:, :fit], base.stays_whole[:, :fit],
         )  # fmt: skip
-        cut.fill[0, : left - 1] = np.inf
-        cut.fill[1:, left - 1] = np.inf
-        if end == self.blocks and used == 0:
+        whole = self.replicas[:fit] == left
+        cut.fill[0, ~whole] = np.inf
+        cut.fill[1:, whole] = np.inf
+        if end == self.blocks and used == 0 and self.world in self._column:
             self._alone(cut)
         return cut
 
@@ -158,14 +173,16 @@ class StageTables:
         """Return forward and backward per microbatch, and the part of the backward that zb_h1 delays."""
         rows = slice(0, end)
         forward = np.broadcast_to(self.forward_us[rows, end, None], again.shape)
-        coming, leaving = (np.where(again, each[rows, end, None], 0.0) for each in (self.coming_us, self.leaving_us))
-        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0) + coming
-        forward = forward + leaving
+        backward = self.backward_us[rows, end, None] + np.where(again, forward, 0.0)
+        if self.offload.activations:
+            backward = backward + np.where(again, self.coming_us[rows, end, None], 0.0)
+            forward = forward + np.where(again, self.leaving_us[rows, end, None], 0.0)
         waits = np.where(again, 0.0, self.weight_us[rows, end, None])
         if self.variant.zero >= 2:
             width = again.shape[1]
-            gather, fetch = self.reductions.gather(end, inside)[:, :width], self.fetch_us[rows, end, :width]
+            gather = self.reductions.gather(end, self.replicas, inside)[:, :width]
             gathers = gathers_of(whole, self.counts.pieces[:width])
+            fetch = self.fetch_us(end)[:, :width]
             forward, backward = computing(self.variant.zero, forward, backward, gather, fetch, gathers=gathers)
         return forward, backward, waits
 
@@ -179,11 +196,13 @@ class StageTables:
         memory = self.memory.recomputing(end, used, plain, again)
         whole = self._stays_whole(end, again, memory)
         forward, backward, waits = self._computing(end, again, whole, replicas_inside)
-        values = np.where(values_inside, self.values_us[0][rows, end, None], self.values_us[1][rows, end, None])
-        grads = np.where(grads_inside, self.grads_us[0][rows, end, None], self.grads_us[1][rows, end, None])
-        fill = forward + (backward - waits) + values + grads + self.ranks_us[rows, end, None]
+        near, far = (each[rows, end, None] for each in self.microbatch.values_us)
+        values = np.where(values_inside, near, far)
+        near, far = (each[rows, end, None] for each in self.microbatch.grads_us)
+        grads = np.where(grads_inside, near, far)
+        fill = forward + (backward - waits) + values + grads + self.microbatch.ranks_us[rows, end, None]
         if end < self.blocks or self.world > 1:
-            fill[0] += self.to_ranks + self.agreeing_us
+            fill[0] += self.microbatch.to_ranks + self.agreeing_us
         more = (self.counts.pieces - 1).astype(float)
         later = backward + self.add_us[rows, end, None]
         if self.counts.steady:
@@ -192,7 +211,7 @@ class StageTables:
             rounds = (longest + waits - np.minimum(self.counts.waiting - 1, more) * np.minimum(waits, forward))[None]
         else:
             rounds = np.stack([np.maximum(forward, values) * more, np.maximum(later, grads) * more])
-        fits = self.allowed[rows, end] & (memory <= self.limit)
+        fits = self.allowed[rows, end, None] & (memory <= self.limit)
         fill[~fits] = np.inf
         exposed = self._exposed(end, np.where(waits > 0, waits, backward), replicas_inside)
         # Under zb_h1 all slots end at about the same time.
@@ -201,8 +220,8 @@ class StageTables:
 
     def _links(self, used: int) -> tuple[Mask, Mask, Mask]:
         """Whether activations, gradients, reductions stay inside nodes, for stages before the last `used` slots."""
-        end = np.full(self.world, self.world - used)
-        start = end - self.counts.replicas
+        end = np.full(len(self.replicas), self.world - used)
+        start = end - self.replicas
         return (
             self.machine.same(start - 1, end - 1),
             self.machine.same(start, end),
@@ -212,11 +231,12 @@ class StageTables:
     def _exposed(self, end: int, backward: Table, inside: Mask | None) -> Table:
         """Return the reduction left after the last microbatch's backward: what did not overlap, and the last bucket."""
         zero = self.variant.zero
-        whole, tail = self.reductions.of(end, inside, zero)
+        whole, tail = self.reductions.of(end, self.replicas, inside, zero)
         left: Table = whole if self.options.sync_allreduce else np.maximum(whole - backward, tail)
         # With ZeRO 1 and 2 parameters are gathered after the optimizer.
-        left = left + self.copies_us[:end, end]
-        return left + self.reductions.gather(end, inside) if zero in (1, 2) else left
+        if self.offload.optimizer or self.offload.params:
+            left = left + self.copies_us(end)
+        return left + self.reductions.gather(end, self.replicas, inside) if zero in (1, 2) else left
 
     # -- whether a stage fits ---------------------------------------------------------------------------------
 
@@ -228,9 +248,9 @@ class StageTables:
     def _recomputes(self, end: int, plain: Table, used: int | None) -> Mask:
         """Whether stages recompute, given that they need `plain` bytes without."""
         if self._forced(end):
-            return np.ones((len(plain), self.world), dtype=bool)
+            return np.ones((len(plain), len(self.replicas)), dtype=bool)
         if used is None and self.counts.steady:  # only called if everything fits
-            return np.zeros((len(plain), self.world), dtype=bool)
+            return np.zeros((len(plain), len(self.replicas)), dtype=bool)
         return np.greater(plain, self.limit)
 
     def _stays_whole(self, end: int, again: Mask, memory: Table) -> Mask:
@@ -242,25 +262,31 @@ class StageTables:
         found: Mask = room if self._forced(end) else room & ~again
         return found
 
-    def _lets_go(self, end: int) -> bool:
-        """Whether parameters of some stage that ends here might not stay whole for want of memory."""
-        if not self._may_stay:
-            return False
-        return bool((self.memory.plain(end, None) + self.memory.staying[:end, end] > self.limit).any())
+    @cached_property
+    def _tight_ends(self) -> set[int]:
+        """Where stages end of which some might not fit without recomputing, or not with parameters that stay whole."""
+        ends = self._full_ends
+        if self._may_stay:  # then there is one number of replicas
+            more = self.memory.most() + self.memory.staying[:, :, 0] > self.limit
+            ends = ends | set(np.flatnonzero(np.triu(more, 1).any(axis=0)).tolist())
+        return ends
 
-    def _is_tight(self, end: int) -> bool:
-        """Whether some stage that ends here might not fit without recomputing."""
-        return bool((self.memory.plain(end, None) > self.limit).any())
+    @cached_property
+    def _full_ends(self) -> set[int]:
+        """Where stages end of which some might not fit without recomputing."""
+        # With more replicas they need less.
+        return set(np.flatnonzero(np.triu(self.memory.most() > self.limit, 1).any(axis=0)).tolist())
 
     @property
     def tight(self) -> bool:
         """Whether some stage might not fit without recomputing."""
-        return any(self._is_tight(end) for end in range(1, self.blocks + 1))
+        return bool(self._full_ends)
 
     def fewest(self) -> tuple[Counts, Counts]:
         """Return lower bounds for the replicas of a stage without and with recomputing, for any later stages.
 
-        ``[start, end]``; NEVER if the stage is not possible, or is a plan of its own.
+        ``[start, end]``: places of numbers of replicas; behind the last one if the stage is not possible, or is a plan
+        of its own.
         """
         kept, less = self.memory.at_least()
         plain = np.less_equal(kept, self.limit)
@@ -269,70 +295,71 @@ class StageTables:
             plain[:, self.blocks] &= self.options.checkpointing_no_last
         found = []
         for fits in (plain, np.less_equal(less, self.limit)):
-            possible = np.logical_and(fits, self.allowed)
-            possible[0, self.blocks, self.world - 1] = False
-            found.append(np.where(possible.any(axis=2), possible.argmax(axis=2) + 1, NEVER))
+            places = np.where(fits.any(axis=2) & self.allowed, fits.argmax(axis=2), len(self.replicas))
+            if places[0, self.blocks] == self._column.get(self.world):
+                places[0, self.blocks] = len(self.replicas)
+            found.append(places)
         return found[0], found[1]
 
     def memory_at_least(self) -> float:
         """Return a lower bound of the memory of any plan: what some block needs in the stage that suits it best."""
         kept, less = self.memory.at_least()
-        least = np.where(self.allowed, np.minimum(kept, less), np.inf).min(axis=2)
+        least = np.where(self.allowed, np.minimum(kept, less).min(axis=2), np.inf)
         holding = np.minimum.accumulate(least, axis=0)  # [block, end]: of stages that begin at the block or before it
         return float(max(holding[block, block + 1 :].min() for block in range(self.blocks)))
 
-    def next_allowed(self) -> Counts:
-        """For each number of replicas, the next number that is allowed for some stage; NEVER after the last."""
-        may: Mask = np.asarray(self.allowed.any(axis=(0, 1)))
-        following = np.full(self.world + 2, NEVER, dtype=np.int64)
-        for replicas in range(self.world, 0, -1):
-            following[replicas] = replicas if may[replicas - 1] else following[replicas + 1]
-        following[0] = following[1]
-        return following
+    def exposed_at_least(self, places: Counts) -> Table:
+        """Return lower bounds of the exposed reduction of stages, for any later stages and any placement.
 
-    def exposed_at_least(self) -> Table:
-        """Return lower bounds of the exposed reduction of a stage, for any later stages and any placement.
-
-        ``[start, end, replicas - 1]``, non-decreasing in the number of replicas.
+        `places`: ``[start, end, ..]``: place of the smallest number of replicas that each may have. The result has as
+        many, or one where there is one number.
         """
-        backward = self.backward_us.copy()
-        for end in range(1, self.blocks + 1):
-            if self._forced(end) or self._is_tight(end):
-                backward[:, end] += self.forward_us[:, end] + self.coming_us[:, end]  # some may recompute
+        backward = self.backward_us
+        ends = [end for end in range(1, self.blocks + 1) if self._forced(end) or end in self._full_ends]
+        if ends:  # some may recompute
+            backward = backward.copy()
+            backward[:, ends] += self.forward_us[:, ends] + self.coming_us[:, ends]
         zero = self.variant.zero
-        whole, tail, gather = self.reductions.least(zero)
+        tables = self.reductions.least(self.replicas, zero)
+        if len(self.replicas) > 1:
+            starts, stops = np.arange(self.blocks + 1)[:, None, None], np.arange(self.blocks + 1)[None, :, None]
+            whole, tail, gather = (each[starts, stops, places] for each in tables)
+        else:
+            whole, tail, gather = tables
         # If a backward waits for gradients to be scattered, only their last bucket may be left.
-        hidden = tail if zero >= 2 else np.maximum(whole - backward[:, :, None], tail)
-        found = whole if self.options.sync_allreduce else hidden
-        if zero in (1, 2):
-            found = found + gather
-        result: Table = np.minimum.accumulate(found[:, :, ::-1], axis=2)[:, :, ::-1]
-        return result
+        found = tail
+        if self.options.sync_allreduce:
+            found = whole
+        elif zero < 2:
+            found = np.maximum(whole - backward[:, :, None], tail)
+        return found + gather if zero in (1, 2) else found
 
     def least_memory(self, end: int, used: int) -> Table:
         """Return the minimum bytes of stages that end here, recomputing if that is less; infinite if not allowed."""
         memory = self.memory.least(end, used)
         left = self.world - used
-        memory = np.where(self.allowed[:end, end], memory, np.inf)[:, :left]
-        memory[0, : left - 1] = np.inf
-        memory[1:, left - 1] = np.inf
+        fit = int(np.searchsorted(self.replicas, left, side="right"))
+        memory = np.where(self.allowed[:end, end, None], memory, np.inf)[:, :fit]
+        whole = self.replicas[:fit] == left
+        memory[0, ~whole] = np.inf
+        memory[1:, whole] = np.inf
         return memory
 
     def bytes_needed(self, start: int, end: int, replicas: int, *, used: int) -> float:
         """Return the minimum bytes of one stage, with recomputing if that is less."""
-        return float(self.memory.least(end, used)[start, replicas - 1])
+        return float(self.memory.least(end, used)[start, self.column(replicas)])
 
     def bytes_kept(self, start: int, end: int, replicas: int, *, used: int) -> float:
         """Return the bytes of one stage that keeps all activations."""
-        return float(self.memory.plain(end, used)[start, replicas - 1])
+        return float(self.memory.plain(end, used)[start, self.column(replicas)])
 
     def recomputes(self, start: int, end: int, replicas: int, *, used: int) -> bool:
         """Whether a stage recomputes its activations."""
-        return bool(self.stages(end, used).recompute[start, replicas - 1])
+        return bool(self.stages(end, used).recompute[start, self.column(replicas)])
 
     def stays_whole(self, start: int, end: int, replicas: int, *, used: int) -> bool:
         """Whether a stage's parameters, which its replicas divide, stay whole until the last microbatch."""
-        return replicas > 1 and bool(self.stages(end, used).stays_whole[start, replicas - 1])
+        return replicas > 1 and bool(self.stages(end, used).stays_whole[start, self.column(replicas)])
 
     # -- one stage --------------------------------------------------------------------------------------------
 
@@ -344,11 +371,11 @@ class StageTables:
         together where nothing is recomputed and memory suffices.
         """
         forward = np.diagonal(self.forward_us, 1)[start:end]
-        apart = bool(self.memory.apart[replicas - 1])
+        apart = bool(self.memory.apart[self.column(replicas)])
         if not self.recomputes(start, end, replicas, used=used):
             ends = self._joined(start, end, replicas, used=used) if apart else (end - start,)
             return DividedStage(ends, (False,) * len(ends), float(self.memory.kept[start, end]), 0.0, 0.0)
-        flying = self.counts.most_of(start, end, replicas, used=used, split=False)
+        flying = self.counts.most_of(start, end, self.column(replicas), used=used, split=False)
         activation = self.memory.kept[start : end + 1, start : end + 1]
         if self.offload.activations:
             return self.away(start, end, flying, apart=apart)
@@ -359,7 +386,7 @@ class StageTables:
         key = (start, end, replicas, used)
         if key not in self._segments:
             plain = self.memory.plain(end, used, split=False)
-            others = plain[start, replicas - 1] - self.memory.kept[start, end] * flying
+            others = plain[start, self.column(replicas)] - self.memory.kept[start, end] * flying
             budget = self.limit - float(others)
             self._segments[key] = segments(forward, activation, handed, flying, budget, apart=apart) or least
         return self._segments[key]
@@ -370,12 +397,12 @@ class StageTables:
         apart, joined = tuple(range(1, end - start + 1)), self.intervals.joined(start, end, SEGMENT)
         stays = self.stays_whole(start, end, replicas, used=used)
         separate, together = (
-            self.memory.divided_bytes(start, ends, replicas).state.item()
-            + self.memory.whole_bytes(start, ends, replicas, stays=stays)
+            self.memory.state.of_stage(start, ends, replicas).state.item()
+            + self.memory.state.whole_bytes(start, ends, replicas, stays=stays)
             for ends in (apart, joined)
         )
         fits = self.bytes_kept(start, end, replicas, used=used)
-        fits += float(self.memory.staying[start, end, replicas - 1]) * stays
+        fits += float(self.memory.staying[start, end, self.column(replicas)]) * stays
         return joined if fits - separate + together <= self.limit else apart
 
     def away(self, start: int, end: int, flying: int, *, apart: bool) -> DividedStage:
@@ -385,7 +412,7 @@ class StageTables:
         """
         count, stays = end - start, float(self.memory.stays[start, end])
         forward_us = float(np.diagonal(self.forward_us, 1)[start:end].sum())
-        largest, away = float(self.memory.kept_apart[start, end]), float(self.memory.between[start, end]) - stays
+        largest, away = float(self.memory.kept_apart[start, end]), float(self.microbatch.between[start, end]) - stays
         alone = DividedStage(tuple(range(1, count + 1)), (True,) * count, stays, largest, forward_us, away)
         together = DividedStage((count,), (True,), 0.0, float(self.memory.kept[start, end]), forward_us)
         return together if not apart and together.bytes(flying) <= alone.bytes(flying) else alone
@@ -394,7 +421,8 @@ class StageTables:
         """Return the estimate for one replica of the stage of blocks `start` to `end` - 1 in a step."""
         # Where a stage cannot keep everything, its backward is not split: that alone may make it fit.
         split = not self.recomputes(start, end, replicas, used=used)
-        first, most = (self.counts.most_of(start, end, replicas, used=used, split=delays) for delays in (False, split))
+        column = self.column(replicas)
+        first, most = (self.counts.most_of(start, end, column, used=used, split=delays) for delays in (False, split))
         inside = self._links(used)[2] if self._apart else None
         divided = self.segments(start, end, replicas, used=used)
         whole = self.stays_whole(start, end, replicas, used=used)
@@ -425,34 +453,35 @@ class StageTables:
             whole: Whether parameters that replicas divide stay whole until the last microbatch.
             inside: By number of replicas, whether they are on one node; None: they count as on different nodes.
         """
-        pieces = int(self.counts.pieces[replicas - 1])
+        column, microbatch = self.column(replicas), self.microbatch
+        pieces = int(self.counts.pieces[column])
         first, flying = flight
         leaving, coming = (each[start, end] * (divided.away > 0) for each in (self.leaving_us, self.coming_us))
         forward = (self.forward_us[start, end] + leaving) * pieces
         backward = (self.backward_us[start, end] + divided.forward_us + coming) * pieces
         backward += self.add_us[start, end] * (pieces - 1)
-        weight = at(self.intervals.weight, self.rows)[start, end] * pieces if split else 0.0
+        weight = microbatch.weight_us[start, end] * pieces if split else 0.0
         zero = self.variant.zero
-        reduce = self.reductions.of(end, inside, zero)[0][start, replicas - 1]
+        reduce = self.reductions.of(end, self.replicas, inside, zero)[0][start, column]
         if zero in (1, 2):
-            reduce += self.reductions.gather(end, inside)[start, replicas - 1]
-        own = self.memory.divided_bytes(start, divided.ends, replicas)
+            reduce += self.reductions.gather(end, self.replicas, inside)[start, column]
+        own = self.memory.state.of_stage(start, divided.ends, replicas)
         param, grad, optimizer = (math.ceil(size[0]) for size in (own.params, own.grads, own.optimizer))
         later = float(self.memory.delayed[start, end])
         waits = later > 0 and split
         activation = math.ceil(divided.kept * flying)
         if waits:
             activation = math.ceil(max(divided.kept, later) * first + later * (flying - first))
-        at_a_time = self.memory.whole_bytes(start, divided.ends, replicas, stays=whole)
-        working = math.ceil(self.memory.working[start, end] + divided.working + at_a_time)
-        posted = self.memory.posted(slice(0, end), end, np.full((1, self.world), flying))[start, replicas - 1]
-        comm = math.ceil(self.memory.crossing[start, end] * flying + posted)
+        at_a_time = self.memory.state.whole_bytes(start, divided.ends, replicas, stays=whole)
+        working = math.ceil(microbatch.working[start, end] + divided.working + at_a_time)
+        posted = self.memory.posted(slice(0, end), end, np.full((1, len(self.replicas)), flying))[start, column]
+        comm = math.ceil(microbatch.crossing[start, end] * flying + posted)
         return StageEstimate(
             forward_us=float(forward),
             backward_us=float(backward),
             allreduce_us=float(reduce),
-            input_bytes=math.ceil(self.memory.received[start, end] + self.memory.given[start, end]),
-            output_bytes=math.ceil(self.memory.crossing[start, end] - self.memory.received[start, end]),
+            input_bytes=math.ceil(microbatch.received[start, end] + microbatch.given[start, end]),
+            output_bytes=math.ceil(microbatch.crossing[start, end] - microbatch.received[start, end]),
             param_bytes=param,
             grad_bytes=grad,
             activation_bytes=activation,

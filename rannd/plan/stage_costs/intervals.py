@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -64,10 +65,13 @@ class Intervals:
         self.adding = self._sums(Size(cost.add_us) for cost in costs)[0]
         """Time to accumulate a microbatch's parameter gradients."""
         activation = self._sums(cost.activation_bytes for cost in costs)
-        self._made: list[list[Size]] = [[] for _ in blocks]
-        """Sizes of the values that each block computes."""
+        made: list[set[Size]] = [{Size()} for _ in blocks]
         for index, op in enumerate(graph.ops):
-            self._made[block_of[index]] += {graph.values[value].bytes for value in op.outputs}
+            made[block_of[index]].update(graph.values[value].bytes for value in op.outputs)
+        self._made = np.array([(size.c0, size.c1, size.c2) for sizes in made for size in sizes])
+        """``[value, power]``: sizes of the different values that blocks compute, block by block,"""
+        self._first_made = np.cumsum([0, *map(len, made[:-1])])
+        """and the first of each block."""
         self._values(graph, block_of)
         self._params(graph, block_of, options or PlanOptions())
         self.activation = activation - self._twice(graph, block_of, costs)
@@ -75,7 +79,7 @@ class Intervals:
 
     def largest(self, rows: float) -> Table:
         """Return the bytes of the largest value that each run computes, for microbatches of `rows` rows."""
-        each = np.array([max((size.at(rows) for size in sizes), default=0.0) for sizes in self._made])
+        each = np.maximum.reduceat(self._made @ np.array([1.0, rows, rows * rows]), self._first_made)
         return self.largest_of(each)
 
     def handed(self, start: int, end: int, rows: float) -> Table:
@@ -111,8 +115,7 @@ class Intervals:
     def largest_of(self, each: Table) -> Table:
         """Return the maximum over each run of one number per block."""
         found = np.zeros((self.count + 1, self.count + 1))
-        for start in range(self.count):
-            found[start, start + 1 :] = np.maximum.accumulate(each[start:])
+        found[:-1, 1:] = np.triu(np.maximum.accumulate(np.triu(np.broadcast_to(each, (self.count,) * 2)), axis=1))
         return found
 
     def _zeros(self) -> Table:
@@ -201,9 +204,8 @@ class Intervals:
 
     def _add_read(self, table: Table, size: Table, home: int, readers: Sequence[int]) -> None:
         """Add `size` to every run after block `home` that contains one of the `readers`."""
-        for start in range(home + 1, readers[-1] + 1 if readers else 0):
-            first = next(reader for reader in readers if reader >= start)
-            table[:, start, first + 1 :] += size[:, 0]
+        for before, first in pairwise([home, *(reader for reader in readers if reader > home)]):
+            table[:, before + 1 : first + 1, first + 1 :] += size
 
     def joined(self, start: int, end: int, most: float) -> tuple[int, ...]:
         """Return where runs of neighbouring blocks with `most` bytes of gradients end, counted from `start`.
@@ -284,14 +286,14 @@ class Intervals:
             param = graph.params[index]
             sizes[tuple(sorted(blocks)), param.trainable, param.itemsize] += param.bytes
         for (ordered, trainable, itemsize), size in sizes.items():
-            weighted = size * np.array([1.0, *state_weights(itemsize, options)])[:, None]
-            for start in range(ordered[-1] + 1):
-                first = next(block for block in ordered if block >= start)
-                self.params[start, first + 1 :] += size
+            weighted = size * np.array([1.0, *state_weights(itemsize, options)])[:, None, None]
+            for before, first in pairwise([-1, *ordered]):  # the first block of these runs that reads them
+                starts = slice(before + 1, first + 1)
+                self.params[starts, first + 1 :] += size
                 if trainable:
-                    trained[0, :, start, first + 1 :] += weighted
-                    whole_from = ordered[-1] + 1 if start <= ordered[0] else self.count + 1
-                    trained[1, :, start, first + 1 : whole_from] += weighted
+                    trained[0, :, starts, first + 1 :] += weighted
+                    whole_from = ordered[-1] + 1 if before < 0 else self.count + 1
+                    trained[1, :, starts, first + 1 : whole_from] += weighted
         self.trainable, self.reduced, self.gradients, self.optimizer = map(Trained, *trained)
         """Bytes of trainable parameters, of what is reduced of them, of their gradients and optimizer state."""
         self._own = np.zeros((2, self.count))

@@ -15,21 +15,26 @@ class MicrobatchCounts:
     Args:
         world: Number of devices.
         variant: Schedule and microbatches.
+        replicas: Numbers of replicas that stages may have, ascending.
         delays: ``[start, end]``: whether a stage delays gradients of parameters, if the schedule does so.
     """
 
-    def __init__(self, world: int, variant: Variant, delays: Mask) -> None:
+    def __init__(self, world: int, variant: Variant, replicas: Counts, delays: Mask) -> None:
         schedule = ALL_SCHEDULES[variant.schedule]
         self.steady = schedule.takes_turns
         """Whether forward and backward take turns."""
         self.splits = schedule.delays_weights
         """Whether parameter gradients are delayed until a slot would be idle."""
         self.blocks = delays.shape[1] - 1
-        self.replicas = np.arange(1, world + 1)
-        self.pieces = -(-world * variant.microbatches // self.replicas)
+        self.replicas = replicas
+        self.own = variant.microbatches
+        """Microbatches of a rank."""
+        self.pieces = -(-world * variant.microbatches // replicas)
         """Maximum number of microbatches of a replica, by number of replicas."""
-        self.waiting = -(-world // self.replicas)
+        self.waiting = -(-world // replicas)
         """Under zb_h1 at most this minus one microbatches wait for parameter gradients, by number of replicas."""
+        self._has_alone = bool(replicas[-1] == world)
+        """Whether the last number of replicas takes all devices."""
         self._delays = delays
 
     def most(self, end: int, used: int | None, *, split: bool = True) -> Counts:
@@ -37,7 +42,7 @@ class MicrobatchCounts:
 
         They are counted from forward to backward, or to its second half if the backward is split (`split`). With `used`
         None, the result is the maximum for any later stages. See schedules.py for the numbers of 1F1B and zb_h1. The
-        result is ``[start, replicas - 1]``, or one row for all starts.
+        result is ``[start, number of replicas]``, or one row for all starts.
         """
         if not self.steady or used is None:
             return self.pieces[None]
@@ -45,12 +50,12 @@ class MicrobatchCounts:
         found = window[None]
         if self.splits and split:
             found = np.where(self._delays[:end, end, None], self.waiting + 1, found)
-            if end == self.blocks:
+            if end == self.blocks and self._has_alone:
                 found[0, -1] = window[-1]  # one stage delays nothing
         result: Counts = np.minimum(self.pieces, found)
         return result
 
-    def most_of(self, start: int, end: int, replicas: int, *, used: int, split: bool) -> int:
-        """The same for one stage."""
+    def most_of(self, start: int, end: int, column: int, *, used: int, split: bool) -> int:
+        """The same for one stage; `column`: the place of its number of replicas."""
         found = self.most(end, used, split=split)
-        return int(found[start if len(found) > 1 else 0, replicas - 1])
+        return int(found[start if len(found) > 1 else 0, column])

@@ -80,10 +80,10 @@ def shapes_of(
         asked: What is asked for.
         counts: Numbers of microbatches.
         zeros: ZeRO stages.
-        allowed: Whether a stage may have 1, 2, .. replicas.
+        allowed: Numbers of replicas that a stage may have.
     """
     world, parts, options = plans.world, int(plans.may_begin.sum()) - 1, plans.options
-    divisors = [count for count in range(2, world + 1) if world % count == 0 and allowed[world // count - 1]]
+    divisors = [count for count in range(2, world + 1) if world % count == 0 and world // count in allowed]
     every = shapes(
         asked.schedules,
         asked.passes,

@@ -30,9 +30,9 @@ from rannd.plan.slot_memory import together
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.intervals import Intervals, at
 from rannd.plan.stage_costs.recompute import DividedStage, least_memory, segments
-from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.shared_tables import SharedTables
 from rannd.plan.stage_costs.stage_parts import StagePart, stages_of
-from rannd.plan.topology import Machine, Table, p2p_us
+from rannd.plan.topology import Machine, Mask, Table, p2p_us
 from rannd.plan.virtual.slot_cuts import SlotCosts, SlotCuts, best_cuts
 from rannd.plan.virtual.virtual_shapes import PASSES, Shape
 from rannd.plan.zero import computing
@@ -57,16 +57,16 @@ class VirtualPlans:
         batch_rows: int,
         memory_bytes: int,
         options: PlanOptions,
-        intervals: Intervals | None = None,
-        reductions: Reductions | None = None,
+        shared: SharedTables | None = None,
     ) -> None:
-        """`intervals`, `reductions`: those of the graph on these devices, if they were made before."""
+        """`shared`: tables of the graph on these devices, if they were made before."""
         self.graph, self.blocks, self.costs, self.slots = graph, blocks, costs, slots
         self.batch_rows, self.memory_bytes, self.options = batch_rows, memory_bytes, options
-        self.intervals = intervals or Intervals(graph, blocks, costs.blocks, options)
-        self.machine = Machine(slots, costs.link, costs.between)
+        self._shared = shared or SharedTables(
+            Intervals(graph, blocks, costs.blocks, options), Machine(slots, costs.link, costs.between)
+        )
+        self.intervals, self.machine = self._shared.intervals, self._shared.machine
         self.may_begin = np.array(cut_places(graph, [block.ops for block in blocks]))
-        self._reductions = reductions or Reductions(self.intervals, self.machine)
         self._tables: dict[object, StageTables] = {}
         self._cuts: dict[object, SlotCuts | None] = {}
 
@@ -81,19 +81,19 @@ class VirtualPlans:
     def table(self, shape: Shape) -> StageTables:
         """Return the costs of all runs of blocks as stages of a plan."""
         variant = msgspec.structs.replace(shape.variant, placement=self.machine.placements[0])
-        if variant not in self._tables:
+        key = variant, shape.replicas
+        if key not in self._tables:
             count = len(self.blocks) + 1
-            self._tables[variant] = StageTables(
-                self.intervals,
-                self.machine,
+            self._tables[key] = StageTables(
+                self._shared,
                 self.options,
                 variant,
                 rows=self.rows(shape.microbatches),
                 limit=math.inf,
-                allowed=np.ones((count, count, self.world), dtype=bool),
-                reductions=self._reductions,
+                allowed=np.ones((count, count), dtype=bool),
+                replicas=np.array([shape.replicas]),
             )
-        return self._tables[variant]
+        return self._tables[key]
 
     def hops_us(self, shape: Shape) -> tuple[float, float]:
         """Return the time of a usual message between neighbouring positions: the mean of these, and the slowest."""
@@ -120,10 +120,12 @@ class VirtualPlans:
             tied = self.machine.between.allreduce_us(sum(sizes), 2 * shape.replicas)
         if shape.replicas == 1:
             return tied
-        inside = np.full(self.world, all(self._inside(slots) for slots in shape.slots))
-        end, place = len(self.blocks), (0, shape.replicas - 1)
-        whole = float(self._reductions.of(end, inside, shape.mode.zero)[0][place]) / shape.positions
-        after = float(self._reductions.gather(end, inside)[place]) / shape.positions if shape.mode.zero in (1, 2) else 0
+        inside, replicas = self._all_inside(shape), np.array([shape.replicas])
+        end, reductions = len(self.blocks), self._shared.reductions
+        whole = float(reductions.of(end, replicas, inside, shape.mode.zero)[0][0, 0]) / shape.positions
+        after = 0.0
+        if shape.mode.zero in (1, 2):
+            after = float(reductions.gather(end, replicas, inside)[0, 0]) / shape.positions
         if self.options.sync_allreduce:
             return whole + after + tied
         backward = float(at(self.intervals.backward, self.rows(shape.microbatches))[0, -1]) / shape.stages
@@ -134,31 +136,31 @@ class VirtualPlans:
 
     def costs_of(self, shape: Shape, limit: float) -> SlotCosts:
         """Return what cuts are compared by, if devices have `limit` bytes."""
-        table, replicas = self.table(shape), shape.replicas
+        table = self.table(shape)
         forward, backward = table.forward_us, table.backward_us + table.add_us
         if shape.mode.zero >= 2:
-            inside = np.full(self.world, all(self._inside(slots) for slots in shape.slots))
-            gather, at_replicas = np.zeros_like(forward), min(replicas, table.fetch_us.shape[2]) - 1
+            inside = self._all_inside(shape)
+            gather, fetch = np.zeros_like(forward), np.zeros_like(forward)
             for end in range(1, table.blocks + 1):
-                gather[:end, end] = self._reductions.gather(end, inside)[:, replicas - 1]
-            fetch = table.fetch_us[:, :, at_replicas]
+                gather[:end, end] = self._shared.reductions.gather(end, table.replicas, inside)[:, 0]
+                fetch[:end, end] = table.fetch_us(end)[:, 0]
             forward, backward = computing(shape.mode.zero, forward, backward, gather, fetch)
         flown = self.flights(shape, frozenset(range(shape.stages)))
         held: dict[tuple[Flight, Flight], Table] = {}
         for flight, moments in zip(flown.most, flown.moments, strict=True):
             for moment in moments:
                 if (flight, moment) not in held:
-                    held[flight, moment] = table.memory.held_with(replicas, flight, moment)
+                    held[flight, moment] = table.memory.held_with(0, flight, moment)
         return SlotCosts(
             homes=shape.homes,
-            pieces=int(table.counts.pieces[replicas - 1]),
+            pieces=int(table.counts.pieces[0]),
             rounds=forward + backward,
             fill=np.maximum(forward + backward - 2 * table.weight_us, forward),
             held=[
                 [held[flight, moment] for moment in moments]
                 for flight, moments in zip(flown.most, flown.moments, strict=True)
             ],
-            working=table.memory.temporary[:, :, min(replicas, table.memory.temporary.shape[2]) - 1],
+            working=table.memory.temporary(slice(None), slice(None))[:, :, 0],
             limit=limit - table.memory.late - ROUNDED * shape.passes,
             may_begin=self.may_begin,
         )
@@ -203,8 +205,7 @@ class VirtualPlans:
 
     def least_bytes(self, shape: Shape) -> float:
         """Return a lower bound of the memory of the fullest device: what all stages of a replica always hold."""
-        state = self.table(shape).memory.state
-        return float(state[0, -1, min(shape.replicas, state.shape[2]) - 1]) / shape.positions
+        return float(self.table(shape).memory.state.held.state[0, -1, 0]) / shape.positions
 
     def fitted(self, shape: Shape, starts: Sequence[int]) -> tuple[list[StagePart], int]:
         """Return the stages with given cuts, and the bytes of the fullest device.
@@ -299,7 +300,7 @@ class VirtualPlans:
         seen: dict[int, set[int]] = {}
         for stage, (start, end) in enumerate(spans):
             slots, home = every[stage], homes[stage]
-            inside = np.full(self.world, self._inside(slots))
+            inside = np.array([self._inside(slots)])
             estimate = table.estimate_of(
                 start, end, shape.replicas, chosen[stage], flown.most[stage], split=stage in split, inside=inside
             )
@@ -311,6 +312,10 @@ class VirtualPlans:
             seen[home] = seen.get(home, set()) | params
             found.append(StagePart(start, end, slots, chosen[stage], estimate))
         return found, flown
+
+    def _all_inside(self, shape: Shape) -> Mask:
+        """Whether the replicas of each stage are on one node: one entry."""
+        return np.array([all(self._inside(slots) for slots in shape.slots)])
 
     def _inside(self, slots: Sequence[int]) -> bool:
         """Whether slots are on one node."""

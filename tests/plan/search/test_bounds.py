@@ -24,7 +24,7 @@ from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.simulate.step_costs import BUCKET
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.intervals import Intervals
-from rannd.plan.stage_costs.reduction_times import Reductions
+from rannd.plan.stage_costs.shared_tables import SharedTables
 from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Machine
 from rannd.profile.costs import BlockCost, CostTable, LinkCost
@@ -45,16 +45,14 @@ def tables(
     intervals = Intervals(graph, blocks, costs.blocks)
     machine = Machine(slots, costs.link, costs.between)
     count, world = len(blocks), len(slots)
-    allowed = np.isin(np.arange(1, world + 1), replicas or range(1, world + 1))
     return StageTables(
-        intervals,
-        machine,
+        SharedTables(intervals, machine),
         options,
         variant,
         rows=piece_rows(rows, world, variant.microbatches),
         limit=limit,
-        allowed=np.broadcast_to(allowed, (count + 1, count + 1, world)),
-        reductions=Reductions(intervals, machine),
+        allowed=np.ones((count + 1, count + 1), dtype=bool),
+        replicas=np.array(replicas or range(1, world + 1)),
     )
 
 
