@@ -147,7 +147,8 @@ class Bounds:
         needed = np.ceil(self._pieces / np.fmin(pieces, self._pieces))
         numbers = self._tables.replicas
         found = needed > numbers[0] if len(numbers) == 1 else np.searchsorted(numbers, needed)
-        return np.maximum(found, fewest[:, :, None])
+        result: Counts = np.maximum(found, fewest[:, :, None])
+        return result
 
     def _paths(self, places: Counts, fill: Table) -> tuple[Counts, Table]:
         """Return ``[limit, stages left, end]``: minimum devices for the first blocks, and minimum fill plus reduction.

@@ -314,11 +314,11 @@ def _measurable(
 
 def _replicas(options: PlanOptions, world: int) -> Counts:
     """Return the numbers of replicas that a stage may have, ascending."""
-    counts = np.arange(1, world + 1)
+    counts: Counts = np.arange(1, world + 1)
     if options.replica_num:
-        return counts[counts == options.replica_num]
-    if options.limit_dev_num_pot:
-        return counts[((counts & (counts - 1)) == 0) | (counts == world)]
+        counts = counts[counts == options.replica_num]
+    elif options.limit_dev_num_pot:
+        counts = counts[((counts & (counts - 1)) == 0) | (counts == world)]
     return counts
 
 

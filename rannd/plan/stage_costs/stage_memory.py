@@ -46,7 +46,7 @@ class StageMemory:
         self.kept, self.kept_apart = rows.kept_divided if zero >= 2 else (rows.kept, rows.kept_apart)
         """Per microbatch, of what is kept from forward to backward; of the largest block of the stage, which has it in
         its backward if it recomputes."""
-        self.delayed = np.zeros_like(self.kept)
+        self.delayed: Table = np.zeros_like(self.kept)
         """Per microbatch, of what waits for delayed gradients of parameters; all that is kept where that is not known.
         One stage delays nothing."""
         if counts.splits:
@@ -78,8 +78,8 @@ class StageMemory:
         """Return the bytes kept of all microbatches in flight, not recomputing, if parameter gradients may wait."""
         kept, later = self.kept[:end, end, None], self.delayed[:end, end, None]
         pieces, first = (self._counts.most(end, used, split=split) for split in (True, False))
-        result: Table = np.maximum(kept, later) * first + later * (pieces - first)
-        return result
+        both: Table = np.maximum(kept, later)
+        return both * first + later * (pieces - first)
 
     def plain(self, end: int, used: int | None, *, split: bool = True) -> Table:
         """Return the bytes of stages that end at `end`, not recomputing; `split`: parameter gradients may wait."""
@@ -93,8 +93,9 @@ class StageMemory:
         """Return the bytes with the smallest number of replicas, the most of all, for any later stages."""
         pieces = self._counts.pieces[0]
         kept = np.maximum(self.kept, self.delayed) + self._rows.crossing
-        result: Table = self._fixed(slice(None), slice(None))[:, :, 0] + kept * pieces + self.late
-        return result + self._rows.given * pieces + self._rows.sent_grad * min(pieces, AHEAD + 1)
+        posted = self._rows.given * pieces + self._rows.sent_grad * min(pieces, AHEAD + 1) + self.late
+        result: Table = self._fixed(slice(None), slice(None))[:, :, 0] + kept * pieces + posted
+        return result
 
     def posted(self, starts: slice, end: int, flying: Counts) -> Table:
         """Return the bytes of messages beyond those kept per microbatch: receives are posted `AHEAD` early."""
@@ -146,7 +147,7 @@ class StageMemory:
 
         ``[start, end, number of replicas]``, or one entry for all numbers.
         """
-        pieces = np.ones(1) if self._counts.steady else self._counts.pieces
+        pieces = np.ones(1) if self._counts.steady else self._counts.pieces.astype(float)
         crossing = (self._rows.crossing + self._rows.given)[:, :, None]
         border = self._fixed(slice(None), slice(None)) + self.late + crossing * pieces
         kept, again = self.kept[:, :, None], (self.stays + self.kept_apart)[:, :, None]

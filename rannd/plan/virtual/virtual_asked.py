@@ -71,7 +71,7 @@ def asked_for(options: PlanOptions, *, interleaved: bool) -> VirtualAsked:
 
 
 def shapes_of(
-    plans: VirtualPlans, asked: VirtualAsked, *, counts: Sequence[int], zeros: Sequence[int], allowed: Sequence[bool]
+    plans: VirtualPlans, asked: VirtualAsked, *, counts: Sequence[int], zeros: Sequence[int], allowed: Sequence[int]
 ) -> list[Shape]:
     """Return the shapes to try.
 
