@@ -22,7 +22,7 @@ import numpy as np
 from rannd.plan.stage_costs.estimate import NEVER, StageTables
 from rannd.plan.topology import Counts, Table
 
-COARSE, FINE = 24, 64
+COARSE, FINE = 8, 32
 """Number of T to try: over the whole range, and close to the best plan."""
 
 
@@ -34,6 +34,8 @@ class Bounds:
 
     def __init__(self, tables: StageTables, stages: int) -> None:
         self._tables = tables
+        self._tried = 0
+        """Maximum number of values of T that were tried at a time."""
         self._stages = stages
         """Number of stages; 0: any."""
         self._numbers = np.append(tables.replicas, NEVER)
@@ -103,7 +105,10 @@ class Bounds:
         return float(self.together[self._stages, self._count, self._units])
 
     def sharpen(self, below: float, number: int) -> None:
-        """Tighten the tables for plans that take less than `below`, with `number` values of T."""
+        """Tighten the tables for plans that take less than `below`, with `number` values of T, unless that was done."""
+        if number <= self._tried:
+            return
+        self._tried = number
         place = (self._stages, self._count)
         least = max(float(self.rounds[(*place, self._units)]), 1e-6)
         most = below - float(self.rest[place])

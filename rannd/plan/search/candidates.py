@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from rannd.plan.search.stages import Choice, e_of, preferred_choice
+from rannd.plan.search.stages import Choice, best_choice, e_of
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.topology import Counts
 
@@ -28,10 +28,16 @@ class Candidate(msgspec.Struct, frozen=True):
 
     choice: Choice
     table: StageTables
-    most_bytes: int
-    """Memory of the fullest device."""
     over_bytes: int = 0
-    """Bytes by which that exceeds the limit."""
+    """Bytes by which its memory exceeds the limit."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Memory of the fullest device."""
+        return max(
+            self.table.estimate(start, end, replicas, used=used).total_bytes
+            for start, end, replicas, used in self.choice.spans(self.table.blocks)
+        )
 
     @property
     def name(self) -> str:
@@ -48,14 +54,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def candidate(choice: Choice, tables: Sequence[StageTables], over: float | None = None) -> Candidate:
-    """Return `choice` with its memory; `over`: the bytes per device, if it needs more."""
+    """Return `choice` with its tables; `over`: the bytes per device, if it needs more."""
     table = next(table for table in tables if table.variant == choice.variant and table.has(choice.replicas))
-    sizes = [
-        table.estimate(start, end, replicas, used=used).total_bytes
-        for start, end, replicas, used in choice.spans(table.blocks)
-    ]
-    most = max(sizes)
-    return Candidate(choice, table, most, 0 if over is None else max(math.ceil(most - over), 1))
+    found = Candidate(choice, table)
+    if over is None:
+        return found
+    return msgspec.structs.replace(found, over_bytes=max(math.ceil(found.most_bytes - over), 1))
 
 
 def alike(tables: Sequence[StageTables], plan: Candidate) -> Iterator[Candidate]:
@@ -88,7 +92,7 @@ def candidates(
         replicas = world // count
         only = allowed[allowed == replicas]
         tables = make(only, limit, False)
-        choice = preferred_choice(tables, stages=count, effort=EFFORT)
+        choice = best_choice(tables, stages=0, effort=EFFORT).choice  # with these replicas it has `count`
         if choice is not None:
             yield candidate(choice, tables)
             even = even_starts(sizes, count)
@@ -96,7 +100,7 @@ def candidates(
             yield from (candidate(split, tables) for split in splits if split is not None)
             continue
         tables = make(only, math.inf, True)
-        choice = preferred_choice(tables, stages=count, effort=EFFORT)
+        choice = best_choice(tables, stages=0, effort=EFFORT).choice
         if choice is not None:
             yield candidate(choice, tables, over=limit)
 

@@ -147,13 +147,11 @@ def plan(
     for offload in offloads:
         used = [PARAMS_ZERO] if offload.params else zeros
         every = tables(replicas, limit, False, zeros=used, offload=offload)
-        found = plain = best_choice(every, stages=stages)
         free_zero = way is None and options.zero_stage == AUTO and not offload.params
         if free_zero and world > 1 and any(each.tight for each in every):
             used = runnable  # memory asks for it
-            more = tables(replicas, limit, False, zeros=runnable[1:], offload=offload)
-            found = found.or_better(best_choice(more, stages=stages))
-            every += more
+            every += tables(replicas, limit, False, zeros=runnable[1:], offload=offload)
+        found = best_choice(every, stages=stages)
         if found.choice is None:
             needs.append(smallest_memory(every, stages=stages))
             continue
@@ -166,7 +164,7 @@ def plan(
         among = candidates(alone, replicas, world, limit, sizes, stages)
         others = alone(replicas, limit, False, schedules=DELAYING) if free else []
         ranking = rank([*best, *among], make, graph, costs, options, partial(alike, others))
-        search = Searched(every, plain.choice, others, needs, stages=stages, counts=counts, coupled=graph.rows_coupled)
+        search = Searched(every, others, needs, stages=stages, counts=counts, coupled=graph.rows_coupled)
         told = reasons(ranking, search, options, way=way, interleaved=interleaved)
         deployment = replace(ranking.deployment, reasons=told)
         return challenged(job, asked, replace(ranking, deployment=deployment), used)

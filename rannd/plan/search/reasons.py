@@ -12,7 +12,7 @@ from rannd.plan.plan_options import AUTO, PlanOptions
 from rannd.plan.run_modes import LEAST_GAIN, RunMode
 from rannd.plan.search.candidates import Candidate
 from rannd.plan.search.ranking import Ranking
-from rannd.plan.search.stages import Choice, Need, e_of, smallest_memory
+from rannd.plan.search.stages import Need, e_of, smallest_memory
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.units import amount, amounts_apart
 
@@ -27,8 +27,6 @@ class Searched(msgspec.Struct, frozen=True):
     """What the planner has searched when it found its plan."""
 
     tables: Sequence[StageTables]
-    plain: Choice | None
-    """The best plan with the first of the ZeRO stages."""
     others: Sequence[StageTables]
     """Tables under the other schedules that were tried."""
     failed: Sequence[Need | None]
@@ -140,9 +138,10 @@ def _zero(ranking: Ranking, searched: Searched, options: PlanOptions, *, way: Ru
         one = len(ranking.deployment.slots) == 1
         return "there is one device" if one else "memory is not scarce: all fits without"
     zero = ranking.deployment.zero
-    if zero and searched.plain is None:
+    if zero and all(_shared(each.plan) for each in ranking.played):
         need = smallest_memory([table for table in searched.tables if not table.variant.zero], stages=searched.stages)
-        return f"without it {_lacking(ranking, need)}"
+        if need is None or need.bytes > ranking.chosen.table.limit:
+            return f"without it {_lacking(ranking, need)}"
     told = _compared(ranking, _shared, lambda zero: f"ZeRO {zero}" if zero else "without")
     if not told:
         return "the same stages need it" if zero else "no plan with it is as promising"

@@ -15,6 +15,7 @@ knows its maximum error: no plan is better than the smallest open bound.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -62,21 +63,11 @@ class Found(msgspec.Struct, frozen=True):
 
     choice: Choice | None
     bound_us: float
-    """Lower bound of E for all plans. Infinite if no plan fits."""
+    """Lower bound of E for all plans, as they are compared with the choice. Infinite if no plan fits."""
     searched_all: bool
     """False if the search was cut off."""
     passed: tuple[Choice, ...] = ()
     """Complete plans found during the search, best first."""
-
-    def or_better(self, other: Found) -> Found:
-        """The result of a search of both; of equally good plans the one of this."""
-        found = [each for each in (self.choice, other.choice) if each is not None]
-        return Found(
-            min(found, key=lambda each: each.preference_us, default=None),
-            min(self.bound_us, other.bound_us),
-            self.searched_all and other.searched_all,
-            tuple(sorted((*self.passed, *other.passed), key=lambda each: each.preference_us)),
-        )
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -109,38 +100,35 @@ class _Partial(msgspec.Struct, frozen=True):
 
 
 def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT) -> Found:
-    """Return the plan with the smallest E of all that fit.
+    """Return the preferred one of all plans that fit: the one with the smallest E, as E is compared.
 
     `tables`: one per variant; `stages`: number of stages, 0: free. Of equal plans the first one found is kept; the
     order is deterministic.
     """
+    if not tables:
+        return Found(None, math.inf, True)
     best: Choice | None = None
     passed: list[Choice] = []
     for table in tables if stages in (0, 1) else ():
-        alone = e_of(table, (0,), (table.world,)) if table.has((table.world,)) else None
-        if alone is not None and (best is None or alone.step_us < best.step_us):
+        alone = e_of(table, (0,), (table.world,))
+        if alone is not None and (best is None or alone.preference_us < best.preference_us):
             best = alone
             passed.append(alone)
-    searches = (
-        [_Search(table, stages) for table in tables if table.world > 1 and table.blocks > 1] if stages != 1 else []
-    )
-    for search in sorted(searches, key=lambda each: each.bounds.root):
-        if best is None or search.bounds.root < best.step_us:
-            search.bounds.sharpen(best.step_us if best is not None else np.inf, COARSE)
+    searches = []
+    if stages != 1:
+        known: dict[tuple[Variant, bytes], Bounds] = {}  # the same for all orders of slots
+        for table in tables:
+            if table.world > 1 and table.blocks > 1:
+                key = msgspec.structs.replace(table.variant, placement=""), table.replicas.tobytes()
+                searches.append(_Search(table, known.setdefault(key, Bounds(table, stages)), stages))
+    for search in sorted(searches, key=lambda each: each.bound):
+        if best is None or search.bound < best.preference_us:
+            search.sharpen(best.preference_us if best is not None else math.inf, COARSE)
             found = search.dive(best)
             if found is not None and found is not best:
                 best = found
                 passed.append(found)
     return _Frontier(searches, best, passed, effort // (8 + max(table.world for table in tables))).run()
-
-
-def preferred_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFFORT) -> Choice | None:
-    """Return the preferred one of the plans with the smallest E without and with ZeRO; None if no plan fits."""
-    plain = [table for table in tables if not table.variant.zero]
-    sharded = [table for table in tables if table.variant.zero]
-    searched = [best_choice(each, stages=stages, effort=effort) for each in (plain, sharded) if each]
-    found = [each.choice for each in searched if each.choice is not None]
-    return min(found, key=lambda each: each.preference_us, default=None)
 
 
 def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...]) -> Choice | None:
@@ -161,16 +149,26 @@ def e_of(table: StageTables, starts: tuple[int, ...], replicas: tuple[int, ...])
 
 
 class _Search:
-    """Partial plans of one variant, with two or more stages."""
+    """Partial plans of one variant, with two or more stages. Their bounds are compared as E is (`preference_us`)."""
 
-    def __init__(self, table: StageTables, stages: int) -> None:
-        self.table = table
-        self.bounds = Bounds(table, stages)
+    def __init__(self, table: StageTables, bounds: Bounds, stages: int) -> None:
+        self.table, self.bounds = table, bounds
+        self.weight = preference_us(table.variant.zero, 1.0)
         self.root = _Partial(table.blocks, 0, stages, (0.0,) * (2 if table.counts.steady else 3) + (0.0,))
 
+    @property
+    def bound(self) -> float:
+        """Lower bound for all plans."""
+        return self.bounds.root * self.weight
+
+    def sharpen(self, below: float, number: int) -> None:
+        """Tighten the bounds for plans that are better than `below`."""
+        self.bounds.sharpen(below / self.weight, number)
+
     def children(self, partial: _Partial, below: float) -> Iterator[tuple[float, _Partial]]:
-        """Yield `partial` extended by one stage, with the bound of E, where that is below `below`."""
+        """Yield `partial` extended by one stage, with its bound, where that is below `below`."""
         bound, *terms = self._extended(partial)
+        bound = bound * self.weight
         for start, step in zip(*np.nonzero(bound < below), strict=True):
             yield float(bound[start, step]), self._child(partial, int(start), int(step), terms)
 
@@ -200,7 +198,7 @@ class _Search:
     def dive(self, best: Choice | None) -> Choice | None:
         """Find a good plan greedily, by the stage with the smallest bound; `best` if that is no better."""
         partial = self.root
-        below = best.step_us if best is not None else np.inf
+        below = best.preference_us / self.weight if best is not None else math.inf
         while partial.start:
             bound, *terms = self._extended(partial)
             start, step = np.unravel_index(bound.argmin(), bound.shape)
@@ -234,9 +232,9 @@ class _Frontier:
 
     def run(self) -> Found:
         for number, search in enumerate(self.searches):
-            if search.bounds.root < self._below:
-                search.bounds.sharpen(self._below, FINE)
-                self._push(number, search.bounds.root, search.root)
+            if search.bound < self._below:
+                search.sharpen(self._below, FINE)
+                self._push(number, search.bound, search.root)
         expanded = 0
         while self.open and self.open[0][0] < self._below:
             if expanded >= self.most:
@@ -249,17 +247,19 @@ class _Frontier:
             for child_bound, child in search.children(partial, self._below):
                 if child.start:
                     self._push(number, max(bound, child_bound), child)
-                elif sum(child.terms) < self._below:
+                elif sum(child.terms) * search.weight < self._below:
                     self.best = search.choice(child)
                     self.passed.append(self.best)
         return self._found(self._below, searched_all=True)
 
     def _found(self, bound: float, *, searched_all: bool) -> Found:
-        return Found(self.best, bound, searched_all, tuple(sorted(self.passed, key=lambda each: each.step_us)))
+        if self.best is not None:
+            bound /= preference_us(self.best.variant.zero, 1.0)
+        return Found(self.best, bound, searched_all, tuple(sorted(self.passed, key=lambda each: each.preference_us)))
 
     @property
     def _below(self) -> float:
-        return self.best.step_us if self.best is not None else np.inf
+        return self.best.preference_us if self.best is not None else math.inf
 
     def _push(self, number: int, bound: float, partial: _Partial) -> None:
         if bound < self._below:
