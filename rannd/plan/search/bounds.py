@@ -16,14 +16,17 @@ for 1D partitioning", 2004; here with replicas and a second cost.)
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from rannd.plan.stage_costs.estimate import NEVER, StageTables
 from rannd.plan.topology import Counts, Table
 
-COARSE, FINE = 8, 32
-"""Number of T to try: over the whole range, and close to the best plan."""
+ANY, COARSE, FINE = 1, 8, 32
+"""Number of T to try: whether any plan is as good as the best one that is known; over the whole range; and close to the
+best plan."""
 
 
 class Bounds:
@@ -36,7 +39,7 @@ class Bounds:
         self._tables = tables
         self._tried = 0
         """Maximum number of values of T that were tried at a time."""
-        self._stages = stages
+        self.stages = stages
         """Number of stages; 0: any."""
         self._numbers = np.append(tables.replicas, NEVER)
         self._unit = math.gcd(tables.world, *tables.replicas.tolist())
@@ -102,34 +105,41 @@ class Bounds:
     @property
     def root(self) -> float:
         """Lower bound of E for all plans."""
-        return float(self.together[self._stages, self._count, self._units])
+        return float(self.together[self.stages, self._count, self._units])
 
-    def sharpen(self, below: float, number: int) -> None:
-        """Tighten the tables for plans that take less than `below`, with `number` values of T, unless that was done."""
-        if number <= self._tried:
-            return
-        self._tried = number
-        place = (self._stages, self._count)
+    def tries(self, below: float, number: int) -> Tries | None:
+        """Return what `sharpen` tries for plans that take less than `below`, with `number` values of T.
+
+        None if that was done, or helps nothing.
+        """
+        place = (self.stages, self._count)
         least = max(float(self.rounds[(*place, self._units)]), 1e-6)
         most = below - float(self.rest[place])
         if not np.isfinite(most):
             most = float(self._ways[1][1].max()) * self._pieces
-        if least < most:
-            self._try(np.geomspace(least, most, number))
-
-    def _try(self, limits: Table) -> None:
-        # With the last limit any number of replicas may do.
-        limits = np.append(limits, np.inf)
-        places = [self._places(fewest, piece_us, limits) for fewest, piece_us, _ in self._ways]
+        if number <= self._tried or least >= most:
+            return None
+        self._tried = number
+        # With the last one any replicas may do.
+        limits = np.append(np.geomspace(least, most, number) if number > 1 else most, np.inf)
+        ways = [self._places(fewest, piece_us, limits) for fewest, piece_us, _ in self._ways]
         plain, again = (each[2][:, :, None] for each in self._ways)
-        fill = np.where(places[0] < len(self._tables.replicas), plain, again)
-        devices, rest = self._paths(np.minimum(*places), fill)
-        np.maximum(self.rest, rest[-1], out=self.rest)
-        limits, devices, rest = limits[:-1], devices[:-1], rest[:-1]
+        places = np.minimum(*ways)
+        replicas = self._numbers[places]
+        fill = np.where(ways[0] < len(self._tables.replicas), plain, again)
+        fill = np.where(replicas < NEVER, fill, np.inf)
+        exposed = self._tables.exposed_at_least(np.minimum(places, len(self._tables.replicas) - 1))
+        left_over = np.broadcast_to(self._forward[:, None, None] + exposed, fill.shape)
+        return Tries(self, limits[:-1], replicas, fill, left_over)
+
+    def use(self, limits: Table, devices: Counts, rest: Table) -> None:
+        """Tighten the tables with the paths of `limits`, and of any replicas last: ``[stages left, end, limit]``."""
+        np.maximum(self.rest, rest[:, :, -1], out=self.rest)
+        devices, rest = np.moveaxis(devices[:, :, :-1], -1, 0), np.moveaxis(rest[:, :, :-1], -1, 0)
         free = np.arange(self._units + 1) * self._unit
         lower = np.append(0.0, limits)[:, None]
         ends = np.arange(self._count + 1)[:, None]
-        for left in range(self._stages + 1):
+        for left in range(self.stages + 1):
             # The devices needed fall as the limit grows: find the first limit for which there are enough.
             first = (devices[:, left, :, None] > free).sum(axis=0)
             known = np.where(first > 0, limits[np.maximum(first - 1, 0)], 0.0)
@@ -155,26 +165,48 @@ class Bounds:
         result: Counts = np.maximum(found, fewest[:, :, None])
         return result
 
-    def _paths(self, places: Counts, fill: Table) -> tuple[Counts, Table]:
-        """Return ``[limit, stages left, end]``: minimum devices for the first blocks, and minimum fill plus reduction.
 
-        `places` (of numbers of replicas), `fill`: ``[start, end, limit]``, of a stage.
-        """
-        replicas = self._numbers[places]
-        exposed = self._tables.exposed_at_least(np.minimum(places, len(self._tables.replicas) - 1))
-        count, number, stages = self._count, places.shape[2], self._stages
-        devices = np.full((stages + 1, count + 1, number), NEVER, dtype=np.int64)
-        rest = np.full((stages + 1, count + 1, number), np.inf)
-        devices[0, 0] = 0
-        rest[0, 0] = 0.0
-        fill = np.where(replicas < NEVER, fill, np.inf)
-        left_over = self._forward[:, None, None] + exposed
-        for left in range(min(stages, 1), stages + 1):
-            before = max(left - 1, 0)
-            for start in range(count):
-                more = devices[before, start] + replicas[start, start + 1 :]
-                np.minimum(devices[left, start + 1 :], more, out=devices[left, start + 1 :])
-                after = np.maximum(left_over[start, start + 1 :], rest[before, start])
-                after += fill[start, start + 1 :]
-                np.minimum(rest[left, start + 1 :], after, out=rest[left, start + 1 :])
-        return np.moveaxis(devices, -1, 0), np.moveaxis(rest, -1, 0)
+class Tries(NamedTuple):
+    """Stages whose rounds are within limits: ``[start, end, limit]``; any stages last."""
+
+    bounds: Bounds
+    limits: Table
+    replicas: Counts
+    """Minimum number; NEVER if there is no such stage."""
+    fill: Table
+    left_over: Table
+    """Forward of the blocks before the stage, and its exposed reduction."""
+
+
+def sharpen(each: Iterable[tuple[Bounds, float]], number: int) -> None:
+    """Tighten bounds of one search for plans that take less than a time each, with `number` values of T."""
+    tried = [found for bounds, below in each if (found := bounds.tries(below, number)) is not None]
+    if tried:
+        replicas, fill, left_over = (
+            np.concatenate([getattr(found, name) for found in tried], axis=2)
+            for name in ("replicas", "fill", "left_over")
+        )
+        devices, rest = _paths(replicas, fill, left_over, tried[0].bounds.stages)
+        ends = np.cumsum([len(found.limits) + 1 for found in tried])[:-1]
+        for found, some, others in zip(
+            tried, np.split(devices, ends, axis=2), np.split(rest, ends, axis=2), strict=True
+        ):
+            found.bounds.use(found.limits, some, others)
+
+
+def _paths(replicas: Counts, fill: Table, left_over: Table, stages: int) -> tuple[Counts, Table]:
+    """Return ``[stages left, end, limit]``: minimum devices for the first blocks, and minimum fill plus reduction."""
+    count, number = replicas.shape[0] - 1, replicas.shape[2]
+    devices = np.full((stages + 1, count + 1, number), NEVER, dtype=np.int64)
+    rest = np.full((stages + 1, count + 1, number), np.inf)
+    devices[0, 0] = 0
+    rest[0, 0] = 0.0
+    for left in range(min(stages, 1), stages + 1):
+        before = max(left - 1, 0)
+        for start in range(count):
+            more = devices[before, start] + replicas[start, start + 1 :]
+            np.minimum(devices[left, start + 1 :], more, out=devices[left, start + 1 :])
+            after = np.maximum(left_over[start, start + 1 :], rest[before, start])
+            after += fill[start, start + 1 :]
+            np.minimum(rest[left, start + 1 :], after, out=rest[left, start + 1 :])
+    return devices, rest

@@ -138,7 +138,9 @@ def plan(
             for numbers in replica_counts(zero, replicas, world)
             for placement in machine.placements
             for count in counts
+            # Without replicas nothing is divided, but for what is offloaded: once is enough.
             if RunMode(schedule, zero) in RUN_MODES and len(numbers)
+            if zero == zeros[0] or numbers[-1] > 1 or offload.params
         ]
 
     limit = float(memory_bytes)

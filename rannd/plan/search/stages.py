@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from rannd.plan.run_modes import Offload, preference_us
-from rannd.plan.search.bounds import COARSE, FINE, Bounds
+from rannd.plan.search.bounds import ANY, COARSE, FINE, Bounds, sharpen
 from rannd.plan.stage_costs.estimate import StageTables
 from rannd.plan.stage_costs.variant import Variant
 from rannd.plan.topology import Table
@@ -121,13 +121,18 @@ def best_choice(tables: Sequence[StageTables], *, stages: int, effort: int = EFF
             if table.world > 1 and table.blocks > 1:
                 key = msgspec.structs.replace(table.variant, placement=""), table.replicas.tobytes()
                 searches.append(_Search(table, known.setdefault(key, Bounds(table, stages)), stages))
-    for search in sorted(searches, key=lambda each: each.bound):
-        if best is None or search.bound < best.preference_us:
-            search.sharpen(best.preference_us if best is not None else math.inf, COARSE)
-            found = search.dive(best)
-            if found is not None and found is not best:
-                best = found
-                passed.append(found)
+    waiting = sorted(searches, key=lambda each: each.bound)
+    while waiting and (best is None or waiting[0].bound < best.preference_us):
+        if best is None:  # then there is nothing to compare the others with
+            _sharpen(waiting[:1], math.inf, COARSE)
+        else:
+            for number in (ANY, COARSE):
+                _sharpen(waiting, best.preference_us, number)
+            waiting.sort(key=lambda each: each.bound)
+        found = waiting.pop(0).dive(best)
+        if found is not None and found is not best:
+            best = found
+            passed.append(found)
     return _Frontier(searches, best, passed, effort // (8 + max(table.world for table in tables))).run()
 
 
@@ -160,10 +165,6 @@ class _Search:
     def bound(self) -> float:
         """Lower bound for all plans."""
         return self.bounds.root * self.weight
-
-    def sharpen(self, below: float, number: int) -> None:
-        """Tighten the bounds for plans that are better than `below`."""
-        self.bounds.sharpen(below / self.weight, number)
 
     def children(self, partial: _Partial, below: float) -> Iterator[tuple[float, _Partial]]:
         """Yield `partial` extended by one stage, with its bound, where that is below `below`."""
@@ -218,6 +219,11 @@ class _Search:
         return Choice(self.table.variant, tuple(starts), tuple(replicas), sum(partial.terms))
 
 
+def _sharpen(searches: Sequence[_Search], below: float, number: int) -> None:
+    """Tighten the bounds of searches that may find better plans than `below`."""
+    sharpen(((each.bounds, below / each.weight) for each in searches if each.bound < below), number)
+
+
 class _Frontier:
     """Open partial plans of all variants, by ascending bound."""
 
@@ -231,9 +237,9 @@ class _Frontier:
         self.ticks = 0
 
     def run(self) -> Found:
+        _sharpen(self.searches, self._below, FINE)
         for number, search in enumerate(self.searches):
             if search.bound < self._below:
-                search.sharpen(self._below, FINE)
                 self._push(number, search.bound, search.root)
         expanded = 0
         while self.open and self.open[0][0] < self._below:

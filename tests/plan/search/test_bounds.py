@@ -18,7 +18,7 @@ from rannd.plan.blocks.blocks import Block, make_blocks
 from rannd.plan.blocks.partitioning import Partitioning
 from rannd.plan.deployment import Slot
 from rannd.plan.plan_options import PlanOptions
-from rannd.plan.search.bounds import FINE, Bounds
+from rannd.plan.search.bounds import FINE, Bounds, sharpen
 from rannd.plan.search.planner import plan
 from rannd.plan.simulate.layout import piece_rows
 from rannd.plan.simulate.step_costs import BUCKET
@@ -89,7 +89,7 @@ def test_no_plan_of_several_stages_is_better_than_its_bound(share: float | None,
             )  # fmt: skip
             bounds = Bounds(table, 0)
             assert bounds.root <= least * (1 + 1e-9), (seed, variant)
-            bounds.sharpen(least * wide, FINE)
+            sharpen([(bounds, least * wide)], FINE)
             assert bounds.root <= least * (1 + 1e-9) + 1e-6, (seed, variant, bounds.root / least)
             looked[variant.schedule] += 1
     assert min(looked["1f1b"], looked["gpipe"]) > 50, looked
@@ -118,5 +118,5 @@ def test_a_reduction_has_the_recomputed_forward_to_hide_behind(schedule: str) ->
     costs = CostTable((block, block), link)
     table = tables(graph, blocks, costs, slots, world, options, Variant(schedule, 1, "stages"), PLENTY, [2])
     bounds = Bounds(table, 0)
-    bounds.sharpen(found.step_us * 1.5, FINE)
+    sharpen([(bounds, found.step_us * 1.5)], FINE)
     assert bounds.root <= found.step_us

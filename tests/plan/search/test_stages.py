@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 from brute_force import Plan
@@ -201,11 +202,11 @@ def test_one_best_partial_plan_a_place_would_lose_plans(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("table", ["rest", "rounds", "together"])
 def test_a_bound_that_says_too_much_would_lose_plans(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sharpen = Bounds.sharpen
+    use = Bounds.use
 
-    def too_much(bounds: Bounds, below: float, number: int) -> None:
-        sharpen(bounds, below, number)
+    def too_much(bounds: Bounds, *paths: Any) -> None:
+        use(bounds, *paths)
         setattr(bounds, table, getattr(bounds, table) * 1.3)
 
-    monkeypatch.setattr(Bounds, "sharpen", too_much)
+    monkeypatch.setattr(Bounds, "use", too_much)
     assert wrong(range(150))
