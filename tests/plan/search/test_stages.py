@@ -8,14 +8,16 @@ from collections import Counter
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from brute_force import Plan
 from plan_instances import OTHER, Instance
 
-from rannd.errors import DoesNotFitError
+from rannd.errors import DoesNotFitError, PlanError
 from rannd.plan.deployment import Deployment
-from rannd.plan.run_modes import RunMode, runnable_zero
+from rannd.plan.run_modes import RunMode, preference_us, runnable_zero
 from rannd.plan.search.bounds import Bounds
+from rannd.plan.search.planner import plan
 from rannd.plan.search.stages import _Frontier, _Partial
 
 PLENTY = 10**15
@@ -210,3 +212,36 @@ def test_a_bound_that_says_too_much_would_lose_plans(table: str, monkeypatch: py
 
     monkeypatch.setattr(Bounds, "use", too_much)
     assert wrong(range(150))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_with_and_without_zero_are_compared_by_what_is_preferred(seed: int) -> None:
+    instance = Instance(seed)
+    limit = math.ceil(instance.reference.smallest_memory() * (1.01 + 0.4 * (seed % 3)))
+
+    def planned(zero: str) -> Deployment | None:
+        options = msgspec.structs.replace(
+            instance.options,
+            zero_stage=zero,
+            offload_optimizer="false",
+            offload_params="false",
+            offload_activations="false",
+        )
+        try:
+            return plan(
+                instance.graph, instance.blocks, instance.costs, world=len(instance.slots), slots=tuple(instance.slots),
+                batch_rows=instance.batch_rows, memory_bytes=limit, options=options,
+            )  # fmt: skip
+        except (DoesNotFitError, PlanError):
+            return None
+
+    each = [found for zero in "0123" if (found := planned(zero)) is not None]
+    found = planned("auto")
+    assert found is not None
+    best = min(preference_us(one.zero, one.e_us) for one in each)
+    plain = next((one.e_us for one in each if not one.zero), math.inf)
+    if found.zero or found.e_us != plain:  # ZeRO is only looked at where memory is tight
+        assert preference_us(found.zero, found.e_us) == pytest.approx(best)
+    assert found.bound_us <= found.e_us * (1 + 1e-9)
+    if found.searched_all:
+        assert found.bound_us == pytest.approx(found.e_us)

@@ -1,0 +1,69 @@
+"""What tables of a search have in common, against what it says of each place."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from plan_graphs import random_costs, random_graph
+
+from rannd.plan.blocks.blocks import Block
+from rannd.plan.deployment import Slot
+from rannd.plan.plan_options import PlanOptions
+from rannd.plan.stage_costs.intervals import Intervals
+from rannd.plan.stage_costs.shared_tables import SharedTables
+from rannd.plan.topology import Machine
+from rannd.profile.costs import LinkCost
+
+
+def _slots(random: Random, world: int) -> list[Slot]:
+    nodes = sorted(random.randrange(3) for _ in range(world))
+    return [Slot(node, place) for place, node in enumerate(nodes)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pipelines_inside_nodes_are_those_whose_slots_are_on_one(seed: int) -> None:
+    random = Random(seed)
+    world = random.randint(1, 13)
+    slots = _slots(random, world)
+    machine = Machine(slots, LinkCost(1, 1000, 1, 1000), LinkCost(2, 10, 2, 10))
+    replicas = np.array(sorted(random.sample(range(1, world + 1), random.randint(1, world))))
+    for count, found in zip(replicas, machine.pipelines_inside(replicas), strict=True):
+        parts = [range(part * world // count, -(-(part + 1) * world // count)) for part in range(count)]
+        assert found == all(len({slots[slot].node for slot in part}) == 1 for part in parts)
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("seed", range(10))
+def test_no_bound_of_reductions_falls_with_the_number_of_replicas(seed: int, zero: int) -> None:
+    """Bounds of the search take the smallest number that a stage may have."""
+    random = Random(seed)
+    graph = random_graph(random, 5)
+    blocks = [Block((at,)) for at in range(5)]
+    intervals = Intervals(graph, blocks, random_costs(random, 5).blocks)
+    machine = Machine(_slots(random, 9), LinkCost(1, 1000, 1, 1000), LinkCost(20, 1, 20, 1))
+    reductions = SharedTables(intervals, machine).reductions
+    replicas = np.arange(1, 10)
+    bounds = reductions.least(replicas, zero)
+    for table in bounds:
+        assert (np.diff(table, axis=2) >= 0).all()
+    for end in range(1, 6):
+        for inside in (None, np.arange(9) % 2 == 0):
+            found = (*reductions.of(end, replicas, inside, zero), reductions.gather(end, replicas, inside))
+            for table, bound in zip(found, bounds, strict=True):
+                assert (bound[:end, end] <= table).all()
+
+
+@pytest.mark.parametrize("offload", ["true", "false"])
+@pytest.mark.parametrize("seed", range(10))
+def test_no_stage_needs_more_training_state_with_more_replicas(seed: int, offload: str) -> None:
+    """Whether memory is tight is told by the smallest number."""
+    random = Random(seed)
+    graph = random_graph(random, 5)
+    blocks = [Block((at,)) for at in range(5)]
+    intervals = Intervals(graph, blocks, random_costs(random, 5).blocks)
+    shared = SharedTables(intervals, Machine(_slots(random, 9), LinkCost(1, 1, 1, 1), None))
+    for zero in (0, 1):
+        state = shared.state(zero, np.arange(1, 10), PlanOptions(offload_optimizer=offload))
+        assert (np.diff(state.fixed, axis=2) <= 0).all()
